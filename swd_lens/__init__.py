@@ -1,0 +1,65 @@
+"""swd_lens: pretrained weights become circuit units.
+
+    import swd_lens as swd
+
+    model = swd.load_default_model()                                   # or any GPT-2-style HookedTransformer
+    tokens = swd.text_tokens(16_384, split="train")
+    factors = swd.factorize(model, "blocks.2.mlp_out", sparsity=0.5, tokens=tokens)
+    with swd.attach(model, factors):
+        logits, cache = model.run_with_cache("The list is")
+        z = cache["mlp_out_unit", 2]                                   # (batch, pos, unit)
+    task = swd.load_task("ioi", model)
+    scores = swd.attribute(model, factors, task.train)
+    curve = swd.evaluate(model, factors, task.test, scores)
+    print(curve.cost_at(sufficiency=0.9, cost="edges"))
+
+The names below stand in the order of the flow: model, sites, factors, attached units, fidelity, scores, circuits.
+"""
+
+from swd_lens import baselines
+from swd_lens._version import __version__
+from swd_lens.calibration import collect_grams
+from swd_lens.circuits import CostCurve, UnitScores, attribute, compare, evaluate, intervention_hooks
+from swd_lens.default_model import load_default_model, text_tokens
+from swd_lens.factors import Factors, FactorSet
+from swd_lens.hosts import UnsupportedHostError, find_sites
+from swd_lens.inject import AttachError, Attachment, attach
+from swd_lens.plan import factorize
+from swd_lens.sites import Site, UnknownSiteError
+from swd_lens.solver import solve
+from swd_lens.study import Fidelity, fidelity, run_study
+from swd_lens.tasks import Task, TaskError, TaskExample, TokenError, load_task, pack_text
+
+__all__ = [
+    "AttachError",
+    "Attachment",
+    "CostCurve",
+    "FactorSet",
+    "Factors",
+    "Fidelity",
+    "Site",
+    "Task",
+    "TaskError",
+    "TaskExample",
+    "TokenError",
+    "UnitScores",
+    "UnknownSiteError",
+    "UnsupportedHostError",
+    "__version__",
+    "attach",
+    "attribute",
+    "baselines",
+    "collect_grams",
+    "compare",
+    "evaluate",
+    "factorize",
+    "fidelity",
+    "find_sites",
+    "intervention_hooks",
+    "load_default_model",
+    "load_task",
+    "pack_text",
+    "run_study",
+    "solve",
+    "text_tokens",
+]

@@ -1,0 +1,9 @@
+"""Other ways to turn a matrix into units, for comparison with SWD; each exposes the same `Factors`.
+
+exact.py: dense exact factorizations of a tensor, SVD and Random-B. surface.py: the same for a host's sites.
+"""
+
+from swd_lens.baselines.exact import random_b_factors, svd_factors
+from swd_lens.baselines.surface import random_b, svd
+
+__all__ = ["random_b", "random_b_factors", "svd", "svd_factors"]

@@ -1,0 +1,64 @@
+"""Grams: the second moments of what each site reads, G = mean over tokens of h^T h, streamed.
+
+1. Check the tokens against the host.
+2. Run them in batches, no further than the last wanted layer; at every site add h^T h to a running float64 sum.
+3. Divide by the number of tokens. Memory is one (d_in, d_in) sum per site, whatever the number of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.hosts import host_of
+from swd_lens.sites import Site
+from swd_lens.tasks.text import as_rows
+
+
+@dataclass(frozen=True)
+class Grams:
+    """One Gram per site name, and the number of tokens (activation vectors) each was averaged over."""
+
+    by_site: Mapping[str, Float[Tensor, "_d_in _d_in"]]
+    n_tokens: int
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self.by_site[site]
+
+
+def collect_grams(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Grams:
+    """Stream tokens through the host as it is now (attached units included) and average h^T h at every site.
+
+    Args:
+        model: the host.
+        sites: where to read.
+        tokens: (rows, pos) ids; every position counts, the first included.
+        batch_size: rows per forward.
+
+    Returns:
+        Grams in float32; entry (i, j) in units of activation squared, mean over tokens.
+
+    Raises:
+        TokenError: see `swd_lens.tasks.text.as_rows`.
+        ValueError: an activation is not finite (site named).
+    """
+    rows = as_rows(tokens, model)
+    sums = {site.name: torch.zeros(site.d_in, site.d_in, dtype=torch.float64, device=model.cfg.device) for site in sites}
+
+    def add(site: Site, h: Tensor) -> None:
+        flat = h.detach().float().reshape(-1, site.d_in)
+        sums[site.name] += (flat.T @ flat).double()
+
+    batches = tqdm(rows.split(batch_size), desc="calibration", unit="batch", disable=not progress, leave=False)
+    stop = max(site.layer for site in sites) + 1
+    with torch.no_grad(), host_of(model).inputs(sites, add):
+        for batch in batches:
+            model(batch.to(model.cfg.device), return_type=None, stop_at_layer=stop, attention_mask=torch.ones_like(batch))
+    for name, total in sums.items():
+        if not total.isfinite().all():
+            raise ValueError(f"activations entering {name} are not finite on these tokens; the host itself is broken there")
+    return Grams({name: (total / rows.numel()).float() for name, total in sums.items()}, rows.numel())

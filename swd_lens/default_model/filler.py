@@ -1,0 +1,189 @@
+"""Everything the embedded model reads that is not one of the four tasks: a small general language distribution.
+
+1. Stories and biographies, where pronouns follow from names (for all names, also those never seen in a tag question).
+2. Dialogue, code, number sequences.
+3. Copy lists, which teach induction before anything else can be learned.
+
+Each generator takes a `random.Random` and returns one document. The sentences also use every word of the unseen task
+templates, in other sentences: an unseen template is a new sentence, not a new word.
+"""
+
+import random
+from collections.abc import Callable
+from itertools import chain
+
+from swd_lens.tasks.generators.docstring import CLASSES, FUNCTIONS
+from swd_lens.tasks.generators.words import (
+    ADJECTIVES,
+    ARGUMENTS,
+    EVENTS,
+    FEMALE,
+    MALE,
+    NAMES,
+    OBJECTS,
+    PLACES,
+    ROLES,
+    as_words,
+    split_of,
+)
+
+COLORS = as_words("red blue green white black yellow brown")
+ANIMALS = as_words("dog cat horse bird cow sheep fox bear")
+FOODS = as_words("bread soup rice fish cheese fruit meat salad")
+DAYS = as_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+TIMES = as_words("morning afternoon evening night")
+PRONOUNS = {"she": ("she", "her", "her", "woman", "girl"), "he": ("he", "him", "his", "man", "boy")}
+
+# {n} name, {p} she/he, {P} She/He, {o} her/him, {s} her/his, {m} a friend of any gender
+STORY = (
+    "{P} went to the {place} because {p} wanted a {object}.",
+    "{P} found {s} {object} behind the {place}.",
+    "{P} was {adj}, but {s} {animal} was not.",
+    "In the {time}, {p} talked to {m} about the {object}.",
+    "{m} gave {o} some {food} and said that it was good.",
+    "{P} carried the {color} {object} over the {place}.",
+    "{P} quickly sent {s} {object} home.",
+    "Everybody was happy when {p} called.",
+    "{P} closed the door and opened a {object}, so the {animal} stopped.",
+    "The {color} {object} belongs to {o} and not to {m}.",
+    "After {s} walk {p} was happy to leave the {place} empty.",
+    "Late in the {time} {p} read the first book of {s} life.",
+    "{P} and {s} {animal} ate {food} all day.",
+    "The most {adj} {role} in the {place} called {o}.",
+    "{P} never saw {m} before, but {m} was {adj} to {o}.",
+    "It was only a {object}, up in the {place}, and {p} took it.",
+    "At the start of the {time} {p} ate {food}, then {p} went home.",
+    "During the {time} {p} sat around the {place} with {m}.",
+)
+OPENINGS = (
+    "{n} was a {adj} {role} who lived near the {place}.",
+    "Once there was a {g} called {n}.",
+    "On {day}, {n} lost {s} {object}.",
+    "Today {n} has been at the {place} all day.",
+    "Everybody says that {n} has a {color} {animal}.",
+    "Oh, {n} was late on {day} {time}.",
+    "Late on {day}, {n} saw a {animal} near the {place}.",
+    "During lunch, {n} talked about the {event}.",
+    "For many years {n} was the only {role} at the {place}.",
+)
+BIOGRAPHY = (
+    "{n} was born in {year} in a small village. {P} was a {role}, and {s} {object} is in the museum today.",
+    "{n} is a {adj} {role}. {P} lives near the {place} with {s} {animal}. People like {o}.",
+    "The {role} {n} wrote the first book about the {event}. {P} was {adj} all {s} life.",
+    "{n}, a {g} of {age} years, works as a {role}. {P} says that the {place} is {s} home.",
+)
+LINES = (
+    'Where is the {object}?" asked {n}. "It is at the {place}," said {m}.',
+    'I saw {m} on {day}," said {n}. "Was the {role} there?" "No, only the {animal}."',
+    'Do you like {food}?" asked {n}. "Yes, and I like {food2} too," said {m}.',
+    'We will read about the {event}," said {n}. "After that, we can go to the {place}."',
+    'The {object} is {color}," said {n} to {m}. "I know," said {m}.',
+)
+
+
+def _words(rng: random.Random) -> dict[str, str]:
+    """One draw of everything a sentence may mention; the person's name and pronouns agree."""
+    pronoun = rng.choice(("she", "he"))
+    subject, objective, possessive, adult, child = PRONOUNS[pronoun]
+    name = rng.choice(FEMALE if pronoun == "she" else MALE)
+    return {
+        "n": name,
+        "m": rng.choice([m for m in NAMES if m != name and split_of("names", *sorted((m, name))) == "train"]),
+        "p": subject,
+        "P": subject.capitalize(),
+        "o": objective,
+        "s": possessive,
+        "g": rng.choice((adult, child)),
+        **_things(rng),
+    }
+
+
+def _things(rng: random.Random) -> dict[str, str]:
+    return {
+        "place": rng.choice(PLACES),
+        "object": rng.choice(OBJECTS),
+        "adj": rng.choice(ADJECTIVES),
+        "role": rng.choice(ROLES),
+        "animal": rng.choice(ANIMALS),
+        "color": rng.choice(COLORS),
+        "food": rng.choice(FOODS),
+        "food2": rng.choice(FOODS),
+        "day": rng.choice(DAYS),
+        "time": rng.choice(TIMES),
+        "event": rng.choice(EVENTS),
+        "year": str(rng.randint(1100, 1899)),
+        "age": str(rng.randint(20, 89)),
+    }
+
+
+def story(rng: random.Random) -> str:
+    """A person, then two to five sentences about that person."""
+    words = _words(rng)
+    sentences = [rng.choice(OPENINGS), *rng.sample(STORY, rng.randint(2, 5))]
+    return " ".join(sentence.format(**{**words, **_things(rng)}) for sentence in sentences)
+
+
+def biography(rng: random.Random) -> str:
+    """Two or three sentences about one person."""
+    return rng.choice(BIOGRAPHY).format(**_words(rng))
+
+
+def dialogue(rng: random.Random) -> str:
+    """One to three exchanges between two people, a line each."""
+    words = _words(rng)
+    lines = (rng.choice(LINES).format(**{**words, **_things(rng)}) for _ in range(rng.randint(1, 3)))
+    return "\n".join('"' + line for line in lines)
+
+
+def code(rng: random.Random) -> str:
+    """A few lines of Python: a function, a class or an assignment block."""
+    a, b, c = rng.sample(ARGUMENTS, 3)
+    f, g = rng.sample(FUNCTIONS, 2)
+    kind = rng.randrange(5)
+    if kind == 0:
+        about = rng.choice(("", f'    """{f} the {a}\n    and return the {c}."""\n', f"    # then return {c}\n"))
+        return f"def {f}({a}, {b}):\n{about}    {c} = {g}({a})\n    return {c} + {b}\n"
+    if kind == 1:
+        name = rng.choice(CLASSES)
+        return f"class {name}:\n    @property\n    def {f}(self) -> bool:\n        return self.{a} is None\n"
+    if kind == 2:
+        return f"for {a} in {b}:\n    if {a} > {rng.randrange(100)}:\n        {c} = {a}\n    else:\n        {f}({c})\n"
+    if kind == 3:
+        return f"async def {f}(cls, {a}, {b}) -> None:\n    {a} = cls.{b}\n    return {g}({a}, {b})\n"
+    header = f"from {rng.choice(CLASSES)} import {f}\n# see {g}\n"
+    return header + f"{a} = {rng.randrange(100)}\n{b} = {a} * {rng.randrange(10)}\nprint({b})\n"
+
+
+def numbers(rng: random.Random) -> str:
+    """A rising or falling sequence, or a comparison of two-digit numbers (the order of digits, which years need)."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        step, start = rng.choice((1, 1, 2, 5, 10)), rng.randrange(10, 50)
+        values = [start + step * i for i in range(rng.randint(5, 10)) if start + step * i < 100]
+        return "Count: " + ", ".join(map(str, values if rng.random() < 0.7 else values[::-1]))
+    if kind == 1:
+        years = sorted(rng.sample(range(1100, 1900), 4))
+        return f"The years of the {rng.choice(EVENTS)}: " + ", ".join(map(str, years)) + "."
+    low, high = sorted(rng.sample(range(100), 2))
+    if kind == 2:
+        return f"{high:02d} is more than {low:02d}, and {low:02d} is less than {high:02d}."
+    return " < ".join(f"{value:02d}" for value in sorted(rng.sample(range(100), 5)))
+
+
+FILLERS: tuple[Callable[[random.Random], str], ...] = (story, biography, dialogue, code, numbers)
+FILLER_WEIGHTS = (0.4, 0.2, 0.15, 0.15, 0.1)  # mostly prose: that is where pronouns are learned
+
+
+def filler(rng: random.Random) -> str:
+    """One document of any filler kind."""
+    return rng.choices(FILLERS, FILLER_WEIGHTS)[0](rng)
+
+
+def copy_list(rng: random.Random) -> str:
+    """A list of random words and the same list again: nothing but copying predicts the second half."""
+    pools = (NAMES, ARGUMENTS, OBJECTS, PLACES, ROLES, [str(n) for n in range(10, 100)])
+    pool = tuple(chain(*pools)) if rng.random() < 0.5 else rng.choice(pools)
+    words = rng.sample(pool, rng.randint(4, 14))
+    opening, again = rng.choice((("The list is: ", " Again: "), ("Words: ", " Once more: "), ("", "\n")))
+    joint = rng.choice((", ", " ", ", "))
+    return f"{opening}{joint.join(words)}.{again}{joint.join(words)}."

@@ -1,0 +1,96 @@
+"""headline: what a run found, in a few sentences made from its numbers alone.
+
+1. The subject is the sparsest replacement of the surface with most matrices; the control is SVD, if it was run.
+2. Fidelity: how far the subject moves held-out cross-entropy, and how often it agrees with the dense host.
+3. Circuits: over all surfaces and tasks, how often a circuit is needed at all, and whose is cheaper in active edges.
+4. The smallest circuit that is not empty.
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from swd_lens.report.wording import conjunction, count, fixed, percent, plural, readable, signed
+from swd_lens.study import Run
+from swd_lens.study.run import Replacement
+
+CONTROL = "SVD"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Least active edges and units of one method for one surface and task; None: never reached."""
+
+    surface: str
+    task: str
+    method: str
+    edges: int | None
+    units: int | None
+
+
+def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
+    """One to four sentences, most important first; none where a run has nothing of the kind."""
+    subject = main_replacement(run)
+    if subject is None:
+        return []
+    sentences = [_fidelity_sentence(subject)]
+    costs = list(_costs(run, sufficiency))
+    sentences.extend(_cost_sentences(costs, subject.method, sufficiency))
+    return sentences
+
+
+def main_replacement(run: Run) -> Replacement | None:
+    """The sparsest replacement of the surface that replaces most matrices; the control only if there is nothing else."""
+    candidates = [r for r in run.replacements if r.method != CONTROL] or list(run.replacements)
+    return max(candidates, key=lambda r: (len(r.factors), r.factors.sparsity), default=None)
+
+
+def _fidelity_sentence(r: Replacement) -> str:
+    f = r.fidelity
+    what = plural(len(r.factors), "matrix", "matrices")
+    kept = f"{percent(1 - r.factors.sparsity, 0)} as many nonzero weights"
+    return (
+        f"With {what} replaced ({r.surface}, {r.method}: {kept}), cross-entropy on held-out text moves by "
+        f"{signed(f.ce_delta, 4)} nats, from {fixed(f.ce_dense, 3)} to {fixed(f.ce, 3)}, and the most likely next token "
+        f"stays the same in {percent(f.top1_agreement)} of {count(f.n_predictions)} predictions."
+    )
+
+
+def _costs(run: Run, sufficiency: float) -> Iterator[Cost]:
+    for surface, by_task in run.comparisons.items():
+        for task, comparison in by_task.items():
+            for method, curve in comparison.curves.items():
+                edges = curve.cost_at(sufficiency=sufficiency, cost="edges")
+                yield Cost(surface, task, method, edges, curve.cost_at(sufficiency=sufficiency, cost="units"))
+
+
+def _cost_sentences(costs: list[Cost], method: str, sufficiency: float) -> Iterator[str]:
+    ours = {(c.surface, c.task): c for c in costs if c.method == method}
+    control = {(c.surface, c.task): c for c in costs if c.method == CONTROL and method != CONTROL}
+    both = [(ours[key], control[key]) for key in ours if key in control]
+    pairs = [(a.edges, b.edges) for a, b in both if a.edges and b.edges]
+    if pairs:
+        ratios = [theirs / mine for mine, theirs in pairs]
+        wins = sum(ratio > 1 for ratio in ratios)
+        yield (
+            f"To keep {percent(sufficiency, 0)} of the task margin, {method} needs fewer active edges than {CONTROL} in "
+            f"{wins} of the {plural(len(pairs), 'case')} (surface and task) where both need a circuit at all; "
+            f"the median ratio is {_ratio(statistics.median(ratios), method)}."
+        )
+    empty = [f"{readable(c.task)} ({c.surface})" for c in ours.values() if c.edges == 0]
+    if empty:
+        whom = conjunction(empty) if len(empty) <= 3 else f"{len(empty)} of {len(ours)} cases"
+        yield f"For {whom} the empty circuit already suffices: these matrices are hardly needed at the scored positions."
+    found = [c for c in ours.values() if c.units]
+    if found:
+        least = min(found, key=lambda c: (c.edges or 0, c.surface, c.task))
+        yield (
+            f"The smallest circuit that is not empty: {plural(least.units or 0, 'unit')} of {least.surface} with "
+            f"{plural(least.edges or 0, 'active edge')} for {readable(least.task)}."
+        )
+
+
+def _ratio(ratio: float, method: str) -> str:
+    if ratio >= 1:
+        return f"{ratio:.1f} times fewer for {method}"
+    return f"{1 / ratio:.1f} times more for {method}"

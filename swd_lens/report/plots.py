@@ -1,0 +1,162 @@
+"""The report's figures: matplotlib figures, and how one becomes an <svg> element that is a good neighbour in a page.
+
+1. `circuit_column` draws one column of the paper's grid: a task's sufficiency above its necessity drop, one curve per
+   method. The page puts the columns of a surface side by side, or below each other on a phone.
+2. `relmse_dots` shows which matrices a replacement gets wrong: one row per site, one dot per method.
+3. `inline_svg` takes a figure's SVG and makes its ids its own, its fonts the reader's, its size the page's, and gives it
+   a title and a description for those who do not see it.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from swd_lens.circuits import CostCurve
+from swd_lens.circuits.frontier import draw_curves
+from swd_lens.figures import GRID, INK, new_figure, style, svg
+from swd_lens.study.run import Replacement
+
+FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+# Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
+SUFFICIENCY_RANGE = (-0.5, 1.6)
+EXACT = 1e-9  # relMSE below this is float32 rounding of an exact factorization; on a log axis it would push the rest together
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def circuit_column(curves: Mapping[str, CostCurve], threshold: float = 0.9) -> Figure:
+    """Sufficiency (above) and necessity drop (below) against active edges, for one task."""
+    figure, axes = new_figure(2, 1, width=3.1, height=2.05)
+    figure.set_layout_engine("none")  # the same margins in every column, so that columns align in the page
+    figure.subplots_adjust(left=0.16, right=0.97, top=0.985, bottom=0.105, hspace=0.1)
+    above, below = axes[:, 0]
+    for ax, column in ((above, "sufficiency"), (below, "necessity_drop")):
+        _draw(ax, curves, column)
+        _cost_axis(ax, curves)
+    above.set_xlabel("")
+    above.tick_params(labelbottom=False)
+    above.axhline(threshold, color="#888888", linewidth=0.8, linestyle=":")
+    below.axhline(0.0, color="#888888", linewidth=0.8)
+    for ax in (above, below):
+        ax.set_ylabel(ax.get_ylabel(), fontsize=9, color=INK, labelpad=3)
+        ax.yaxis.set_label_coords(-0.125, 0.5)
+    return figure
+
+
+def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str) -> None:
+    values = pd.concat([curve.rows[column] for curve in curves.values()]).dropna()
+    if any((curve.rows["edges"] > 0).any() for curve in curves.values()):
+        draw_curves(ax, curves, column, "edges")
+    if values.empty:
+        ax.text(0.5, 0.5, "not defined: the unpruned\nmargin is not positive", transform=ax.transAxes, ha="center", fontsize=8)
+        ax.set_yticks([])
+    elif column == "sufficiency":
+        low, high = SUFFICIENCY_RANGE
+        ax.set_ylim(max(low, min(-0.05, values.min() - 0.05)), min(high, max(1.1, values.max() + 0.05)))
+
+
+def _cost_axis(ax: Axes, curves: Mapping[str, CostCurve]) -> None:
+    costs = pd.concat([curve.rows["edges"] for curve in curves.values()])
+    if not (costs > 0).any():
+        return
+    smallest, largest = float(costs[costs > 0].min()), float(costs.max())
+    ticks = [10.0**p for p in range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)]
+    ax.xaxis.set_major_locator(FixedLocator([0, *(ticks or [smallest])]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    ax.set_xlim(-smallest * 0.06, largest * 1.25)  # the empty circuit's marker stands on the axis, whole
+
+
+def compact(value: float) -> str:
+    """0, 500, 10k, 2M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
+    """relMSE of every site, one dot per method; None if every method is exact (there is nothing to see)."""
+    sites = list(dict.fromkeys(site for r in replacements for site in r.fidelity.relmse))
+    shown = [(i, r) for i, r in enumerate(replacements) if max(r.fidelity.relmse.values(), default=0.0) > EXACT]
+    if not shown:
+        return None
+    figure, axes = new_figure(1, 1, width=6.4, height=0.62 + 0.24 * len(sites))
+    ax = axes[0, 0]
+    for index, r in shown:
+        points = [(max(error, EXACT), sites.index(site)) for site, error in r.fidelity.relmse.items()]
+        ax.scatter(*zip(*points, strict=True), s=26, color=style(index)["color"], marker=_MARKERS[index % len(_MARKERS)], zorder=3)
+    ax.set_yticks(range(len(sites)), [_literal(site) for site in sites])
+    ax.set_ylim(len(sites) - 0.5, -0.5)
+    errors = [max(error, EXACT) for _, r in shown for error in r.fidelity.relmse.values()]
+    # Whole decades, so that there are always two labelled ticks to read a log axis by.
+    ax.set_xscale("log")
+    ax.set_xlim(10.0 ** math.floor(math.log10(min(errors)) - 0.05), 10.0 ** math.ceil(math.log10(max(errors)) + 0.05))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    ax.set_xlabel("relMSE (log scale; left is better)", fontsize=9, color=INK)
+    return figure
+
+
+def swatch(index: int, marker: bool = False) -> str:
+    """A small line (or marker, for dots) in the style of the index-th curve, for legends in the page."""
+    figure, axes = new_figure(1, 1, width=0.42, height=0.16)
+    ax = axes[0, 0]
+    ax.axis("off")
+    if marker:
+        ax.scatter([0.5], [0.5], s=26, color=style(index)["color"], marker=_MARKERS[index % len(_MARKERS)])
+    else:
+        ax.plot([0, 0.5, 1], [0, 0, 0], marker="o", markersize=3, markevery=[1], linewidth=1.6, **style(index))
+    return _page_svg(svg(figure), f"swatch{'m' if marker else 'l'}{index}", 'aria-hidden="true" class="swatch"')
+
+
+def inline_svg(figure: Figure, prefix: str, title: str, description: str) -> str:
+    """The figure as an accessible <svg>, safe beside others of its kind.
+
+    Args:
+        prefix: starts every id in it; unique in the page, letters, digits and hyphens.
+        title, description: plain text, escaped here.
+
+    Raises:
+        ValueError: a prefix that is no good as an id.
+    """
+    if not re.fullmatch(r"[A-Za-z][\w-]*", prefix):
+        raise ValueError(f"an id prefix takes letters, digits and hyphens, got {prefix!r}")
+    attributes = f'role="img" aria-labelledby="{prefix}-title {prefix}-desc"'
+    inside = f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
+    return _page_svg(svg(figure), prefix, attributes, inside)
+
+
+def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    # Ids are ours alone, and only those that something refers to remain: matplotlib names every group, in every figure alike.
+    used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
+    names = {name for pair in used for name in pair if name}
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in names else "", text)
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    text = re.sub(r"(font:[^;\"]*?\d(?:\.\d+)?px) [^;\"]+", rf"\1 {FONT_STACK}", text)
+    text = re.sub(r"font-family: [^;\"]+", f"font-family: {FONT_STACK}", text)
+    text = re.sub(r"(\d\.\d{2})\d+", r"\1", text)  # a hundredth of a point is finer than any screen
+    width, height = _size(text)
+    # What matplotlib sets for every element by a style sheet, which in a page would reach every other picture.
+    line_ends = "stroke-linejoin: round; stroke-linecap: butt"
+    head = f'<svg viewBox="0 0 {width} {height}" width="{width}pt" height="{height}pt" style="{line_ends}" {attributes}>'
+    return re.sub(r"\n\s*", "\n", head + inside + text[text.index(">") + 1 :].strip())
+
+
+def _size(text: str) -> tuple[str, str]:
+    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    if found is None:
+        raise ValueError("matplotlib's SVG has no viewBox from 0 0; its size is not known")
+    return found[1], found[2]
+
+
+def _literal(text: Any) -> str:
+    """Text in which matplotlib finds no formula."""
+    return str(text).replace("$", r"\$")

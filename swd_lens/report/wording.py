@@ -1,0 +1,118 @@
+"""How the report writes numbers, tokens and settings; plain strings in, plain strings out, escaping is the template's.
+
+1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
+2. Tokens: whitespace and control characters become visible signs, so that " he", "he" and "\\n" are told apart.
+3. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
+"""
+
+import math
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+UNDEFINED = "–"
+MINUS = "\u2212"
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+# Shown as themselves these would be invisible, or would rearrange the line they stand in.
+_VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
+# What a family of tasks asks; tasks that are not listed speak for themselves by name.
+TASK_QUESTIONS = {
+    "ioi": "Indirect object identification: “When Mary and John went out, John gave a book to” – is it Mary?",
+    "docstring": "Docstring completion: which argument name does the documentation describe next?",
+    "greater_than": "Greater-than: “The war lasted from 1741 to 17” – is the year later than 41?",
+    "gendered_pronoun": "Gendered pronoun: “So Mary is a doctor, isn't” – he or she?",
+}
+
+
+def missing(value: Any) -> bool:
+    """None, NaN, NA or an infinity: nothing that can be shown as a number."""
+    return value is None or value is pd.NA or not math.isfinite(value)
+
+
+def count(value: Any) -> str:
+    """1234 -> 1,234."""
+    return UNDEFINED if missing(value) else f"{int(value):,}".replace("-", MINUS)
+
+
+def fixed(value: Any, digits: int = 3) -> str:
+    """A number with so many decimals and a true minus sign."""
+    if missing(value):
+        return UNDEFINED
+    text = f"{value:,.{digits}f}"
+    return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text.replace("-", MINUS)
+
+
+def tiny(value: Any, digits: int = 5) -> str:
+    """`fixed`, but a number that this would round to almost nothing keeps two digits: 3.1×10⁻⁹."""
+    if missing(value) or value == 0 or abs(value) >= 10.0 ** (1 - digits):
+        return fixed(value, digits)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}×10".replace("-", MINUS) + str(int(exponent)).translate(_SUPERSCRIPT)
+
+
+def signed(value: Any, digits: int = 5) -> str:
+    """`tiny` with a plus sign for what is above zero."""
+    text = tiny(value, digits)
+    return f"+{text}" if not missing(value) and value > 0 else text
+
+
+def percent(value: Any, digits: int = 1) -> str:
+    """0.4213 -> 42.1 %."""
+    return UNDEFINED if missing(value) else f"{fixed(100 * value, digits)} %"
+
+
+def duration(seconds: Any) -> str:
+    """Seconds as a person says them."""
+    if missing(seconds):
+        return UNDEFINED
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def token(text: str) -> str:
+    """A token alone: every space shown as a dot, line ends and control characters as signs."""
+    return "".join(_VISIBLE.get(c, c if c.isprintable() else _code(c)) for c in text) or "∅"
+
+
+def running_token(text: str) -> str:
+    """A token within a text: one space before a word stays a space, everything else invisible is shown."""
+    return " " + token(text[1:]) if text[:1] == " " and text[1:].strip() else token(text)
+
+
+def _code(character: str) -> str:
+    if ord(character) < 32:
+        return chr(0x2400 + ord(character))
+    # Bidirectional overrides, zero-width characters, lone surrogates, private use: by number. Accents are left alone.
+    return character if unicodedata.category(character).startswith("M") else f"⟨U+{ord(character):04X}⟩"
+
+
+def readable(name: str) -> str:
+    """greater_than -> greater than."""
+    return name.replace("_", " ")
+
+
+def conjunction(items: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join([*([", ".join(items[:-1])] if len(items) > 1 else []), *items[-1:]])
+
+
+def plural(n: int, noun: str, nouns: str = "") -> str:
+    """1 site, 4 sites."""
+    return f"{n:,} {noun if n == 1 else nouns or noun + 's'}"
+
+
+def settings_rows(settings: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[int, str, str]]:
+    """(depth, name, value) of every setting; a mapping's own row has an empty value and its entries follow, deeper."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield depth, str(name), ""
+            yield from settings_rows(value, depth + 1)
+        else:
+            yield depth, str(name), _value(value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple | set | frozenset):
+        return ", ".join(_value(item) for item in value) or "none"
+    return "none" if value is None or value == {} else str(value)

@@ -1,0 +1,149 @@
+"""Sites: the names of a host's factorizable matrices, and how a user's pattern selects among them.
+
+1. A `Site` is one dense projection, always seen as (d_in, d_out): y = h @ W + b. Nothing outside the hosts transposes.
+2. `select_sites` matches a pattern (exact name, glob, bare kind, "all", TransformerLens parameter name or Hugging Face
+   module name) against the sites a host offers; a pattern that matches nothing raises and lists the nearest names.
+3. `parse_unit` reads a unit's name, "blocks.8.mlp_out/205".
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+# Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
+KINDS = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_in", "mlp_out")
+
+# TransformerLens parameter names, relative to blocks.{L}.
+_TL_NAMES = {
+    "attn_q": ("attn.W_Q",),
+    "attn_k": ("attn.W_K",),
+    "attn_v": ("attn.W_V",),
+    "attn_o": ("attn.W_O",),
+    "mlp_gate": ("mlp.W_gate",),
+    "mlp_in": ("mlp.W_in",),
+    "mlp_out": ("mlp.W_out",),
+}
+# Hugging Face module names, relative to the model's list of blocks (h.{L} in GPT-2, layers.{L} in NeoX, Llama, Qwen).
+_HF_NAMES = {
+    "attn_qkv": ("attn.c_attn", "attention.query_key_value"),
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_o": ("attn.c_proj", "attention.dense", "self_attn.o_proj"),
+    "mlp_gate": ("mlp.gate_proj",),
+    "mlp_in": ("mlp.c_fc", "mlp.dense_h_to_4h", "mlp.up_proj"),
+    "mlp_out": ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj"),
+}
+_HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.)+")
+_NAME = re.compile(r"^blocks\.(\d+)\.(\w+)$")
+
+
+class UnknownSiteError(ValueError):
+    """A pattern matched no site of the host."""
+
+
+@dataclass(frozen=True, order=False)
+class Site:
+    """One factorizable matrix of a host: y = h @ W + b with W (d_in, d_out)."""
+
+    layer: int
+    kind: str
+    d_in: int
+    d_out: int
+
+    @property
+    def name(self) -> str:
+        return f"blocks.{self.layer}.{self.kind}"
+
+    @property
+    def hook_name(self) -> str:
+        """Where z lives once the site is attached; block level, so that get_act_name(f"{kind}_unit", layer) finds it."""
+        return hook_name(self.name)
+
+    @property
+    def numel(self) -> int:
+        return self.d_in * self.d_out
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.d_in}, {self.d_out})"
+
+
+def hook_name(site_name: str) -> str:
+    """blocks.8.mlp_out -> blocks.8.hook_mlp_out_unit."""
+    layer, kind = split_name(site_name)
+    return f"blocks.{layer}.hook_{kind}_unit"
+
+
+def split_name(site_name: str) -> tuple[int, str]:
+    """blocks.8.mlp_out -> (8, "mlp_out").
+
+    Raises:
+        UnknownSiteError: the name is not of the form blocks.{layer}.{kind}.
+    """
+    match = _NAME.match(site_name)
+    if match is None or match[2] not in KINDS:
+        raise UnknownSiteError(f"{site_name!r} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}")
+    return int(match[1]), match[2]
+
+
+def execution_key(site_name: str) -> tuple[int, int]:
+    """Sort key that puts site names in the order in which the host runs them."""
+    layer, kind = split_name(site_name)
+    return layer, KINDS.index(kind)
+
+
+def parse_unit(name: str) -> tuple[str, int]:
+    """blocks.8.mlp_out/205 -> ("blocks.8.mlp_out", 205)."""
+    site, slash, index = name.rpartition("/")
+    if not slash or not index.isdigit():
+        raise ValueError(f"{name!r} is not a unit name; a unit is called like blocks.8.mlp_out/205")
+    split_name(site)
+    return site, int(index)
+
+
+def select_sites(available: Sequence[Site], pattern: str | Iterable[str]) -> list[Site]:
+    """The available sites that a pattern (or any of several) names, in execution order, each once.
+
+    Args:
+        available: the host's sites.
+        pattern: "blocks.8.mlp_out", a glob "blocks.[0-3].mlp_*", a bare kind "mlp_out" (every layer), "all",
+            a TransformerLens parameter name "blocks.8.mlp.W_out", or a Hugging Face module name "h.8.mlp.c_proj".
+
+    Raises:
+        UnknownSiteError: a pattern matches nothing; the message lists the nearest names.
+    """
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    if not patterns:
+        raise UnknownSiteError("no site was named: pass a pattern such as 'mlp_out' or 'blocks.0.mlp_out'")
+    chosen: dict[str, Site] = {}
+    for one in patterns:
+        found = [site for site in available if _matches(site, one)]
+        if not found:
+            raise UnknownSiteError(_nothing_matches(one, available))
+        chosen.update({site.name: site for site in found})
+    return sorted(chosen.values(), key=lambda site: execution_key(site.name))
+
+
+def _matches(site: Site, pattern: str) -> bool:
+    stripped = _HF_PREFIX.sub("", pattern)
+    return pattern == "all" or any(fnmatchcase(alias, p) for alias in _aliases(site) for p in (pattern, stripped))
+
+
+def _aliases(site: Site) -> list[str]:
+    names = [site.name, site.kind]
+    names += [f"blocks.{site.layer}.{name}" for name in _TL_NAMES.get(site.kind, ())]
+    names += [f"{root}.{site.layer}.{name}" for root in ("h", "layers") for name in _HF_NAMES.get(site.kind, ())]
+    return names
+
+
+def _nothing_matches(pattern: str, available: Sequence[Site]) -> str:
+    names = [site.name for site in available]
+    near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.3) or names[:4]
+    kinds = sorted({site.kind for site in available}, key=KINDS.index)
+    layers = max((site.layer for site in available), default=-1)
+    return (
+        f"no site matches {pattern!r}. Nearest: {', '.join(near)}. "
+        f"This host has blocks.0 to blocks.{layers} with {', '.join(kinds)}; globs such as 'blocks.*.mlp_out' work too."
+    )

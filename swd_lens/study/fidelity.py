@@ -1,0 +1,128 @@
+"""fidelity: how much of the host's behaviour a replacement keeps, on text that it was not fitted on.
+
+1. For each batch of rows, run the dense host and the replaced host.
+2. Sum, over all next-token predictions, cross-entropy of both, KL(dense || replaced) and top-1 agreement; over all
+   positions, squared error and squared norm of every site's output (bias included).
+3. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.factors import Factors
+from swd_lens.hosts import host_of
+from swd_lens.inject import attach
+from swd_lens.sites import Site
+from swd_lens.tasks.text import TokenError, as_rows
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Replacement metrics; cross-entropies and KL in nats per predicted token.
+
+    Attributes:
+        ce_dense, ce: of the dense and of the replaced host.
+        kl: KL(dense || replaced).
+        top1_agreement: fraction of predictions whose most likely token is the same.
+        relmse: site -> relative squared error of the site's output in the replaced host against the dense host; with several
+            sites replaced it includes what earlier ones did to this one's input.
+        n_predictions: next-token predictions averaged over.
+    """
+
+    ce_dense: float
+    ce: float
+    kl: float
+    top1_agreement: float
+    relmse: Mapping[str, float]
+    n_predictions: int
+
+    @property
+    def ce_delta(self) -> float:
+        """CE(replaced) - CE(dense)."""
+        return self.ce - self.ce_dense
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ce_delta": self.ce_delta}
+
+    def table(self) -> pd.DataFrame:
+        """One row: the model-level metrics and the mean and largest site relMSE."""
+        errors = list(self.relmse.values())
+        return pd.DataFrame(
+            {
+                "CE dense": [self.ce_dense],
+                "CE": [self.ce],
+                "CE delta": [self.ce_delta],
+                "KL": [self.kl],
+                "top-1 agreement": [self.top1_agreement],
+                "mean relMSE": [sum(errors) / len(errors)],
+                "max relMSE": [max(errors)],
+            }
+        )
+
+
+def fidelity(
+    model: Any, factors: Factors | Mapping[str, Factors], tokens: Any, *, batch_size: int = 16, progress: bool = False
+) -> Fidelity:
+    """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5). Float32 throughout.
+
+    Args:
+        model: the host, with these sites not attached.
+        factors: what to attach.
+        tokens: (rows, pos) ids; each row predicts its own tokens 1..pos-1.
+        batch_size: rows per forward.
+
+    Raises:
+        TokenError: bad tokens, or rows of a single token.
+        AttachError: see `swd_lens.attach`.
+    """
+    rows = as_rows(tokens, model)
+    if rows.shape[1] < 2:
+        raise TokenError("fidelity needs rows of at least two tokens: each position predicts the next")
+    host, sums = host_of(model), defaultdict(float)
+    errors: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
+    with torch.no_grad(), attach(model, factors) as attachment:
+        for name in attachment.factors:
+            errors[name] = norms[name] = torch.zeros((), dtype=torch.float64)
+        for batch in tqdm(rows.split(batch_size), desc="fidelity", unit="batch", disable=not progress, leave=False):
+            with attachment.suspended():
+                dense_logits, dense = _run(host, batch, attachment.sites)
+            logits, replaced = _run(host, batch, attachment.sites)
+            for name, y in dense.items():
+                errors[name] = errors[name] + (replaced[name] - y).double().square().sum().cpu()
+                norms[name] = norms[name] + y.double().square().sum().cpu()
+            for key, value in _compare(dense_logits, logits, batch.to(logits.device)).items():
+                sums[key] += value
+    n = rows.shape[0] * (rows.shape[1] - 1)
+    means = {key: total / n for key, total in sums.items()}
+    return Fidelity(**means, relmse={name: float(errors[name] / norms[name]) for name in errors}, n_predictions=n)
+
+
+def _run(host: Any, batch: Int[Tensor, "rows pos"], sites: list[Site]) -> tuple[Tensor, dict[str, Tensor]]:
+    outputs: dict[str, Tensor] = {}
+    batch = batch.to(host.model.cfg.device)
+    with host.outputs(sites, lambda site, y: outputs.update({site.name: y.float()})):
+        logits = host.model(batch, attention_mask=torch.ones_like(batch))
+    return logits.float(), outputs
+
+
+def _compare(
+    dense: Float[Tensor, "rows pos vocab"], replaced: Float[Tensor, "rows pos vocab"], tokens: Int[Tensor, "rows pos"]
+) -> dict[str, float]:
+    """Sums over the predictions of a batch."""
+    log_p, log_q = dense[:, :-1].log_softmax(-1), replaced[:, :-1].log_softmax(-1)
+    targets = tokens[:, 1:, None]
+    return {
+        "ce_dense": float(-log_p.gather(-1, targets).double().sum()),
+        "ce": float(-log_q.gather(-1, targets).double().sum()),
+        "kl": float((log_p.exp() * (log_p - log_q)).double().sum()),
+        "top1_agreement": float((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
+    }

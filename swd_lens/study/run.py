@@ -1,0 +1,238 @@
+"""run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
+
+1. For each surface (a named pattern of sites): SWD factors per sparsity, and exact SVD factors as the control.
+2. Fidelity of every replacement on held-out text.
+3. For each surface and task: `compare` all replacements (attribution on train prompts, nested prefixes on test prompts).
+4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
+The result is a `Run`: plain data that the CLI prints, `report` draws and `save` writes.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from swd_lens import baselines
+from swd_lens._version import __version__
+from swd_lens.circuits import Comparison, compare
+from swd_lens.factors import FactorSet
+from swd_lens.files import write_json
+from swd_lens.hosts import find_sites
+from swd_lens.plan import factorize
+from swd_lens.sites import split_name
+from swd_lens.study.audit import Context, LogitEffect, logit_effect, top_contexts
+from swd_lens.study.fidelity import Fidelity, fidelity
+from swd_lens.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One surface replaced by one method."""
+
+    surface: str
+    method: str
+    factors: FactorSet
+    fidelity: Fidelity
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UnitCard:
+    """One of a task's best units."""
+
+    task: str
+    surface: str
+    method: str
+    unit: str
+    rank: int
+    score: float
+    read_edges: int
+    write_edges: int
+    contexts: tuple[Context, ...]
+    logits: LogitEffect | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a study found, with every setting that it depends on."""
+
+    settings: Mapping[str, Any]
+    replacements: Sequence[Replacement]
+    comparisons: Mapping[str, Mapping[str, Comparison]]
+    cards: Sequence[UnitCard]
+    seconds: float
+
+    def fidelity_table(self) -> pd.DataFrame:
+        """One row per surface and method."""
+        rows = []
+        for r in self.replacements:
+            head = {"surface": r.surface, "method": r.method, "matrices": len(r.factors), "units": r.factors.n_units}
+            head |= {"edges": r.factors.edges, "sparsity": r.factors.sparsity, "seconds": r.seconds}
+            rows.append({**head, **r.fidelity.table().iloc[0].to_dict()})
+        return pd.DataFrame(rows)
+
+    def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
+        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop."""
+        tables = [
+            comparison.table(sufficiency, necessity).assign(surface=surface)
+            for surface, by_task in self.comparisons.items()
+            for comparison in by_task.values()
+        ]
+        table = pd.concat(tables, ignore_index=True)
+        return table[["surface", *(column for column in table.columns if column != "surface")]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values: settings, fidelity, curves and cards."""
+        return {
+            "settings": dict(self.settings),
+            "seconds": self.seconds,
+            "fidelity": [
+                {"surface": r.surface, "method": r.method, "edges": r.factors.edges, "units": r.factors.n_units}
+                | {"sparsity": r.factors.sparsity, "seconds": r.seconds, **r.fidelity.as_dict()}
+                for r in self.replacements
+            ],
+            "circuits": [
+                {"surface": surface, "method": method, **curve.as_dict()}
+                for surface, by_task in self.comparisons.items()
+                for comparison in by_task.values()
+                for method, curve in comparison.curves.items()
+            ],
+            "units": [asdict(card) for card in self.cards],
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the factors of every sparse replacement, then run.json, each atomically."""
+        for r in self.replacements:
+            if r.method != "SVD":  # exact factors are dense and made in a moment; no need to ship them
+                r.factors.save(folder / "factors" / f"{_slug(r.surface)}-{_slug(r.method)}")
+        write_json(folder / "run.json", self.as_dict())
+
+
+def run_study(
+    model: Any,
+    surfaces: Mapping[str, str | Sequence[str]],
+    tasks: Sequence[Task],
+    *,
+    sparsities: Sequence[float | int],
+    calibration_tokens: Any,
+    heldout_tokens: Any,
+    positions: str = "scoring",
+    cards_per_task: int = 3,
+    contexts_per_card: int = 6,
+    on_step: Callable[[str], None] = lambda text: None,
+    progress: bool = False,
+    **solver: Any,
+) -> Run:
+    """Walk the main road on a host.
+
+    Args:
+        surfaces: label -> pattern of sites, replaced together.
+        tasks: tokenized for this host.
+        sparsities: one SWD replacement each, per surface.
+        calibration_tokens: (rows, pos), or None for zero-data.
+        heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
+        positions: see `swd_lens.attribute`.
+        cards_per_task: best units shown per task, from the last surface at the largest sparsity.
+        on_step: called with a line of text before each step; progress: bars within the steps.
+        solver: options for `factorize` (preset=, calibration=, ...).
+
+    Raises:
+        ValueError: nothing to do (no surface, task or sparsity), and whatever the steps raise.
+    """
+    if not surfaces or not tasks or not sparsities:
+        raise ValueError("a study needs at least one surface, one task and one sparsity")
+    began = time.perf_counter()
+    for pattern in surfaces.values():
+        find_sites(model, pattern)  # an unknown site should fail before minutes of work
+    replacements: list[Replacement] = []
+    comparisons: dict[str, dict[str, Comparison]] = {}
+    for surface, pattern in surfaces.items():
+        for sparsity in sparsities:
+            on_step(f"factorize {surface} at s={sparsity:g}")
+            replacements.append(_replace(model, surface, pattern, sparsity, calibration_tokens, heldout_tokens, progress, solver))
+        on_step(f"exact SVD of {surface}")
+        replacements.append(_svd(model, surface, pattern, heldout_tokens))
+        methods = {r.method: r.factors for r in replacements if r.surface == surface}
+        comparisons[surface] = {}
+        for task in tasks:
+            on_step(f"circuits of {task.name} on {surface}")
+            comparisons[surface][task.name] = compare(methods, model, task, positions=positions, progress=progress)
+    on_step("top units and their contexts")
+    last = max((r for r in replacements if r.surface == list(surfaces)[-1] and r.method != "SVD"), key=lambda r: r.factors.sparsity)
+    cards = _cards(model, last, comparisons[last.surface], heldout_tokens, cards_per_task, contexts_per_card)
+    settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens, positions, solver)
+    return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
+
+
+def _replace(
+    model: Any, surface: str, pattern: Any, sparsity: float | int, tokens: Any, heldout: Any, progress: bool, solver: Any
+) -> Replacement:
+    began = time.perf_counter()
+    factors = factorize(model, pattern, sparsity=float(sparsity), tokens=tokens, progress=progress, **solver)
+    seconds = time.perf_counter() - began
+    return Replacement(surface, f"SWD s={sparsity:g}", factors, fidelity(model, factors, heldout), seconds)
+
+
+def _svd(model: Any, surface: str, pattern: Any, heldout: Any) -> Replacement:
+    began = time.perf_counter()
+    factors = baselines.svd(model, pattern)
+    seconds = time.perf_counter() - began
+    return Replacement(surface, "SVD", factors, fidelity(model, factors, heldout), seconds)
+
+
+def _cards(model: Any, r: Replacement, by_task: Mapping[str, Comparison], heldout: Any, per_task: int, n: int) -> list[UnitCard]:
+    best = {task: comparison.scores[r.method].ranking()[:per_task] for task, comparison in by_task.items()}
+    units = list(dict.fromkeys(unit for chosen in best.values() for unit in chosen))
+    contexts = top_contexts(model, r.factors, units, heldout, n=n) if units else {}
+    cards = []
+    for task, chosen in best.items():
+        for rank, (site, index) in enumerate(chosen):
+            f = r.factors[site]
+            writes_residual = split_name(site)[1] in ("mlp_out", "attn_o")
+            cards.append(
+                UnitCard(
+                    task=task,
+                    surface=r.surface,
+                    method=r.method,
+                    unit=f"{site}/{index}",
+                    rank=rank,
+                    score=float(by_task[task].scores[r.method].scores[site][index]),
+                    read_edges=int((f.read[:, index] != 0).sum()),
+                    write_edges=int((f.write[index] != 0).sum()),
+                    contexts=tuple(contexts[site, index]),
+                    logits=logit_effect(model, r.factors, (site, index)) if writes_residual else None,
+                )
+            )
+    return cards
+
+
+def _settings(
+    model: Any, surfaces: Any, tasks: Sequence[Task], sparsities: Any, calibration: Any, heldout: Any, positions: str, solver: Any
+) -> dict[str, Any]:
+    cfg = model.cfg
+    return {
+        "swd_lens": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "model": str(cfg.model_name),
+        "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}, vocabulary {cfg.d_vocab}",
+        "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},
+        "sparsities": [float(s) for s in sparsities],
+        "calibration tokens": 0 if calibration is None else int(torch.as_tensor(calibration).numel()),
+        "held-out tokens": int(torch.as_tensor(heldout).numel()),
+        "positions": positions,
+        "ablation": "mean over train prompts",
+        "score": "positive first-order attribution",
+        "solver": {"preset": "paper", **solver},
+        "tasks": {task.name: {"train": len(task.train), "test": len(task.test), "source": task.source} for task in tasks},
+    }
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c in ".=" else "_" for c in text)

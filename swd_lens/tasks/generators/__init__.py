@@ -1,0 +1,65 @@
+"""The four task families as seeded generators of strings: no tokenizer, no tensor, no download.
+
+1. `words` holds the word lists and gives every piece of content (name pair, object and place, start year, neighbouring
+   arguments, some names) to one split.
+2. Each family module draws content of a split, writes a prompt on a seen or an unseen template, and says which next
+   tokens are right and wrong.
+3. `generate` asks for n different ones, the same ones for the same seed.
+
+All text is our own wording. "unseen" templates are in no training text of the embedded model.
+"""
+
+import random
+
+from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi
+from swd_lens.tasks.generators.words import SPLITS
+
+_MODULES = {module.FAMILY: module for module in (ioi, docstring, greater_than, gendered_pronoun)}
+FAMILIES = tuple(_MODULES)
+TEMPLATES = ("seen", "unseen", "all")
+_TRIES = 500  # draws without a new prompt before we believe that there are no more
+
+
+def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "seen") -> list[TaskExample]:
+    """`n` different prompts of a task family.
+
+    Args:
+        family: "ioi", "docstring", "greater_than" or "gendered_pronoun".
+        split: "train", "validation" or "test"; the splits share no content key (`meta["content"]`).
+        n: how many, at least 1. The first prompts of a larger request are those of a smaller one.
+        seed: another seed, other prompts of the same split.
+        templates: "seen" (those of the training text), "unseen" (never trained on) or "all" (either, half and half).
+
+    Raises:
+        ValueError: an unknown family, split or templates (the valid ones are listed), n < 1, or more prompts asked for
+            than the split has.
+    """
+    _check("family", family, FAMILIES)
+    _check("split", split, SPLITS)
+    _check("templates", templates, TEMPLATES)
+    if n < 1:
+        raise ValueError(f"n is {n}; ask for at least 1 prompt")
+    rng = random.Random(f"{family}/{split}/{templates}/{seed}")  # a string seed is the same in every process
+    examples: dict[str, TaskExample] = {}
+    misses = 0
+    while len(examples) < n:
+        kind = rng.choice(("seen", "unseen")) if templates == "all" else templates
+        example = _MODULES[family].sample(rng, split, kind)
+        misses = misses + 1 if example.prompt in examples else 0
+        if misses > _TRIES:
+            raise ValueError(f"{family}/{split}/{templates} has about {len(examples)} different prompts; n is {n}")
+        examples.setdefault(example.prompt, example)
+    return list(examples.values())
+
+
+def training_document(family: str, rng: random.Random, split: str = "train") -> str:
+    """One complete text of a family (prompt, answer and what follows) with content of `split`, on seen templates."""
+    _check("family", family, FAMILIES)
+    _check("split", split, SPLITS)
+    return _MODULES[family].document(rng, split)
+
+
+def _check(what: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(valid)}")

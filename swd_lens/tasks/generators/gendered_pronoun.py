@@ -1,0 +1,63 @@
+"""Gendered pronoun: a tag question about a named person; " he" or " she" follows from the name.
+
+1. Draw a name of the split (names of the test split are in no tag question of the training text).
+2. Write a statement about that person that ends in the tag's verb: "..., isn't".
+3. Answer: the pronoun of the name, distractor: the other one. The corrupt prompt has a name of the other gender.
+4. `document`: the question completed, sometimes answered (training text).
+"""
+
+import random
+
+from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.generators.words import ADJECTIVES, PLACES, ROLES, pronoun_names
+
+FAMILY = "gendered_pronoun"
+TEMPLATES = {
+    "seen": (
+        "So {name} is a really {adj} {role}, isn't",
+        "{name} was always such a {adj} {role}, wasn't",
+        "I think {name} is {adj}, isn't",
+        "Well, {name} can be a {adj} {role}, can't",
+        "{name} has become a very {adj} {role}, hasn't",
+        "And {name} will be at the {place} soon, won't",
+        "{name} works at the {place}, doesn't",
+        "You know {name}, the {adj} {role}, and {name} was there, wasn't",
+        "After all, {name} looked {adj} at the {place}, didn't",
+        "{name} could be the {adj} {role} of the {place}, couldn't",
+    ),
+    "unseen": (
+        "Oh, {name} is the most {adj} {role} in the {place}, isn't",
+        "Everybody says that {name} went to the {place}, didn't",
+        "Today {name} has been {adj} all day, hasn't",
+        "The {role} called {name} was never {adj} before, was",
+    ),
+}
+REPLIES = ("", " Yes, {pro} {verb}.", " I think so.", " Yes.", " No, not at all.")
+
+
+def _example(rng: random.Random, split: str, templates: str) -> TaskExample:
+    genders = ("she", "he") if rng.random() < 0.5 else ("he", "she")
+    name, other = (rng.choice(pronoun_names(split, gender)) for gender in genders)
+    index = rng.randrange(len(TEMPLATES[templates]))
+    words = {"adj": rng.choice(ADJECTIVES), "role": rng.choice(ROLES), "place": rng.choice(PLACES)}
+    return TaskExample(
+        prompt=TEMPLATES[templates][index].format(name=name, **words),
+        answers=(" " + genders[0],),
+        distractors=(" " + genders[1],),
+        corrupt=TEMPLATES[templates][index].format(name=other, **words),
+        meta={"family": FAMILY, "split": split, "template": f"{templates}-{index}", "content": name},
+    )
+
+
+def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
+    """One prompt of `split`; `templates` is "seen" or "unseen"."""
+    return _example(rng, split, templates)
+
+
+def document(rng: random.Random, split: str) -> str:
+    """A completed tag question, sometimes with a reply (seen templates)."""
+    example = _example(rng, split, "seen")
+    verb = example.prompt.rsplit(" ", 1)[1][:-3]
+    verb = {"ca": "can", "wo": "will"}.get(verb, verb)
+    reply = rng.choice(REPLIES).format(pro=example.answers[0].strip(), verb=verb)
+    return f"{example.prompt}{example.answers[0]}?{reply}"

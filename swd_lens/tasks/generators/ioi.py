@@ -1,0 +1,153 @@
+"""Indirect object identification: two people, one gives something; the receiver is the other one.
+
+1. Draw a name pair and an (object, place) of the split; one of the two is the giver (S), the other the receiver (IO).
+2. Write an opener that names both, perhaps a sentence that does not matter, and an action of S that ends in "to".
+3. Answer " IO", distractor " S". The corrupt prompt has three unrelated names, so nothing is repeated.
+4. `document`: the same, told to its end, sometimes with further exchanges or a third person (training text).
+"""
+
+import random
+
+from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.generators.words import NAMES, draw_pair, object_places, split_of
+
+FAMILY = "ioi"
+
+# Openers that end in a full stop may be followed by a sentence that does not matter.
+OPENERS = {
+    "seen": (
+        "When {a} and {b} got to the {place},",
+        "After {a} and {b} had lunch at the {place},",
+        "While {a} and {b} were waiting near the {place},",
+        "As soon as {a} and {b} came back from the {place},",
+        "Once {a} and {b} were inside the {place},",
+        "Last week {a} and {b} went to the {place}, and",
+        "Because {a} and {b} work at the {place},",
+        "Before {a} and {b} left the {place},",
+        "{a} and {b} spent the whole day at the {place}.",
+        "{a} met {b} in front of the {place}.",
+        "This morning {a} took {b} to the {place}.",
+        "Yesterday {a} and {b} walked to the {place} together.",
+        "{a} saw {b} at the {place}.",
+        "There was a party at the {place}, and {a} danced with {b}.",
+        "{a} and {b} are old friends who live near the {place}.",
+        "At the {place}, {a} sat next to {b}.",
+    ),
+    "unseen": (
+        "During a walk around the {place}, {a} and {b} talked, and then",
+        "{a} found {b} behind the {place}.",
+        "Late in the evening {a} and {b} closed the {place}, so",
+        "The {place} was empty when {a} called {b}.",
+    ),
+}
+ACTIONS = {
+    "seen": (
+        "{s} gave a {object} to",
+        "{s} handed the {object} to",
+        "{s} passed a {object} to",
+        "{s} wanted to give the {object} to",
+        "{s} decided to lend a {object} to",
+        "{s} sold the old {object} to",
+        "{s} offered a {object} to",
+        "{s} showed the new {object} to",
+        "{s} brought a small {object} to",
+        "{s} threw the {object} to",
+        "{s} promised a {object} to",
+        "{s} returned the {object} to",
+    ),
+    "unseen": (
+        "{s} carried the {object} over to",
+        "{s} was happy to leave a {object} to",
+        "{s} quickly sent the red {object} to",
+        "{s} said that the {object} belongs to",
+    ),
+}
+MIDDLES = (
+    "It was a cold morning.",
+    "The weather was very nice.",
+    "There were many people around.",
+    "It was almost time for dinner.",
+    "Nobody else was there.",
+    "The old {other} was still on the table.",
+    "They talked for an hour about the {other}.",
+    "A dog slept near the door.",
+    "It had been a long week.",
+)
+LINKS = ("Then", "Later", "In the end,", "After that,", "A moment later", "Finally,")
+THREE = ("When {a}, {b} and {c} got to the {place},", "{a}, {b} and {c} spent the whole day at the {place}.")
+
+
+def _opener(rng: random.Random, templates: str, index: int, names: tuple[str, ...], place: str, other: str) -> str:
+    """The text before the action, ending in the space-less last word of its last clause or in a link word."""
+    text = (OPENERS[templates][index] if len(names) == 2 else THREE[index]).format(
+        **dict(zip("abc", names, strict=False)), place=place
+    )
+    if not text.endswith("."):
+        return text
+    if rng.random() < 0.4:
+        text += " " + rng.choice(MIDDLES).format(other=other)
+    return text + (" " + rng.choice(LINKS) if rng.random() < 0.5 else "")
+
+
+def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
+    """One prompt of `split`; `templates` is "seen" or "unseen"."""
+    pair, (thing, place) = draw_pair(rng, split), rng.choice(object_places(split))
+    giver, receiver = pair if rng.random() < 0.5 else pair[::-1]
+    opener, action = rng.randrange(len(OPENERS[templates])), rng.randrange(len(ACTIONS[templates]))
+    # "\0" holds the place of the names, so that the corrupt prompt differs from the clean one in nothing else.
+    frame = _opener(rng, templates, opener, ("\0a", "\0b"), place, _other_object(rng, thing))
+    frame += " " + ACTIONS[templates][action].format(s="\0s", object=thing)
+    corrupt_pair = draw_pair(rng, split)
+    corrupt_giver = rng.choice([name for name in NAMES if name not in (*pair, *corrupt_pair)])
+    return TaskExample(
+        prompt=_fill(frame, *pair, giver),
+        answers=(" " + receiver,),
+        distractors=(" " + giver,),
+        corrupt=_fill(frame, *corrupt_pair, corrupt_giver),
+        meta={
+            "family": FAMILY,
+            "split": split,
+            "template": f"{templates}-{opener}-{action}",
+            "order": "ABBA" if giver == pair[1] else "BABA",  # IO is A
+            "content": "|".join(sorted(pair)),
+            "content_2": f"{thing}|{place}",
+        },
+    )
+
+
+def document(rng: random.Random, split: str) -> str:
+    """A story of exchanges on seen templates, for training text; ambiguous receivers occur in three-name stories."""
+    if rng.random() < 0.15:
+        names, place, text = _three_names(rng, split)
+    else:
+        example = sample(rng, split, "seen")
+        names = tuple(example.meta["content"].split("|"))
+        place = example.meta["content_2"].split("|")[1]
+        text = example.prompt + example.answers[0] + "."
+    things = [thing for thing, where in object_places(split) if where == place]
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        giver, receiver = rng.sample(names, 2)
+        action = rng.choice(ACTIONS["seen"]).format(s=giver, object=rng.choice(things))
+        text += f" {rng.choice(LINKS)} {action} {receiver}."
+    return text
+
+
+def _three_names(rng: random.Random, split: str) -> tuple[tuple[str, ...], str, str]:
+    """Three people at a place and one exchange; training stories never put a held-out pair together."""
+    thing, place = rng.choice(object_places(split))
+    while True:
+        names = (*draw_pair(rng, split), rng.choice(NAMES))
+        owners = {split_of("names", *sorted((name, names[2]))) for name in names[:2]}
+        if names[2] not in names[:2] and (split != "train" or owners == {"train"}):
+            break
+    giver, receiver = rng.sample(names, 2)
+    text = _opener(rng, "seen", rng.randrange(len(THREE)), names, place, _other_object(rng, thing))
+    return names, place, f"{text} {rng.choice(ACTIONS['seen']).format(s=giver, object=thing)} {receiver}."
+
+
+def _other_object(rng: random.Random, thing: str) -> str:
+    return rng.choice([other for other in ("cake", "map", "clock", "painting") if other != thing])
+
+
+def _fill(frame: str, a: str, b: str, s: str) -> str:
+    return frame.replace("\0a", a).replace("\0b", b).replace("\0s", s)

@@ -1,0 +1,142 @@
+"""Word lists of the task families, and the rule that gives every piece of content to one split.
+
+1. The lists: every name, place, object, argument, event is one GPT-2 token with its leading space (tested),
+   so the same prompts serve the embedded model and GPT-2.
+2. `split_of(kind, *key)`: a stable hash of the content decides train, validation or test; no prompt of one split shares
+   its decisive content with another split, and nothing has to be stored.
+3. `draw_*`: draw content that belongs to a given split.
+"""
+
+import functools
+import hashlib
+import itertools
+import random
+
+SPLITS = ("train", "validation", "test")
+
+
+def as_words(text: str) -> tuple[str, ...]:
+    """The words of a list written as a sentence."""
+    return tuple(text.split())
+
+
+# Names whose gender an English reader would not doubt: the pronoun task needs that.
+FEMALE = as_words(
+    "Mary Anna Emma Lucy Alice Julia Laura Sarah Kate Jane Amy Lisa Karen Susan Linda Helen Diana Nancy Emily Grace "
+    "Claire Ruth Rachel Maria Martha Sophie Hannah Olivia Megan Nicole Jennifer Jessica Angela Barbara Betty Catherine "
+    "Elizabeth Margaret Rebecca Victoria Melissa Natalie Molly Ellen Julie Sylvia Paula Wendy"
+)
+MALE = as_words(
+    "John James Robert Michael William David Richard Joseph Thomas Charles Daniel Matthew Anthony Mark Paul Steven "
+    "Andrew Kenneth George Joshua Kevin Brian Edward Ronald Jason Ryan Jacob Gary Nicholas Eric Jonathan Stephen Larry "
+    "Justin Scott Benjamin Frank Gregory Patrick Jack Henry Peter Adam Nathan Walter Simon Oscar Hugo"
+)
+NAMES = FEMALE + MALE
+
+PLACES = as_words(
+    "park school garden market station office library hospital museum church farm beach river store restaurant hotel "
+    "bakery factory theater castle bank forest village harbor bridge stadium gym zoo cinema studio barn tower lake "
+    "palace temple cafe"
+)
+OBJECTS = as_words(
+    "book ball letter ring basket bottle drink cake flower hat lamp map pencil phone picture plate radio ticket toy "
+    "watch camera bag box coin coat key knife gift guitar card bell candle chair clock cup drum flag fork glove "
+    "magazine mirror necklace newspaper package painting ribbon rope scarf shirt spoon stone towel wallet pen snack "
+    "sandwich blanket"
+)
+ARGUMENTS = as_words(
+    "path name size value mode text data key index count file line node item user date time type state color width "
+    "height depth level limit offset length label title body image page table row column field query result source "
+    "target parent root tree graph model layer batch input output token word string number object method module config "
+    "option flag format filter group hash host port address server client request response session message event error "
+    "code status step rate scale shape point vector matrix weight cost price score rank order version tag"
+)
+EVENTS = as_words(
+    "war siege voyage trial strike reign famine drought project campaign treaty journey tour mission expedition "
+    "festival conflict crisis plague dynasty empire rebellion occupation alliance construction program partnership "
+    "study contract feud debate career regime truce blockade colony experiment"
+)
+CENTURIES = tuple(range(11, 19))
+
+ADJECTIVES = as_words(
+    "good great kind clever brave quiet happy nice young old strong funny famous careful honest patient gentle "
+    "friendly busy smart"
+)
+ROLES = as_words(
+    "friend teacher doctor singer writer player driver cook painter nurse lawyer student farmer dancer baker "
+    "scientist neighbor captain pilot judge"
+)
+
+
+@functools.cache
+def split_of(kind: str, *key: str) -> str:
+    """The split that owns a piece of content: "test" for 15% of keys, "validation" for 10%, else "train".
+
+    Args:
+        kind: what the key is ("names", "object_place", "year", "arguments"): the kinds are split independently.
+        key: the content, in the order that identifies it.
+    """
+    digest = hashlib.blake2b("/".join((kind, *key)).encode(), digest_size=4).digest()
+    bucket = int.from_bytes(digest, "big") % 100
+    return "test" if bucket < 15 else "validation" if bucket < 25 else "train"
+
+
+@functools.cache
+def name_pairs(split: str) -> tuple[tuple[str, str], ...]:
+    """All unordered pairs of different names owned by `split` (each once, alphabetical)."""
+    pairs = itertools.combinations(sorted(NAMES), 2)
+    return tuple(pair for pair in pairs if split_of("names", *pair) == split)
+
+
+@functools.cache
+def object_places(split: str) -> tuple[tuple[str, str], ...]:
+    """All (object, place) combinations owned by `split`."""
+    return tuple(pair for pair in itertools.product(OBJECTS, PLACES) if split_of("object_place", *pair) == split)
+
+
+@functools.cache
+def start_years(split: str) -> tuple[int, ...]:
+    """All start years owned by `split`; their last two digits run from 02 to 98, so both sides of a question exist."""
+    years = (100 * century + year for century in CENTURIES for year in range(2, 99))
+    return tuple(year for year in years if split_of("year", str(year)) == split)
+
+
+@functools.cache
+def next_arguments(split: str, argument: str) -> tuple[str, ...]:
+    """The arguments that may stand right after `argument` in a signature of `split` (ordered pairs are split)."""
+    return tuple(other for other in ARGUMENTS if other != argument and split_of("arguments", argument, other) == split)
+
+
+@functools.cache
+def pronoun_names(split: str, gender: str) -> tuple[str, ...]:
+    """The names of one gender ("she" or "he") that tag questions of `split` may be about.
+
+    By list position, not by hash, so that both genders give the same number: 7 test, 5 validation, 36 train names each.
+    """
+    names = FEMALE if gender == "she" else MALE
+    owner = {3: "test", 9: "test", 15: "test", 6: "validation", 12: "validation"}
+    return tuple(name for i, name in enumerate(names) if owner.get(i % 20, "train") == split)
+
+
+def draw_pair(rng: random.Random, split: str) -> tuple[str, str]:
+    """A pair of names owned by `split`, in random order."""
+    first, second = rng.choice(name_pairs(split))
+    return (first, second) if rng.random() < 0.5 else (second, first)
+
+
+def draw_arguments(rng: random.Random, split: str, count: int) -> list[str]:
+    """`count` different arguments, every two neighbours owned by `split`."""
+    while True:  # a dead end (all successors used) is rare: start again
+        arguments = [rng.choice(ARGUMENTS)]
+        while len(arguments) < count:
+            free = [a for a in next_arguments(split, arguments[-1]) if a not in arguments]
+            if not free:
+                break
+            arguments.append(rng.choice(free))
+        else:
+            return arguments
+
+
+def other_names(rng: random.Random, taken: tuple[str, ...], count: int) -> list[str]:
+    """`count` different names that are not in `taken`."""
+    return rng.sample([name for name in NAMES if name not in taken], count)

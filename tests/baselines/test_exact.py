@@ -1,0 +1,74 @@
+"""SVD and Random-B: exact, ordered or Haar, reproducible (method.md §4.1)."""
+
+import pytest
+import torch
+
+from swd_lens.baselines.exact import random_b_factors, svd_factors
+
+SHAPES = [(24, 10), (10, 24), (16, 16)]
+
+
+def weight_of(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", [svd_factors, lambda weight: random_b_factors(weight, 3)], ids=["svd", "random_b"])
+def test_exact_and_dense(shape, make):
+    weight = weight_of(shape)
+    factors = make(weight)
+    assert factors.n_units == min(shape)
+    torch.testing.assert_close(factors.product(), weight, rtol=1e-5, atol=1e-5)
+    assert factors.relative_frobenius() < 1e-6
+    assert factors.edges_per_unit.tolist() == [sum(shape)] * min(shape)
+    assert factors.settings["edges"] == "dense"
+    assert factors.read.dtype == factors.write.dtype == torch.float32
+
+
+def test_svd_by_hand():
+    # [[0, -3], [2, 0]] = 3 * e1 (0, -1)^T + 2 * e2 (1, 0)^T; the sign moves to the read vector.
+    factors = svd_factors(torch.tensor([[0.0, -3.0], [2.0, 0.0]]))
+    torch.testing.assert_close(factors.read, torch.tensor([[-3.0, 0.0], [0.0, 2.0]]))
+    torch.testing.assert_close(factors.write, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_svd_is_ordered_orthogonal_and_sign_fixed(shape):
+    weight = weight_of(shape)
+    factors = svd_factors(weight)
+    torch.testing.assert_close(factors.read.norm(dim=0), torch.linalg.svdvals(weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(factors.write @ factors.write.T, torch.eye(min(shape)), rtol=1e-5, atol=1e-5)
+    largest = factors.write.gather(1, factors.write.abs().argmax(1, keepdim=True))
+    assert bool((largest > 0).all())
+    negated = svd_factors(-weight)
+    torch.testing.assert_close(negated.write, factors.write, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(negated.read, -factors.read, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_b_is_orthogonal_and_seeded(shape):
+    weight = weight_of(shape)
+    one, again, other = (random_b_factors(weight, seed) for seed in (0, 0, 1))
+    assert torch.equal(one.write, again.write) and torch.equal(one.read, again.read)
+    assert not torch.allclose(one.write, other.write)
+    random = one.write if shape[0] >= shape[1] else one.read
+    torch.testing.assert_close(random.T @ random, torch.eye(min(shape)), rtol=1e-5, atol=1e-5)
+
+
+def test_random_b_does_not_depend_on_the_weight():
+    assert torch.equal(random_b_factors(torch.ones(9, 5), 2).write, random_b_factors(weight_of((7, 5)), 2).write)
+
+
+def test_random_b_is_haar():
+    # QR without the sign fix has a fixed sign on the first entry of every column (Householder makes R's diagonal
+    # negative); for a Haar matrix it is a coin flip. 400 flips: 200 +- 10, so 140..260 is six deviations.
+    signs = sum(int((random_b_factors(torch.ones(4, 4), seed).write[0, 0] > 0).item()) for seed in range(400))
+    assert 140 <= signs <= 260
+
+
+@pytest.mark.parametrize("make", [svd_factors, lambda weight: random_b_factors(weight, 0)], ids=["svd", "random_b"])
+def test_non_finite_weight(make):
+    weight = weight_of((5, 6))
+    weight[2, 4] = float("inf")
+    with pytest.raises(ValueError, match=r"weight\[2, 4\] is inf: every entry must be finite"):
+        make(weight)

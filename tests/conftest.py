@@ -1,0 +1,28 @@
+"""Shared fixtures. Threads are fixed, so that a run on two cores and a run on sixteen add up in the same order."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference data beside the checkout; tests that need it are skipped, by name, where it is missing."""
+    if not SHARED.is_dir():
+        pytest.skip(f"needs the reference data in {SHARED}, which is not there")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    """The embedded model, shared by tests that leave it as they found it (every attach test checks that they do)."""
+    import swd_lens
+
+    return swd_lens.load_default_model()

@@ -1,0 +1,265 @@
+"""Attaching: TransformerLens' own tools work on units, the dense product is gone, and every refusal says why."""
+
+import copy
+
+import pytest
+import torch
+from transformer_lens import patching
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.factors import Factors, FactorSet
+from swd_lens.hosts import UnsupportedHostError, find_sites
+from swd_lens.inject import AttachError, attach
+from tests.contract import identity
+from tests.micro import random_tokens, toy_model
+
+
+@pytest.fixture
+def model():
+    return toy_model()
+
+
+@pytest.fixture
+def factors(model):
+    return baselines.svd(model, "all")
+
+
+# ---------------------------------------------------------------------------------------------- TransformerLens' tools
+
+
+def test_run_with_cache_and_names_filter(model, factors):
+    tokens = random_tokens(2, 7)
+    with attach(model, factors):
+        _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("_unit"))
+    assert set(cache) == {site.hook_name for site in find_sites(model)}
+    assert cache["mlp_out_unit", 1].shape == (2, 7, 16)
+    assert cache["attn_qkv_unit", 0].shape == (2, 7, 16)
+
+
+def test_pos_slice(model, factors):
+    tokens = random_tokens(2, 7)
+    with attach(model, factors):
+        _, whole = model.run_with_cache(tokens)
+        _, last = model.run_with_cache(tokens, pos_slice=-1)
+    for site in find_sites(model):
+        assert torch.equal(last[site.hook_name], whole[site.hook_name][:, -1:]) or torch.equal(
+            last[site.hook_name], whole[site.hook_name][:, -1]
+        )
+
+
+def test_editing_z_moves_the_output_along_the_write_vector(model, factors):
+    tokens, site = random_tokens(1, 5), "blocks.1.mlp_out"
+
+    def push(z, hook):
+        z = z.clone()
+        z[:, -1, 3] += 2.0
+        return z
+
+    with attach(model, factors), torch.no_grad():
+        _, plain = model.run_with_cache(tokens)
+        with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out_unit", push)]):
+            _, edited = model.run_with_cache(tokens)
+    moved = (edited["mlp_out", 1] - plain["mlp_out", 1])[0]
+    torch.testing.assert_close(moved[-1], 2.0 * factors[site].write[3], rtol=1e-4, atol=1e-5)
+    assert moved[:-1].abs().max() == 0
+
+
+def test_generic_activation_patch_finds_the_units(model, factors):
+    clean, corrupted = random_tokens(1, 4), random_tokens(1, 4, seed=9)
+    with attach(model, factors), torch.no_grad():
+        _, clean_cache = model.run_with_cache(clean)
+        results = patching.generic_activation_patch(
+            model,
+            corrupted,
+            clean_cache,
+            patching_metric=lambda logits: logits[0, -1, 3] - logits[0, -1, 4],
+            patch_setter=patching.layer_pos_patch_setter,
+            activation_name="mlp_out_unit",
+            index_axis_names=("layer", "pos"),
+        )
+        # Patching all units of a position at a layer is patching mlp_out there: the same grid, by the usual name.
+        expected = patching.get_act_patch_mlp_out(model, corrupted, clean_cache, lambda logits: logits[0, -1, 3] - logits[0, -1, 4])
+    assert results.shape == (2, 4)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_of_the_margin_by_z(model, factors):
+    tokens = random_tokens(1, 5)
+    with attach(model, factors):
+        stored = {}
+        model.add_hook("blocks.0.hook_mlp_out_unit", lambda grad, hook: stored.update(grad=grad.clone()), dir="bwd")
+        logits = model(tokens)
+        (logits[0, -1, 3] - logits[0, -1, 4]).backward()
+        model.reset_hooks()
+    assert stored["grad"].shape == (1, 5, 16)
+    assert stored["grad"].abs().max() > 0
+
+
+@pytest.mark.parametrize("sites", ["mlp_out", "all"])
+def test_generate_with_the_kv_cache_gives_the_tokens_without(sites):
+    # Rotary: for learned positions and no attention mask, TransformerLens 3.9's own generate shifts the positions of cached
+    # steps, attached or not (it embeds the whole sequence at the cache's offset). The embedded model's test has strings.
+    model = toy_model(positional_embedding_type="rotary", rotary_dim=8)
+    tokens = random_tokens(1, 5)
+    how = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    with attach(model, swd.factorize(model, sites, sparsity=0.3, outer_iterations=4, progress=False)):
+        cached = model.generate(tokens, use_past_kv_cache=True, **how)
+        uncached = model.generate(tokens, use_past_kv_cache=False, **how)
+    assert cached.shape == (1, 11)
+    assert torch.equal(cached, uncached)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"positional_embedding_type": "rotary", "rotary_dim": 8, "parallel_attn_mlp": True},
+        {"attn_only": True, "d_mlp": None, "act_fn": None},
+        {"normalization_type": "LNPre"},
+        {"act_fn": "solu_ln"},
+        {"dtype": torch.float64},
+    ],
+    ids=["rotary-parallel", "attention-only", "folded-layernorm", "solu_ln", "float64"],
+)
+def test_exact_factors_on_other_shapes_of_block(overrides):
+    model = toy_model(**overrides)
+    tokens = random_tokens(3, 8)
+    with torch.no_grad():
+        dense = model(tokens)
+        for factors in (identity(model, "all"), baselines.svd(model, "all")):
+            with attach(model, factors):
+                assert (model(tokens) - dense).abs().max() <= 1e-5 * dense.abs().max()
+            assert torch.equal(model(tokens), dense)
+
+
+def test_the_dense_product_is_not_computed(model, factors):
+    """With NaN in every dense matrix, the attached model still gives the right logits: nothing multiplies by them."""
+    tokens = random_tokens(2, 6)
+    with torch.no_grad():
+        dense = model(tokens)
+        with attach(model, factors):
+            for block in model.blocks:
+                for weight in (block.attn.W_Q, block.attn.W_K, block.attn.W_V, block.attn.W_O, block.mlp.W_in, block.mlp.W_out):
+                    weight.fill_(float("nan"))
+            # attn_o leaves TransformerLens' forward before W_O is touched, so NaN there must not show either.
+            replaced = model(tokens)
+    assert (replaced - dense).abs().max() <= 1e-5 * dense.abs().max()
+
+
+def test_units_follow_the_model(model, factors):
+    with attach(model, factors):
+        model.eval()
+        assert not model.blocks[0].mlp.unit_projections["mlp_out"].training
+        clone = copy.deepcopy(model)
+        model.to(torch.float64)
+        assert model.blocks[0].mlp.unit_projections["mlp_out"].read.dtype == torch.float64
+        tokens = random_tokens(1, 5)
+        _, cache = clone.run_with_cache(tokens)
+        assert "blocks.0.hook_mlp_out_unit" in cache
+
+
+# ---------------------------------------------------------------------------------------------- restore and refuse
+
+
+def test_an_exception_in_the_body_restores_the_host(model, factors):
+    tokens = random_tokens(2, 6)
+    logits, hooks = model(tokens), list(model.hook_dict.items())
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), attach(model, factors):
+            raise error
+        assert list(model.hook_dict.items()) == hooks
+        assert torch.equal(model(tokens), logits)
+
+
+def test_a_failing_swap_undoes_the_earlier_ones(model, factors, monkeypatch):
+    from swd_lens.hosts.hooked_transformer import HookedTransformerHost
+
+    tokens = random_tokens(2, 6)
+    logits, hooks = model(tokens), list(model.hook_dict.items())
+    swap = HookedTransformerHost.swap
+
+    def failing(self, site, projection, hook):
+        if site.layer == 1:
+            raise RuntimeError("disk on fire")
+        return swap(self, site, projection, hook)
+
+    monkeypatch.setattr(HookedTransformerHost, "swap", failing)
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        attach(model, factors)
+    assert list(model.hook_dict.items()) == hooks
+    assert torch.equal(model(tokens), logits)
+
+
+def test_attach_and_detach_without_a_with_block(model, factors):
+    tokens = random_tokens(2, 6)
+    logits = model(tokens)
+    attachment = attach(model, factors)
+    assert attachment.attached and "blocks.1.hook_attn_o_unit" in repr(attachment)
+    attachment.detach()
+    assert not attachment.attached
+    assert torch.equal(model(tokens), logits)
+    with pytest.raises(AttachError, match="not attached"):
+        attachment.detach()
+    with pytest.raises(AttachError, match="was detached"), attachment:
+        pass
+
+
+def test_nested_attachments_of_different_sites_in_any_order(model):
+    tokens = random_tokens(2, 6)
+    logits, hooks = model(tokens), list(model.hook_dict.items())
+    first, second = baselines.svd(model, "mlp_in"), baselines.svd(model, ["mlp_out", "attn_o"])
+    a, b = attach(model, first), attach(model, second)
+    assert "blocks.0.hook_mlp_in_unit" in model.hook_dict and "blocks.0.hook_mlp_out_unit" in model.hook_dict
+    a.detach()  # not the last one attached
+    assert "blocks.0.hook_mlp_in_unit" not in model.hook_dict and "blocks.0.hook_mlp_out_unit" in model.hook_dict
+    b.detach()
+    assert list(model.hook_dict.items()) == hooks
+    assert torch.equal(model(tokens), logits)
+
+
+def test_a_site_holds_one_set_of_units(model, factors):
+    with attach(model, factors), pytest.raises(AttachError, match=r"blocks\.0\.attn_qkv is attached already; detach it first"):
+        attach(model, factors)
+
+
+def test_factors_of_another_model_are_refused(model, factors):
+    other = toy_model(seed=1)
+    with torch.no_grad():
+        other.blocks[1].mlp.W_out.add_(0.01)
+    hooks = list(other.hook_dict)
+    with pytest.raises(AttachError, match=r"blocks\.1\.mlp_out were made from another W .*fold_ln"):
+        attach(other, factors)
+    assert list(other.hook_dict) == hooks
+    wide = toy_model(d_mlp=48)
+    with pytest.raises(AttachError, match=r"are \(16, 32\), the host's matrix is \(16, 48\)"):
+        attach(wide, factors)
+
+
+def test_what_cannot_be_attached(model, factors):
+    with pytest.raises(AttachError, match="the set is empty"):
+        attach(model, FactorSet({}))
+    with pytest.raises(AttachError, match="do not know their site"):
+        attach(model, Factors(torch.eye(32), torch.zeros(32, 16)))
+    with pytest.raises(swd.UnknownSiteError, match=r"blocks\.9\.mlp_out"):
+        attach(model, {"blocks.9.mlp_out": factors["blocks.0.mlp_out"]})
+
+
+def test_one_matrix_knows_its_site(model, factors):
+    with attach(model, factors["blocks.0.mlp_out"]):
+        assert "blocks.0.hook_mlp_out_unit" in model.hook_dict
+
+
+def test_unsupported_hosts_say_why(model, factors):
+    with pytest.raises(UnsupportedHostError, match="got Linear"):
+        attach(torch.nn.Linear(2, 2), factors)
+    with pytest.raises(UnsupportedHostError, match="gated_mlp is on"):
+        find_sites(toy_model(gated_mlp=True, act_fn="silu"))
+    model.set_use_attn_result(True)
+    with pytest.raises(UnsupportedHostError, match="use_attn_result is on: attn_o would have one z per head"):
+        find_sites(model)
+    model.set_use_attn_result(False)
+    with attach(model, factors):
+        model.set_use_attn_result(True)
+        with pytest.raises(RuntimeError, match="switched on while attn_o is attached"):
+            model(random_tokens(1, 3))
+    model.set_use_attn_result(False)

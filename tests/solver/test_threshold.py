@@ -1,0 +1,85 @@
+"""Selection against a full sort, including ties."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swd_lens.solver import threshold
+from swd_lens.solver.threshold import keep_above, keep_exactly, kth_largest
+
+
+def sorted_descending(magnitude: torch.Tensor) -> torch.Tensor:
+    return magnitude.flatten().sort(descending=True).values
+
+
+def test_by_hand():
+    magnitude = torch.tensor([[3.0, 1.0, 2.0], [2.0, 0.0, 2.0]])
+    assert float(kth_largest(magnitude, 1)) == 3.0
+    assert float(kth_largest(magnitude, 4)) == 2.0
+    # Three 2s tie at the threshold; one place is left after the 3, then two.
+    assert keep_exactly(magnitude, 2).tolist() == [[True, False, True], [False, False, False]]
+    assert keep_exactly(magnitude, 3).tolist() == [[True, False, True], [True, False, False]]
+    assert keep_above(magnitude, 3).tolist() == [[True, False, False], [False, False, False]]
+    assert keep_above(magnitude, 5).tolist() == [[True, False, True], [True, False, True]]
+
+
+# Big enough for the bracket; (512, 1024) has a power-of-two row, where a careless stride would see few columns.
+@pytest.mark.parametrize("shape", [(512, 1024), (300, 701), (1, 200_000), (200_000, 1)])
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.25, 0.5, 0.999, 1.0])
+def test_bracketed_search_is_exact(shape: tuple[int, int], fraction: float):
+    magnitude = torch.randn(shape, generator=torch.Generator().manual_seed(0)).abs()
+    k = max(1, round(fraction * magnitude.numel()))
+    assert kth_largest(magnitude, k) == sorted_descending(magnitude)[k - 1]
+    assert int(keep_exactly(magnitude, k).sum()) == k
+
+
+def test_columns_of_different_scale():
+    magnitude = torch.rand(512, 1024, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 1024)
+    for k in (1, 1000, 262_144, 524_000):
+        assert kth_largest(magnitude, k) == sorted_descending(magnitude)[k - 1]
+
+
+def test_a_missed_bracket_falls_back(monkeypatch: pytest.MonkeyPatch):
+    # Every stride-th entry is small: the sample knows nothing of the rest.
+    flat = torch.rand(200_000, generator=torch.Generator().manual_seed(2)) + 1
+    flat[:: 200_000 // threshold.SAMPLE] = 0.0
+    magnitude = flat.unsqueeze(0)
+    assert threshold._inside_bracket(flat, 1000, 200_000) is None
+    assert kth_largest(magnitude, 1000) == sorted_descending(magnitude)[999]
+
+
+def test_many_zeros_and_few_levels():
+    values = torch.randn(400, 400, generator=torch.Generator().manual_seed(3)).abs().half().float()
+    values[values < 0.7] = 0.0
+    for k in (10, 50_000, 120_000, 159_999):  # the last two lie inside the zeros
+        kept = keep_exactly(values, k)
+        assert int(kept.sum()) == k
+        assert values[kept].min() >= values[~kept].max()
+        assert int(keep_above(values, k).sum()) == int((values > sorted_descending(values)[k - 1]).sum())
+
+
+def test_ties_are_filled_by_index():
+    kept = keep_exactly(torch.ones(3, 4), 5).flatten()
+    assert kept.tolist() == [True] * 5 + [False] * 7
+
+
+def test_keep_above_more_than_there_are_keeps_all():
+    assert bool(keep_above(torch.zeros(1, 1), 2).all())
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_rank_out_of_range(k: int):
+    with pytest.raises(ValueError, match=f"k={k}: give a rank from 1 to 6"):
+        kth_largest(torch.zeros(2, 3), k)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 6), columns=st.integers(1, 6))
+def test_any_small_matrix(data: st.DataObject, rows: int, columns: int):
+    n = rows * columns
+    entries = data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
+    k = data.draw(st.integers(1, n))
+    magnitude = torch.tensor(entries, dtype=torch.float32).view(rows, columns)
+    assert float(kth_largest(magnitude, k)) == sorted(entries, reverse=True)[k - 1]
+    assert int(keep_exactly(magnitude, k).sum()) == k
