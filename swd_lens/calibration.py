@@ -30,7 +30,9 @@ class Grams:
         return self.by_site[site]
 
 
-def collect_grams(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Grams:
+def collect_grams(
+    model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int = 16, progress: bool = False
+) -> Grams:
     """Stream tokens through the host as it is now (attached units included) and average h^T h at every site.
 
     Args:
@@ -47,7 +49,9 @@ def collect_grams(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size:
         ValueError: an activation is not finite (site named).
     """
     rows = as_rows(tokens, model)
-    sums = {site.name: torch.zeros(site.d_in, site.d_in, dtype=torch.float64, device=model.cfg.device) for site in sites}
+    sums = {
+        site.name: torch.zeros(site.d_in, site.d_in, dtype=torch.float64, device=model.cfg.device) for site in sites
+    }
 
     def add(site: Site, h: Tensor) -> None:
         flat = h.detach().float().reshape(-1, site.d_in)
@@ -57,8 +61,12 @@ def collect_grams(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size:
     stop = max(site.layer for site in sites) + 1
     with torch.no_grad(), host_of(model).inputs(sites, add):
         for batch in batches:
-            model(batch.to(model.cfg.device), return_type=None, stop_at_layer=stop, attention_mask=torch.ones_like(batch))
+            model(
+                batch.to(model.cfg.device), return_type=None, stop_at_layer=stop, attention_mask=torch.ones_like(batch)
+            )
     for name, total in sums.items():
         if not total.isfinite().all():
-            raise ValueError(f"activations entering {name} are not finite on these tokens; the host itself is broken there")
+            raise ValueError(
+                f"activations entering {name} are not finite on these tokens; the host itself is broken there"
+            )
     return Grams({name: (total / rows.numel()).float() for name, total in sums.items()}, rows.numel())

@@ -23,31 +23,51 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from swd_lens import __version__
 from swd_lens.default_model import load_default_model, text_tokens
 from swd_lens.files import plain
 from swd_lens.hosts import UnsupportedHostError, find_sites
+from swd_lens.hosts.load import load_host
 from swd_lens.plan import factorize as factorize_model
 from swd_lens.report import write_report
+from swd_lens.report.terminal import print_run, table
 from swd_lens.study import Run, fidelity, run_study
 from swd_lens.tasks import load_task, pack_text
 from swd_lens.tasks.generators import FAMILIES
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Pretrained weights become circuit units.",
+)
 status, output = Console(stderr=True), Console()
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ModelOption = Annotated[
     str,
-    typer.Option("--model", help="'default' (embedded), a HookedTransformer name, or a local Hugging Face checkpoint folder."),
+    typer.Option(
+        "--model", help="'default' (embedded), a HookedTransformer name, or a local Hugging Face checkpoint folder."
+    ),
 ]
-SitesOption = Annotated[list[str], typer.Option("--sites", help="Pattern of sites, e.g. blocks.8.mlp_out or 'blocks.*.mlp_out'; repeatable.")]
-TextOption = Annotated[Path | None, typer.Option("--text", help="Text file: its first part calibrates, its last part judges. Not needed for the embedded model.")]
+SitesOption = Annotated[
+    list[str],
+    typer.Option("--sites", help="Pattern of sites, e.g. blocks.8.mlp_out or 'blocks.*.mlp_out'; repeatable."),
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text", help="Text file: its first part calibrates, its last part judges. Not needed for the embedded model."
+    ),
+]
 TokensOption = Annotated[int, typer.Option("--tokens", help="Calibration tokens; 0 = zero-data.", min=0)]
-HeldoutOption = Annotated[int, typer.Option("--heldout-tokens", help="Held-out tokens for fidelity and contexts.", min=2)]
-IterationsOption = Annotated[int | None, typer.Option("--outer-iterations", help="Of the solver; default the paper's 40.", min=4)]
+HeldoutOption = Annotated[
+    int, typer.Option("--heldout-tokens", help="Held-out tokens for fidelity and contexts.", min=2)
+]
+IterationsOption = Annotated[
+    int | None, typer.Option("--outer-iterations", help="Of the solver; default the paper's 40.", min=4)
+]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads.", min=1)]
 
 
@@ -82,7 +102,9 @@ def factorize(
     out: Annotated[Path, typer.Option(help="Folder for the factors.")],
     sites: SitesOption,
     model_name: ModelOption = "default",
-    sparsity: Annotated[float, typer.Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")] = 0.5,
+    sparsity: Annotated[
+        float, typer.Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")
+    ] = 0.5,
     text: TextOption = None,
     tokens: TokensOption = 16_384,
     heldout_tokens: HeldoutOption = 16_384,
@@ -96,7 +118,7 @@ def factorize(
         model = _load_model(model_name)
         find_sites(model, sites)  # a wrong name should fail before the text is read
         calibration, heldout = _text(model, model_name, text, tokens, heldout_tokens)
-        solver = {} if outer_iterations is None else {"outer_iterations": outer_iterations}
+        solver: dict[str, Any] = {} if outer_iterations is None else {"outer_iterations": outer_iterations}
         _say(f"factorize {', '.join(sites)} at s={sparsity:g}")
         factors = factorize_model(model, sites, sparsity=sparsity, tokens=calibration, progress=_progress(), **solver)
         _say("fidelity on held-out text")
@@ -108,10 +130,12 @@ def factorize(
             for name, f in factors.items()
         ]
         if as_json:
-            _print_json({"folder": str(out), "provenance": factors.provenance, "sites": rows, "fidelity": measured.as_dict()})
+            _print_json(
+                {"folder": str(out), "provenance": factors.provenance, "sites": rows, "fidelity": measured.as_dict()}
+            )
             return
-        _print_table("Factors", pd.DataFrame(rows))
-        _print_table("Fidelity on held-out text", measured.table())
+        output.print(table("Factors", pd.DataFrame(rows)))
+        output.print(table("Fidelity on held-out text", measured.table()))
         output.print(escape(f"Saved to {out}. Load with swd_lens.FactorSet.load({str(out)!r})."))
 
 
@@ -119,9 +143,13 @@ def factorize(
 def circuit(
     out: Annotated[Path, typer.Option(help="Folder for the report, the numbers and the factors.")],
     sites: SitesOption,
-    task: Annotated[list[str], typer.Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")],
+    task: Annotated[
+        list[str], typer.Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")
+    ],
     model_name: ModelOption = "default",
-    sparsity: Annotated[list[float] | None, typer.Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75]")] = None,
+    sparsity: Annotated[
+        list[float] | None, typer.Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75]")
+    ] = None,
     text: TextOption = None,
     tokens: TokensOption = 16_384,
     heldout_tokens: HeldoutOption = 16_384,
@@ -141,7 +169,7 @@ def circuit(
         find_sites(model, sites)
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         calibration, heldout = _text(model, model_name, text, tokens, heldout_tokens)
-        solver = {} if outer_iterations is None else {"outer_iterations": outer_iterations}
+        solver: dict[str, Any] = {} if outer_iterations is None else {"outer_iterations": outer_iterations}
         run = run_study(
             model,
             {", ".join(sites): sites},
@@ -170,33 +198,26 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 def _load_model(name: str) -> Any:
     if name == "default":
         return load_default_model()
-    try:
-        from transformer_lens import HookedTransformer
-    except ImportError:
-        raise UnsupportedHostError("this transformer_lens has no HookedTransformer; install transformer_lens>=3.9,<4") from None
     _say(f"load {name}")
-    if Path(name).is_dir():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        # A local folder: load the checkpoint with transformers, so that nothing asks a hub for it.
-        checkpoint = AutoModelForCausalLM.from_pretrained(name, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-        return HookedTransformer.from_pretrained(name, hf_model=checkpoint, tokenizer=tokenizer).eval()
-    return HookedTransformer.from_pretrained(name).eval()
+    return load_host(name)
 
 
 def _text(model: Any, name: str, file: Path | None, n_calibration: int, n_heldout: int) -> tuple[Any, Any]:
     """Calibration rows (None for zero-data) and held-out rows that share no token with them."""
     if file is None:
         if name != "default":
-            raise ValueError("--text FILE is needed: fidelity and unit contexts are measured on text (add --tokens 0 for zero-data factors)")
+            raise ValueError(
+                "--text FILE is needed: fidelity and unit contexts are measured on text (add --tokens 0 for zero-data factors)"
+            )
         heldout = text_tokens(n_heldout, split="test")
         return (text_tokens(n_calibration, split="train") if n_calibration else None), heldout
     rows = pack_text(model, file.read_text(encoding="utf-8"))
     per_row = rows.shape[1]
     wanted = -(-n_heldout // per_row)
     if len(rows) < 2:
-        raise ValueError(f"{file} gives {len(rows)} row(s) of {per_row} tokens; calibration and held-out text need at least one each")
+        raise ValueError(
+            f"{file} gives {len(rows)} row(s) of {per_row} tokens; calibration and held-out text need at least one each"
+        )
     heldout = rows[-min(wanted, len(rows) // 2) :]
     calibration = rows[: len(rows) - len(heldout)][: -(-n_calibration // per_row)] if n_calibration else None
     return calibration, heldout
@@ -217,28 +238,10 @@ def _deliver(run: Run, out: Path, as_json: bool) -> None:
     if as_json:
         _print_json({"report": str(report), **run.as_dict()})
         return
-    columns = ["surface", "method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
-    _print_table("Fidelity on held-out text", run.fidelity_table()[columns])
-    _print_table("Least cost of a circuit (blank: never reached; 0: the empty circuit suffices)", run.circuit_table())
-    output.print(escape(f"Done in {run.seconds:.0f} s. Report: {report}  Numbers: {out / 'run.json'}  Factors: {out / 'factors'}"))
-
-
-def _print_table(title: str, frame: pd.DataFrame) -> None:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for column in frame.columns:
-        numeric = pd.api.types.is_numeric_dtype(frame[column])
-        table.add_column(str(column), justify="right" if numeric else "left")
-    for row in frame.itertuples(index=False):
-        table.add_row(*(_cell(value) for value in row))
-    output.print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None or value is pd.NA or value != value:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.6f}" if abs(value) < 0.01 else f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    print_run(output, run)
+    output.print(f"Done in {run.seconds:.0f} s. Everything is in {escape(str(out))}:", highlight=False)
+    for name, what in (("report.html", "the report"), ("run.json", "every number"), ("factors/", "the SWD factors")):
+        output.print(f"  {name:<12} {what}", highlight=False)
 
 
 def _print_json(value: Any) -> None:

@@ -224,7 +224,9 @@ class FactorSet(Mapping[str, Factors]):
         """
         folder = Path(folder)
         if not (folder / "factors.json").is_file():
-            raise FileNotFoundError(f"{folder} holds no factors.json; FactorSet.load takes the folder that FactorSet.save wrote")
+            raise FileNotFoundError(
+                f"{folder} holds no factors.json; FactorSet.load takes the folder that FactorSet.save wrote"
+            )
         described = json.loads((folder / "factors.json").read_text())
         if described.get("format") != FORMAT_VERSION:
             raise ValueError(
@@ -233,7 +235,9 @@ class FactorSet(Mapping[str, Factors]):
             )
         tensors_file = folder / "factors.safetensors"
         if not tensors_file.is_file() or sha256(tensors_file) != described["tensors_sha256"]:
-            raise ValueError(f"{tensors_file} is missing or is not the file that factors.json was written with; save again")
+            raise ValueError(
+                f"{tensors_file} is missing or is not the file that factors.json was written with; save again"
+            )
         factors = {}
         with safe_open(str(tensors_file), framework="pt") as tensors:
             for site, d in described["sites"].items():
@@ -255,4 +259,3 @@ def _from_edges(tensors: Any, name: str, rows: int, columns: int) -> Float[Tenso
     matrix = torch.zeros(rows * columns)
     matrix[tensors.get_tensor(f"{name}.index").long()] = tensors.get_tensor(f"{name}.value")
     return matrix.view(rows, columns)
-

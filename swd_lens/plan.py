@@ -70,7 +70,10 @@ def factorize(
             grams = _grams_behind(model, done, site, rows, batch_size)
         done[site.name] = _factorize_one(model, site, grams, sparsity, preset, options, calibration)
     provenance = {"swd_lens": __version__, "model": str(model.cfg.model_name), "sparsity": sparsity, "preset": preset}
-    provenance |= {"calibration": calibration if rows is not None else "zero-data", "tokens": 0 if rows is None else rows.numel()}
+    provenance |= {
+        "calibration": calibration if rows is not None else "zero-data",
+        "tokens": 0 if rows is None else rows.numel(),
+    }
     return FactorSet(done, provenance)
 
 
@@ -92,7 +95,10 @@ def _factorize_one(
     except ValueError as error:
         # The same kind of error, with the site in front: a solver only ever sees a tensor.
         raise type(error)(f"{site}: {error}") from error
-    made = {"calibration": "zero-data" if grams is None else calibration, "tokens": 0 if grams is None else grams.n_tokens}
+    made = {
+        "calibration": "zero-data" if grams is None else calibration,
+        "tokens": 0 if grams is None else grams.n_tokens,
+    }
     made |= {"relmse": f.relmse(gram), "relative_frobenius": f.relative_frobenius()}
     return stamp(f, model, site, made)
 

@@ -84,7 +84,9 @@ def split_name(site_name: str) -> tuple[int, str]:
     """
     match = _NAME.match(site_name)
     if match is None or match[2] not in KINDS:
-        raise UnknownSiteError(f"{site_name!r} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}")
+        raise UnknownSiteError(
+            f"{site_name!r} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}"
+        )
     return int(match[1]), match[2]
 
 

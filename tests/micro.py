@@ -22,7 +22,16 @@ W = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 def micro_model() -> HookedTransformer:
     cfg = HookedTransformerConfig(
-        n_layers=1, d_model=2, n_heads=1, d_head=2, d_mlp=2, n_ctx=8, d_vocab=3, act_fn="relu", normalization_type=None, seed=0
+        n_layers=1,
+        d_model=2,
+        n_heads=1,
+        d_head=2,
+        d_mlp=2,
+        n_ctx=8,
+        d_vocab=3,
+        act_fn="relu",
+        normalization_type=None,
+        seed=0,
     )
     model = HookedTransformer(cfg)
     with torch.no_grad():
@@ -40,7 +49,9 @@ def identity_factors() -> dict[str, Factors]:
     return {"blocks.0.mlp_out": Factors(torch.eye(2), W.clone(), weight=W.clone())}
 
 
-def split_of(prompts: list[list[int]], answers: list[list[int]], distractors: list[list[int]], d_vocab: int, name: str = "train") -> TaskSplit:
+def split_of(
+    prompts: list[list[int]], answers: list[list[int]], distractors: list[list[int]], d_vocab: int, name: str = "train"
+) -> TaskSplit:
     """A TaskSplit from token ids, past any tokenizer."""
     return TaskSplit(
         name,

@@ -32,12 +32,12 @@ def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
     factors, tokens = sources[name, sites], random_tokens(2, 7)
     inputs, outputs = {}, {}
     chosen, host = find_sites(model, sites), host_of(model)
-    with attach(model, factors):
-        with (
-            host.inputs(chosen, lambda site, h: inputs.update({site.name: h})),
-            host.outputs(chosen, lambda site, y: outputs.update({site.name: y})),
-        ):
-            _, cache = model.run_with_cache(tokens)
+    with (
+        attach(model, factors),
+        host.inputs(chosen, lambda site, h: inputs.update({site.name: h})),
+        host.outputs(chosen, lambda site, y: outputs.update({site.name: y})),
+    ):
+        _, cache = model.run_with_cache(tokens)
     for site in chosen:
         f, z = factors[site.name], cache[site.hook_name]
         torch.testing.assert_close(z, inputs[site.name] @ f.read, rtol=1e-5, atol=1e-5)

@@ -47,7 +47,13 @@ def test_save_and_load(tmp_path):
     generator = torch.Generator().manual_seed(0)
     read = torch.randn(40, 20, generator=generator) * (torch.rand(40, 20, generator=generator) < 0.3)
     write = torch.randn(20, 30, generator=generator) * (torch.rand(20, 30, generator=generator) < 0.3)
-    saved = FactorSet({"blocks.0.mlp_out": Factors(read, write, {"preset": "paper", "sparsity": 0.5}, {"tokens": 3}), "blocks.1.mlp_out": small()}, {"model": "toy"})
+    saved = FactorSet(
+        {
+            "blocks.0.mlp_out": Factors(read, write, {"preset": "paper", "sparsity": 0.5}, {"tokens": 3}),
+            "blocks.1.mlp_out": small(),
+        },
+        {"model": "toy"},
+    )
     saved.save(tmp_path / "factors")
     loaded = FactorSet.load(tmp_path / "factors")
     assert list(loaded) == list(saved)
@@ -76,7 +82,7 @@ def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
 
 
 def test_bad_folders(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no factors.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds no factors\.json"):
         FactorSet.load(tmp_path)
     FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
     described = json.loads((tmp_path / "factors.json").read_text())
@@ -84,7 +90,7 @@ def test_bad_folders(tmp_path):
     with pytest.raises(ValueError, match="format 99, this swd_lens reads 1"):
         FactorSet.load(tmp_path)
     (tmp_path / "factors.json").write_text(json.dumps({**described, "tensors_sha256": "0"}))
-    with pytest.raises(ValueError, match="is not the file that factors.json was written with"):
+    with pytest.raises(ValueError, match=r"is not the file that factors\.json was written with"):
         FactorSet.load(tmp_path)
 
 

@@ -31,4 +31,6 @@ def random_b(model: Any, sites: str | Iterable[str], seed: int = 0) -> FactorSet
         site.name: stamp(random_b_factors(host.weight(site), seed + 1000 * place), model, site, {})
         for place, site in enumerate(find_sites(model, sites))
     }
-    return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "random_b", "seed": seed})
+    return FactorSet(
+        factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "random_b", "seed": seed}
+    )

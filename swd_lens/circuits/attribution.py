@@ -99,10 +99,15 @@ def attribute(
     split = prompts.train if isinstance(prompts, Task) else prompts
     host = host_of(model)
     with attach(model, factors) as attachment:
-        scores = {site.name: torch.zeros(attachment.factors[site.name].n_units, dtype=torch.float64) for site in attachment.sites}
+        scores = {
+            site.name: torch.zeros(attachment.factors[site.name].n_units, dtype=torch.float64)
+            for site in attachment.sites
+        }
         sums = {name: torch.zeros_like(total) for name, total in scores.items()}
         n_vectors = 0
-        for bucket in tqdm(list(split.buckets(batch_size)), desc="attribution", unit="batch", disable=not progress, leave=False):
+        for bucket in tqdm(
+            list(split.buckets(batch_size)), desc="attribution", unit="batch", disable=not progress, leave=False
+        ):
             z, gradients = margin_gradients(host, attachment.sites, bucket, positions)
             n_vectors += len(bucket.index) * (1 if positions == "scoring" else bucket.tokens.shape[1])
             for name in scores:

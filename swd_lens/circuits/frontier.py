@@ -22,7 +22,7 @@ from swd_lens.circuits.attribution import UnitScores
 from swd_lens.circuits.intervene import ablation_values, run_interventions
 from swd_lens.factors import Factors
 from swd_lens.figures import new_figure, style
-from swd_lens.hosts import Host, host_of
+from swd_lens.hosts import host_of
 from swd_lens.inject import attach
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
 
@@ -136,12 +136,15 @@ def evaluate(
         _check_scores(scores, attachment.factors)
         # Interventions in one list: keep the k best, for every k, then ablate the k best.
         replaced = {
-            site: torch.stack([rank >= k for k in lengths] + [rank < k for k in lengths]) for site, rank in ranks.items()
+            site: torch.stack([rank >= k for k in lengths] + [rank < k for k in lengths])
+            for site, rank in ranks.items()
         }
         totals = torch.zeros(2 * len(lengths), 2, dtype=torch.float64)
         unpruned = torch.zeros(2, dtype=torch.float64)
         dense = torch.zeros(2, dtype=torch.float64)
-        for bucket in tqdm(list(split.buckets(batch_size)), desc="circuits", unit="batch", disable=not progress, leave=False):
+        for bucket in tqdm(
+            list(split.buckets(batch_size)), desc="circuits", unit="batch", disable=not progress, leave=False
+        ):
             with attachment.suspended():
                 dense += _totals(bucket, host.last_logits(bucket.tokens))
             prefix = host.freeze_prefix(bucket.tokens) if scores.settings["positions"] == "scoring" else None
@@ -167,7 +170,9 @@ def _check_scores(scores: UnitScores, factors: Mapping[str, Factors]) -> None:
     scored = {site: len(s) for site, s in scores.scores.items()}
     attached = {site: f.n_units for site, f in factors.items()}
     if scored != attached:
-        raise ValueError(f"these scores are of {scored}, the factors are {attached} (site: units); attribute these factors first")
+        raise ValueError(
+            f"these scores are of {scored}, the factors are {attached} (site: units); attribute these factors first"
+        )
 
 
 def _totals(bucket: Bucket, logits: Tensor) -> Tensor:
@@ -179,7 +184,9 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
-def _rows(lengths: list[int], means: Tensor, unpruned: Tensor, scores: UnitScores, factors: Mapping[str, Factors]) -> pd.DataFrame:
+def _rows(
+    lengths: list[int], means: Tensor, unpruned: Tensor, scores: UnitScores, factors: Mapping[str, Factors]
+) -> pd.DataFrame:
     edges = {site: torch.where(f.valid_units, f.edges_per_unit, 0).tolist() for site, f in factors.items()}
     cumulative = [0]
     for site, unit in scores.ranking():
@@ -216,7 +223,9 @@ def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
 def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str) -> None:
     """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0)."""
     for index, (label, curve) in enumerate(curves.items()):
-        ax.plot(curve.rows[cost], curve.rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **style(index))
+        ax.plot(
+            curve.rows[cost], curve.rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **style(index)
+        )
     smallest = min(curve.rows[cost][curve.rows[cost] > 0].min() for curve in curves.values())
     ax.set_xscale("symlog", linthresh=smallest)
     ax.set_xlim(left=0)

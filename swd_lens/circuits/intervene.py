@@ -29,7 +29,9 @@ def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor
     return {site: mean if ablation == "mean" else torch.zeros_like(mean) for site, mean in scores.means.items()}
 
 
-def replaced_masks(scores: UnitScores, units: Iterable[str | tuple[str, int]], mode: str) -> dict[str, Bool[Tensor, " _unit"]]:
+def replaced_masks(
+    scores: UnitScores, units: Iterable[str | tuple[str, int]], mode: str
+) -> dict[str, Bool[Tensor, " _unit"]]:
     """Per site, True where a unit is replaced: the units not in the set (keep), or those in it (ablate).
 
     Args:

@@ -11,7 +11,9 @@ IOI and docstring are made of, is then found after less than a million tokens in
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ class Shape:
     def d_head(self) -> int:
         return self.d_model // self.n_heads
 
-    def hooked_config(self) -> dict[str, object]:
+    def hooked_config(self) -> dict[str, Any]:
         """Arguments of HookedTransformerConfig for this shape."""
         sizes = {key: value for key, value in asdict(self).items()}
         return {
@@ -85,6 +87,12 @@ class Network(nn.Module):
         self.ln_final = nn.LayerNorm(shape.d_model)
         initialize(self, seed)
 
+    def each_block(self) -> Iterator[Block]:
+        """The blocks, first to last."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
+
     def forward(
         self, tokens: Int[Tensor, "batch pos"], documents: Int[Tensor, "batch pos"] | None = None
     ) -> Float[Tensor, "batch pos vocab"]:
@@ -95,7 +103,7 @@ class Network(nn.Module):
             causal = torch.ones(n, n, dtype=torch.bool).tril()
             mask = ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
         x = F.embedding(tokens, self.w_e) + self.w_pos[:n]
-        for block in self.blocks:
+        for block in self.each_block():
             x = block(x, mask)
         return self.ln_final(x) @ self.w_e.T
 
@@ -116,7 +124,7 @@ def initialize(network: Network, seed: int) -> None:
     frequencies = torch.logspace(math.log10(2.0), math.log10(math.pi / shape.n_ctx), d // 2)
     angles = torch.arange(shape.n_ctx)[:, None] * frequencies
     network.w_pos.copy_(POS_RMS * math.sqrt(2) * torch.stack((angles.sin(), angles.cos()), -1).flatten(1))
-    for layer, block in enumerate(network.blocks):
+    for layer, block in enumerate(network.each_block()):
         block.w_qkv.normal_(0, d**-0.5, generator=generator)
         block.w_in.normal_(0, d**-0.5, generator=generator)
         block.w_out.normal_(0, 0.5 * shape.d_mlp**-0.5, generator=generator)
@@ -145,9 +153,9 @@ def hooked_state(network: Network) -> dict[str, Tensor]:
     """The parameters under TransformerLens' names and shapes; the tied unembedding is left out."""
     shape = network.shape
     heads, d, d_head = shape.n_heads, shape.d_model, shape.d_head
-    state = {"embed.W_E": network.w_e, "pos_embed.W_pos": network.w_pos}
+    state: dict[str, Tensor] = {"embed.W_E": network.w_e, "pos_embed.W_pos": network.w_pos}
     state |= {"ln_final.w": network.ln_final.weight, "ln_final.b": network.ln_final.bias}
-    for i, block in enumerate(network.blocks):
+    for i, block in enumerate(network.each_block()):
         prefix = f"blocks.{i}."
         for name, norm in (("ln1", block.ln1), ("ln2", block.ln2)):
             state |= {f"{prefix}{name}.w": norm.weight, f"{prefix}{name}.b": norm.bias}

@@ -8,6 +8,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -74,9 +75,11 @@ def filler_ce(forward: Forward, packer: Packer, seed: int = 0, n_rows: int = 64)
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
-def all_scores(forward: Forward, packer: Packer, n: int = N_PROMPTS, splits: tuple[str, ...] = ("validation", "test")):
+def all_scores(
+    forward: Forward, packer: Packer, n: int = N_PROMPTS, splits: tuple[str, ...] = ("validation", "test")
+) -> dict[str, dict[str, Any]]:
     """Nested dict: scores[split][templates][family] = Scores, and scores[split]["filler_ce"]."""
-    scores: dict[str, dict] = {}
+    scores: dict[str, dict[str, Any]] = {}
     for split in splits:
         held_out = Packer(packer.tokenizer, split)
         scores[split] = {
@@ -97,7 +100,7 @@ def mixture_ce(forward: Forward, packer: Packer, seed: int = 0, n_rows: int = 64
 
 
 @torch.no_grad()
-def ablation_table(model, packer: Packer, split: str = "validation", n: int = 200) -> dict[str, dict[str, Scores]]:
+def ablation_table(model: Any, packer: Packer, split: str = "validation", n: int = 200) -> dict[str, dict[str, Scores]]:
     """Scores of each family with one layer's output replaced by its mean.
 
     Args:
@@ -129,7 +132,7 @@ def _hook_name(layer: str) -> str:
     return f"blocks.{index}.hook_{kind}_out"
 
 
-def _mean_outputs(model, packer: Packer, examples: list[TaskExample]) -> dict[str, Tensor]:
+def _mean_outputs(model: Any, packer: Packer, examples: list[TaskExample]) -> dict[str, Tensor]:
     """Mean output of every attention and MLP layer over all prompt tokens but BOS."""
     layers = [f"{kind}.{layer}" for layer in range(model.cfg.n_layers) for kind in ("attn", "mlp")]
     totals, count = {layer: torch.zeros(model.cfg.d_model) for layer in layers}, 0

@@ -13,8 +13,10 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,20 +153,21 @@ def _resume(out: Path, settings: dict, network: Network, optimizer: torch.optim.
     return state["step"], state["seconds"]
 
 
-def _log(out: Path, entry: dict[str, object]) -> None:
+def _log(out: Path, entry: Mapping[str, object]) -> None:
     with (out / "train_log.jsonl").open("a") as file:
         file.write(json.dumps(_rounded(entry)) + "\n")
 
 
-def _replace(path: Path, write) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write to a neighbour, then rename: an interrupted run leaves the old file or the new one, never half of one."""
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
+    temporary.chmod(0o644)  # safetensors makes files that only their owner can read
     os.replace(temporary, path)
 
 
-def _rounded(value):
-    if isinstance(value, dict):
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
@@ -178,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore  # costs time, changes no result
     network = run(options.out, options.seed, options.tokens)
     state = torch.load(options.out / "checkpoint.pt", weights_only=True)
     command = f"python -m swd_lens.default_model.train --seed {options.seed} --tokens {options.tokens}"

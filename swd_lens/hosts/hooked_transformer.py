@@ -69,13 +69,17 @@ class FactoredAttention(Attention):
         if "attn_o" not in self.unit_projections:
             return super().forward(*args, **kwargs)
         if self.cfg.use_attn_result:
-            raise RuntimeError("use_attn_result was switched on while attn_o is attached; detach first, or switch it off")
+            raise RuntimeError(
+                "use_attn_result was switched on while attn_o is attached; detach first, or switch it off"
+            )
         try:
             super().forward(*args, **kwargs)
         except _LeaveAtZ as left:
             h = einops.rearrange(left.z, "batch pos head d_head -> batch pos (head d_head)")
             return self.unit_projections["attn_o"](h, self.b_O)
-        raise RuntimeError("attention finished without asking for z: this transformer_lens differs from 3.9; please report it")
+        raise RuntimeError(
+            "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
+        )
 
     def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
         z = super().calculate_z_scores(v, pattern)
@@ -89,7 +93,9 @@ class FactoredAttention(Attention):
         if "attn_qkv" not in self.unit_projections:
             return super().calculate_qkv_matrices(query_input, key_input, value_input)
         if query_input.ndim != 3:
-            raise RuntimeError("split inputs were switched on while attn_qkv is attached; detach first, or switch them off")
+            raise RuntimeError(
+                "split inputs were switched on while attn_qkv is attached; detach first, or switch them off"
+            )
         # Without split inputs the three are equal (LayerNorm of one residual), so query_input speaks for all.
         bias = torch.cat([self.b_Q.flatten(), self.b_K.flatten(), self.b_V.flatten()])
         packed = self.unit_projections["attn_qkv"](query_input, bias)
@@ -115,7 +121,10 @@ class HookedTransformerHost:
 
     def sites(self) -> list[Site]:
         cfg = self.model.cfg
-        shapes = {"attn_qkv": (cfg.d_model, 3 * cfg.n_heads * cfg.d_head), "attn_o": (cfg.n_heads * cfg.d_head, cfg.d_model)}
+        shapes = {
+            "attn_qkv": (cfg.d_model, 3 * cfg.n_heads * cfg.d_head),
+            "attn_o": (cfg.n_heads * cfg.d_head, cfg.d_model),
+        }
         if not cfg.attn_only:
             shapes |= {"mlp_in": (cfg.d_model, cfg.d_mlp), "mlp_out": (cfg.d_mlp, cfg.d_model)}
         return [Site(layer, kind, *shape) for layer in range(cfg.n_layers) for kind, shape in shapes.items()]
@@ -180,7 +189,9 @@ class HookedTransformerHost:
                 parts.clear()
 
         # TransformerLens computes q, k, v in this order in every forward.
-        return [hook.register_forward_hook(gather) for hook in (block.attn.hook_q, block.attn.hook_k, block.attn.hook_v)]
+        return [
+            hook.register_forward_hook(gather) for hook in (block.attn.hook_q, block.attn.hook_k, block.attn.hook_v)
+        ]
 
     # ------------------------------------------------------------------ running
 
@@ -263,7 +274,9 @@ def _refuse_unsupported(model: Any) -> None:
         if getattr(cfg, flag, False):
             raise UnsupportedHostError(f"cfg.{flag} is on: {why}. Load or configure the model without it.")
     if getattr(cfg, "positional_embedding_type", "") == "shortformer":
-        raise UnsupportedHostError("shortformer positions feed Q and K another input than V, so attn_qkv has no single input")
+        raise UnsupportedHostError(
+            "shortformer positions feed Q and K another input than V, so attn_qkv has no single input"
+        )
     for where, plain in _PLAIN.items():
         if where == "mlp" and cfg.attn_only:
             continue

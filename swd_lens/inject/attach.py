@@ -41,7 +41,9 @@ class Attachment:
             AttachError: these factors are not attached (any more).
         """
         if not self.attached:
-            raise AttachError("these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again")
+            raise AttachError(
+                "these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again"
+            )
         while self._undo:
             self._undo.pop()()
 
@@ -59,7 +61,9 @@ class Attachment:
             raise AttachError("this attachment was detached; call swd_lens.attach(model, factors) again for a new one")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.attached:
             self.detach()
 

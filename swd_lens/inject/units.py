@@ -19,6 +19,7 @@ class UnitProjection(nn.Module):
 
     read: Tensor
     write: Tensor
+    hook: HookPoint
 
     def __init__(self, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], hook: HookPoint):
         super().__init__()

@@ -19,13 +19,14 @@ CONTROL = "SVD"
 
 @dataclass(frozen=True)
 class Cost:
-    """Least active edges and units of one method for one surface and task; None: never reached."""
+    """Least active edges and units of one method for one surface and task; None: never reached, or not defined."""
 
     surface: str
     task: str
     method: str
     edges: int | None
     units: int | None
+    defined: bool
 
 
 def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
@@ -61,7 +62,8 @@ def _costs(run: Run, sufficiency: float) -> Iterator[Cost]:
         for task, comparison in by_task.items():
             for method, curve in comparison.curves.items():
                 edges = curve.cost_at(sufficiency=sufficiency, cost="edges")
-                yield Cost(surface, task, method, edges, curve.cost_at(sufficiency=sufficiency, cost="units"))
+                units = curve.cost_at(sufficiency=sufficiency, cost="units")
+                yield Cost(surface, task, method, edges, units, bool(curve.q_unpruned > 0))
 
 
 def _cost_sentences(costs: list[Cost], method: str, sufficiency: float) -> Iterator[str]:
@@ -72,15 +74,22 @@ def _cost_sentences(costs: list[Cost], method: str, sufficiency: float) -> Itera
     if pairs:
         ratios = [theirs / mine for mine, theirs in pairs]
         wins = sum(ratio > 1 for ratio in ratios)
+        cases = f"{len(pairs)} of {plural(len(ours), 'case')} of surface and task"
+        more = f" in the median, and fewer in {wins} of {len(pairs)}" if len(pairs) > 1 else ""
         yield (
-            f"To keep {percent(sufficiency, 0)} of the task margin, {method} needs fewer active edges than {CONTROL} in "
-            f"{wins} of the {plural(len(pairs), 'case')} (surface and task) where both need a circuit at all; "
-            f"the median ratio is {_ratio(statistics.median(ratios), method)}."
+            f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({cases}), {method} needs "
+            f"{_ratio(statistics.median(ratios))} active edges than {CONTROL}{more}."
         )
     empty = [f"{readable(c.task)} ({c.surface})" for c in ours.values() if c.edges == 0]
     if empty:
-        whom = conjunction(empty) if len(empty) <= 3 else f"{len(empty)} of {len(ours)} cases"
+        whom = conjunction(empty) if len(empty) <= 3 else f"{len(empty)} of {plural(len(ours), 'case')}"
         yield f"For {whom} the empty circuit already suffices: these matrices are hardly needed at the scored positions."
+    unjudged = [c for c in ours.values() if not c.defined]
+    if unjudged:
+        yield (
+            f"In {len(unjudged)} of {plural(len(ours), 'case')} sufficiency is not defined: the unpruned replacement has no "
+            "positive margin, because the model does not do the task."
+        )
     found = [c for c in ours.values() if c.units]
     if found:
         least = min(found, key=lambda c: (c.edges or 0, c.surface, c.task))
@@ -90,7 +99,5 @@ def _cost_sentences(costs: list[Cost], method: str, sufficiency: float) -> Itera
         )
 
 
-def _ratio(ratio: float, method: str) -> str:
-    if ratio >= 1:
-        return f"{ratio:.1f} times fewer for {method}"
-    return f"{1 / ratio:.1f} times more for {method}"
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times more"

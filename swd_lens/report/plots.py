@@ -16,11 +16,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.frontier import draw_curves
-from swd_lens.figures import GRID, INK, new_figure, style, svg
+from swd_lens.figures import INK, new_figure, style, svg
 from swd_lens.study.run import Replacement
 
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
@@ -30,22 +30,23 @@ EXACT = 1e-9  # relMSE below this is float32 rounding of an exact factorization;
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def circuit_column(curves: Mapping[str, CostCurve], threshold: float = 0.9) -> Figure:
+def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9) -> Figure:
     """Sufficiency (above) and necessity drop (below) against active edges, for one task."""
-    figure, axes = new_figure(2, 1, width=3.1, height=2.05)
-    figure.set_layout_engine("none")  # the same margins in every column, so that columns align in the page
-    figure.subplots_adjust(left=0.16, right=0.97, top=0.985, bottom=0.105, hspace=0.1)
+    figure, axes = new_figure(2, 1, width=2.5, height=1.75)
+    figure.set_layout_engine(None)  # the same margins in every column, so that columns align in the page
+    figure.subplots_adjust(left=0.25, right=0.97, top=0.98, bottom=0.12, hspace=0.1)
     above, below = axes[:, 0]
     for ax, column in ((above, "sufficiency"), (below, "necessity_drop")):
         _draw(ax, curves, column)
         _cost_axis(ax, curves)
     above.set_xlabel("")
     above.tick_params(labelbottom=False)
-    above.axhline(threshold, color="#888888", linewidth=0.8, linestyle=":")
+    if above.lines:
+        above.axhline(threshold, color="#888888", linewidth=0.8, linestyle=":")
     below.axhline(0.0, color="#888888", linewidth=0.8)
     for ax in (above, below):
         ax.set_ylabel(ax.get_ylabel(), fontsize=9, color=INK, labelpad=3)
-        ax.yaxis.set_label_coords(-0.125, 0.5)
+        ax.yaxis.set_label_coords(-0.265, 0.5)
     return figure
 
 
@@ -54,9 +55,20 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str) -> None:
     if any((curve.rows["edges"] > 0).any() for curve in curves.values()):
         draw_curves(ax, curves, column, "edges")
     if values.empty:
-        ax.text(0.5, 0.5, "not defined: the unpruned\nmargin is not positive", transform=ax.transAxes, ha="center", fontsize=8)
+        ax.text(
+            0.5,
+            0.5,
+            "not defined: the unpruned\nmargin is not positive",
+            transform=ax.transAxes,
+            ha="center",
+            fontsize=8,
+        )
         ax.set_yticks([])
-    elif column == "sufficiency":
+        for line in list(ax.lines):
+            line.remove()
+        return
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    if column == "sufficiency":
         low, high = SUFFICIENCY_RANGE
         ax.set_ylim(max(low, min(-0.05, values.min() - 0.05)), min(high, max(1.1, values.max() + 0.05)))
 
@@ -73,7 +85,7 @@ def _cost_axis(ax: Axes, curves: Mapping[str, CostCurve]) -> None:
     ax.set_xlim(-smallest * 0.06, largest * 1.25)  # the empty circuit's marker stands on the axis, whole
 
 
-def compact(value: float) -> str:
+def compact(value: float | int) -> str:
     """0, 500, 10k, 2M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
@@ -82,16 +94,22 @@ def compact(value: float) -> str:
 
 
 def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
-    """relMSE of every site, one dot per method; None if every method is exact (there is nothing to see)."""
+    """relMSE of every site, one dot per method; None if there is a single site or every method is exact (nothing to see)."""
     sites = list(dict.fromkeys(site for r in replacements for site in r.fidelity.relmse))
     shown = [(i, r) for i, r in enumerate(replacements) if max(r.fidelity.relmse.values(), default=0.0) > EXACT]
-    if not shown:
+    if not shown or len(sites) < 2:
         return None
-    figure, axes = new_figure(1, 1, width=6.4, height=0.62 + 0.24 * len(sites))
+    figure, axes = new_figure(1, 1, width=4.8, height=0.62 + 0.24 * len(sites))
     ax = axes[0, 0]
     for index, r in shown:
         points = [(max(error, EXACT), sites.index(site)) for site, error in r.fidelity.relmse.items()]
-        ax.scatter(*zip(*points, strict=True), s=26, color=style(index)["color"], marker=_MARKERS[index % len(_MARKERS)], zorder=3)
+        ax.scatter(
+            *zip(*points, strict=True),
+            s=26,
+            color=style(index)["color"],
+            marker=_MARKERS[index % len(_MARKERS)],
+            zorder=3,
+        )
     ax.set_yticks(range(len(sites)), [_literal(site) for site in sites])
     ax.set_ylim(len(sites) - 0.5, -0.5)
     errors = [max(error, EXACT) for _, r in shown for error in r.fidelity.relmse.values()]
@@ -104,8 +122,8 @@ def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
     return figure
 
 
-def swatch(index: int, marker: bool = False) -> str:
-    """A small line (or marker, for dots) in the style of the index-th curve, for legends in the page."""
+def swatch(index: int, prefix: str, marker: bool = False) -> str:
+    """A small line (or marker, for dots) in the style of the index-th curve, for legends in the page; ids as `inline_svg`."""
     figure, axes = new_figure(1, 1, width=0.42, height=0.16)
     ax = axes[0, 0]
     ax.axis("off")
@@ -113,7 +131,7 @@ def swatch(index: int, marker: bool = False) -> str:
         ax.scatter([0.5], [0.5], s=26, color=style(index)["color"], marker=_MARKERS[index % len(_MARKERS)])
     else:
         ax.plot([0, 0.5, 1], [0, 0, 0], marker="o", markersize=3, markevery=[1], linewidth=1.6, **style(index))
-    return _page_svg(svg(figure), f"swatch{'m' if marker else 'l'}{index}", 'aria-hidden="true" class="swatch"')
+    return _page_svg(svg(figure), prefix, 'aria-hidden="true" class="swatch"')
 
 
 def inline_svg(figure: Figure, prefix: str, title: str, description: str) -> str:
@@ -142,11 +160,14 @@ def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", text)
     text = re.sub(r"(font:[^;\"]*?\d(?:\.\d+)?px) [^;\"]+", rf"\1 {FONT_STACK}", text)
     text = re.sub(r"font-family: [^;\"]+", f"font-family: {FONT_STACK}", text)
-    text = re.sub(r"(\d\.\d{2})\d+", r"\1", text)  # a hundredth of a point is finer than any screen
+    # A hundredth of a point is finer than any screen; inside tags only, because labels are numbers too.
+    text = re.sub(r"<[^>]*>", lambda m: re.sub(r"(\d\.\d{2})\d+", r"\1", m[0]), text).replace("xlink:href", "href")
     width, height = _size(text)
     # What matplotlib sets for every element by a style sheet, which in a page would reach every other picture.
     line_ends = "stroke-linejoin: round; stroke-linecap: butt"
-    head = f'<svg viewBox="0 0 {width} {height}" width="{width}pt" height="{height}pt" style="{line_ends}" {attributes}>'
+    head = (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}pt" height="{height}pt" style="{line_ends}" {attributes}>'
+    )
     return re.sub(r"\n\s*", "\n", head + inside + text[text.index(">") + 1 :].strip())
 
 

@@ -45,10 +45,10 @@ def fixed(value: Any, digits: int = 3) -> str:
 
 
 def tiny(value: Any, digits: int = 5) -> str:
-    """`fixed`, but a number that this would round to almost nothing keeps two digits: 3.1×10⁻⁹."""
+    """`fixed`, but a number that this would round to almost nothing keeps its first digit: 3×10⁻⁹."""
     if missing(value) or value == 0 or abs(value) >= 10.0 ** (1 - digits):
         return fixed(value, digits)
-    mantissa, exponent = f"{value:.1e}".split("e")
+    mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}×10".replace("-", MINUS) + str(int(exponent)).translate(_SUPERSCRIPT)
 
 
@@ -59,15 +59,17 @@ def signed(value: Any, digits: int = 5) -> str:
 
 
 def percent(value: Any, digits: int = 1) -> str:
-    """0.4213 -> 42.1 %."""
-    return UNDEFINED if missing(value) else f"{fixed(100 * value, digits)} %"
+    """0.4213 -> 42.1%."""
+    return UNDEFINED if missing(value) else f"{fixed(100 * value, digits)}%"
 
 
 def duration(seconds: Any) -> str:
     """Seconds as a person says them."""
     if missing(seconds):
         return UNDEFINED
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+    if seconds < 100:
+        return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
+    return f"{seconds / 60:.1f} min"
 
 
 def token(text: str) -> str:
@@ -75,9 +77,9 @@ def token(text: str) -> str:
     return "".join(_VISIBLE.get(c, c if c.isprintable() else _code(c)) for c in text) or "∅"
 
 
-def running_token(text: str) -> str:
-    """A token within a text: one space before a word stays a space, everything else invisible is shown."""
-    return " " + token(text[1:]) if text[:1] == " " and text[1:].strip() else token(text)
+def running_token(text: str) -> tuple[str, str]:
+    """A token within a text: (the space before a word, the word); everything else that is invisible is shown."""
+    return (" ", token(text[1:])) if text[:1] == " " and text[1:].strip() else ("", token(text))
 
 
 def _code(character: str) -> str:

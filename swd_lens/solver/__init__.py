@@ -6,7 +6,7 @@
 4. Return `Factors` whose settings are everything that was used, and the entries really kept.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -77,6 +77,7 @@ def solve(
 
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
+        On very small matrices a unit may end without edges on one side; K is then not used up (see `valid_units`).
 
     Raises:
         SpecError: unknown preset or setting (the nearest names are given), or a setting outside its range.
@@ -117,13 +118,34 @@ def solve(
 @contextmanager
 def _plain_float32(device: torch.device) -> Iterator[None]:
     """Full float32 matrix products inside (the paper's setting): TF32 and autocast off, restored after."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    restore = _highest_precision()
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        restore()
+
+
+def _highest_precision() -> Callable[[], None]:
+    """Set float32 matrix products to full precision; returns what undoes it.
+
+    torch has two settings for this and refuses to read the first once the caller has written the second.
+    """
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore[reportAttributeAccessIssue]
+        values = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+
+        def restore() -> None:
+            for backend, value in zip(backends, values, strict=True):
+                backend.fp32_precision = value
+
+        return restore
+    torch.set_float32_matmul_precision("highest")
+    return lambda: torch.set_float32_matmul_precision(before)
 
 
 def _version() -> str:

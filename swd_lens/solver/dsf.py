@@ -86,7 +86,8 @@ def _scale(values: Float[Tensor, "*shape"], spec: SolveSpec) -> float:
     largest = float(values.abs().max())
     if spec.arithmetic == "reference" and HARMLESS_RANGE[0] <= largest <= HARMLESS_RANGE[1]:
         return 1.0
-    return 2.0 ** max(min(math.frexp(largest)[1], 100), -100)  # bounded: its inverse must be a float32, too
+    exponent = math.frexp(largest)[1] - 1  # 0 for 1.0: the identity Gram stays the identity
+    return 2.0 ** max(min(exponent, 100), -100)  # bounded: its inverse must be a float32, too
 
 
 def input_norm(

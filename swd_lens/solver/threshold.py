@@ -59,11 +59,11 @@ def _inside_bracket(flat: Float[Tensor, " n"], k: int, row: int) -> Float[Tensor
 def keep_exactly(magnitude: Float[Tensor, "rows columns"], k: int) -> Bool[Tensor, "rows columns"]:
     """Mask of exactly k entries, the largest; ties at the threshold are filled in index order."""
     threshold = kth_largest(magnitude, k)
-    kept = magnitude > threshold
+    kept = (magnitude > threshold).flatten()
     missing = k - int(kept.count_nonzero())
     ties = (magnitude == threshold).flatten().nonzero().flatten()
-    kept.view(-1)[ties[:missing]] = True
-    return kept
+    kept[ties[:missing]] = True
+    return kept.view(magnitude.shape)
 
 
 def keep_above(magnitude: Float[Tensor, "rows columns"], k: int) -> Bool[Tensor, "rows columns"]:

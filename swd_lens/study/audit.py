@@ -74,7 +74,8 @@ def top_contexts(
     for (site, index), found in peaks.items():
         column = by_site[site].index(index)
         contexts[site, index] = [
-            _context(model, rows[row], activations[site][wanted.index(row), :, column], pos, before, after) for row, pos in found
+            _context(model, rows[row], activations[site][wanted.index(row), :, column], pos, before, after)
+            for row, pos in found
         ]
     return contexts
 
@@ -90,7 +91,7 @@ def _peaks(
             row = torch.arange(start, start + len(value))[:, None].expand_as(pos)
             if site in best:
                 value, row, pos = (torch.cat(pair) for pair in zip(best[site], (value, row, pos), strict=True))
-            keep = value.sort(0, descending=True, stable=True).indices[:n]
+            keep = torch.sort(value, dim=0, descending=True, stable=True).indices[:n]
             best[site] = (value.gather(0, keep), row.gather(0, keep), pos.gather(0, keep))
     return {
         (site, index): list(zip(row[:, column].tolist(), pos[:, column].tolist(), strict=True))
@@ -116,13 +117,17 @@ def _activations(
     return found
 
 
-def _context(model: Any, row: Int[Tensor, " pos"], z: Float[Tensor, " pos"], pos: int, before: int, after: int) -> Context:
+def _context(
+    model: Any, row: Int[Tensor, " pos"], z: Float[Tensor, " pos"], pos: int, before: int, after: int
+) -> Context:
     start, stop = max(0, pos - before), min(len(row), pos + after + 1)
     strings = tuple(model.tokenizer.decode([token]) for token in row[start:stop].tolist())
     return Context(strings, tuple(z[start:stop].tolist()), pos - start)
 
 
-def logit_effect(model: Any, factors: Factors | Mapping[str, Factors], unit: tuple[str, int], *, n: int = 8) -> LogitEffect:
+def logit_effect(
+    model: Any, factors: Factors | Mapping[str, Factors], unit: tuple[str, int], *, n: int = 8
+) -> LogitEffect:
     """Direct effect of a unit's write vector on the logits, for a site that writes to the residual stream.
 
     Raises:
@@ -130,7 +135,9 @@ def logit_effect(model: Any, factors: Factors | Mapping[str, Factors], unit: tup
     """
     site, index = unit
     if split_name(site)[1] not in ("mlp_out", "attn_o"):
-        raise ValueError(f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o")
+        raise ValueError(
+            f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
+        )
     f = factors if isinstance(factors, Factors) else factors[site]
     host_of(model)
     write = f.write[index].to(model.W_U.device)

@@ -84,7 +84,7 @@ class Run:
             for comparison in by_task.values()
         ]
         table = pd.concat(tables, ignore_index=True)
-        return table[["surface", *(column for column in table.columns if column != "surface")]]
+        return pd.DataFrame(table, columns=["surface", *(column for column in table.columns if column != "surface")])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values: settings, fidelity, curves and cards."""
@@ -154,7 +154,9 @@ def run_study(
     for surface, pattern in surfaces.items():
         for sparsity in sparsities:
             on_step(f"factorize {surface} at s={sparsity:g}")
-            replacements.append(_replace(model, surface, pattern, sparsity, calibration_tokens, heldout_tokens, progress, solver))
+            replacements.append(
+                _replace(model, surface, pattern, sparsity, calibration_tokens, heldout_tokens, progress, solver)
+            )
         on_step(f"exact SVD of {surface}")
         replacements.append(_svd(model, surface, pattern, heldout_tokens))
         methods = {r.method: r.factors for r in replacements if r.surface == surface}
@@ -163,14 +165,24 @@ def run_study(
             on_step(f"circuits of {task.name} on {surface}")
             comparisons[surface][task.name] = compare(methods, model, task, positions=positions, progress=progress)
     on_step("top units and their contexts")
-    last = max((r for r in replacements if r.surface == list(surfaces)[-1] and r.method != "SVD"), key=lambda r: r.factors.sparsity)
+    last = max(
+        (r for r in replacements if r.surface == list(surfaces)[-1] and r.method != "SVD"),
+        key=lambda r: r.factors.sparsity,
+    )
     cards = _cards(model, last, comparisons[last.surface], heldout_tokens, cards_per_task, contexts_per_card)
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens, positions, solver)
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
 
 
 def _replace(
-    model: Any, surface: str, pattern: Any, sparsity: float | int, tokens: Any, heldout: Any, progress: bool, solver: Any
+    model: Any,
+    surface: str,
+    pattern: Any,
+    sparsity: float | int,
+    tokens: Any,
+    heldout: Any,
+    progress: bool,
+    solver: Any,
 ) -> Replacement:
     began = time.perf_counter()
     factors = factorize(model, pattern, sparsity=float(sparsity), tokens=tokens, progress=progress, **solver)
@@ -185,7 +197,9 @@ def _svd(model: Any, surface: str, pattern: Any, heldout: Any) -> Replacement:
     return Replacement(surface, "SVD", factors, fidelity(model, factors, heldout), seconds)
 
 
-def _cards(model: Any, r: Replacement, by_task: Mapping[str, Comparison], heldout: Any, per_task: int, n: int) -> list[UnitCard]:
+def _cards(
+    model: Any, r: Replacement, by_task: Mapping[str, Comparison], heldout: Any, per_task: int, n: int
+) -> list[UnitCard]:
     best = {task: comparison.scores[r.method].ranking()[:per_task] for task, comparison in by_task.items()}
     units = list(dict.fromkeys(unit for chosen in best.values() for unit in chosen))
     contexts = top_contexts(model, r.factors, units, heldout, n=n) if units else {}
@@ -212,7 +226,14 @@ def _cards(model: Any, r: Replacement, by_task: Mapping[str, Comparison], heldou
 
 
 def _settings(
-    model: Any, surfaces: Any, tasks: Sequence[Task], sparsities: Any, calibration: Any, heldout: Any, positions: str, solver: Any
+    model: Any,
+    surfaces: Any,
+    tasks: Sequence[Task],
+    sparsities: Any,
+    calibration: Any,
+    heldout: Any,
+    positions: str,
+    solver: Any,
 ) -> dict[str, Any]:
     cfg = model.cfg
     return {
@@ -230,7 +251,9 @@ def _settings(
         "ablation": "mean over train prompts",
         "score": "positive first-order attribution",
         "solver": {"preset": "paper", **solver},
-        "tasks": {task.name: {"train": len(task.train), "test": len(task.test), "source": task.source} for task in tasks},
+        "tasks": {
+            task.name: {"train": len(task.train), "test": len(task.test), "source": task.source} for task in tasks
+        },
     }
 
 

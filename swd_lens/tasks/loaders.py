@@ -66,7 +66,9 @@ def load_task(
         n_train = max(1, len(examples) * n_train // (n_train + n_test))
         n_test = len(examples) - n_train
     train, test = examples[:n_train], examples[n_train : n_train + n_test]
-    return Task.from_examples(path.stem, train, test, model, source=f"file {path.name}", prepend_bos=prepend_bos, on_bad="drop")
+    return Task.from_examples(
+        path.stem, train, test, model, source=f"file {path.name}", prepend_bos=prepend_bos, on_bad="drop"
+    )
 
 
 def read_auto_circuit(path: Path) -> list[TaskExample]:
@@ -88,6 +90,10 @@ def read_auto_circuit(path: Path) -> list[TaskExample]:
         except (KeyError, TypeError):
             raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
         if not isinstance(clean, str) or not all(isinstance(text, str) for text in [*answers, *wrong]):
-            raise TaskError(f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported")
-        examples.setdefault(clean, TaskExample(clean, tuple(answers), tuple(wrong), prompt.get("corrupt"), {"file": path.name}))
+            raise TaskError(
+                f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
+            )
+        examples.setdefault(
+            clean, TaskExample(clean, tuple(answers), tuple(wrong), prompt.get("corrupt"), {"file": path.name})
+        )
     return list(examples.values())

@@ -133,7 +133,10 @@ class Task:
             TaskError: the host has no tokenizer, a split is (or becomes) empty, or, with on_bad="raise", an answer or
                 distractor is not exactly one token, answers overlap distractors, or a prompt is too long.
         """
-        splits = {split: _tokenize(name, split, examples, model, prepend_bos, on_bad) for split, examples in (("train", train), ("test", test))}
+        splits = {
+            split: _tokenize(name, split, examples, model, prepend_bos, on_bad)
+            for split, examples in (("train", train), ("test", test))
+        }
         return cls(name, splits["train"], splits["test"], source, prepend_bos)
 
 
@@ -171,7 +174,9 @@ class _Unusable(Exception):
         self.reason = reason
 
 
-def _tokenize_one(example: TaskExample, model: Any, prepend_bos: bool) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+def _tokenize_one(
+    example: TaskExample, model: Any, prepend_bos: bool
+) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     ids = _ids(model, example.prompt)
     if prepend_bos:
         ids = [model.tokenizer.bos_token_id, *ids]
@@ -197,7 +202,9 @@ def _single(model: Any, text: str, role: str) -> int:
     ids = _ids(model, text)
     if len(ids) != 1:
         pieces = [model.tokenizer.decode([i]) for i in ids]
-        raise _Unusable(f"{role} is not one token", f"{text!r} is {len(ids)} tokens {pieces}; did you mean {' ' + text.strip()!r}?")
+        raise _Unusable(
+            f"{role} is not one token", f"{text!r} is {len(ids)} tokens {pieces}; did you mean {' ' + text.strip()!r}?"
+        )
     if ids[0] == model.tokenizer.unk_token_id and text.strip() != model.tokenizer.unk_token:
         raise _Unusable(f"{role} is not in the vocabulary", repr(text))
     return ids[0]

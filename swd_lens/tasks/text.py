@@ -27,7 +27,9 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
     """
     rows = torch.as_tensor(tokens)
     if rows.is_floating_point() or rows.dtype == torch.bool or rows.is_complex():
-        raise TokenError(f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)")
+        raise TokenError(
+            f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)"
+        )
     if rows.ndim == 1:
         rows = rows[None]
     if rows.ndim != 2 or rows.numel() == 0:
@@ -41,11 +43,15 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
             f"{len(outside)} such ids. Were they made with another model's tokenizer?"
         )
     if rows.shape[1] > model.cfg.n_ctx:
-        raise TokenError(f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter rows")
+        raise TokenError(
+            f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter rows"
+        )
     return rows
 
 
-def pack_text(model: Any, text: str, context: int | None = None, n_tokens: int | None = None) -> Int[Tensor, "rows pos"]:
+def pack_text(
+    model: Any, text: str, context: int | None = None, n_tokens: int | None = None
+) -> Int[Tensor, "rows pos"]:
     """Tokenize a long string with the host's tokenizer and cut it into rows of `context` tokens (no BOS, rest dropped).
 
     Args:
@@ -59,14 +65,16 @@ def pack_text(model: Any, text: str, context: int | None = None, n_tokens: int |
     """
     if model.tokenizer is None:
         raise TokenError("this host has no tokenizer, so text cannot be packed; pass tokens")
-    context = min(model.cfg.n_ctx, 1024) if context is None else context
+    length = min(int(model.cfg.n_ctx), 1024) if context is None else context
     # Line by line, so that a tokenizer never sees more than a paragraph at once (and does not warn of its own limit).
     ids: list[int] = []
     for line in text.splitlines(keepends=True):
         ids.extend(model.tokenizer(line, add_special_tokens=False)["input_ids"])
         if n_tokens is not None and len(ids) >= n_tokens:
             break
-    count = min(len(ids), n_tokens or len(ids)) // context
+    count = min(len(ids), n_tokens or len(ids)) // length
     if count == 0:
-        raise TokenError(f"the text holds {len(ids)} tokens, too few for one row of {context}; give more text or a smaller context")
-    return as_rows(torch.tensor(ids[: count * context]).view(count, context), model)
+        raise TokenError(
+            f"the text holds {len(ids)} tokens, too few for one row of {length}; give more text or a smaller context"
+        )
+    return as_rows(torch.tensor(ids[: count * length]).view(count, length), model)

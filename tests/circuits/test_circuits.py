@@ -38,7 +38,7 @@ def test_attribution_is_that_of_whole_prompts_one_by_one(model, factors, positio
     with attach(model, factors):
         for i, prompt in enumerate(split.tokens):
             z = {}
-            hooks = [(hook_name(site), lambda value, hook, site=site: z.update({site: value})) for site in factors]
+            hooks = [(hook_name(site), lambda value, hook, site=site, z=z: z.update({site: value})) for site in factors]
             logits = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1]
             gradients = torch.autograd.grad(margin(logits, split, i), list(z.values()))
             chosen = slice(-1, None) if positions == "scoring" else slice(None)
@@ -94,7 +94,9 @@ def test_first_order_prediction_matches_finite_differences(model):
         # The constant terms: what the margin's linearisation at z keeps when all units are zero.
         constant = float(g) - predicted
         small = 1e-3
-        assert constant + (1 + small) * predicted == pytest.approx(float(run(1 + small)[0]), abs=10 * small**2 * abs(predicted))
+        assert constant + (1 + small) * predicted == pytest.approx(
+            float(run(1 + small)[0]), abs=10 * small**2 * abs(predicted)
+        )
 
 
 def test_frozen_parameters_still_give_gradients(model, factors):
@@ -108,7 +110,9 @@ def test_frozen_parameters_still_give_gradients(model, factors):
 
 
 def test_the_same_inputs_give_the_same_bits(model, factors):
-    first, second = (evaluate(model, factors, random_split(), attribute(model, factors, random_split())) for _ in range(2))
+    first, second = (
+        evaluate(model, factors, random_split(), attribute(model, factors, random_split())) for _ in range(2)
+    )
     assert first.rows.equals(second.rows)
 
 

@@ -84,7 +84,9 @@ def test_hooks_for_run_with_hooks_do_the_same(model):
 
 def test_an_unknown_unit_or_mode_is_refused(model):
     scores = attribute(model, identity_factors(), TRAIN)
-    with pytest.raises(ValueError, match=r"blocks.0.mlp_out/7 is not among the scored units: blocks.0.mlp_out \(0 to 1\)"):
+    with pytest.raises(
+        ValueError, match=r"blocks.0.mlp_out/7 is not among the scored units: blocks.0.mlp_out \(0 to 1\)"
+    ):
         replaced_masks(scores, ["blocks.0.mlp_out/7"], "keep")
     with pytest.raises(ValueError, match="mode must be one of"):
         replaced_masks(scores, [], "remove")

@@ -79,7 +79,9 @@ def test_generic_activation_patch_finds_the_units(model, factors):
             index_axis_names=("layer", "pos"),
         )
         # Patching all units of a position at a layer is patching mlp_out there: the same grid, by the usual name.
-        expected = patching.get_act_patch_mlp_out(model, corrupted, clean_cache, lambda logits: logits[0, -1, 3] - logits[0, -1, 4])
+        expected = patching.get_act_patch_mlp_out(
+            model, corrupted, clean_cache, lambda logits: logits[0, -1, 3] - logits[0, -1, 4]
+        )
     assert results.shape == (2, 4)
     torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
 
@@ -139,7 +141,14 @@ def test_the_dense_product_is_not_computed(model, factors):
         dense = model(tokens)
         with attach(model, factors):
             for block in model.blocks:
-                for weight in (block.attn.W_Q, block.attn.W_K, block.attn.W_V, block.attn.W_O, block.mlp.W_in, block.mlp.W_out):
+                for weight in (
+                    block.attn.W_Q,
+                    block.attn.W_K,
+                    block.attn.W_V,
+                    block.attn.W_O,
+                    block.mlp.W_in,
+                    block.mlp.W_out,
+                ):
                     weight.fill_(float("nan"))
             # attn_o leaves TransformerLens' forward before W_O is touched, so NaN there must not show either.
             replaced = model(tokens)
@@ -218,7 +227,10 @@ def test_nested_attachments_of_different_sites_in_any_order(model):
 
 
 def test_a_site_holds_one_set_of_units(model, factors):
-    with attach(model, factors), pytest.raises(AttachError, match=r"blocks\.0\.attn_qkv is attached already; detach it first"):
+    with (
+        attach(model, factors),
+        pytest.raises(AttachError, match=r"blocks\.0\.attn_qkv is attached already; detach it first"),
+    ):
         attach(model, factors)
 
 

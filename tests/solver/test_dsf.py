@@ -4,6 +4,8 @@ Equivariances are tested in float64: choosing a support amplifies rounding, and 
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -237,6 +239,22 @@ def test_matmul_precision_is_highest_inside_and_restored_even_after_an_error():
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one setting")
+def test_the_newer_precision_setting_is_kept_too():
+    """torch refuses to mix its two settings in one process: a fresh one."""
+    program = """
+import torch
+from swd_lens.solver import solve
+matmul = torch.backends.cuda.matmul
+matmul.fp32_precision = "tf32"
+seen = []
+weight = torch.randn(20, 32)
+solve(weight, outer_iterations=4, on_iteration=lambda t, total: seen.append(matmul.fp32_precision))
+assert seen == ["ieee"] * 4 and matmul.fp32_precision == "tf32", (seen, matmul.fp32_precision)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_autocast_and_default_dtype_outside_do_not_reach_inside():
     weight, gram = weight_of((20, 32)), gram_of(20)
     plain = solve(weight, gram)
@@ -273,6 +291,8 @@ def test_any_shape_sparsity_and_degenerate_gram(d_in, d_out, sparsity, rank, cal
         assume(False)
         return
     assert bool(torch.isfinite(factors.read).all() and torch.isfinite(factors.write).all())
-    assert factors.edges == factors.settings["budget_square"] + factors.settings["budget_other"]
-    assert factors.edges <= (1 - sparsity) * weight.numel() + 1e-6
+    budget = factors.settings["budget_square"] + factors.settings["budget_other"]
+    # A unit that lost all its edges on one side has nothing to give on the other: only then K is not used up.
+    assert factors.edges == budget or (factors.edges < budget and not bool(factors.valid_units.all()))
+    assert budget <= (1 - sparsity) * weight.numel() + 1e-6
     assert factors.relmse(gram) < 1

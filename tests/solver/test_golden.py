@@ -22,7 +22,7 @@ REFERENCE_THREADS = 2
 
 
 @pytest.fixture(autouse=True)
-def reference_threads():
+def threads():  # instead of conftest's one
     before = torch.get_num_threads()
     torch.set_num_threads(REFERENCE_THREADS)
     yield

@@ -95,7 +95,7 @@ def test_budget_names_a_sparsity_that_is_feasible_and_nearly_the_largest(shape: 
 
 
 def test_square_matrix_where_the_square_factor_would_take_the_whole_budget():
-    # s = .875 leaves 12.5 % of the entries, the square factor of a square matrix takes 16 %: the reference crashes here.
+    # s = .875 leaves 12.5 % of the entries, a square matrix's square factor takes 16 %: the reference crashes here.
     with pytest.raises(BudgetError, match=r"K=200 edges of 1,600 for a \(40, 40\).*takes 256 .*needs 40"):
         solve(torch.randn(40, 40), sparsity=0.875)
 
@@ -118,14 +118,14 @@ def test_unknown_names_list_the_nearest_and_all():
     ("setting", "value", "message"),
     [
         ("outer_iterations", 3, "whole number of at least 4"),
-        ("outer_iterations", 8.0, "whole number of at least 4"),
+        ("outer_iterations", True, "whole number of at least 4"),
         ("inner_iterations", 0, "whole number of at least 1"),
         ("support_iterations", 6, "whole number from 1 to 5"),
         ("final_iterations", -1, "whole number of at least 0"),
         ("rho", 0.0, "finite number above 0"),
         ("ridge", float("inf"), "finite number above 0"),
         ("square_density_square", 1.5, "number above 0 and at most 1"),
-        ("norm_floor", "tiny", "finite number above 0"),
+        ("norm_floor", float("nan"), "finite number above 0"),
         ("rounding", "floor", "choose one of 'reference', 'exact'"),
         ("arithmetic", "fp8", "choose one of 'reference', 'clean'"),
     ],

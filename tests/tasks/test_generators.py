@@ -2,14 +2,12 @@
 
 import random
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from swd_lens.tasks.generators import FAMILIES, TEMPLATES, generate, training_document, words
+from swd_lens.tasks.generators import FAMILIES, TEMPLATES, generate, greater_than, training_document, words
 from swd_lens.tasks.generators.words import SPLITS
 
 GPT2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "gpt2"
@@ -51,10 +49,16 @@ def test_prompts_are_different_and_a_smaller_request_is_a_prefix(family, split, 
     assert generate(family, split, 20, seed=4, templates=templates) != many[:20]
 
 
-def test_another_process_generates_the_same_prompts():
-    code = "from swd_lens.tasks.generators import *; print([generate(family, 'test', 2) for family in FAMILIES])"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str([generate(family, "test", 2) for family in FAMILIES])
+def test_prompts_are_the_same_in_every_process_and_version():
+    # Pinned: the embedded model's reported scores are about exactly these prompts.
+    first = {family: generate(family, "test", 1)[0] for family in FAMILIES}
+    assert first["ioi"].prompt == "Before Mary and Rebecca left the museum, Rebecca gave a spoon to"
+    assert first["docstring"].prompt == (
+        'def load(self, batch, score, object, label, limit, matrix):\n    """open the gentle cup\n\n'
+        "    :arg label: kind newspaper\n    :arg limit: funny park\n    :arg"
+    )
+    assert first["greater_than"].prompt == "Only one drought was so long: it opened in 1420, and the end came in 14"
+    assert first["gendered_pronoun"].prompt == "Ronald could be the nice judge of the theater, couldn't"
 
 
 def test_ioi_answer_is_the_name_said_once():
@@ -126,7 +130,6 @@ def test_training_text_never_has_held_out_content():
         (("ioi", "dev", 5), "unknown split 'dev'; choose one of train, validation, test"),
         (("ioi", "test", 0), "n is 0"),
         (("ioi", "test", 5, 0, "new"), "unknown templates 'new'; choose one of seen, unseen, all"),
-        (("greater_than", "test", 10**6), "different prompts; n is 1000000"),
     ],
 )
 def test_bad_requests_say_what_is_valid(arguments, message):
@@ -162,3 +165,9 @@ def test_lists_hold_each_word_once():
     assert words.split_of("names", "Anna", "Mary") == words.split_of("names", "Anna", "Mary")
     share = sum(words.split_of("x", str(i)) == "test" for i in range(4000)) / 4000
     assert abs(share - 0.15) < 0.02
+
+
+def test_asking_for_more_prompts_than_there_are_says_how_many(monkeypatch):
+    monkeypatch.setattr(greater_than, "EVENTS", ("war",))
+    with pytest.raises(ValueError, match=r"greater_than/test/unseen has about 4\d\d different prompts; n is 10000"):
+        generate("greater_than", "test", 10_000, templates="unseen")

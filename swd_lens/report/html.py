@@ -1,0 +1,206 @@
+"""render_report: a Run as one HTML page that needs nothing but itself.
+
+1. Each `_section` function turns one part of the run into plain rows for the template: numbers already written as a reader
+   wants them (`wording`), figures already as SVG (`plots`). What is text stays text: the template escapes it.
+2. The template (templates/report.html.j2, with its style sheet and the schematic beside it) lays the rows out.
+3. `write_report` writes the page whole or not at all.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from swd_lens.circuits import Comparison, CostCurve
+from swd_lens.files import write_text
+from swd_lens.report import plots, wording
+from swd_lens.report.cards import task_cards
+from swd_lens.report.headline import CONTROL, headline, main_replacement
+from swd_lens.report.recipe import load_code, run_code
+from swd_lens.study import Run
+from swd_lens.study.run import Replacement
+
+SUFFICIENCY, NECESSITY = 0.9, 0.5
+FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
+FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "token", "readable")
+
+
+def write_report(run: Run, path: str | Path) -> Path:
+    """Write the report of a run to one HTML file, atomically; returns its path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    write_text(path, render_report(run))
+    return path
+
+
+def render_report(run: Run) -> str:
+    """The report as HTML text: styles and figures inside, no script, nothing loaded from anywhere."""
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            run=run,
+            settings=run.settings,
+            title=f"Sparse weight decomposition of {run.settings.get('model', 'a model')}",
+            headline=headline(run, SUFFICIENCY),
+            main=main_replacement(run),
+            control=CONTROL,
+            methods=list(dict.fromkeys(r.method for r in run.replacements)),
+            sufficiency=SUFFICIENCY,
+            necessity=NECESSITY,
+            faint_drop=FAINT_DROP,
+            fidelity=_fidelity_section(run),
+            tasks=_tasks_section(run),
+            surfaces=_circuits_section(run),
+            units=task_cards(run),
+            settings_rows=list(wording.settings_rows(run.settings)),
+            provenance=_provenance_section(run),
+            load_code=load_code(run),
+            run_code=run_code(run),
+        )
+    )
+    # A lone surrogate (half of an emoji, cut by a byte-level tokenizer) cannot be written as UTF-8.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def _environment() -> Environment:
+    loader = PackageLoader("swd_lens.report", "templates")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.filters.update({name: getattr(wording, name) for name in FILTERS})
+    return env
+
+
+def _fidelity_section(run: Run) -> list[dict[str, Any]]:
+    """Per surface: its replacements, and a figure of relMSE by site."""
+    by_surface: dict[str, list[Replacement]] = {}
+    for r in run.replacements:
+        by_surface.setdefault(r.surface, []).append(r)
+    sections = []
+    for i, (surface, replacements) in enumerate(by_surface.items()):
+        figure = plots.relmse_dots(replacements)
+        rows = [{"r": r, "f": r.fidelity, "errors": _mean_and_max(r)} for r in replacements]
+        title = f"relMSE of every site of {surface}"
+        description = "; ".join(f"{r.method}: mean {wording.tiny(_mean_and_max(r)[0])}" for r in replacements)
+        sections.append(
+            {
+                "surface": surface,
+                "rows": rows,
+                "sites": list(replacements[0].fidelity.relmse),
+                "figure": figure and Markup(plots.inline_svg(figure, f"relmse-{i}", title, description)),
+                "legend": [
+                    (r.method, Markup(plots.swatch(k, f"relmse-{i}-key-{k}", marker=True)))
+                    for k, r in enumerate(replacements)
+                    if max(r.fidelity.relmse.values(), default=0.0) > plots.EXACT
+                ],
+                "exact": [
+                    r.method for r in replacements if max(r.fidelity.relmse.values(), default=0.0) <= plots.EXACT
+                ],
+            }
+        )
+    return sections
+
+
+def _mean_and_max(r: Replacement) -> tuple[float, float]:
+    errors = list(r.fidelity.relmse.values()) or [float("nan")]
+    return sum(errors) / len(errors), max(errors)
+
+
+def _tasks_section(run: Run) -> list[dict[str, Any]]:
+    """Every task once: what it asks, its prompts, and how the dense host does."""
+    rows: dict[str, dict[str, Any]] = {}
+    for curve in _curves(run):
+        described = run.settings.get("tasks", {}).get(curve.task, {})
+        rows.setdefault(
+            curve.task,
+            {
+                "task": curve.task,
+                "question": wording.TASK_QUESTIONS.get(curve.task, ""),
+                "train": described.get("train", curve.settings.get("n_examples")),
+                "test": described.get("test", curve.settings.get("n_test")),
+                "source": described.get("source", ""),
+                "margin": curve.q_dense,
+                "accuracy": curve.accuracy_dense,
+            },
+        )
+    return list(rows.values())
+
+
+def _curves(run: Run) -> Iterator[CostCurve]:
+    for by_task in run.comparisons.values():
+        for comparison in by_task.values():
+            yield from comparison.curves.values()
+
+
+def _circuits_section(run: Run) -> list[dict[str, Any]]:
+    """Per surface: one figure column and one block of table rows per task."""
+    sections = []
+    for i, (surface, by_task) in enumerate(run.comparisons.items()):
+        methods = list(dict.fromkeys(method for comparison in by_task.values() for method in comparison.curves))
+        columns = []
+        for j, (task, comparison) in enumerate(by_task.items()):
+            if not comparison.curves:
+                continue
+            figure = plots.circuit_column(comparison.curves, SUFFICIENCY)
+            title = f"{wording.readable(task)}, {surface}: sufficiency and necessity drop against active edges"
+            svg = plots.inline_svg(figure, f"circuit-{i}-{j}", title, _describe(comparison))
+            columns.append(
+                {"task": task, "svg": Markup(svg), "rows": _cost_rows(comparison), "curves": comparison.curves}
+            )
+        legend = [(method, Markup(plots.swatch(k, f"circuit-{i}-key-{k}"))) for k, method in enumerate(methods)]
+        sections.append({"surface": surface, "columns": columns, "legend": legend})
+    return sections
+
+
+def _cost_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    rows = [
+        {
+            "method": method,
+            "margin": curve.q_unpruned,
+            "accuracy": curve.accuracy_unpruned,
+            "costs": [
+                curve.cost_at(**{what: threshold}, cost=cost)
+                for what, threshold in (("sufficiency", SUFFICIENCY), ("necessity", NECESSITY))
+                for cost in ("units", "edges")
+            ],
+            "drop": curve.rows["necessity_drop"].iloc[-1],
+            "faint": bool(abs(curve.rows["necessity_drop"].iloc[-1]) < FAINT_DROP * abs(curve.q_unpruned)),
+        }
+        for method, curve in comparison.curves.items()
+    ]
+    for column in range(4):
+        costs = [row["costs"][column] for row in rows]
+        least = min((cost for cost in costs if cost), default=None)  # zero is no circuit at all: it wins nothing
+        for row, cost in zip(rows, costs, strict=True):
+            row.setdefault("best", []).append(least is not None and cost == least and costs.count(least) < len(costs))
+    return rows
+
+
+def _describe(comparison: Comparison) -> str:
+    """The figure in words, for those who hear the page."""
+    parts = []
+    for method, curve in comparison.curves.items():
+        edges = curve.cost_at(sufficiency=SUFFICIENCY, cost="edges")
+        reached = "is never reached" if edges is None else f"is reached with {edges:,} active edges"
+        drop = wording.fixed(curve.rows["necessity_drop"].iloc[-1], 2)
+        parts.append(
+            f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."
+        )
+    return " ".join(parts)
+
+
+def _provenance_section(run: Run) -> list[dict[str, Any]]:
+    """Per replacement: what its factors say about themselves."""
+    sections = []
+    for r in run.replacements:
+        said: Mapping[str, Any] = {
+            **({"whole set": r.factors.provenance} if r.factors.provenance else {}),
+            **{site: {**f.settings, **f.provenance} for site, f in r.factors.items()},
+        }
+        rows: Sequence[tuple[int, str, str]] = list(wording.settings_rows(said))
+        sections.append({"surface": r.surface, "method": r.method, "rows": rows})
+    return sections

@@ -1,0 +1,69 @@
+"""Code a reader can paste: how to load the factors of a run, and how to run it again."""
+
+from typing import Any
+
+from swd_lens.report.headline import CONTROL, main_replacement
+from swd_lens.study import Run
+from swd_lens.study.run import _slug
+
+DEFAULT_MODEL = "swd-lens-default"
+
+
+def load_code(run: Run) -> str:
+    """Load the main replacement's factors and read its units in a forward pass."""
+    r = main_replacement(run)
+    if r is None or r.method == CONTROL:  # exact factors are not saved
+        return ""
+    site = next(iter(r.factors))
+    layer, kind = site.split(".")[1:]
+    return "\n".join(
+        [
+            "import swd_lens as swd",
+            "",
+            _model_line(run),
+            f"factors = swd.FactorSet.load({'factors/' + _slug(r.surface) + '-' + _slug(r.method)!r})",
+            "with swd.attach(model, factors):",
+            '    logits, cache = model.run_with_cache("Hello")',
+            f'    z = cache["{kind}_unit", {layer}]  # (batch, pos, unit) of {site}',
+        ]
+    )
+
+
+def run_code(run: Run) -> str:
+    """The call that makes this run again."""
+    s = run.settings
+    solver = {key: value for key, value in dict(s.get("solver", {})).items() if (key, value) != ("preset", "paper")}
+    lines = [
+        "import swd_lens as swd",
+        "from swd_lens.report import write_report",
+        "",
+        _model_line(run),
+        "run = swd.run_study(",
+    ]
+    lines += ["    model,", "    {"]
+    lines += [f"        {label!r}: {list(sites)!r}," for label, sites in dict(s.get("surfaces", {})).items()]
+    lines += ["    },", "    ["]
+    for name, task in dict(s.get("tasks", {})).items():
+        lines.append(f"        swd.load_task({name!r}, model, n_train={task.get('train')}, n_test={task.get('test')}),")
+    lines += ["    ],", f"    sparsities={s.get('sparsities', [])!r},"]
+    lines += [_tokens_line(run, "calibration", "train"), _tokens_line(run, "held-out", "test")]
+    lines += [f"    positions={s.get('positions', 'scoring')!r},"]
+    lines += [f"    {key}={value!r}," for key, value in solver.items()]
+    return "\n".join([*lines, ")", 'write_report(run, "report.html")'])
+
+
+def _model_line(run: Run) -> str:
+    name = run.settings.get("model", "")
+    if name == DEFAULT_MODEL:
+        return "model = swd.load_default_model()"
+    return f"model = ...  # {' '.join(str(name).split())}: load it as a HookedTransformer"
+
+
+def _tokens_line(run: Run, what: str, split: str) -> str:
+    argument = what.replace("-", "") + "_tokens"
+    n: Any = run.settings.get(f"{what} tokens", 0)
+    if not n:
+        return f"    {argument}=None,"
+    if run.settings.get("model") == DEFAULT_MODEL:
+        return f"    {argument}=swd.text_tokens({n}, split={split!r}),"
+    return f"    {argument}=...,  # {n:,} token ids, (rows, pos)"

@@ -1,0 +1,76 @@
+"""Tables for the terminal: at most 80 columns wide, one table per surface, numbers in as many digits as they carry.
+
+`swd-lens --json` prints the same numbers unrounded.
+"""
+
+from typing import Any
+
+import pandas as pd
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from swd_lens.study import Run
+
+# Long column names of the DataFrames -> what fits a terminal.
+_SHORT = {
+    "sparsity": "s",
+    "top-1 agreement": "top-1",
+    "max relMSE": "max\nrelMSE",
+    "relMSE (calibration)": "relMSE\ncalibration",
+    "relMSE (held-out)": "relMSE\nheld-out",
+}
+
+
+def fidelity_tables(run: Run) -> Group:
+    """Per surface: what each method costs and how well it stands in for the dense matrices."""
+    frame = run.fidelity_table()
+    columns = ["method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
+    parts = [
+        table(f"Fidelity of {surface} on held-out text", pd.DataFrame(rows, columns=columns))
+        for surface, rows in frame.groupby("surface", sort=False)
+    ]
+    return Group(*parts)
+
+
+def circuit_tables(run: Run) -> Group:
+    """Per surface: least cost of a circuit at sufficiency 0.9 and at half the whole necessity drop."""
+    frame = run.circuit_table().drop(columns=["surface"])
+    names = {
+        column: column.replace(" at ", "\n").replace("necessity 0.5", "half nec.").replace("sufficiency", "suff.")
+        for column in frame
+    }
+    parts = [
+        table(
+            f"Circuits in {surface}: least cost at sufficiency 0.9 and at half the necessity drop",
+            frame[mask].rename(columns=names),
+        )
+        for surface in run.comparisons
+        for mask in [run.circuit_table()["surface"] == surface]
+    ]
+    return Group(*parts, "[dim]blank: never reached · 0: the empty circuit already suffices there[/dim]")
+
+
+def table(title: str, frame: pd.DataFrame) -> Table:
+    """A DataFrame as a rich table; numeric columns to the right."""
+    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold", padding=(0, 1))
+    for column in frame.columns:
+        numeric = pd.api.types.is_numeric_dtype(frame[column])
+        shown.add_column(_SHORT.get(str(column), str(column)), justify="right" if numeric else "left", no_wrap=True)
+    for row in frame.itertuples(index=False):
+        shown.add_row(*(_cell(value) for value in row))
+    return shown
+
+
+def _cell(value: Any) -> str:
+    if value is None or value is pd.NA or value != value:
+        return ""
+    if isinstance(value, float):
+        # Below a thousandth the digits after the point say nothing: two significant ones do.
+        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else escape(str(value))
+
+
+def print_run(console: Console, run: Run) -> None:
+    console.print(fidelity_tables(run))
+    console.print(circuit_tables(run))

@@ -1,0 +1,163 @@
+"""The shipped model: offline, small, TransformerLens-shaped, and as good as its README says."""
+
+import json
+import socket
+from itertools import pairwise
+
+import pytest
+import torch
+
+from swd_lens.default_model import load_default_model, load_model_folder, score, text_tokens
+from swd_lens.default_model.corpus import Packer
+from swd_lens.default_model.load import WEIGHTS
+from swd_lens.tasks.generators import FAMILIES
+
+# The bars of the embedded model (answer above every distractor; for years: probability right minus wrong).
+BARS = {"ioi": 0.98, "docstring": 0.98, "gendered_pronoun": 0.99, "greater_than": 0.88}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_default_model()
+
+
+@pytest.fixture(scope="module")
+def packer(model):
+    return Packer(model.tokenizer, "test")
+
+
+@pytest.fixture(scope="module")
+def reported():
+    return json.loads((WEIGHTS / "scores.json").read_text())
+
+
+def test_loads_with_sockets_disabled():
+    # pyproject gives every test --disable-socket; this makes sure that it still does
+    with pytest.raises(Exception, match="socket"):
+        socket.socket()
+    assert load_default_model().cfg.model_name == "swd-lens-default"
+
+
+def test_shipped_files_are_small():
+    sizes = {path.name: path.stat().st_size for path in WEIGHTS.iterdir()}
+    assert sum(sizes.values()) <= 6_000_000
+    names = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "scores.json"}
+    assert {*names, "train_log.jsonl"} == set(sizes)
+
+
+def test_is_a_plain_gpt2_style_hooked_transformer(model):
+    assert (model.cfg.n_layers, model.cfg.act_fn, model.cfg.normalization_type) == (4, "gelu_new", "LN")
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(model.W_U, model.W_E.T)
+    assert float(model.b_U.detach().abs().max()) == 0.0
+    assert model.cfg.d_vocab == len(model.tokenizer)
+    assert load_default_model(dtype=torch.float64).W_E.dtype == torch.float64
+
+
+def test_strings_work(model):
+    assert model.to_str_tokens("So Mary isn't") == ["<|bos|>", "So", " Mary", " isn", "'t"]
+    assert model.to_tokens("So Mary")[0, 0] == model.tokenizer.bos_token_id
+    assert model.to_tokens("So Mary", prepend_bos=False).shape == (1, 2)
+    assert model.to_string(model.to_single_token(" Mary")) == " Mary"
+    text = model.generate("So Mary is a really great friend, isn't", max_new_tokens=1, do_sample=False, verbose=False)
+    assert text.endswith(" she")
+
+
+def test_a_batch_of_strings_gives_what_single_strings_give(model):
+    prompts = ["So Mary is", "The war lasted from the year 1741 to the year 17"]
+    together = model(prompts)[:, -1]
+    alone = torch.cat([model(prompt)[:, -1] for prompt in prompts])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_out_bars(model, packer, reported, family):
+    scores = score.family_scores(model, packer, family, "test", "seen", 200)
+    value = scores["probability" if family == "greater_than" else "accuracy"]
+    assert value >= BARS[family]
+    stored = reported["scores"]["test"]["seen"][family]
+    assert stored["probability"] == pytest.approx(scores["probability"], abs=0.03)
+    if family != "greater_than":
+        assert scores["margin"] > 3  # logits; accuracy alone saturates
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unseen_templates(model, packer, family):
+    scores = score.family_scores(model, packer, family, "test", "unseen", 100)
+    assert scores["accuracy"] >= 0.95
+
+
+def test_reported_scores_are_the_stored_weights(model, packer, reported):
+    assert score.filler_ce(model, packer) == pytest.approx(reported["scores"]["test"]["filler_ce"], rel=1e-3)
+    fresh = score.family_scores(model, packer, "gendered_pronoun", "test", "seen", 1000)
+    assert fresh["margin"] == pytest.approx(reported["scores"]["test"]["seen"]["gendered_pronoun"]["margin"], rel=1e-3)
+
+
+def test_attention_and_mlps_both_matter(reported):
+    table = reported["ablation"]
+    drop = {
+        kind: max(
+            table[family]["none"]["probability"] - scores["probability"]
+            for family in FAMILIES
+            for layer, scores in table[family].items()
+            if layer.startswith(kind)
+        )
+        for kind in ("attn", "mlp")
+    }
+    assert drop["attn"] > 0.3
+    assert drop["mlp"] > 0.3
+
+
+def test_ablation_table_has_every_layer_and_leaves_the_model_alone(model, packer):
+    table = score.ablation_table(model, packer, "test", n=8)
+    assert set(table) == set(FAMILIES)
+    assert set(table["ioi"]) == {"none"} | {f"{kind}.{layer}" for kind in ("attn", "mlp") for layer in range(4)}
+    plain = score.family_scores(model, packer, "ioi", "test", "seen", 8)
+    assert table["ioi"]["none"] == plain
+    assert not any(hook.fwd_hooks for hook in model.hook_dict.values())
+
+
+def test_text_tokens_are_rows_of_held_out_documents(model, packer):
+    rows = text_tokens(1000, split="test", seed=1)
+    assert rows.shape == (8, 128)
+    assert rows.dtype == torch.int64
+    assert (rows[:, 0] == packer.bos).all()
+    assert not (rows == packer.unk).any()
+    assert not (rows == model.tokenizer.pad_token_id).any()
+    ends = rows[:, :-1] == packer.eos
+    assert torch.equal(ends, rows[:, 1:] == packer.bos)  # every document has both
+    assert torch.equal(text_tokens(200, split="test", seed=1), rows[:2])
+    seen = {tuple(row) for row in text_tokens(1000, split="train", seed=1).tolist()}
+    assert not seen & {tuple(row) for row in rows.tolist()}
+
+
+@torch.no_grad()
+def test_text_runs_as_well_without_a_document_mask(model, packer):
+    # Each document alone (BOS first) against the packed row: crossing attention costs little, as rows like it were
+    # trained on. Positions differ, so this bounds both effects together.
+    rows = text_tokens(1000, split="test")
+    packed, alone = [], []
+    for row in rows:
+        losses = torch.nn.functional.cross_entropy(model(row[None])[0, :-1], row[1:], reduction="none")
+        starts = [*(row == packer.bos).nonzero().flatten().tolist(), len(row)]
+        for start, end in pairwise(starts[1:]):  # documents after the first
+            if end - start > 2:
+                packed.append(losses[start : end - 1])
+                document = row[start:end]
+                logits = model(document[None])[0, :-1]
+                alone.append(torch.nn.functional.cross_entropy(logits, document[1:], reduction="none"))
+    assert float(torch.cat(packed).mean()) < float(torch.cat(alone).mean()) + 0.05
+
+
+def test_bad_requests_say_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match="unknown split 'dev'; choose one of train, validation, test"):
+        text_tokens(100, split="dev")
+    with pytest.raises(ValueError, match="n_tokens is 0; ask for at least 1"):
+        text_tokens(0)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a folder"):
+        load_model_folder(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((WEIGHTS / name).read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        load_model_folder(tmp_path)

@@ -1,0 +1,78 @@
+"""A true Run of a small random model whose vocabulary is as hostile as a tokenizer's can be, and Runs made by hand from it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swd_lens.study import Run, run_study
+from swd_lens.tasks import Task, TaskExample
+
+HOSTILE = ("</script>", "<b>", '"onload="', "&amp;", "{{7*7}}", "\n", " ", "    ", "\t", "\u202e", "<!--", "$x$")
+WORDS = ("a", " b", " c", " d", "e", " Mary", " John", "'s")
+VOCABULARY = ("<|bos|>", "<|unk|>", *HOSTILE, *WORDS)
+HOSTILE_TASK, HOSTILE_SURFACE = "<i>task</i> $\\bad$", "blocks & <script>alert(1)</script> $_$"
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<|unk|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("|", behavior="removed")
+    backend.decoder = decoders.Fuse()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    special = {"bos_token": "<|bos|>", "unk_token": "<|unk|>", "eos_token": "<|bos|>", "pad_token": "<|bos|>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    shape = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8, "d_mlp": 32, "n_ctx": 24, "act_fn": "gelu_new"}
+    config = HookedTransformerConfig(
+        **shape, d_vocab=len(VOCABULARY), normalization_type="LN", model_name="tiny <model>", seed=0
+    )
+    return HookedTransformer(config, tokenizer=AutoTokenizer.from_pretrained(str(folder))).eval()
+
+
+def _task(name: str, model: Any, answer: str, distractor: str) -> Task:
+    examples = [
+        TaskExample(prompt, (answer,), (distractor,)) for prompt in ("a| b| c", "a| c| b| d", "e| b| d", "e| c| Mary")
+    ]
+    return Task.from_examples(name, examples, examples, model, source="made by <hand>")
+
+
+@pytest.fixture(scope="session")
+def run(host: Any) -> Run:
+    """Two surfaces, two tasks (which ask opposite things, so that one of them has no positive margin), three methods."""
+    tasks = [_task(HOSTILE_TASK, host, " Mary", " John"), _task("other_way", host, " John", " Mary")]
+    text = torch.randint(0, len(VOCABULARY), (24, 20), generator=torch.Generator().manual_seed(0))
+    surfaces = {HOSTILE_SURFACE: "blocks.1.mlp_out", "attention": ["blocks.0.attn_qkv", "blocks.1.attn_o"]}
+    options = {"sparsities": (0.5, 0.75), "cards_per_task": 2, "contexts_per_card": 2, "outer_iterations": 4}
+    return run_study(host, surfaces, tasks, calibration_tokens=text, heldout_tokens=text.flip(0), **options)
+
+
+def with_cards(run: Run, tokens: tuple[str, ...]) -> Run:
+    """The run with these tokens in every card, as contexts and as promoted and suppressed tokens."""
+    from swd_lens.study.audit import Context, LogitEffect
+
+    context = Context(tokens, tuple(float((-1) ** i * i) for i in range(len(tokens))), len(tokens) - 1)
+    effect = LogitEffect(tuple((t, 0.5) for t in tokens), tuple((t, -0.25) for t in tokens))
+    return replace(run, cards=[replace(card, contexts=(context,), logits=effect) for card in run.cards])
+
+
+def with_curve_rows(run: Run, **columns: Any) -> Run:
+    """The run with these columns of every curve set to these values."""
+    comparisons = {}
+    for surface, by_task in run.comparisons.items():
+        comparisons[surface] = {}
+        for task, comparison in by_task.items():
+            curves = {
+                m: replace(curve, rows=pd.DataFrame(curve.rows).assign(**columns))
+                for m, curve in comparison.curves.items()
+            }
+            comparisons[surface][task] = replace(comparison, curves=curves)
+    return replace(run, comparisons=comparisons)

@@ -1,0 +1,277 @@
+"""The report page: whole, true to the run, harmless whatever the tokens say, and on its own."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swd_lens.report import render_report, wording, write_report
+from swd_lens.study import Run
+from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK, with_cards, with_curve_rows
+
+VOID = {"meta", "br", "link", "hr", "img", "input", "col"}
+
+
+class Page(HTMLParser):
+    """Collects text, attributes and table rows; any element closed out of turn, or never, is an error."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.tags: Counter[str] = Counter()
+        self.text: list[str] = []
+        self.rows: list[list[str]] = []
+        self.errors: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.errors.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+        if {"td", "th"} & set(self.open) and "tr" in self.open:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def html(run: Run) -> str:
+    return render_report(run)
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _check(html: str) -> Page:
+    """What holds for every page, however odd its run."""
+    page = Page(html)
+    assert not page.errors and not page.open
+    ids = Counter(value for _, name, value in page.attributes if name == "id")
+    assert [name for name, n in ids.items() if n > 1] == []
+    for tag, name, value in page.attributes:
+        if name in ("aria-labelledby", "href"):
+            for target in (value or "").replace("#", "").split():
+                assert target in ids, f"{tag} {name} points to nothing: {value}"
+    assert {target for target in re.findall(r"url\(#([^)]+)\)", html)} <= set(ids)
+    assert "nan" not in re.findall(r"[a-z]+", "".join(page.text).lower())
+    return page
+
+
+def test_structure_is_sound(html: str, page: Page) -> None:
+    assert html.startswith("<!doctype html>")
+    _check(html)
+    assert page.tags["main"] == page.tags["h1"] == 1
+
+
+def test_holds_every_setting_method_surface_and_task(run: Run, page: Page) -> None:
+    text = "".join(page.text)
+    for value in _leaves(run.settings):
+        assert str(value) in text
+    for r in run.replacements:
+        assert r.method in text and r.surface in text
+        for site, f in r.factors.items():
+            assert site in text
+            for value in _leaves({**f.settings, **f.provenance}):
+                assert str(value) in text or value is None
+    for name in run.settings["tasks"]:
+        assert wording.readable(name) in text
+
+
+def test_fidelity_table_is_the_runs(run: Run, page: Page) -> None:
+    for r in run.replacements:
+        f = r.fidelity
+        numbers = [
+            wording.count(r.factors.n_units),
+            wording.count(r.factors.edges),
+            wording.fixed(f.ce_dense, 4),
+            wording.fixed(f.ce, 4),
+        ]
+        numbers += [wording.signed(f.ce_delta), wording.tiny(f.kl), wording.percent(f.top1_agreement, 2)]
+        numbers += [wording.tiny(max(f.relmse.values()))]
+        assert any(set(numbers) <= set(row) and r.method in row for row in page.rows), (r.method, numbers)
+
+
+def test_circuit_table_is_the_runs(run: Run, page: Page) -> None:
+    wanted = Counter()
+    for record in run.circuit_table().to_dict("records"):
+        costs = [
+            record[f"{cost} at {what}"] for what in ("sufficiency 0.9", "necessity 0.5") for cost in ("units", "edges")
+        ]
+        wanted[
+            (
+                record["method"],
+                wording.fixed(record["margin"], 2),
+                *(wording.count(None if c != c else c) for c in _plain(costs)),
+            )
+        ] += 1
+    # ... method, margin, accuracy, four costs, whole drop; the task is in the first row of its block only
+    found = Counter(
+        (row[-8], row[-7], *row[-5:-1])
+        for row in page.rows
+        if len(row) in (8, 9) and row[-8] in {m for m, *_ in wanted}
+    )
+    assert wanted <= found
+
+
+def _plain(costs: list[Any]) -> list[Any]:
+    return [None if wording.missing(c) else c for c in costs]
+
+
+def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: Page) -> None:
+    curves = [curve for by_task in run.comparisons.values() for c in by_task.values() for curve in c.curves.values()]
+    rows = {tuple(row[-6:]) for row in page.rows if len(row) in (6, 7)}
+    for curve in curves:
+        for point in curve.rows.to_dict("records"):
+            cells = (wording.count(point["units"]), wording.count(point["edges"]), wording.fixed(point["sufficiency"]))
+            cells += (
+                wording.fixed(point["necessity_drop"]),
+                wording.percent(point["accuracy_keep"]),
+                wording.percent(point["accuracy_ablate"]),
+            )
+            assert cells in rows
+    assert len(re.findall(r'<svg [^>]*aria-labelledby="circuit-\d+-\d+-title', html)) == 4  # two surfaces, two tasks
+
+
+def test_tokens_are_harmless_and_visible(run: Run) -> None:
+    html = render_report(with_cards(run, HOSTILE))
+    page = _check(html)
+    assert page.tags["script"] == page.tags["b"] - page.tags["b"] == 0
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    text = "".join(page.text)
+    for shown in ("</script>", "<b>", "&amp;", "{{7*7}}", "<!--", "$x$", "↵", "····", "⇥", "⟨U+202E⟩"):
+        assert shown in text
+    assert "\u202e" not in html and "49" not in re.findall(r"\{\{.*?\}\}|\b49\b", text)
+
+
+def test_names_are_harmless(html: str, page: Page) -> None:
+    assert page.tags["script"] == page.tags["i"] - html.count("<i>") == 0
+    text = "".join(page.text)
+    assert wording.readable(HOSTILE_TASK) in text and HOSTILE_SURFACE in text and "tiny <model>" in text
+
+
+def test_a_lone_surrogate_does_not_stop_the_file(run: Run, tmp_path: Path) -> None:
+    assert write_report(with_cards(run, ("\ud83d", "x")), tmp_path / "r.html").is_file()
+
+
+def test_loads_nothing(html: str, page: Page) -> None:
+    loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
+    assert [value for _, name, value in page.attributes if name in loading and not (value or "").startswith("#")] == []
+    assert not set(page.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+    assert "@import" not in html and not re.findall(r"url\((?!#)", html)
+    assert "://" not in html
+
+
+def test_is_small(html: str) -> None:
+    assert len(html.encode()) < 1_500_000
+
+
+def test_is_written_whole(run: Run, html: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(run, str(tmp_path / "new" / "report.html"))
+    assert path.read_text(encoding="utf-8") == html
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(run, path)
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+
+def test_the_same_run_gives_the_same_page(run: Run, html: str) -> None:
+    assert render_report(run) == html
+
+
+def test_tables_and_pictures_can_be_read_aloud(html: str, page: Page) -> None:
+    assert html.count("<caption><span>") == page.tags["table"]
+    assert all(value for _, name, value in page.attributes if name == "scope")
+    pictures = re.findall(r"<svg [^>]*>", html)
+    assert pictures and all('role="img"' in p or 'aria-hidden="true"' in p for p in pictures)
+    assert all("<title" in part[:400] for part in html.split("<svg ")[1:] if 'role="img"' in part.split(">")[0])
+
+
+@pytest.mark.parametrize("method", ["SWD s=0.5", "SVD"])
+def test_one_surface_one_task_one_method(run: Run, method: str) -> None:
+    surface, by_task = next(iter(run.comparisons.items()))
+    task, comparison = next(iter(by_task.items()))
+    single = replace(comparison, curves={method: comparison.curves[method]})
+    replacements = [r for r in run.replacements if (r.surface, r.method) == (surface, method)]
+    _check(render_report(replace(run, replacements=replacements, comparisons={surface: {task: single}}, cards=[])))
+
+
+def test_many_methods(run: Run) -> None:
+    names = [f"method {i}" for i in range(12)]
+    comparisons = {
+        surface: {
+            task: replace(c, curves={name: next(iter(c.curves.values())) for name in names}, scores={})
+            for task, c in by_task.items()
+        }
+        for surface, by_task in run.comparisons.items()
+    }
+    replacements = [replace(run.replacements[0], method=name) for name in names]
+    page = _check(render_report(replace(run, replacements=replacements, comparisons=comparisons, cards=[])))
+    assert all(name in "".join(page.text) for name in names)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"sufficiency": math.nan},
+        {"sufficiency": -30.0},
+        {"sufficiency": 40.0, "necessity_drop": -2.0},
+        {"edges": 0},
+        {"necessity_drop": 0.0},
+    ],
+    ids=["undefined", "far below", "overshoots, ablation helps", "no edges at all", "no drop"],
+)
+def test_odd_curves(run: Run, columns: dict[str, Any]) -> None:
+    _check(render_report(with_curve_rows(run, **columns)))
+
+
+def test_nothing_found(run: Run) -> None:
+    empty = Run({}, [], {}, [], 0.0)
+    assert "nothing to report" in "".join(_check(render_report(empty)).text)
+    _check(render_report(replace(run, comparisons={}, cards=[])))
+    _check(render_report(replace(run, comparisons={s: {} for s in run.comparisons}, cards=[])))
+    _check(render_report(replace(run, cards=[replace(card, contexts=(), logits=None) for card in run.cards])))
+
+
+def test_sites_that_do_not_write_to_the_residual_stream_say_so(run: Run) -> None:
+    page = _check(render_report(replace(run, cards=[replace(card, logits=None) for card in run.cards])))
+    assert "does not write to the residual stream" in "".join(page.text)

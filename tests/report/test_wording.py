@@ -1,0 +1,75 @@
+"""Numbers, tokens and sentences as the report writes them."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from swd_lens.report import plots, wording
+from swd_lens.report.headline import headline
+from swd_lens.study import Run
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (wording.count(1234567), "1,234,567"),
+        (wording.count(None), "–"),
+        (wording.count(pd.NA), "–"),
+        (wording.fixed(-0.0001, 2), "0.00"),
+        (wording.fixed(-1234.5, 1), "−1,234.5"),
+        (wording.fixed(math.nan), "–"),
+        (wording.tiny(0.0312), "0.03120"),
+        (wording.tiny(3.14159e-9), "3×10⁻⁹"),
+        (wording.tiny(-2.0e-13), "−2×10⁻¹³"),
+        (wording.tiny(0.0), "0.00000"),
+        (wording.signed(0.002, 4), "+0.0020"),
+        (wording.signed(-0.002, 4), "−0.0020"),
+        (wording.percent(0.98765, 2), "98.77%"),
+        (wording.duration(12.34), "12.3 s"),
+        (wording.duration(150), "2.5 min"),
+        (wording.conjunction(["a", "b", "c"]), "a, b and c"),
+        (wording.plural(1, "matrix", "matrices"), "1 matrix"),
+        (plots.compact(25_000), "25k"),
+    ],
+)
+def test_writes(written: str, expected: str) -> None:
+    assert written == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "alone", "running"),
+    [
+        (" Mary", "·Mary", " Mary"),
+        ("Mary", "Mary", "Mary"),
+        (" ", "·", "·"),
+        ("    ", "····", "····"),
+        ("\n\n", "↵↵", "↵↵"),
+        ("\x1b", "␛", "␛"),
+        ("\u200b", "⟨U+200B⟩", "⟨U+200B⟩"),
+        ("\u0301", "\u0301", "\u0301"),
+        ("é漢", "é漢", "é漢"),
+        ("", "∅", "∅"),
+    ],
+)
+def test_tokens_show_what_is_invisible(raw: str, alone: str, running: str) -> None:
+    assert (wording.token(raw), "".join(wording.running_token(raw))) == (alone, running)
+
+
+def test_settings_rows_keep_order_and_depth() -> None:
+    rows = list(wording.settings_rows({"b": {"x": [1, 2.5], "deep": {"y": None}}, "a": True, "empty": {}}))
+    assert rows == [
+        (0, "b", ""),
+        (1, "x", "1, 2.5"),
+        (1, "deep", ""),
+        (2, "y", "none"),
+        (0, "a", "True"),
+        (0, "empty", "none"),
+    ]
+
+
+def test_headline_is_made_from_the_numbers(run: Run) -> None:
+    sentences = headline(run)
+    assert "SWD s=0.75" in sentences[0] and "2 matrices" in sentences[0]
+    assert f"{run.replacements[-2].fidelity.ce:.3f}" in sentences[0]
+    assert headline(Run({}, [], {}, [], 0.0)) == []

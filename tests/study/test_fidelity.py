@@ -1,0 +1,62 @@
+"""Fidelity against the same numbers computed the long way, and on models where they are known."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.study import fidelity
+from tests.contract import swd_zero_data
+from tests.micro import random_tokens, toy_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_the_long_way(model):
+    factors, tokens = swd_zero_data(model, "all"), random_tokens(9, 8)
+    found = fidelity(model, factors, tokens, batch_size=4)
+    with torch.no_grad():
+        dense, dense_cache = model.run_with_cache(tokens)
+        with swd.attach(model, factors):
+            replaced, cache = model.run_with_cache(tokens)
+    p, q, targets = dense[:, :-1].flatten(0, 1), replaced[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    assert found.ce_dense == pytest.approx(float(F.cross_entropy(p, targets)), rel=1e-5)
+    assert found.ce == pytest.approx(float(F.cross_entropy(q, targets)), rel=1e-5)
+    assert found.ce_delta == pytest.approx(found.ce - found.ce_dense)
+    kl = F.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean")
+    assert found.kl == pytest.approx(float(kl), rel=1e-4)
+    assert found.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+    assert found.n_predictions == 9 * 7
+    for name, key in (("blocks.1.mlp_out", "mlp_out"), ("blocks.1.attn_o", "attn_out"), ("blocks.1.mlp_in", "pre")):
+        y, y_rep = dense_cache[key, 1], cache[key, 1]
+        assert found.relmse[name] == pytest.approx(float((y - y_rep).square().sum() / y.square().sum()), rel=1e-4)
+    qkv, qkv_rep = (torch.cat([c[part, 1].flatten(-2) for part in "qkv"], -1) for c in (dense_cache, cache))
+    assert found.relmse["blocks.1.attn_qkv"] == pytest.approx(
+        float((qkv - qkv_rep).square().sum() / qkv.square().sum()), rel=1e-4
+    )
+    assert found.table()["CE delta"].item() == found.ce_delta
+
+
+def test_exact_factors_change_nothing(model):
+    found = fidelity(model, baselines.svd(model, "all"), random_tokens(9, 8))
+    assert abs(found.ce_delta) < 1e-5 and abs(found.kl) < 1e-6 and found.top1_agreement == 1.0
+    assert max(found.relmse.values()) < 1e-9
+
+
+def test_batches_do_not_matter(model):
+    factors, tokens = swd_zero_data(model, "mlp_out"), random_tokens(9, 8)
+    one, many = fidelity(model, factors, tokens, batch_size=9), fidelity(model, factors, tokens, batch_size=2)
+    assert one.kl == pytest.approx(many.kl, rel=1e-5)
+    assert one.relmse == pytest.approx(many.relmse, rel=1e-5)
+
+
+def test_bad_tokens(model):
+    factors = baselines.svd(model, "mlp_out")
+    with pytest.raises(swd.TokenError, match="at least two tokens"):
+        fidelity(model, factors, [[1], [2]])
+    with pytest.raises(swd.TokenError, match="outside the vocabulary"):
+        fidelity(model, factors, [[1, 200]])

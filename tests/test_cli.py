@@ -1,0 +1,131 @@
+"""The command line, run in process: results, JSON, files, exit codes and what an interruption leaves behind."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import swd_lens as swd
+from swd_lens import cli
+
+SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
+PROMPTS = ["--n-train", "20", "--n-test", "10"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory, default_model):
+    """A tiny Hugging Face GPT-2 checkpoint with random weights, as a user would have one on disk."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("tiny-gpt2")
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=default_model.cfg.d_vocab, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    default_model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_factorize_saves_factors_that_load_and_attach(tmp_path, default_model):
+    result = run("factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", "-s", "0.6", "--json", *SMALL)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    factors = swd.FactorSet.load(tmp_path / "f")
+    assert list(factors) == ["blocks.1.mlp_out"] == [row["site"] for row in printed["sites"]]
+    assert printed["sites"][0]["edges"] == factors.edges
+    again = swd.fidelity(default_model, factors, swd.text_tokens(1024, split="test"))
+    assert printed["fidelity"]["ce_delta"] == pytest.approx(again.ce_delta, abs=1e-9)
+
+
+def test_circuit_writes_report_numbers_and_factors(tmp_path):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "mlp_out", "--task", "ioi", "--task", "docstring", "-s", "0.5"]
+    result = run(*arguments, *SMALL, *PROMPTS, "--json")
+    assert result.exit_code == 0, result.output
+    printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
+    assert {key: value for key, value in printed.items() if key != "report"} == saved
+    assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "docstring"}
+    assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "SVD"}
+    assert (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["factors", "report.html", "run.json"]
+
+
+def test_tables_are_printed_without_json(tmp_path):
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *SMALL, *PROMPTS)
+    assert result.exit_code == 0, result.output
+    for text in ("Fidelity of blocks.3.mlp_out", "SWD s=0.75", "SVD", "Circuits in blocks.3.mlp_out", "report.html"):
+        assert text in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
+def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
+    prompts = [
+        {"clean": example.prompt, "corrupt": example.corrupt, "answers": list(example.answers), "wrong_answers": list(example.distractors)}
+        for example in swd.tasks.generators.generate("ioi", "test", 40)
+    ]
+    (tmp_path / "names.json").write_text(json.dumps({"prompts": prompts}))
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(prompt["clean"] for prompt in prompts))
+    arguments = ["circuit", "--model", gpt2_folder, "--out", tmp_path / "out", "--sites", "h.1.mlp.c_proj", "--sites", "attn_qkv"]
+    result = run(*arguments, "--task", tmp_path / "names.json", "--text", text, "-s", "0.5", *SMALL, *PROMPTS, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    surfaces = next(iter(printed["settings"]["surfaces"].values()))
+    assert surfaces == ["blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.1.mlp_out"]
+    assert printed["settings"]["tasks"]["names"] == {"train": 20, "test": 10, "source": "file names.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["factorize", "--sites", "blocks.9.mlp_out"], "no site matches 'blocks.9.mlp_out'. Nearest: blocks."),
+        (["factorize", "--sites", "blocks.[8-9].mlp_out"], "no site matches 'blocks.[8-9].mlp_out'"),
+        (["factorize", "--sites", "mlp_out", "-s", "1.5"], "sparsity"),
+        (["circuit", "--sites", "mlp_out", "--task", "iou"], "'iou' is neither a task family"),
+        (["circuit", "--sites", "mlp_out", "--task", "ioi", "--positions", "first"], "positions"),
+        (["factorize", "--sites", "mlp_out", "--text", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_mistakes_give_one_line_exit_code_1_and_no_files(tmp_path, arguments, message):
+    result = run(*arguments, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_model_needs_text(tmp_path, gpt2_folder):
+    result = run("factorize", "--model", gpt2_folder, "--sites", "mlp_out", "--out", tmp_path / "out")
+    assert result.exit_code == 1 and "--text FILE is needed" in " ".join(result.stderr.split())
+
+
+def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
+    def broken(run, path):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cli, "write_report", broken)
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", *SMALL, *PROMPTS)
+    assert result.exit_code == 1 and "disk full" in result.stderr
+
+
+@pytest.mark.parametrize("where", ["swd_lens.factors.save_file", "swd_lens.study.run.write_json", "swd_lens.report.html.write_text"])
+def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *SMALL, *PROMPTS)
+    assert result.exit_code == 130
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".part")]
+    assert not (tmp_path / "report.html").exists()
+    for folder in (tmp_path / "factors").glob("*/factors.json"):
+        swd.FactorSet.load(folder.parent)  # what is there is whole
+
+
+def test_version_and_help():
+    assert swd.__version__ in run("--version").stdout
+    for command in ("demo", "factorize", "circuit"):
+        assert command in run("--help").stdout
