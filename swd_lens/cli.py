@@ -262,7 +262,7 @@ def _told() -> Iterator[None]:
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
     try:
         yield
-    except (ValueError, OSError, UnsupportedHostError) as error:
+    except (ValueError, OSError, ImportError, UnsupportedHostError) as error:
         status.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The house style of figures: one palette that colour-blind readers can tell apart, one way to make SVG and PNG.
 
 Figures are matplotlib `Figure` objects made without pyplot, so that no global state or window is touched; notebooks show
-them as they are.
+them as SVG.
 """
 
 import base64
@@ -15,9 +15,16 @@ LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))
 INK, GRID = "#222222", "#dddddd"
 
 
+class NotebookFigure(Figure):
+    """A Figure that shows itself in notebooks; plain ones do so only after pyplot has been imported."""
+
+    def _repr_svg_(self) -> str:
+        return svg(self)
+
+
 def new_figure(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.1):
     """A figure of rows x columns panels, each width x height inches, and its axes as a 2-D array."""
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure = NotebookFigure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.flat:
         ax.grid(True, color=GRID, linewidth=0.6)

@@ -1,0 +1,39 @@
+"""The code that a report offers: it parses, and it points to what the run really saved."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from swd_lens import FactorSet
+from swd_lens.report.headline import main_replacement
+from swd_lens.report.recipe import load_code, run_code
+from swd_lens.study import Run
+from tests.report.conftest import HOSTILE_TASK
+
+
+def test_the_folder_is_the_one_that_was_saved(run: Run, tmp_path: Path) -> None:
+    code = load_code(run)
+    compile(code, "load", "exec")
+    run.save(tmp_path)
+    folder = re.search(r"FactorSet.load\('(.*)'\)", code)
+    wanted = main_replacement(run)
+    assert folder and wanted
+    loaded = FactorSet.load(tmp_path / folder[1])
+    assert list(loaded) == list(wanted.factors) and loaded.edges == wanted.factors.edges
+
+
+def test_run_code_parses_and_names_every_choice(run: Run) -> None:
+    code = run_code(run)
+    compile(code, "run", "exec")
+    for part in (repr(HOSTILE_TASK), "outer_iterations=4", "sparsities=[0.5, 0.75]", "n_train=4", "'blocks.1.attn_o'"):
+        assert part in code
+
+
+def test_the_embedded_model_needs_no_blanks(run: Run) -> None:
+    settings = {**run.settings, "model": "swd-lens-default"}
+    code = run_code(replace(run, settings=settings))
+    assert "..." not in code and "swd.text_tokens(480, split='train')" in code
+
+
+def test_only_exact_factors_offer_nothing_to_load(run: Run) -> None:
+    assert load_code(replace(run, replacements=[r for r in run.replacements if r.method == "SVD"])) == ""
