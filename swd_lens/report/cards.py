@@ -10,7 +10,7 @@ from typing import Any
 from swd_lens.report.wording import running_token, signed
 from swd_lens.study import Run
 from swd_lens.study.audit import Context, LogitEffect
-from swd_lens.study.run import UnitCard
+from swd_lens.study.cards import UnitCard
 
 FAINT = 0.08  # below this share of the largest |z| a colour could not be told from none
 

@@ -26,6 +26,7 @@ class Cost:
     method: str
     edges: int | None
     units: int | None
+    all_units: int
     defined: bool
 
 
@@ -63,40 +64,52 @@ def _costs(run: Run, sufficiency: float) -> Iterator[Cost]:
             for method, curve in comparison.curves.items():
                 edges = curve.cost_at(sufficiency=sufficiency, cost="edges")
                 units = curve.cost_at(sufficiency=sufficiency, cost="units")
-                yield Cost(surface, task, method, edges, units, bool(curve.q_unpruned > 0))
+                yield Cost(
+                    surface, task, method, edges, units, int(curve.rows["units"].max()), bool(curve.q_unpruned > 0)
+                )
 
 
 def _cost_sentences(costs: list[Cost], method: str, sufficiency: float) -> Iterator[str]:
     ours = {(c.surface, c.task): c for c in costs if c.method == method}
-    control = {(c.surface, c.task): c for c in costs if c.method == CONTROL and method != CONTROL}
-    both = [(ours[key], control[key]) for key in ours if key in control]
-    pairs = [(a.edges, b.edges) for a, b in both if a.edges and b.edges]
+    control = {(c.surface, c.task): c for c in costs if c.method == CONTROL != method}
+    cases = plural(len(ours), "case")
+    pairs = [(c, control[key]) for key, c in ours.items() if key in control and c.edges and control[key].edges]
     if pairs:
-        ratios = [theirs / mine for mine, theirs in pairs]
-        wins = sum(ratio > 1 for ratio in ratios)
-        cases = f"{len(pairs)} of {plural(len(ours), 'case')} of surface and task"
-        more = f" in the median, and fewer in {wins} of {len(pairs)}" if len(pairs) > 1 else ""
-        yield (
-            f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({cases}), {method} needs "
-            f"{_ratio(statistics.median(ratios))} active edges than {CONTROL}{more}."
-        )
+        yield _contest(pairs, f"{len(pairs)} of {cases} of surface and task", sufficiency)
     empty = [f"{readable(c.task)} ({c.surface})" for c in ours.values() if c.edges == 0]
     if empty:
-        whom = conjunction(empty) if len(empty) <= 3 else f"{len(empty)} of {plural(len(ours), 'case')}"
-        yield f"For {whom} the empty circuit already suffices: these matrices are hardly needed at the scored positions."
-    unjudged = [c for c in ours.values() if not c.defined]
-    if unjudged:
+        whom = f"For {conjunction(empty)}" if len(empty) <= 3 else f"In {len(empty)} of {cases}"
+        yield f"{whom} the empty circuit already suffices: these matrices are hardly needed at the scored positions."
+    undefined = sum(not c.defined for c in ours.values())
+    if undefined:
         yield (
-            f"In {len(unjudged)} of {plural(len(ours), 'case')} sufficiency is not defined: the unpruned replacement has no "
-            "positive margin, because the model does not do the task."
+            f"In {undefined} of {cases} sufficiency is not defined: the unpruned replacement has no positive margin, "
+            "because the model does not do the task."
         )
-    found = [c for c in ours.values() if c.units]
+    # Nothing and everything are no circuits.
+    found = [c for c in ours.values() if c.edges and c.units and c.units < c.all_units]
     if found:
         least = min(found, key=lambda c: (c.edges or 0, c.surface, c.task))
         yield (
-            f"The smallest circuit that is not empty: {plural(least.units or 0, 'unit')} of {least.surface} with "
-            f"{plural(least.edges or 0, 'active edge')} for {readable(least.task)}."
+            f"The smallest circuit found: {count(least.units)} of the {plural(least.all_units, 'unit')} of {least.surface}, with "
+            f"{plural(least.edges or 0, 'active edge')}, keep {percent(sufficiency, 0)} of the margin of {readable(least.task)}."
         )
+
+
+def _contest(pairs: list[tuple[Cost, Cost]], cases: str, sufficiency: float) -> str:
+    """Who needs fewer active edges; (ours, control) pairs in which both need some."""
+    method = pairs[0][0].method
+    ratios = [(control.edges or 0) / (ours.edges or 1) for ours, control in pairs]
+    more = (
+        f" in the median, and fewer in {sum(ratio > 1 for ratio in ratios)} of {len(pairs)}" if len(pairs) > 1 else ""
+    )
+    # Then the ratio is that of the whole factorizations and says nothing about circuits.
+    whole = sum(ours.units == ours.all_units for ours, _ in pairs)
+    caveat = f" (in {whole} of {len(pairs)}, {method} takes every unit it has)" if whole else ""
+    return (
+        f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({cases}), {method} needs "
+        f"{_ratio(statistics.median(ratios))} active edges than {CONTROL}{more}{caveat}."
+    )
 
 
 def _ratio(ratio: float) -> str:

@@ -123,6 +123,7 @@ def _tasks_section(run: Run) -> list[dict[str, Any]]:
                 "train": described.get("train", curve.settings.get("n_examples")),
                 "test": described.get("test", curve.settings.get("n_test")),
                 "source": described.get("source", ""),
+                "example": described.get("example", ""),
                 "margin": curve.q_dense,
                 "accuracy": curve.accuracy_dense,
             },
@@ -174,9 +175,10 @@ def _cost_rows(comparison: Comparison) -> list[dict[str, Any]]:
     ]
     for column in range(4):
         costs = [row["costs"][column] for row in rows]
-        least = min((cost for cost in costs if cost), default=None)  # zero is no circuit at all: it wins nothing
+        # No circuit beats the empty one: where that suffices for some method, the others' sizes are no contest.
+        least = min((cost for cost in costs if cost is not None), default=0)
         for row, cost in zip(rows, costs, strict=True):
-            row.setdefault("best", []).append(least is not None and cost == least and costs.count(least) < len(costs))
+            row.setdefault("best", []).append(least > 0 and cost == least and costs.count(least) < len(costs))
     return rows
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from swd_lens.report.headline import CONTROL, main_replacement
 from swd_lens.study import Run
-from swd_lens.study.run import _slug
 
 DEFAULT_MODEL = "swd-lens-default"
 
@@ -21,9 +20,9 @@ def load_code(run: Run) -> str:
             "import swd_lens as swd",
             "",
             _model_line(run),
-            f"factors = swd.FactorSet.load({'factors/' + _slug(r.surface) + '-' + _slug(r.method)!r})",
+            f"factors = swd.FactorSet.load({r.folder!r})",
             "with swd.attach(model, factors):",
-            '    logits, cache = model.run_with_cache("Hello")',
+            '    logits, cache = model.run_with_cache("The list is")',
             f'    z = cache["{kind}_unit", {layer}]  # (batch, pos, unit) of {site}',
         ]
     )

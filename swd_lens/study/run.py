@@ -7,6 +7,7 @@
 The result is a `Run`: plain data that the CLI prints, `report` draws and `save` writes.
 """
 
+import hashlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,11 @@ import torch
 from swd_lens import baselines
 from swd_lens._version import __version__
 from swd_lens.circuits import Comparison, compare
-from swd_lens.factors import FactorSet
+from swd_lens.factors import FactorSet, fingerprint
 from swd_lens.files import write_json
-from swd_lens.hosts import find_sites
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.plan import factorize
-from swd_lens.sites import split_name
-from swd_lens.study.audit import Context, LogitEffect, logit_effect, top_contexts
+from swd_lens.study.cards import UnitCard, unit_cards
 from swd_lens.study.fidelity import Fidelity, fidelity
 from swd_lens.tasks.task import Task
 
@@ -40,21 +40,10 @@ class Replacement:
     fidelity: Fidelity
     seconds: float
 
-
-@dataclass(frozen=True)
-class UnitCard:
-    """One of a task's best units."""
-
-    task: str
-    surface: str
-    method: str
-    unit: str
-    rank: int
-    score: float
-    read_edges: int
-    write_edges: int
-    contexts: tuple[Context, ...]
-    logits: LogitEffect | None
+    @property
+    def folder(self) -> str:
+        """Where `Run.save` puts the factors, below its own folder."""
+        return f"factors/{_slug(self.surface)}-{_slug(self.method)}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Run:
         """Write the factors of every sparse replacement, then run.json, each atomically."""
         for r in self.replacements:
             if r.method != "SVD":  # exact factors are dense and made in a moment; no need to ship them
-                r.factors.save(folder / "factors" / f"{_slug(r.surface)}-{_slug(r.method)}")
+                r.factors.save(folder / r.folder)
         write_json(folder / "run.json", self.as_dict())
 
 
@@ -137,7 +126,7 @@ def run_study(
         calibration_tokens: (rows, pos), or None for zero-data.
         heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
         positions: see `swd_lens.attribute`.
-        cards_per_task: best units shown per task, from the last surface at the largest sparsity.
+        cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
         on_step: called with a line of text before each step; progress: bars within the steps.
         solver: options for `factorize` (preset=, calibration=, ...).
 
@@ -165,13 +154,16 @@ def run_study(
             on_step(f"circuits of {task.name} on {surface}")
             comparisons[surface][task.name] = compare(methods, model, task, positions=positions, progress=progress)
     on_step("top units and their contexts")
-    last = max(
-        (r for r in replacements if r.surface == list(surfaces)[-1] and r.method != "SVD"),
-        key=lambda r: r.factors.sparsity,
-    )
-    cards = _cards(model, last, comparisons[last.surface], heldout_tokens, cards_per_task, contexts_per_card)
+    sparsest = {surface: _sparsest(replacements, surface) for surface in surfaces}
+    shown = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
+    cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens, positions, solver)
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
+
+
+def _sparsest(replacements: Sequence[Replacement], surface: str) -> Replacement:
+    sparse = [r for r in replacements if r.surface == surface and r.method != "SVD"]
+    return max(sparse, key=lambda r: r.factors.sparsity)
 
 
 def _replace(
@@ -197,34 +189,6 @@ def _svd(model: Any, surface: str, pattern: Any, heldout: Any) -> Replacement:
     return Replacement(surface, "SVD", factors, fidelity(model, factors, heldout), seconds)
 
 
-def _cards(
-    model: Any, r: Replacement, by_task: Mapping[str, Comparison], heldout: Any, per_task: int, n: int
-) -> list[UnitCard]:
-    best = {task: comparison.scores[r.method].ranking()[:per_task] for task, comparison in by_task.items()}
-    units = list(dict.fromkeys(unit for chosen in best.values() for unit in chosen))
-    contexts = top_contexts(model, r.factors, units, heldout, n=n) if units else {}
-    cards = []
-    for task, chosen in best.items():
-        for rank, (site, index) in enumerate(chosen):
-            f = r.factors[site]
-            writes_residual = split_name(site)[1] in ("mlp_out", "attn_o")
-            cards.append(
-                UnitCard(
-                    task=task,
-                    surface=r.surface,
-                    method=r.method,
-                    unit=f"{site}/{index}",
-                    rank=rank,
-                    score=float(by_task[task].scores[r.method].scores[site][index]),
-                    read_edges=int((f.read[:, index] != 0).sum()),
-                    write_edges=int((f.write[index] != 0).sum()),
-                    contexts=tuple(contexts[site, index]),
-                    logits=logit_effect(model, r.factors, (site, index)) if writes_residual else None,
-                )
-            )
-    return cards
-
-
 def _settings(
     model: Any,
     surfaces: Any,
@@ -242,7 +206,8 @@ def _settings(
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "model": str(cfg.model_name),
-        "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}, vocabulary {cfg.d_vocab}",
+        "weights": _host_fingerprint(model),
+        "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}",
         "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},
         "sparsities": [float(s) for s in sparsities],
         "calibration tokens": 0 if calibration is None else int(torch.as_tensor(calibration).numel()),
@@ -255,6 +220,18 @@ def _settings(
             task.name: {"train": len(task.train), "test": len(task.test), "source": task.source} for task in tasks
         },
     }
+
+
+def _host_fingerprint(model: Any) -> str:
+    """One SHA-256 over the fingerprints of every factorizable matrix."""
+    host = host_of(model)
+    return hashlib.sha256("".join(fingerprint(host.weight(site)) for site in host.sites()).encode()).hexdigest()
+
+
+def _describe(task: Task) -> dict[str, Any]:
+    dropped = sum(task.train.dropped.values()) + sum(task.test.dropped.values())
+    counts = {"train": len(task.train), "test": len(task.test), "dropped": dropped}
+    return {**counts, "source": task.source, "prepend_bos": task.prepend_bos, "example": task.test.examples[0].prompt}
 
 
 def _slug(text: str) -> str:

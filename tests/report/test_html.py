@@ -170,16 +170,18 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
 def test_tokens_are_harmless_and_visible(run: Run) -> None:
     html = render_report(with_cards(run, HOSTILE))
     page = _check(html)
-    assert page.tags["script"] == page.tags["b"] - page.tags["b"] == 0
+    assert page.tags["script"] == 0
+    harmless = Page(render_report(with_cards(run, ("plain",) * len(HOSTILE))))
+    assert page.tags["b"] == harmless.tags["b"]
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     text = "".join(page.text)
     for shown in ("</script>", "<b>", "&amp;", "{{7*7}}", "<!--", "$x$", "↵", "····", "⇥", "⟨U+202E⟩"):
         assert shown in text
-    assert "\u202e" not in html and "49" not in re.findall(r"\{\{.*?\}\}|\b49\b", text)
+    assert "\u202e" not in html
 
 
 def test_names_are_harmless(html: str, page: Page) -> None:
-    assert page.tags["script"] == page.tags["i"] - html.count("<i>") == 0
+    assert page.tags["script"] == 0 and "<i>task" not in html
     text = "".join(page.text)
     assert wording.readable(HOSTILE_TASK) in text and HOSTILE_SURFACE in text and "tiny <model>" in text
 
