@@ -83,7 +83,11 @@ def demo(
         model = load_default_model()
         last = model.cfg.n_layers - 1
         # One matrix, then a kind of matrix in every layer. Names are copied by attention, so attn_o is there beside the MLPs.
-        surfaces = {f"blocks.{last}.mlp_out": f"blocks.{last}.mlp_out", "all attn_o": "attn_o", "all mlp_out": "mlp_out"}
+        surfaces = {
+            f"blocks.{last}.mlp_out": f"blocks.{last}.mlp_out",
+            "all attn_o": "attn_o",
+            "all mlp_out": "mlp_out",
+        }
         tasks = [load_task(name, model, n_train=200, n_test=200) for name in FAMILIES]
         run = run_study(
             model,

@@ -62,7 +62,12 @@ class Factors:
 
     @property
     def edges_per_unit(self) -> Int[Tensor, " unit"]:
-        """Active edges of each unit: nonzeros of its read vector plus nonzeros of its write vector (paper, app. A.2)."""
+        """Active edges of each unit: nonzeros of its read vector plus nonzeros of its write vector (paper, app. A.2).
+
+        Exact controls (settings["edges"] == "dense") count d_in + d_out, whatever zeros they hold (method.md §4.1).
+        """
+        if self.settings.get("edges") == "dense":
+            return torch.full((self.n_units,), self.d_in + self.d_out)
         return (self.read != 0).sum(0) + (self.write != 0).sum(1)
 
     @property

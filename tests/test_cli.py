@@ -42,7 +42,19 @@ def test_factorize_saves_factors_that_load_and_attach(tmp_path, default_model):
 
 
 def test_circuit_writes_report_numbers_and_factors(tmp_path):
-    arguments = ["circuit", "--out", tmp_path, "--sites", "mlp_out", "--task", "ioi", "--task", "docstring", "-s", "0.5"]
+    arguments = [
+        "circuit",
+        "--out",
+        tmp_path,
+        "--sites",
+        "mlp_out",
+        "--task",
+        "ioi",
+        "--task",
+        "docstring",
+        "-s",
+        "0.5",
+    ]
     result = run(*arguments, *SMALL, *PROMPTS, "--json")
     assert result.exit_code == 0, result.output
     printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
@@ -55,7 +67,9 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path):
 
 
 def test_tables_are_printed_without_json(tmp_path):
-    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *SMALL, *PROMPTS)
+    result = run(
+        "circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *SMALL, *PROMPTS
+    )
     assert result.exit_code == 0, result.output
     for text in ("Fidelity of blocks.3.mlp_out", "SWD s=0.75", "SVD", "Circuits in blocks.3.mlp_out", "report.html"):
         assert text in result.stdout
@@ -64,19 +78,29 @@ def test_tables_are_printed_without_json(tmp_path):
 
 def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     prompts = [
-        {"clean": example.prompt, "corrupt": example.corrupt, "answers": list(example.answers), "wrong_answers": list(example.distractors)}
-        for example in swd.tasks.generators.generate("ioi", "test", 40)
+        {"clean": e.prompt, "corrupt": e.corrupt, "answers": list(e.answers), "wrong_answers": list(e.distractors)}
+        for e in swd.tasks.generators.generate("ioi", "test", 40)
     ]
     (tmp_path / "names.json").write_text(json.dumps({"prompts": prompts}))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(prompt["clean"] for prompt in prompts))
-    arguments = ["circuit", "--model", gpt2_folder, "--out", tmp_path / "out", "--sites", "h.1.mlp.c_proj", "--sites", "attn_qkv"]
+    arguments = [
+        "circuit",
+        "--model",
+        gpt2_folder,
+        "--out",
+        tmp_path / "out",
+        "--sites",
+        "h.1.mlp.c_proj",
+        "--sites",
+        "attn_qkv",
+    ]
     result = run(*arguments, "--task", tmp_path / "names.json", "--text", text, "-s", "0.5", *SMALL, *PROMPTS, "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     surfaces = next(iter(printed["settings"]["surfaces"].values()))
     assert surfaces == ["blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.1.mlp_out"]
-    assert printed["settings"]["tasks"]["names"] ["source"] == "file names.json"
+    assert printed["settings"]["tasks"]["names"]["source"] == "file names.json"
 
 
 @pytest.mark.parametrize(
@@ -111,13 +135,17 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
     assert result.exit_code == 1 and "disk full" in result.stderr
 
 
-@pytest.mark.parametrize("where", ["swd_lens.factors.save_file", "swd_lens.study.run.write_json", "swd_lens.report.html.write_text"])
+@pytest.mark.parametrize(
+    "where", ["swd_lens.factors.save_file", "swd_lens.study.run.write_json", "swd_lens.report.html.write_text"]
+)
 def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupted)
-    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *SMALL, *PROMPTS)
+    result = run(
+        "circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *SMALL, *PROMPTS
+    )
     assert result.exit_code == 130
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".part")]
     assert not (tmp_path / "report.html").exists()

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from swd_lens.baselines import svd_factors
 from swd_lens.factors import Factors, FactorSet, fingerprint
 
 
@@ -25,6 +26,13 @@ def test_counts_by_hand():
     assert f.valid_units.tolist() == [True, False]
     assert f.edges == 4
     assert f.sparsity == 0.0  # 1 - 4 / (2 * 2)
+
+
+def test_exact_controls_count_dense_edges():
+    # SVD of a diagonal matrix holds exact zeros; the control still counts d_in + d_out per unit.
+    factors = svd_factors(torch.diag(torch.tensor([2.0, 1.0])))
+    assert (factors.read == 0).any()
+    assert factors.edges_per_unit.tolist() == [4, 4] and factors.edges == 8
 
 
 def test_errors_by_hand():

@@ -37,7 +37,9 @@ def _load_folder(folder: Path, hooked_transformer: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)")
+        raise ValueError(
+            f"{folder} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
+        )
     checkpoint = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _readable_config(folder) as config_folder:

@@ -34,28 +34,26 @@ def fidelity_tables(run: Run) -> Group:
 
 
 def circuit_tables(run: Run) -> Group:
-    """Per surface: least cost of a circuit at sufficiency 0.9 and at half the whole necessity drop."""
-    frame = run.circuit_table().drop(columns=["surface"])
-    names = {
-        column: column.replace(" at ", "\n").replace("necessity 0.5", "half nec.").replace("sufficiency", "suff.")
-        for column in frame
-    }
-    parts = [
-        table(
-            f"Circuits in {surface}: least cost at sufficiency 0.9 and at half the necessity drop",
-            frame[mask].rename(columns=names),
-        )
-        for surface in run.comparisons
-        for mask in [run.circuit_table()["surface"] == surface]
-    ]
+    """Per surface: least cost of a circuit, "units / edges", at sufficiency 0.9 and at half the whole necessity drop."""
+    parts = []
+    for surface, rows in run.circuit_table().groupby("surface", sort=False):
+        shown = pd.DataFrame({"task": rows["task"], "method": rows["method"], "margin": rows["margin"]})
+        for title, threshold in (("sufficiency 0.9", "sufficiency 0.9"), ("half the drop", "necessity 0.5")):
+            units, edges = (rows[f"{cost} at {threshold}"] for cost in ("units", "edges"))
+            shown[title] = [_cost(u, e) for u, e in zip(units, edges, strict=True)]
+        parts.append(table(f"Circuits in {surface}: least units / edges", shown))
     return Group(*parts, "[dim]blank: never reached · 0: the empty circuit already suffices there[/dim]")
+
+
+def _cost(units: Any, edges: Any) -> str:
+    return "" if pd.isna(units) else f"{units:,} / {edges:,}"
 
 
 def table(title: str, frame: pd.DataFrame) -> Table:
     """A DataFrame as a rich table; numeric columns to the right."""
     shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold", padding=(0, 1))
     for column in frame.columns:
-        numeric = pd.api.types.is_numeric_dtype(frame[column])
+        numeric = pd.api.types.is_numeric_dtype(frame[column]) or frame[column].astype(str).str.contains(" / ").any()
         shown.add_column(_SHORT.get(str(column), str(column)), justify="right" if numeric else "left", no_wrap=True)
     for row in frame.itertuples(index=False):
         shown.add_row(*(_cell(value) for value in row))

@@ -216,9 +216,7 @@ def _settings(
         "ablation": "mean over train prompts",
         "score": "positive first-order attribution",
         "solver": {"preset": "paper", **solver},
-        "tasks": {
-            task.name: {"train": len(task.train), "test": len(task.test), "source": task.source} for task in tasks
-        },
+        "tasks": {task.name: _describe(task) for task in tasks},
     }
 
 

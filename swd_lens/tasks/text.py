@@ -39,8 +39,8 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
     if len(outside):
         row, pos = outside[0].tolist()
         raise TokenError(
-            f"token id {int(rows[row, pos])} at row {row}, position {pos} is outside the vocabulary (0 to {model.cfg.d_vocab - 1}); "
-            f"{len(outside)} such ids. Were they made with another model's tokenizer?"
+            f"token id {int(rows[row, pos])} at row {row}, position {pos} is outside the vocabulary "
+            f"(0 to {model.cfg.d_vocab - 1}); {len(outside)} such ids. Were they made with another model's tokenizer?"
         )
     if rows.shape[1] > model.cfg.n_ctx:
         raise TokenError(
