@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from swd_lens.default_model.corpus import sample_documents
-from swd_lens.tasks.generators.words import ARGUMENTS, EVENTS, NAMES, OBJECTS, PLACES
+from swd_lens.tasks.generators.words import ARGUMENTS, EVENTS, NAMES, OBJECTS, PLACES, ROLES
 
 BOS, EOS, PAD, UNK = "<|bos|>", "<|eos|>", "<|pad|>", "<|unk|>"
 # Contractions first (else the apostrophe is cut off alone), then indentation, newline, words, one or two digits,
@@ -37,6 +37,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         *OBJECTS,
         *PLACES,
         *EVENTS,
+        *ROLES,
         *map(str, range(10)),
         *(f"{n:02d}" for n in range(100)),
     ):

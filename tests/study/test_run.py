@@ -1,0 +1,68 @@
+"""run_study on the embedded model, small: what it refuses, what it holds, and which units it shows."""
+
+import json
+
+import pytest
+
+import swd_lens as swd
+from swd_lens.files import plain
+
+SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "attn_o"}
+
+
+@pytest.fixture(scope="module")
+def tasks(default_model):
+    return [swd.load_task(name, default_model, n_train=40, n_test=20) for name in ("ioi", "gendered_pronoun")]
+
+
+@pytest.fixture(scope="module")
+def run(default_model, tasks):
+    calibration, heldout = swd.text_tokens(2048, split="train"), swd.text_tokens(2048, split="test")
+    return swd.run_study(
+        default_model,
+        SURFACES,
+        tasks,
+        sparsities=(0.5, 0.75),
+        calibration_tokens=calibration,
+        heldout_tokens=heldout,
+        outer_iterations=8,
+    )
+
+
+def test_every_surface_method_and_task_is_there(run):
+    methods = ["SWD s=0.5", "SWD s=0.75", "SVD"]
+    assert [(r.surface, r.method) for r in run.replacements] == [(s, m) for s in SURFACES for m in methods]
+    assert run.fidelity_table()["method"].tolist() == methods * 2
+    assert len(run.circuit_table()) == 2 * 2 * 3
+    as_json = json.loads(json.dumps(plain(run.as_dict()), allow_nan=False))
+    assert len(as_json["circuits"]) == 12
+    assert as_json["settings"]["tasks"]["ioi"]["example"].endswith("to")
+    assert as_json["settings"]["solver"] == {"preset": "paper", "outer_iterations": 8}
+
+
+def test_cards_show_the_surface_on_which_the_task_depends(run):
+    for task in ("ioi", "gendered_pronoun"):
+        kept = {
+            surface: by_task[task].curves["SWD s=0.75"].rows["sufficiency"].iloc[0]
+            for surface, by_task in run.comparisons.items()
+        }
+        cards = [card for card in run.cards if card.task == task]
+        assert {card.surface for card in cards} == {min(kept, key=kept.__getitem__)}
+        scores = run.comparisons[cards[0].surface][task].scores["SWD s=0.75"]
+        assert [card.unit for card in cards] == scores.top(3)["unit"].tolist()
+        assert [card.score for card in cards] == pytest.approx(scores.top(3)["score"].tolist())
+        f = run.replacements[[r.surface for r in run.replacements].index(cards[0].surface) + 1].factors
+        site, unit = cards[0].unit.rsplit("/", 1)
+        assert cards[0].read_edges + cards[0].write_edges == int(f[site].edges_per_unit[int(unit)])
+
+
+def test_what_it_refuses(default_model, tasks):
+    data = {"calibration_tokens": None, "heldout_tokens": swd.text_tokens(256, split="test")}
+    for surfaces, chosen, sparsities in (({}, tasks, (0.5,)), (SURFACES, [], (0.5,)), (SURFACES, tasks, ())):
+        with pytest.raises(ValueError, match="at least one surface, one task and one sparsity"):
+            swd.run_study(default_model, surfaces, chosen, sparsities=sparsities, **data)
+    steps = []
+    with pytest.raises(swd.UnknownSiteError):
+        wrong = {"good": "blocks.0.mlp_out", "bad": "blocks.7.mlp_out"}
+        swd.run_study(default_model, wrong, tasks, sparsities=(0.5,), on_step=steps.append, **data)
+    assert steps == []  # refused before any work
