@@ -16,6 +16,14 @@
 The names below stand in the order of the flow: model, sites, factors, attached units, fidelity, scores, circuits.
 """
 
+import os
+import sys
+
+if os.path.basename(sys.argv[0] if sys.argv else "") == "swd-lens":
+    # Our own command, before torch is loaded: threads that wait should sleep. On a machine that is busy with other work,
+    # spinning ones made a 2 s factorization take 30 s. As a library we leave the process's settings alone.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from swd_lens import baselines
 from swd_lens._version import __version__
 from swd_lens.calibration import collect_grams

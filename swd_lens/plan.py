@@ -7,7 +7,6 @@
 """
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,14 @@ from swd_lens.calibration import Grams, collect_grams
 from swd_lens.factors import Factors, FactorSet, fingerprint
 from swd_lens.hosts import host_of
 from swd_lens.inject import attach
-from swd_lens.sites import Site, select_sites
+from swd_lens.sites import Pattern, Site, select_sites
 from swd_lens.solver import solve
 from swd_lens.tasks.text import as_rows
 
 
 def factorize(
     model: Any,
-    sites: str | Iterable[str],
+    sites: Pattern,
     *,
     sparsity: float = 0.5,
     tokens: Any = None,

@@ -105,18 +105,22 @@ def parse_unit(name: str) -> tuple[str, int]:
     return site, int(index)
 
 
-def select_sites(available: Sequence[Site], pattern: str | Iterable[str]) -> list[Site]:
+Pattern = str | Site | Iterable[str | Site]
+
+
+def select_sites(available: Sequence[Site], pattern: Pattern) -> list[Site]:
     """The available sites that a pattern (or any of several) names, in execution order, each once.
 
     Args:
         available: the host's sites.
-        pattern: "blocks.8.mlp_out", a glob "blocks.[0-3].mlp_*", a bare kind "mlp_out" (every layer), "all",
+        pattern: a Site, "blocks.8.mlp_out", a glob "blocks.[0-3].mlp_*", a bare kind "mlp_out" (every layer), "all",
             a TransformerLens parameter name "blocks.8.mlp.W_out", or a Hugging Face module name "h.8.mlp.c_proj".
 
     Raises:
         UnknownSiteError: a pattern matches nothing; the message lists the nearest names.
     """
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    given = [pattern] if isinstance(pattern, str | Site) else list(pattern)
+    patterns = [one.name if isinstance(one, Site) else one for one in given]
     if not patterns:
         raise UnknownSiteError("no site was named: pass a pattern such as 'mlp_out' or 'blocks.0.mlp_out'")
     chosen: dict[str, Site] = {}

@@ -60,6 +60,7 @@ def split_of(
         tuple(tuple(ids) for ids in answers),
         tuple(tuple(ids) for ids in distractors),
         d_vocab,
+        task="by hand",
     )
 
 

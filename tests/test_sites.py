@@ -30,6 +30,11 @@ def test_patterns(pattern, expected):
     assert names(pattern) == expected
 
 
+def test_sites_themselves():
+    assert names(SITES[7]) == [SITES[7].name]
+    assert names([SITES[7], "blocks.0.attn_o"]) == ["blocks.0.attn_o", SITES[7].name]
+
+
 def test_a_bare_kind_is_every_layer_in_order():
     assert names("mlp_out") == [f"blocks.{layer}.mlp_out" for layer in range(12)]
     assert names("all") == [site.name for site in SITES]

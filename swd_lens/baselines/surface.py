@@ -1,6 +1,5 @@
 """Exact controls for a host's sites: the same factorizations as exact.py, as a FactorSet that `attach` takes."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from swd_lens._version import __version__
@@ -8,9 +7,10 @@ from swd_lens.baselines.exact import random_b_factors, svd_factors
 from swd_lens.factors import FactorSet
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.plan import stamp
+from swd_lens.sites import Pattern
 
 
-def svd(model: Any, sites: str | Iterable[str]) -> FactorSet:
+def svd(model: Any, sites: Pattern) -> FactorSet:
     """Exact SVD factors of the matrices that `sites` names (paper app. exact-dense-controls): all units, no sparsity.
 
     Raises:
@@ -21,7 +21,7 @@ def svd(model: Any, sites: str | Iterable[str]) -> FactorSet:
     return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "svd"})
 
 
-def random_b(model: Any, sites: str | Iterable[str], seed: int = 0) -> FactorSet:
+def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     """Exact Random-B factors, write = a seeded random orthogonal matrix (paper app. exact-dense-controls).
 
     Every site draws from its own seed (seed plus its place in the list), so that equal shapes do not share a basis.

@@ -128,7 +128,6 @@ def evaluate(
         ValueError: scores of other sites than the factors', or a prefix length outside 0 .. number of units.
     """
     split = prompts.test if isinstance(prompts, Task) else prompts
-    name = prompts.name if isinstance(prompts, Task) else split.name
     lengths = _check_grid(grid, scores.n_units)
     ranks, values = scores.ranks(), ablation_values(scores, ablation)
     host = host_of(model)
@@ -157,7 +156,7 @@ def evaluate(
     settings = {**scores.settings, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
     settings |= {"replacement": dict(getattr(factors, "provenance", {}))}
     (q_dense, acc_dense), (q, acc) = (dense / len(split)).tolist(), (unpruned / len(split)).tolist()
-    return CostCurve(rows, name, q_dense, q, acc_dense, acc, settings)
+    return CostCurve(rows, split.task, q_dense, q, acc_dense, acc, settings)
 
 
 def _check_grid(grid: Sequence[int] | None, n_units: int) -> list[int]:

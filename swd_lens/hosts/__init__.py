@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.sites import Site, select_sites
+from swd_lens.sites import Pattern, Site, select_sites
 
 Undo = Callable[[], None]
 
@@ -80,7 +80,7 @@ def host_of(model: Any) -> Host:
     return HookedTransformerHost(model)
 
 
-def find_sites(model: Any, pattern: str | Iterable[str] = "all") -> list[Site]:
+def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
     """The sites of a model that a pattern names, in execution order. See `swd_lens.sites.select_sites`.
 
     Raises:

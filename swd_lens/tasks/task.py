@@ -61,6 +61,7 @@ class TaskSplit:
         answer_ids, distractor_ids: token ids per example.
         d_vocab: of the host they were tokenized for.
         dropped: reason -> how many examples were dropped for it.
+        task: the name of the task that this is a split of.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TaskSplit:
     distractor_ids: tuple[tuple[int, ...], ...]
     d_vocab: int
     dropped: dict[str, int] = field(default_factory=dict)
+    task: str = "task"
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -164,8 +166,8 @@ def _tokenize(
             f"task {task!r} has no usable {split} example with this tokenizer: {reasons}. "
             "Single-token answers are needed (paper, app. A.4), so a digit-by-digit tokenizer cannot do greater-than."
         )
-    columns = list(zip(*kept, strict=True))
-    return TaskSplit(split, *(tuple(column) for column in columns), d_vocab=model.cfg.d_vocab, dropped=dict(dropped))  # type: ignore[arg-type]
+    examples, tokens, answers, distractors = zip(*kept, strict=True)
+    return TaskSplit(split, examples, tokens, answers, distractors, model.cfg.d_vocab, dict(dropped), task)
 
 
 class _Unusable(Exception):

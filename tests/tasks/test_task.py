@@ -60,6 +60,7 @@ def test_tokens_answers_and_bos():
     assert task.train.tokens[0].tolist() == [1, 2, 3]
     assert (task.train.answer_ids, task.train.distractor_ids) == (((5,),), ((6,),))
     assert "1 train, 1 test" in repr(task)
+    assert (task.train.name, task.test.name) == ("train", "test") and task.test.task == "mine"
 
 
 @pytest.mark.parametrize(
