@@ -237,21 +237,28 @@ class HookedTransformerHost:
     def swap(self, site: Site, projection: nn.Module, hook: nn.Module) -> Undo:
         where, module = self._module(site)
         block, hook_attribute = self.model.blocks[site.layer], f"hook_{site.kind}_unit"
-        if type(module) is not _FACTORED[where]:
-            module.unit_projections = nn.ModuleDict()
-            module.__class__ = _FACTORED[where]
-        module.unit_projections[site.kind] = projection
-        setattr(block, hook_attribute, hook)
-        self.model.setup()
 
         def undo() -> None:
-            delattr(block, hook_attribute)
-            del module.unit_projections[site.kind]
-            if not module.unit_projections:
+            # Takes out whatever is there, so that it also serves a swap that was interrupted half-way.
+            block._modules.pop(hook_attribute, None)
+            projections = module._modules.get("unit_projections", {})
+            if site.kind in projections:
+                del projections[site.kind]
+            if not projections:
                 module.__class__ = _PLAIN[where]
-                del module.unit_projections
+                module._modules.pop("unit_projections", None)
             self.model.setup()
 
+        try:
+            if "unit_projections" not in module._modules:
+                module.unit_projections = nn.ModuleDict()
+            module.unit_projections[site.kind] = projection
+            module.__class__ = _FACTORED[where]
+            setattr(block, hook_attribute, hook)
+            self.model.setup()
+        except BaseException:
+            undo()
+            raise
         return undo
 
     def _module(self, site: Site) -> tuple[str, Any]:

@@ -44,8 +44,13 @@ class Attachment:
             raise AttachError(
                 "these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again"
             )
+        self._take_out()
+
+    def _take_out(self) -> None:
         while self._undo:
-            self._undo.pop()()
+            # Popped only when done: an interrupted detach can be called again (undoing twice is harmless).
+            self._undo[-1]()
+            self._undo.pop()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -80,8 +85,7 @@ class Attachment:
                 projection.train(self._host.model.training)
                 self._undo.append(self._host.swap(site, projection, hook))
         except BaseException:
-            while self._undo:
-                self._undo.pop()()
+            self._take_out()
             raise
 
 

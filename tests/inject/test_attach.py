@@ -199,6 +199,25 @@ def test_a_failing_swap_undoes_the_earlier_ones(model, factors, monkeypatch):
     assert torch.equal(model(tokens), logits)
 
 
+@pytest.mark.parametrize("interrupt_at", [1, 2, 5])
+def test_ctrl_c_within_a_swap_restores_the_host(model, factors, monkeypatch, interrupt_at):
+    tokens = random_tokens(2, 6)
+    logits, hooks, classes = model(tokens), list(model.hook_dict.items()), [type(m) for m in model.modules()]
+    setup, calls = type(model).setup, []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) == interrupt_at:
+            raise KeyboardInterrupt
+        setup(self)
+
+    monkeypatch.setattr(type(model), "setup", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attach(model, factors)
+    assert list(model.hook_dict.items()) == hooks and [type(m) for m in model.modules()] == classes
+    assert torch.equal(model(tokens), logits)
+
+
 def test_attach_and_detach_without_a_with_block(model, factors):
     tokens = random_tokens(2, 6)
     logits = model(tokens)
