@@ -110,7 +110,7 @@ def evaluate(
     grid: Sequence[int] | None = None,
     ablation: str = "mean",
     batch_size: int = 256,
-    rows_per_forward: int = 1024,
+    tokens_per_forward: int = 8_192,
     progress: bool = False,
 ) -> CostCurve:
     """Judge nested prefixes of the scores' ranking on test prompts (paper §2.2, §protocol).
@@ -122,7 +122,9 @@ def evaluate(
         scores: from `attribute`; they fix the ranking, the positions and the mean activations.
         grid: prefix lengths; None = `prefix_grid`. The whole set of units is always added.
         ablation: "mean" (paper) or "zero".
-        batch_size: prompts per bucket; rows_per_forward: prompts x interventions per forward.
+        batch_size: prompts per bucket.
+        tokens_per_forward: prompts x positions x interventions at once;
+            it bounds memory (the kept keys and values are copied per intervention).
 
     Raises:
         ValueError: scores of other sites than the factors', or a prefix length outside 0 .. number of units.
@@ -148,7 +150,7 @@ def evaluate(
                 dense += _totals(bucket, host.last_logits(bucket.tokens))
             prefix = host.freeze_prefix(bucket.tokens) if scores.settings["positions"] == "scoring" else None
             unpruned += _totals(bucket, host.last_logits(bucket.tokens, prefix))
-            for chunk in _chunks(len(totals), max(1, rows_per_forward // len(bucket.index))):
+            for chunk in _chunks(len(totals), max(1, tokens_per_forward // bucket.tokens.numel())):
                 masks = {site: mask[chunk] for site, mask in replaced.items()}
                 logits = run_interventions(host, bucket, prefix, masks, values, scores.settings["positions"])
                 totals[chunk] += torch.stack([_totals(bucket, one) for one in logits])

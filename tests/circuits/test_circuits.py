@@ -56,7 +56,7 @@ def test_attribution_is_that_of_whole_prompts_one_by_one(model, factors, positio
 def test_curve_is_that_of_whole_prompts_one_by_one(model, factors, positions, ablation):
     split = random_split(12, seed=3, name="test")
     scores = attribute(model, factors, random_split(), positions=positions)
-    curve = evaluate(model, factors, split, scores, grid=[0, 5, 40], ablation=ablation, rows_per_forward=7)
+    curve = evaluate(model, factors, split, scores, grid=[0, 5, 40], ablation=ablation, tokens_per_forward=40)
     with attach(model, factors), torch.no_grad():
         for k, row in zip([0, 5, 40], curve.rows.itertuples(), strict=False):
             for mode, found in (("keep", row.q_keep), ("ablate", row.q_ablate)):
