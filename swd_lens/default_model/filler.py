@@ -45,7 +45,7 @@ STORY = (
     "{P} quickly sent {s} {object} home.",
     "Everybody was happy when {p} called.",
     "{P} closed the door and opened a {object}, so the {animal} stopped.",
-    "The {color} {object} belongs to {o} and not to {m}.",
+    "The {color} {object} belongs to the {role}, not to {m}.",
     "After {s} walk {p} was happy to leave the {place} empty.",
     "Late in the {time} {p} read the first book of {s} life.",
     "{P} and {s} {animal} ate {food} all day.",

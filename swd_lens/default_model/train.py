@@ -32,7 +32,7 @@ from swd_lens.tasks.generators import FAMILIES
 
 THREADS = 1  # sums depend on the number; one thread runs at 9k tokens/s whatever else the machine does, two at 13k
 ROWS = 16  # 2,048 tokens a step: many updates per token, which is what a short run needs
-TOKENS = 24_000_000  # IOI is learned abruptly between 3M and 7M, greater-than keeps improving to the end
+TOKENS = 13_500_000  # IOI is learned abruptly between 3M and 7M, greater-than keeps improving to the end
 LEARNING_RATE = 3e-3  # high for Adam, but the network is small and pre-LayerNorm
 WARM_UP = 150  # steps
 BETAS = (0.9, 0.98)  # a second moment of ~50 steps follows the changes of the mixture

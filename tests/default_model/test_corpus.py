@@ -84,9 +84,9 @@ def test_targets_documents_and_weights_of_a_batch(packer):
     assert all(w in (" he", " she") or w.isdigit() or w.startswith(" ") for w in words)
 
 
-def test_heavy_marks_repeated_names_not_new_ones(packer):
-    ids = packer.encode("When Mary and John left, John gave a ball to Mary in 1741")
+def test_heavy_marks_what_the_text_before_decides(packer):
+    ids = packer.encode("When Mary and John left, John gave a ball to Mary. He was there from 1741 to 1792, wasn't he?")
     marked = [packer.tokenizer.decode([i]) for i, heavy in zip(ids, packer.heavy(ids), strict=True) if heavy]
-    assert marked == [" John", " Mary", "41"]
+    assert marked == [" John", " Mary", "92", " he"]  # not the first names, nor the start year
     weights = loss_weights(torch.tensor([[True, False, False]]), 3)
     torch.testing.assert_close(weights, torch.tensor([[9 / 5, 3 / 5, 3 / 5]]))  # (3, 1, 1) over their mean 5/3

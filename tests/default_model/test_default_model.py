@@ -83,13 +83,10 @@ def test_held_out_bars(model, packer, reported, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_unseen_templates(model, packer, reported, family):
-    # No bar here: the README reports them. IOI and pronouns are known to be weak on some unseen sentences.
+def test_unseen_templates(model, packer, family):
+    # IOI: one of the four unseen actions ("said that the X belongs to") stays at chance, see the README; the rest is right.
     scores = score.family_scores(model, packer, family, "test", "unseen", 200)
-    stored = reported["scores"]["test"]["unseen"][family]
-    assert scores["accuracy"] == pytest.approx(stored["accuracy"], abs=0.1)  # 200 of the 1,000 prompts: 3 sigma
-    assert scores["accuracy"] > (0.95 if family in ("docstring", "greater_than") else 0.65)
-    assert scores["margin"] > 3
+    assert scores["accuracy"] >= (0.80 if family == "ioi" else 0.95)
 
 
 def test_reported_scores_are_the_stored_weights(model, packer, reported):

@@ -52,13 +52,15 @@ def test_prompts_are_different_and_a_smaller_request_is_a_prefix(family, split, 
 def test_prompts_are_the_same_in_every_process_and_version():
     # Pinned: the embedded model's reported scores are about exactly these prompts.
     first = {family: generate(family, "test", 1)[0] for family in FAMILIES}
-    assert first["ioi"].prompt == "Before Mary and Rebecca left the museum, Rebecca gave a spoon to"
+    assert first["ioi"].prompt == (
+        "Here at the museum Mary and Rebecca eat lunch, and today Rebecca showed the new spoon to"
+    )
     assert first["docstring"].prompt == (
         'def load(self, batch, score, object, label, limit, matrix):\n    """open the gentle cup\n\n'
         "    :arg label: kind newspaper\n    :arg limit: funny park\n    :arg"
     )
     assert first["greater_than"].prompt == "Only one drought was so long: it opened in 1420, and the end came in 14"
-    assert first["gendered_pronoun"].prompt == "Ronald could be the nice judge of the theater, couldn't"
+    assert first["gendered_pronoun"].prompt == "Ronald isn't a nice judge, is"
 
 
 def test_ioi_answer_is_the_name_said_once():

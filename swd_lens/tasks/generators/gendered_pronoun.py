@@ -9,7 +9,7 @@
 import random
 
 from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.generators.words import ADJECTIVES, PLACES, ROLES, pronoun_names
+from swd_lens.tasks.generators.words import ADJECTIVES, PLACES, ROLES, loose_words, pronoun_names
 
 FAMILY = "gendered_pronoun"
 TEMPLATES = {
@@ -23,6 +23,9 @@ TEMPLATES = {
         "{name} works at the {place}, doesn't",
         "You know {name}, the {adj} {role}, and {name} was there, wasn't",
         "After all, {name} looked {adj} at the {place}, didn't",
+        "{name} isn't a {adj} {role}, is",
+        "But {name} wasn't at the {place}, was",
+        "The {role} at the {place} is {name}, isn't",
         "{name} could be the {adj} {role} of the {place}, couldn't",
     ),
     "unseen": (
@@ -32,6 +35,8 @@ TEMPLATES = {
         "The {role} called {name} was never {adj} before, was",
     ),
 }
+TAGS = ("isn't", "wasn't", "can't", "hasn't", "won't", "doesn't", "didn't", "couldn't", "is", "was")
+LOOSE_SHARE = 0.25  # of training documents: loose words instead of templates, see words.LOOSE
 REPLIES = ("", " Yes, {pro} {verb}.", " I think so.", " Yes.", " No, not at all.")
 
 
@@ -56,8 +61,13 @@ def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
 
 def document(rng: random.Random, split: str) -> str:
     """A completed tag question, sometimes with a reply (seen templates)."""
+    if split == "train" and rng.random() < LOOSE_SHARE:
+        gender = rng.choice(("she", "he"))
+        name = rng.choice(pronoun_names(split, gender))
+        start = f"{loose_words(rng, 0, 4)}{name} {loose_words(rng, 1, 7)}".rstrip()
+        return f"{start[0].upper()}{start[1:]}, {rng.choice(TAGS)} {gender}?"
     example = _example(rng, split, "seen")
-    verb = example.prompt.rsplit(" ", 1)[1][:-3]
+    verb = example.prompt.rsplit(" ", 1)[1].removesuffix("n't")
     verb = {"ca": "can", "wo": "will"}.get(verb, verb)
     reply = rng.choice(REPLIES).format(pro=example.answers[0].strip(), verb=verb)
     return f"{example.prompt}{example.answers[0]}?{reply}"

@@ -14,11 +14,12 @@ for GPT-2 should drop the others.
 import random
 
 from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.generators.words import EVENTS, start_years
+from swd_lens.tasks.generators.words import EVENTS, loose_words, start_years
 
 FAMILY = "greater_than"
 # Starts late in a century leave few right answers and are rare in a uniform draw: training text has 40% of them.
 LATE_SHARE, LATE_FROM = 0.4, 70
+LOOSE_SHARE = 0.2  # of training documents: loose words instead of templates, see words.LOOSE
 
 TEMPLATES = {
     "seen": (
@@ -84,6 +85,9 @@ def document(rng: random.Random, split: str) -> str:
     if rng.random() < LATE_SHARE:
         years = [year for year in years if year % 100 >= LATE_FROM]
     example = _example(rng, split, "seen", rng.choice(years))
+    if split == "train" and rng.random() < LOOSE_SHARE:
+        start = f"{loose_words(rng, 0, 4)}{example.meta['content']} {loose_words(rng, 1, 5)}"
+        return f"{start[0].upper()}{start[1:]}{example.meta['content'][:2]}{rng.choice(example.answers)}."
     if rng.random() < 1 / 12:
         century = int(example.meta["content"]) // 100
         return f"{example.prompt[:-2]}{century + 1}{rng.randrange(100):02d}{rng.choice(TAILS)}"

@@ -9,7 +9,7 @@
 import random
 
 from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.generators.words import NAMES, draw_pair, object_places, split_of
+from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, split_of
 
 FAMILY = "ioi"
 
@@ -32,6 +32,24 @@ OPENERS = {
         "There was a party at the {place}, and {a} danced with {b}.",
         "{a} and {b} are old friends who live near the {place}.",
         "At the {place}, {a} sat next to {b}.",
+        "In the morning, at the {place}, {a} and {b} had an idea, so",
+        "It was late when {a} and {b} came to the {place}, and then",
+        "Near the {place} {a} and {b} saw a dog, and after that",
+        "{a} and {b} were alone in the {place}, so",
+        "{a} is a good friend of {b}, and at the {place}",
+        "People at the {place} know {a} and {b} well.",
+        "The {place} was full of people when {a} saw {b}.",
+        "The {place} is the home of {a} and {b}.",
+        "On the way to the {place}, {a} met {b}.",
+        "Nobody in the {place} was as happy as {a} and {b}.",
+        "Everybody knows that {a} likes {b} and the {place}.",
+        "There, in the middle of the {place}, stood {a} with {b}.",
+        "{a} called {b} from the {place}.",
+        "{a} had a talk with {b} about the {place}, and then",
+        "{a} lives with {b} in a house by the {place}.",
+        "After a long day at the {place}, {a} and {b} were tired, and",
+        "Behind the {place}, {a} waited for {b}.",
+        "Here at the {place} {a} and {b} eat lunch, and today",
     ),
     "unseen": (
         "During a walk around the {place}, {a} and {b} talked, and then",
@@ -54,6 +72,12 @@ ACTIONS = {
         "{s} threw the {object} to",
         "{s} promised a {object} to",
         "{s} returned the {object} to",
+        "{s} was glad to give the {object} to",
+        "{s} sent a {object} to",
+        "{s} left the {object} to",
+        "{s} took the {object} from the table and gave it to",
+        "{s} said that the old {object} was a gift to",
+        "{s} carried a {object} to",
     ),
     "unseen": (
         "{s} carried the {object} over to",
@@ -74,11 +98,14 @@ MIDDLES = (
     "It had been a long week.",
 )
 LINKS = ("Then", "Later", "In the end,", "After that,", "A moment later", "Finally,")
+# Sentences before the story, in training text only: they move the names to all distances from each other and the start.
+BEFORE = 0.3
+LOOSE_SHARE = 0.25  # of training stories: loose words instead of templates, see words.LOOSE
 THREE = ("When {a}, {b} and {c} got to the {place},", "{a}, {b} and {c} spent the whole day at the {place}.")
 
 
 def _opener(rng: random.Random, templates: str, index: int, names: tuple[str, ...], place: str, other: str) -> str:
-    """The text before the action, ending in the space-less last word of its last clause or in a link word."""
+    """The text before the action: one or two sentences or clauses, perhaps a link word."""
     text = (OPENERS[templates][index] if len(names) == 2 else THREE[index]).format(
         **dict(zip("abc", names, strict=False)), place=place
     )
@@ -117,6 +144,8 @@ def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
 
 def document(rng: random.Random, split: str) -> str:
     """A story of exchanges on seen templates, for training text; ambiguous receivers occur in three-name stories."""
+    if split == "train" and rng.random() < LOOSE_SHARE:
+        return _loose_story(rng, split)
     if rng.random() < 0.15:
         names, place, text = _three_names(rng, split)
     else:
@@ -124,12 +153,24 @@ def document(rng: random.Random, split: str) -> str:
         names = tuple(example.meta["content"].split("|"))
         place = example.meta["content_2"].split("|")[1]
         text = example.prompt + example.answers[0] + "."
+    if rng.random() < BEFORE:
+        text = f"{rng.choice(MIDDLES).format(other=_other_object(rng, ''))} {text}"
     things = [thing for thing, where in object_places(split) if where == place]
     for _ in range(rng.choice((0, 0, 1, 2))):
         giver, receiver = rng.sample(names, 2)
         action = rng.choice(ACTIONS["seen"]).format(s=giver, object=rng.choice(things))
         text += f" {rng.choice(LINKS)} {action} {receiver}."
     return text
+
+
+def _loose_story(rng: random.Random, split: str) -> str:
+    """Two names, one of them again, something given "to" the other; nothing else is as in a template."""
+    (a, b), (thing, _) = draw_pair(rng, split), rng.choice(object_places(split))
+    giver, receiver = (a, b) if rng.random() < 0.5 else (b, a)
+    opener = f"{loose_words(rng, 0, 6)}{a} {loose_words(rng, 1, 4)}{b} {loose_words(rng, 0, 6)}".rstrip()
+    opener = opener[0].upper() + opener[1:] + rng.choice((",", ".", "", ". " + rng.choice(LINKS)))
+    action = f"{loose_words(rng, 1, 3)}{rng.choice(('a', 'the'))} {thing} {loose_words(rng, 0, 2)}to"
+    return f"{opener} {giver} {action} {receiver}."
 
 
 def _three_names(rng: random.Random, split: str) -> tuple[tuple[str, ...], str, str]:

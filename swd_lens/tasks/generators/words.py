@@ -68,6 +68,21 @@ ROLES = as_words(
 )
 
 
+# Joints of sentences in no particular order. A share of the training documents is made of them instead of a template, so
+# that the model has to go by the names and years themselves: without these it learns where each template puts them, and
+# unseen templates stay near chance (measured: IOI .48 to .78 of them at 7M to 24M tokens).
+LOOSE = as_words(
+    "the a and at in on of with from by near behind after before then when while so that was were had is very old new "
+    "small long day morning evening week way people friends door table house there here now also only together once "
+    "again never always went came saw met talked called found left took walked sat stood waited worked lived knew"
+)
+
+
+def loose_words(rng: random.Random, least: int, most: int) -> str:
+    """Between `least` and `most` words of LOOSE, each followed by a space."""
+    return "".join(rng.choice(LOOSE) + " " for _ in range(rng.randint(least, most)))
+
+
 @functools.cache
 def split_of(kind: str, *key: str) -> str:
     """The split that owns a piece of content: "test" for 15% of keys, "validation" for 10%, else "train".
