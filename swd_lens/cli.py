@@ -88,14 +88,14 @@ def demo(
             "all attn_o": "attn_o",
             "all mlp_out": "mlp_out",
         }
-        tasks = [load_task(name, model, n_train=200, n_test=200) for name in FAMILIES]
+        tasks = [load_task(name, model, n_train=150, n_test=150) for name in FAMILIES]
         run = run_study(
             model,
             surfaces,
             tasks,
             sparsities=(0.5, 0.75),
             calibration_tokens=text_tokens(16_384, split="train"),
-            heldout_tokens=text_tokens(32_768, split="test"),
+            heldout_tokens=text_tokens(16_384, split="test"),
             on_step=_say,
             progress=_progress(),
         )
