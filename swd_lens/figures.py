@@ -1,10 +1,9 @@
-"""The house style of figures: one palette that colour-blind readers can tell apart, one way to make SVG and PNG.
+"""The house style of figures: one palette that colour-blind readers can tell apart, one way to make SVG.
 
 Figures are matplotlib `Figure` objects made without pyplot, so that no global state or window is touched; notebooks show
 them as SVG.
 """
 
-import base64
 import io
 
 from matplotlib.figure import Figure
@@ -51,10 +50,3 @@ def svg(figure: Figure) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
-
-
-def png_data_uri(figure: Figure, dpi: int = 110) -> str:
-    """The figure as a data: URI, for pages that must be one file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

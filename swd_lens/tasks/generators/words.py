@@ -150,8 +150,3 @@ def draw_arguments(rng: random.Random, split: str, count: int) -> list[str]:
             arguments.append(rng.choice(free))
         else:
             return arguments
-
-
-def other_names(rng: random.Random, taken: tuple[str, ...], count: int) -> list[str]:
-    """`count` different names that are not in `taken`."""
-    return rng.sample([name for name in NAMES if name not in taken], count)
