@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from swd_lens.report.wording import conjunction, count, fixed, percent, plural, readable, signed
 from swd_lens.study import Run
-from swd_lens.study.run import Replacement
-
-CONTROL = "SVD"
+from swd_lens.study.run import CONTROL, Replacement
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.factors import Factors
-from swd_lens.hosts import host_of
 from swd_lens.inject import attach
 from swd_lens.sites import hook_name, split_name
 from swd_lens.tasks.text import as_rows
+
+# Kinds of sites whose output is added to the residual stream as it is.
+WRITES_RESIDUAL = ("mlp_out", "attn_o")
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,11 @@ def logit_effect(
         ValueError: the site does not write to the residual stream (its write vectors have no direct logit effect).
     """
     site, index = unit
-    if split_name(site)[1] not in ("mlp_out", "attn_o"):
+    if split_name(site)[1] not in WRITES_RESIDUAL:
         raise ValueError(
             f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
         )
     f = factors if isinstance(factors, Factors) else factors[site]
-    host_of(model)
     write = f.write[index].to(model.W_U.device)
     direction = write - write.mean()
     if getattr(getattr(model, "ln_final", None), "w", None) is not None:

@@ -13,9 +13,7 @@ from typing import Any
 from swd_lens.circuits import Comparison
 from swd_lens.factors import FactorSet
 from swd_lens.sites import split_name
-from swd_lens.study.audit import Context, LogitEffect, logit_effect, top_contexts
-
-WRITES_RESIDUAL = ("mlp_out", "attn_o")
+from swd_lens.study.audit import WRITES_RESIDUAL, Context, LogitEffect, logit_effect, top_contexts
 
 
 @dataclass(frozen=True)

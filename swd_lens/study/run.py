@@ -11,7 +11,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,13 @@ from swd_lens.factors import FactorSet, fingerprint
 from swd_lens.files import write_json
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.plan import factorize
+from swd_lens.solver import SolveSpec
 from swd_lens.study.cards import UnitCard, unit_cards
 from swd_lens.study.fidelity import Fidelity, fidelity
 from swd_lens.tasks.task import Task
+
+# The method that exact factors go by in a Run; they are the control, and are not saved.
+CONTROL = "SVD"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write the factors of every sparse replacement, then run.json, each atomically."""
         for r in self.replacements:
-            if r.method != "SVD":  # exact factors are dense and made in a moment; no need to ship them
+            if r.method != CONTROL:  # exact factors are dense and made in a moment; no need to ship them
                 r.factors.save(folder / r.folder)
         write_json(folder / "run.json", self.as_dict())
 
@@ -157,12 +161,13 @@ def run_study(
     sparsest = {surface: _sparsest(replacements, surface) for surface in surfaces}
     shown = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
     cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
-    settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens, positions, solver)
+    settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
+    settings |= _settings_used(replacements, comparisons, solver)
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
 
 
 def _sparsest(replacements: Sequence[Replacement], surface: str) -> Replacement:
-    sparse = [r for r in replacements if r.surface == surface and r.method != "SVD"]
+    sparse = [r for r in replacements if r.surface == surface and r.method != CONTROL]
     return max(sparse, key=lambda r: r.factors.sparsity)
 
 
@@ -186,7 +191,7 @@ def _svd(model: Any, surface: str, pattern: Any, heldout: Any) -> Replacement:
     began = time.perf_counter()
     factors = baselines.svd(model, pattern)
     seconds = time.perf_counter() - began
-    return Replacement(surface, "SVD", factors, fidelity(model, factors, heldout), seconds)
+    return Replacement(surface, CONTROL, factors, fidelity(model, factors, heldout), seconds)
 
 
 def _settings(
@@ -196,8 +201,6 @@ def _settings(
     sparsities: Any,
     calibration: Any,
     heldout: Any,
-    positions: str,
-    solver: Any,
 ) -> dict[str, Any]:
     cfg = model.cfg
     return {
@@ -212,12 +215,22 @@ def _settings(
         "sparsities": [float(s) for s in sparsities],
         "calibration tokens": 0 if calibration is None else int(torch.as_tensor(calibration).numel()),
         "held-out tokens": int(torch.as_tensor(heldout).numel()),
-        "positions": positions,
-        "ablation": "mean over train prompts",
-        "score": "positive first-order attribution",
-        "solver": {"preset": "paper", **solver},
         "tasks": {task.name: _describe(task) for task in tasks},
     }
+
+
+def _settings_used(
+    replacements: Sequence[Replacement], comparisons: Mapping[str, Mapping[str, Comparison]], solver: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What solver, attribution and interventions say they used: read off their results, not repeated here."""
+    factors = replacements[0].factors
+    solved = next(iter(factors.values())).settings
+    curve = next(iter(next(iter(comparisons.values())).values())).curves[replacements[0].method]
+    used: dict[str, Any] = {key: curve.settings[key] for key in ("positions", "mean_over", "ablation", "score")}
+    used["calibration"] = factors.provenance["calibration"]
+    used["solver"] = {"preset": solved["preset"], **solver}
+    used["solver settings"] = {field.name: solved[field.name] for field in fields(SolveSpec)}
+    return used
 
 
 def _host_fingerprint(model: Any) -> str:
