@@ -69,4 +69,5 @@ def collect_grams(
             raise ValueError(
                 f"activations entering {name} are not finite on these tokens; the host itself is broken there"
             )
-    return Grams({name: (total / rows.numel()).float() for name, total in sums.items()}, rows.numel())
+    # Sums are dropped as they are converted: float64 and float32 Grams of many sites need not be held together.
+    return Grams({name: (sums.pop(name) / rows.numel()).float() for name in list(sums)}, rows.numel())

@@ -3,29 +3,27 @@
 The flow through this module:
 
 1. `Factors` holds the two factors of one matrix with how they were made; counts (edges, valid units) and errors
-   (relmse, relative Frobenius) are derived, never stored.
+   (relmse, relative Frobenius) are derived, never stored. They are dense; `sparse` gives the sparse view.
 2. `FactorSet` maps site names to Factors in execution order and carries the provenance of the whole replacement.
-3. `FactorSet.save` / `FactorSet.load` write a folder: factors.safetensors (indices and values of the nonzeros) and
-   factors.json (format version, settings, provenance). Both files are written beside their place and renamed, so a
-   reader never sees half of one.
+3. `FactorSet.save` / `FactorSet.load` write and read a folder (storage.py): indices and values of the nonzeros, settings,
+   provenance. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked for.
+   `Factors.save` / `Factors.load` are those of a set of one.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
-from safetensors.torch import save_file
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from swd_lens.files import atomic, sha256, write_text
+from swd_lens.storage import StoredPair, read_index, write_index, write_pair
 
-FORMAT_VERSION = 1
+# Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
+_TILE = 2**21
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,11 +98,13 @@ class Factors:
             ValueError: no weight given and none remembered (factors that were loaded from a file).
         """
         dense = self._dense(weight)
-        error = dense - self.read.double() @ self.write.double()
-        if gram is None:
-            return float(error.square().sum() / dense.square().sum())
-        g = gram.double()
-        return float((error * (g @ error)).sum() / (dense * (g @ dense)).sum())
+        read, metric = self.read.double(), None if gram is None else gram.double()
+        lost = total = dense.new_zeros((), dtype=torch.float64)
+        for columns in torch.arange(self.d_out, device=dense.device).split(max(1, _TILE // self.d_in)):
+            target = dense[:, columns].double()
+            error = target - read @ self.write[:, columns].double()
+            lost, total = lost + _energy(error, metric), total + _energy(target, metric)
+        return float(lost / total)
 
     def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
         """||W - AB||_F / ||W||_F."""
@@ -117,9 +117,38 @@ class Factors:
                 "these Factors do not remember their dense weight (factors loaded from a file never do); "
                 "pass it: factors.relmse(gram, weight=site.weight(model))"
             )
-        return dense.double()
+        return dense
 
     # ------------------------------------------------------------------ other
+
+    def sparse(
+        self, layout: torch.layout = torch.sparse_coo
+    ) -> tuple[Shaped[Tensor, "d_in unit"], Shaped[Tensor, "unit d_out"]]:
+        """Read and write factor as sparse tensors of their nonzeros.
+
+        The default, COO, lists edges: `read.indices()` is (2, edges), input above unit, and `read.values()` their
+        weights; `write.indices()` is unit above output. torch multiplies sparse by dense: z = (read.T @ h.T).T.
+        `layout=torch.sparse_csc` for read and `torch.sparse_csr` for write keep each unit's edges together.
+        """
+        return self.read.to_sparse(layout=layout), self.write.to_sparse(layout=layout)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write these factors into a folder, as a set of one; see `FactorSet.save`."""
+        return FactorSet({self.provenance.get("site", "matrix"): self}).save(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Factors":
+        """Read the one matrix in a folder.
+
+        Raises:
+            ValueError: the folder holds several (or none), and whatever `FactorSet.load` raises.
+        """
+        found = FactorSet.load(folder)
+        if len(found) != 1:
+            raise ValueError(
+                f"{folder} holds {len(found)} matrices ({', '.join(found)}); load them with FactorSet.load and take one"
+            )
+        return found[next(iter(found))]
 
     def to(self, device: torch.device | str) -> "Factors":
         weight = None if self.weight is None else self.weight.to(device)
@@ -136,20 +165,27 @@ class Factors:
 # ---------------------------------------------------------------------------------------------- many matrices
 
 
-class FactorSet(Mapping[str, Factors]):
+# Plain at run time: a checker of types that looks into a Mapping[str, Factors] would make the Factors of a loaded set.
+_SetBase = Mapping[str, Factors] if TYPE_CHECKING else Mapping
+
+
+class FactorSet(_SetBase):
     """Site name -> Factors, in execution order, with the provenance of the whole replacement.
 
     Iterating gives site names; `set[name]` the Factors. Printing it lists one line per site.
     """
 
     def __init__(self, factors: Mapping[str, Factors], provenance: Mapping[str, Any] | None = None):
-        self._factors = dict(factors)
+        self._factors: dict[str, Factors | _Stored] = dict(factors)
         self.provenance: dict[str, Any] = dict(provenance or {})
 
     def __getitem__(self, site: str) -> Factors:
         if site not in self._factors:
             raise KeyError(f"no factors for site {site!r}; this set holds {', '.join(self._factors) or 'nothing'}")
-        return self._factors[site]
+        held = self._factors[site]
+        if isinstance(held, _Stored):
+            held = self._factors[site] = held.factors()
+        return held
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._factors)
@@ -157,110 +193,109 @@ class FactorSet(Mapping[str, Factors]):
     def __len__(self) -> int:
         return len(self._factors)
 
+    def __contains__(self, site: object) -> bool:
+        return site in self._factors  # Mapping's own would make the Factors
+
     @property
     def edges(self) -> int:
         """Nonzeros of all factors together."""
-        return sum(f.edges for f in self.values())
+        return sum(f.edges for f in self._factors.values())
 
     @property
     def n_units(self) -> int:
-        return sum(f.n_units for f in self.values())
+        return sum(f.n_units for f in self._factors.values())
 
     @property
     def sparsity(self) -> float:
         """1 - (all edges) / (all dense weights)."""
-        return 1.0 - self.edges / sum(f.d_in * f.d_out for f in self.values())
+        return 1.0 - self.edges / sum(f.d_in * f.d_out for f in self._factors.values())
 
     def __or__(self, other: "FactorSet") -> "FactorSet":
         """Both sets together. Raises ValueError where a site is in both."""
         twice = set(self) & set(other)
         if twice:
             raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
-        return FactorSet({**self._factors, **other._factors}, {**other.provenance, **self.provenance})
+        return _set_of({**self._factors, **other._factors}, {**other.provenance, **self.provenance})
 
     def __repr__(self) -> str:
         lines = [f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges, s={self.sparsity:.4f}"]
-        return "\n  ".join(lines + [repr(f) for f in self.values()])
+        return "\n  ".join(lines + [repr(f) for f in self._factors.values()])
 
     # ------------------------------------------------------------------ files
 
     def save(self, folder: str | Path) -> Path:
-        """Write factors.safetensors and factors.json into the folder (made if need be); 8 bytes per edge.
+        """Write the set into the folder (made if need be), in place of a set that is there; 8 bytes per edge.
 
-        Each file is written beside its place and renamed. The json names the tensors file's hash, so that a mixture of
-        two saves is noticed at load.
+        One file per site and an index. The index is replaced last, by a rename: interrupted, the folder holds what it held.
+
+        Raises:
+            ValueError: (FactorFileError) a factor is not finite; site and entry are named.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for site, f in self.items():
-            for part, matrix in (("read", f.read), ("write", f.write)):
-                index = matrix.flatten().nonzero().flatten()
-                tensors[f"{site}.{part}.index"] = index.to(torch.int32 if matrix.numel() < 2**31 else torch.int64)
-                tensors[f"{site}.{part}.value"] = matrix.flatten()[index].float().contiguous()
-        with atomic(folder / "factors.safetensors") as path:
-            save_file(tensors, str(path))
-            digest = sha256(path)
-        described = {
-            "format": FORMAT_VERSION,
-            "tensors_sha256": digest,
-            "provenance": self.provenance,
-            "sites": {
-                site: {
-                    "d_in": f.d_in,
-                    "units": f.n_units,
-                    "d_out": f.d_out,
-                    "settings": dict(f.settings),
-                    "provenance": dict(f.provenance),
-                }
-                for site, f in self.items()
-            },
-        }
-        write_text(folder / "factors.json", json.dumps(described, indent=1))
+        write_index(folder, {site: write_factors(folder, site, f) for site, f in self.items()}, self.provenance)
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> "FactorSet":
-        """Read a folder that `save` wrote.
+        """Read a folder that `save` (or `factorize(..., out=folder)`) wrote.
+
+        Every file is read once, in blocks, to check its hash, and then memory-mapped; a site's dense Factors are made when
+        they are first asked for. Afterwards the set no longer needs the folder.
 
         Raises:
-            FileNotFoundError: no factors.json or factors.safetensors there.
-            ValueError: written by a newer format, or the two files do not belong together.
+            FileNotFoundError: no factors.json there.
+            ValueError: (FactorFileError) another format, or the files are damaged or do not belong together; found when a
+                site is first asked for: an index outside its matrix, a value that is not finite.
         """
-        folder = Path(folder)
-        if not (folder / "factors.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} holds no factors.json; FactorSet.load takes the folder that FactorSet.save wrote"
-            )
-        described = json.loads((folder / "factors.json").read_text())
-        if described.get("format") != FORMAT_VERSION:
-            raise ValueError(
-                f"{folder} is of factor format {described.get('format')}, this swd_lens reads {FORMAT_VERSION}; "
-                "update swd_lens or factorize again"
-            )
-        tensors_file = folder / "factors.safetensors"
-        if not tensors_file.is_file() or sha256(tensors_file) != described["tensors_sha256"]:
-            raise ValueError(
-                f"{tensors_file} is missing or is not the file that factors.json was written with; save again"
-            )
-        factors = {}
-        with safe_open(str(tensors_file), framework="pt") as tensors:
-            for site, d in described["sites"].items():
-                read = _from_edges(tensors, f"{site}.read", d["d_in"], d["units"])
-                write = _from_edges(tensors, f"{site}.write", d["units"], d["d_out"])
-                factors[site] = Factors(read, write, d["settings"], d["provenance"])
-        return cls(factors, described["provenance"])
+        described = read_index(Path(folder))
+        stored = {site: _Stored(Path(folder), site, entry) for site, entry in described["sites"].items()}
+        return _set_of(stored, described["provenance"])
+
+
+class _Stored:
+    """A site's factors in a mapped file: the counts that a summary needs, and the Factors when asked for."""
+
+    def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):
+        self.site, self.settings, self.provenance = site, entry["settings"], entry["provenance"]
+        self.d_in, self.n_units, self.d_out = entry["d_in"], entry["units"], entry["d_out"]
+        self.pair = StoredPair(folder, entry)
+
+    @property
+    def edges(self) -> int:
+        if self.settings.get("edges") == "dense":  # as Factors.edges_per_unit counts
+            return self.n_units * (self.d_in + self.d_out)
+        return sum(self.pair.nonzeros.values())
+
+    def factors(self) -> Factors:
+        return Factors(*self.pair.dense(), self.settings, self.provenance)
+
+    def __repr__(self) -> str:
+        sparsity = 1.0 - self.edges / (self.d_in * self.d_out)
+        shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
+        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={sparsity:.4f}, in its file)"
+
+
+def _set_of(held: Mapping[str, Factors | _Stored], provenance: Mapping[str, Any]) -> FactorSet:
+    """A set whose Factors may still be in their files."""
+    made = FactorSet({}, provenance)
+    made._factors.update(held)
+    return made
+
+
+def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
+    """Write one site's file; returns its entry for `swd_lens.storage.write_index`."""
+    return {**write_pair(folder, site, f.read, f.write), "settings": dict(f.settings), "provenance": dict(f.provenance)}
 
 
 def fingerprint(weight: Float[Tensor, "d_in d_out"]) -> str:
     """SHA-256 over shape and float32 values of a matrix: factors carry that of the matrix they were made from."""
     data = weight.detach().float().cpu().contiguous()
     digest = hashlib.sha256(str(tuple(data.shape)).encode())
-    digest.update(data.numpy().tobytes())
+    digest.update(data.flatten().numpy().data)  # the buffer itself: no copy of a large matrix
     return digest.hexdigest()
 
 
-def _from_edges(tensors: Any, name: str, rows: int, columns: int) -> Float[Tensor, "rows columns"]:
-    matrix = torch.zeros(rows * columns)
-    matrix[tensors.get_tensor(f"{name}.index").long()] = tensors.get_tensor(f"{name}.value")
-    return matrix.view(rows, columns)
+def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:
+    """tr(M^T G M)."""
+    return matrix.square().sum() if gram is None else (matrix * (gram @ matrix)).sum()

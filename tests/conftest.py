@@ -2,8 +2,9 @@
 
 import os
 
-# Before torch is imported: a thread that waits should sleep. Spinning ones cost a factor of ten on a busy machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch is imported: a waiting thread spins a little (LAPACK wants that), then sleeps. Spinning on costs a factor of
+# ten on a busy machine.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import warnings
 from pathlib import Path

@@ -1,12 +1,20 @@
 """Factors and their files."""
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+import swd_lens.factors
 from swd_lens.baselines import svd_factors
 from swd_lens.factors import Factors, FactorSet, fingerprint
+from swd_lens.files import sha256
+from swd_lens.storage import FactorFileError, StoredPair
 
 
 def small() -> Factors:
@@ -51,16 +59,48 @@ def test_loaded_factors_ask_for_the_weight():
     assert f.relmse(weight=torch.eye(2)) == 0.0
 
 
+def sparse_factors(d_in: int, units: int, d_out: int, density: float, seed: int = 0) -> Factors:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        mask = torch.rand(rows, columns, generator=generator) < density
+        return torch.randn(rows, columns, generator=generator) * mask
+
+    return Factors(draw(d_in, units), draw(units, d_out), {"preset": "paper", "sparsity": 0.5}, {"tokens": 3})
+
+
+def test_relmse_in_tiles_is_relmse(monkeypatch):
+    f = sparse_factors(24, 12, 31, 0.5)
+    weight, h = torch.randn(24, 31), torch.randn(50, 24)
+    gram = h.T @ h / 50
+    error = (weight - f.read @ f.write).double()
+    by_hand = float((h.double() @ error).square().sum() / (h.double() @ weight.double()).square().sum())
+    for tile in (1, 24 * 7, 2**21):  # one column at a time, seven, all
+        monkeypatch.setattr(swd_lens.factors, "_TILE", tile)
+        assert f.relmse(gram, weight) == pytest.approx(by_hand, rel=1e-5)
+        assert f.relative_frobenius(weight) == pytest.approx(float(error.norm() / weight.norm()), rel=1e-6)
+
+
+def test_sparse_view():
+    f = sparse_factors(40, 20, 30, 0.3)
+    read, write = f.sparse()
+    assert len(read.values()) + len(write.values()) == f.edges
+    assert torch.equal(read.to_dense(), f.read) and torch.equal(write.to_dense(), f.write)
+    # Edges of unit 7, as listed: the nonzeros of its read vector.
+    inputs = read.indices()[0, read.indices()[1] == 7]
+    assert torch.equal(inputs, f.read[:, 7].nonzero().flatten())
+    h = torch.randn(5, 40)
+    torch.testing.assert_close((read.T @ h.T).T, h @ f.read)
+    csc, _ = f.sparse(torch.sparse_csc)
+    assert csc.ccol_indices().diff().tolist() == (f.read != 0).sum(0).tolist()
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
 def test_save_and_load(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    read = torch.randn(40, 20, generator=generator) * (torch.rand(40, 20, generator=generator) < 0.3)
-    write = torch.randn(20, 30, generator=generator) * (torch.rand(20, 30, generator=generator) < 0.3)
     saved = FactorSet(
-        {
-            "blocks.0.mlp_out": Factors(read, write, {"preset": "paper", "sparsity": 0.5}, {"tokens": 3}),
-            "blocks.1.mlp_out": small(),
-        },
-        {"model": "toy"},
+        {"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()}, {"model": "toy"}
     )
     saved.save(tmp_path / "factors")
     loaded = FactorSet.load(tmp_path / "factors")
@@ -71,35 +111,211 @@ def test_save_and_load(tmp_path):
         assert torch.equal(loaded[site].write, saved[site].write)
         assert loaded[site].settings == saved[site].settings
         assert loaded[site].provenance == saved[site].provenance
-    assert sorted(path.name for path in (tmp_path / "factors").iterdir()) == ["factors.json", "factors.safetensors"]
+    names = sorted(path.name.split(".safetensors")[0][:16] for path in (tmp_path / "factors").iterdir())
+    assert names == ["blocks.0.mlp_out", "blocks.1.mlp_out", "factors.json"]
 
 
-def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
-    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+# Values that float32 holds exactly, the smallest and largest among them; zeros and -0 are no edges.
+VALUES = st.one_of(st.just(0.0), st.floats(width=32, allow_nan=False, allow_infinity=False))
 
-    def interrupted(tensors, path):
-        with open(path, "wb") as file:
-            file.write(b"half")
+
+@st.composite
+def pairs(draw) -> Factors:
+    d_in, units, d_out = (draw(st.integers(1, 7)) for _ in range(3))
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        values = draw(st.lists(VALUES, min_size=rows * columns, max_size=rows * columns))
+        return torch.tensor(values, dtype=torch.float32).view(rows, columns)
+
+    return Factors(matrix(d_in, units), matrix(units, d_out))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["blocks.0.mlp_in", "blocks.0.mlp_out", "a/b", "a_b", "é"]), pairs(), max_size=4)
+)
+def test_any_set_survives_its_files(factors):
+    with TemporaryDirectory() as folder:
+        FactorSet(factors).save(folder)
+        loaded = FactorSet.load(folder)
+        assert list(loaded) == list(factors)
+        for site, f in factors.items():
+            # Bits, not just values; + 0.0 turns -0 into 0, which is what an absent edge is.
+            assert torch.equal(loaded[site].read.view(torch.int32), (f.read + 0.0).view(torch.int32))
+            assert torch.equal(loaded[site].write.view(torch.int32), (f.write + 0.0).view(torch.int32))
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5, 1.0])
+def test_eight_bytes_an_edge(tmp_path, density):
+    # GPT-2's proportions, a quarter of its width, index and all: the bound of 1.15 is on everything in the folder.
+    many = {f"blocks.{layer}.mlp_out": sparse_factors(768, 192, 192, density, seed=layer) for layer in range(4)}
+    factors = FactorSet(many, {"model": "toy"})
+    factors.save(tmp_path)
+    on_disk = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert 8 * factors.edges <= on_disk <= 1.15 * 8 * factors.edges
+
+
+def test_opening_makes_no_factors(tmp_path, monkeypatch):
+    saved = FactorSet({"blocks.0.mlp_out": sparse_factors(40, 20, 30, 0.3), "blocks.1.mlp_out": small()})
+    saved.save(tmp_path)
+    made: list[str] = []
+    dense = StoredPair.dense
+    monkeypatch.setattr(StoredPair, "dense", lambda pair: made.append(pair.path.name[:16]) or dense(pair))
+    loaded = FactorSet.load(tmp_path)
+    assert loaded.edges == saved.edges and loaded.n_units == saved.n_units and loaded.sparsity == saved.sparsity
+    assert "blocks.1.mlp_out" in loaded and "blocks.2.mlp_out" not in loaded
+    assert repr(loaded).count("in its file") == 2 and not made
+    assert loaded["blocks.1.mlp_out"] is loaded["blocks.1.mlp_out"]
+    assert made == ["blocks.1.mlp_out"]
+    both = loaded | FactorSet({"blocks.2.mlp_out": small()})
+    assert len(both) == 3 and made == ["blocks.1.mlp_out"]
+
+
+def test_dense_controls_count_alike_before_and_after_they_are_made(tmp_path):
+    FactorSet({"blocks.0.mlp_out": svd_factors(torch.diag(torch.tensor([2.0, 1.0])))}).save(tmp_path)
+    loaded = FactorSet.load(tmp_path)
+    assert loaded.edges == 8  # not yet made
+    assert loaded["blocks.0.mlp_out"].edges == loaded.edges == 8
+
+
+def test_a_loaded_set_outlives_its_files(tmp_path):
+    first, second = sparse_factors(40, 20, 30, 0.3, seed=1), sparse_factors(40, 20, 30, 0.3, seed=2)
+    FactorSet({"blocks.0.mlp_out": first}).save(tmp_path)
+    loaded = FactorSet.load(tmp_path)
+    FactorSet({"blocks.0.mlp_out": second, "blocks.1.mlp_out": first}).save(tmp_path)
+    assert torch.equal(loaded["blocks.0.mlp_out"].read, first.read)
+    assert torch.equal(FactorSet.load(tmp_path)["blocks.0.mlp_out"].read, second.read)
+    # Saved over: the first set's file is gone, and so is what a killed writer left.
+    (tmp_path / ".blocks.0.mlp_out.safetensors.1.part").touch()
+    loaded.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_matrix(tmp_path):
+    f = sparse_factors(40, 20, 30, 0.3)
+    f.save(tmp_path / "nameless")
+    assert torch.equal(Factors.load(tmp_path / "nameless").read, f.read)
+    small().save(tmp_path / "named")
+    assert list(FactorSet.load(tmp_path / "named")) == ["blocks.0.mlp_out"]
+    FactorSet({"blocks.0.mlp_out": small(), "blocks.1.mlp_out": small()}).save(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"holds 2 matrices \(blocks\.0\.mlp_out, blocks\.1\.mlp_out\)"):
+        Factors.load(tmp_path / "two")
+
+
+@pytest.mark.parametrize("where", ["save_file", "sha256", "write_text"])
+def test_an_interrupted_save_leaves_the_old_set(tmp_path, monkeypatch, where):
+    old = {"blocks.0.mlp_out": small(), "blocks.1.mlp_out": sparse_factors(40, 20, 30, 0.3)}
+    FactorSet(old).save(tmp_path)
+
+    def interrupted(*arguments):
+        if where == "save_file":
+            Path(arguments[1]).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("swd_lens.factors.save_file", interrupted)
+    monkeypatch.setattr(f"swd_lens.storage.{where}", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        FactorSet({"blocks.0.mlp_in": small()}).save(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        FactorSet({"blocks.0.mlp_out": sparse_factors(4, 2, 3, 0.9), "blocks.0.mlp_in": small()}).save(tmp_path)
+    monkeypatch.undo()
+    loaded = FactorSet.load(tmp_path)
+    assert list(loaded) == list(old)
+    assert all(torch.equal(loaded[site].read, old[site].read) for site in old)
+    assert not list(tmp_path.glob(".*"))
 
 
-def test_bad_folders(tmp_path):
+def tensors_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+def rewrite(folder: Path, **changed: torch.Tensor) -> None:
+    """Exchange tensors of the one file there, and give the index its new hash: only the contents are wrong then."""
+    path = tensors_file(folder)
+    save_file({**load_file(path), **{name.replace("_", "."): value for name, value in changed.items()}}, path)
+    described = json.loads((folder / "factors.json").read_text())
+    described["sites"]["blocks.0.mlp_out"]["sha256"] = sha256(path)
+    (folder / "factors.json").write_text(json.dumps(described))
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        # small(): read (2, 2) has its entry 0, write (2, 2) its entries 0, 1 and 3.
+        ({"read_index": ints(4)}, r"read has index 4, outside its 2 x 2 entries"),
+        ({"read_index": ints(-1)}, r"read has index -1, outside its 2 x 2 entries"),
+        ({"write_index": ints(0, 3, 1)}, r"the indices of write are not ascending"),
+        ({"write_index": ints(0, 1, 1)}, r"the indices of write are not ascending"),
+        ({"write_value": torch.tensor([2.0, 1.0, torch.nan])}, r"write\[1, 1\] is nan"),
+        ({"write_value": torch.tensor([2.0, -torch.inf, 3.0])}, r"write\[0, 1\] is -inf"),
+        ({"write_value": torch.tensor([2.0])}, r"write has 3 indices for 1 values"),
+    ],
+)
+def test_wrong_contents(tmp_path, changed, message):
+    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
+    rewrite(tmp_path)
+    assert torch.equal(FactorSet.load(tmp_path)["blocks.0.mlp_out"].write, small().write)  # the change is what matters
+    rewrite(tmp_path, **changed)
+    with pytest.raises(FactorFileError, match=message):
+        FactorSet.load(tmp_path)["blocks.0.mlp_out"]
+
+
+def test_damaged_files(tmp_path):
+    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
+    path = tensors_file(tmp_path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:10], b"", bytes([*whole[:-1], whole[-1] ^ 1])):
+        path.write_bytes(damaged)
+        with pytest.raises(FactorFileError, match=r"is not the file that factors\.json was written with"):
+            FactorSet.load(tmp_path)
+    for damaged in (b"", whole[:10], whole[:-1]):  # cut short before it was hashed
+        path.write_bytes(damaged)
+        with pytest.raises(FactorFileError, match="cannot be read"):
+            StoredPair(tmp_path, {"file": path.name, "d_in": 2, "units": 2, "d_out": 2})
+    path.unlink()
+    with pytest.raises(FactorFileError, match=r"the factors of blocks\.0\.mlp_out, is missing"):
+        FactorSet.load(tmp_path)
+
+
+def test_values_that_are_not_finite_are_not_saved(tmp_path):
+    FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
+    bad = Factors(torch.eye(2), torch.tensor([[1.0, 0.0], [torch.nan, 1.0]]))
+    with pytest.raises(FactorFileError, match=r"blocks\.1\.mlp_out: write\[1, 0\] is nan; nothing was saved"):
+        FactorSet({"blocks.1.mlp_out": bad}).save(tmp_path)
+    assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
+
+
+def test_bad_index(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no factors\.json"):
         FactorSet.load(tmp_path)
     FactorSet({"blocks.0.mlp_out": small()}).save(tmp_path)
-    described = json.loads((tmp_path / "factors.json").read_text())
-    (tmp_path / "factors.json").write_text(json.dumps({**described, "format": 99}))
-    with pytest.raises(ValueError, match="format 99, this swd_lens reads 1"):
-        FactorSet.load(tmp_path)
-    (tmp_path / "factors.json").write_text(json.dumps({**described, "tensors_sha256": "0"}))
-    with pytest.raises(ValueError, match=r"is not the file that factors\.json was written with"):
-        FactorSet.load(tmp_path)
+    index = tmp_path / "factors.json"
+    text = index.read_text()
+
+    def refused(changed: str, message: str) -> None:
+        index.write_text(changed)
+        with pytest.raises(FactorFileError, match=message):
+            FactorSet.load(tmp_path)
+
+    described = json.loads(text)
+    refused(json.dumps({**described, "format": 99}), "format 99, this swd_lens reads 2; update swd_lens")
+    refused(json.dumps({**described, "format": 1}), "format 1, this swd_lens reads 2; factorize again")
+    refused(text[:40], r"factors\.json is damaged")
+    refused("[]", "format None")
+    refused(json.dumps({"format": 2, "provenance": {}}), "has no 'sites'")
+    for key, value in {"d_in": 0, "units": "2", "settings": None, "sha256": None, "file": 3}.items():
+        entry = {**described["sites"]["blocks.0.mlp_out"], key: value}
+        refused(json.dumps({**described, "sites": {"a": entry}}), f"'{key}' of a is")
+    elsewhere = {**described["sites"]["blocks.0.mlp_out"], "file": "../x.safetensors"}
+    refused(json.dumps({**described, "sites": {"a": elsewhere}}), "is not in this folder")
+    # A folder with a broken index can be saved over.
+    small().save(tmp_path)
+    assert FactorSet.load(tmp_path).edges == 4
+
+
+# ---------------------------------------------------------------------------------------------- sets
 
 
 def test_sets():

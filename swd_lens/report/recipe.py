@@ -3,6 +3,7 @@
 from typing import Any
 
 from swd_lens.report.headline import CONTROL, main_replacement
+from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study import Run
 
 DEFAULT_MODEL = "swd-lens-default"
@@ -31,7 +32,8 @@ def load_code(run: Run) -> str:
 def run_code(run: Run) -> str:
     """The call that makes this run again."""
     s = run.settings
-    solver = {key: value for key, value in dict(s.get("solver", {})).items() if (key, value) != ("preset", "paper")}
+    used = dict(s.get("solver", {}))
+    solver = {key: value for key, value in used.items() if (key, value) != ("preset", DEFAULT_PRESET)}
     lines = [
         "import swd_lens as swd",
         "from swd_lens.report import write_report",

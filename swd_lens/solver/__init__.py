@@ -1,9 +1,12 @@
 """The sparse two-factor solver: tensors in, `Factors` out.
 
-1. `resolve` the preset and overrides to a SolveSpec (spec.py).
+1. `resolve` the preset and overrides to a spec (spec.py).
 2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
-3. Run Double Sparse Factorization in float32, without TF32 or autocast (dsf.py); supports by threshold.py.
-4. Return `Factors` whose settings are everything that was used, and the entries really kept.
+3. Solve in float32, without TF32 or autocast: by the annealed solver (anneal.py, then refine.py) or by the paper's (dsf.py).
+4. Bring the factors into canonical scale and sign (canonical.py).
+5. Return `Factors` whose settings are everything that was used, and the entries really kept.
+
+`cost` (cost.py) says beforehand how many operations and bytes a call takes.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +18,12 @@ import torch
 from torch import Tensor
 
 from ..factors import Factors
-from . import dsf
-from .budget import Budget, plan_budget, realised
-from .dsf import OnIteration
-from .spec import PRESETS, SolveSpec, resolve
+from . import anneal, dsf
+from .budget import Budget, plan_budget, plan_shares, realised
+from .canonical import canonical
+from .cost import Cost, cost
+from .spec import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec, SolveSpec, resolve
+from .step import OnIteration, Step
 from .validate import (
     BudgetError,
     GramError,
@@ -29,22 +34,32 @@ from .validate import (
     WeightError,
     check_gram,
     check_sparsity,
-    check_units,
+    check_tokens,
     check_weight,
+    resolve_units,
 )
 
 __all__ = [
+    "DEFAULT_PRESET",
     "PRESETS",
+    "AnnealSpec",
     "Budget",
     "BudgetError",
+    "Cost",
+    "DsfSpec",
     "GramError",
+    "OnIteration",
     "SolveInputError",
     "SolveSpec",
     "SparsityError",
     "SpecError",
+    "Step",
     "UnitsError",
     "WeightError",
+    "canonical",
+    "cost",
     "plan_budget",
+    "plan_shares",
     "realised",
     "resolve",
     "solve",
@@ -56,36 +71,45 @@ def solve(
     gram: Tensor | None = None,
     sparsity: float | int = 0.5,
     *,
-    preset: str = "paper",
-    units: int | None = None,
+    preset: str = DEFAULT_PRESET,
+    units: int | float | str | None = None,
+    tokens: int | None = None,
     on_iteration: OnIteration | None = None,
     **overrides: Any,
 ) -> Factors:
-    """Sparse factors W ≈ read @ write with nnz(read) + nnz(write) = K = (1 - sparsity) numel(W).
+    """Sparse factors W ≈ read @ write with nnz(read) + nnz(write) <= K = (1 - sparsity) numel(W).
 
-    Minimises tr((W - AB)^T G (W - AB)) heuristically: paper §swd-factorization and app. swd-optimization, method.md
-    §5.2. Deterministic: the same inputs on the same machine and threads give the same bits.
+    Minimises tr((W - AB)^T G (W - AB)) heuristically (paper §swd-factorization and app. swd-optimization; method.md
+    §5.2; solver.md). Deterministic: the same inputs on the same machine and threads give the same bits. The factors are
+    in canonical form: each unit's read and write vector have equal norms, and the write vector's largest entry is
+    positive; unit i started as coordinate i of the short side (canonical.py).
 
     Args:
         weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Solved in float32.
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
-        preset: a key of `PRESETS`; "paper" is the paper's solver with the reference code's rounding.
-        units: width of the bottleneck; None means min(d_in, d_out), the only width the paper's solver defines.
-        on_iteration: called as on_iteration(t, T) after outer iteration t = 1..T, for progress bars.
-        **overrides: fields of `SolveSpec`, e.g. outer_iterations=8, rounding="exact".
+        preset: a key of `PRESETS`: "best"; "quick" and "thorough", half and 2.5 times its iterations; "paper", the
+            paper's solver with the reference code's rounding.
+        units: width of the bottleneck: a number, None for min(d_in, d_out), or "2x" for twice that (any "1.5x" too).
+            More units at the same K lower the error and cost time. The paper's solver knows min(d_in, d_out) only.
+        tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram's off-diagonal
+            by min(.3, d_in / tokens); `settings["shrinkage"]` says by how much.
+        on_iteration: called with a `Step` after each outer iteration, for progress bars.
+        **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8.
 
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
-        On very small matrices a unit may end without edges on one side; K is then not used up (see `valid_units`).
+        Fewer than K entries are kept only where fewer can be of use (a weight of mostly zeros), and by the paper's solver
+        as its rounding has it, or when a unit of a very small matrix dies (see `valid_units`).
 
     Raises:
         SpecError: unknown preset or setting (the nearest names are given), or a setting outside its range.
         WeightError: not two-dimensional, not finite (the first entry is named), or all zeros.
         GramError: wrong size, not finite, not symmetric, negative diagonal, or not positive semi-definite.
         SparsityError: outside (0, 1).
-        UnitsError: not min(d_in, d_out).
+        UnitsError: not a width, or one the preset cannot make.
         BudgetError: too few edges; the largest feasible sparsity is named.
+        ValueError: tokens is not a positive number.
     """
     spec = resolve(preset, overrides)
     check_weight(weight)
@@ -93,26 +117,34 @@ def solve(
     if gram is not None:
         check_gram(gram, d_in)
     check_sparsity(sparsity)
-    check_units(units, d_in, d_out)
-    budget = plan_budget(d_in, d_out, sparsity, spec)
+    check_tokens(tokens)
+    width = resolve_units(units, d_in, d_out, any_width=isinstance(spec, AnnealSpec))
+    shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
 
     dense = weight.detach().to(torch.float32)
     metric = None if gram is None else gram.detach().to(device=dense.device, dtype=torch.float32)
     with torch.no_grad(), _plain_float32(dense.device):
-        read, write = dsf.factorize(dense, metric, budget, spec, on_iteration)
+        if isinstance(spec, AnnealSpec):
+            budget = plan_shares(d_in, d_out, sparsity, width, spec)
+            read, write = anneal.factorize(dense, metric, width, budget, spec, shrinkage, on_iteration)
+        else:
+            budget = plan_budget(d_in, d_out, sparsity, spec)
+            read, write = dsf.factorize(dense, metric, budget, spec, on_iteration)
+        read, write = canonical(read, write)
 
     settings = {
         "preset": preset,
         "sparsity": float(sparsity),
-        "units": read.shape[1],
+        "units": width,
         "calibrated": gram is not None,
         **spec.as_dict(),
+        "shrinkage": shrinkage,
         "budget_square": budget.square,
         "budget_other": budget.other,
         "nonzeros_read": int(read.count_nonzero()),
         "nonzeros_write": int(write.count_nonzero()),
     }
-    return Factors(read, write, settings, {"solver": "dsf", "version": _version()}, dense)
+    return Factors(read, write, settings, {"solver": spec.solver, "version": _version()}, dense)
 
 
 @contextmanager

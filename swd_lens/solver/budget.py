@@ -1,20 +1,25 @@
 """How many entries each factor may keep (method.md §5.2 step 1; counts checked in §0.3 and §0.4).
 
-1. n = min(d_in, d_out). The square factor (n x n) gets a fixed density, the other (n x max) the rest of K.
-2. The square factor is the read factor when d_in <= d_out, else the write factor.
-3. rounding="reference" then keeps entries strictly above a threshold, whose index is rounded in floating point as the
-   reference code does it: usually one entry less than the budget, sometimes (184,320 of 442,368) none.
+1. n = min(d_in, d_out). The square factor is the one on the short side: the read factor when d_in <= d_out, else the
+   write factor. With n units it is (n, n), the other (n, max(d_in, d_out)).
+2. `plan_budget` is the paper's: the square factor gets a fixed density, the other the rest of K.
+3. `plan_shares` is the annealed solver's, for any number of units: the square factor gets a share of K that depends on
+   K / n^2, and every unit can have an entry in both factors.
+4. rounding="reference" (the paper's solver only) then keeps entries strictly above a threshold, whose index is rounded in
+   floating point as the reference code does it: usually one entry less than the budget, sometimes (184,320 of 442,368)
+   none.
 """
 
+import math
 from dataclasses import dataclass
 
-from .spec import SolveSpec
+from .spec import AnnealSpec, DsfSpec
 from .validate import BudgetError
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Entries to keep: `square` in the (n, n) factor, `other` in the (n, max(d_in, d_out)) factor."""
+    """Entries to keep: `square` in the factor on the short side, `other` in the other one."""
 
     square: int
     other: int
@@ -25,7 +30,7 @@ class Budget:
         return self.square + self.other
 
 
-def plan_budget(d_in: int, d_out: int, sparsity: float | int, spec: SolveSpec) -> Budget:
+def plan_budget(d_in: int, d_out: int, sparsity: float | int, spec: DsfSpec) -> Budget:
     """Split K = (1 - s) numel(W) between the factors.
 
     Raises:
@@ -34,14 +39,38 @@ def plan_budget(d_in: int, d_out: int, sparsity: float | int, spec: SolveSpec) -
     n, numel = min(d_in, d_out), d_in * d_out
     # At least one entry per unit: only matters below n = 7, where the density alone gives less (ours, not the paper's).
     square = max(int(n**2 * spec.square_density(d_in, d_out)), n)
-    if spec.rounding == "reference":
-        other = int(numel * (1 - sparsity) - square)
-    else:
-        # 1 - s is inexact: 1000 * (1 - 0.9) = 99.99999999999997 is meant as 100.
-        other = int(round(numel * (1 - sparsity), 6)) - square
+    reference = spec.rounding == "reference"
+    other = int(numel * (1 - sparsity) - square) if reference else edges(d_in, d_out, sparsity) - square
     if other < n:
         raise BudgetError(_too_small(d_in, d_out, sparsity, square, n))
     return Budget(square, other)
+
+
+def edges(d_in: int, d_out: int, sparsity: float | int) -> int:
+    """K = (1 - s) numel(W). 1 - s is inexact: 1000 * (1 - 0.9) = 99.99999999999997 is meant as 100."""
+    return int(round(d_in * d_out * (1 - sparsity), 6))
+
+
+def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: AnnealSpec) -> Budget:
+    """Split K, or all that the units can hold, between the factors: at least one entry per unit and factor.
+
+    Raises:
+        BudgetError: K < 2 units; names the largest feasible sparsity and number of units.
+    """
+    n, numel, total = min(d_in, d_out), d_in * d_out, edges(d_in, d_out, sparsity)
+    if total < 2 * units:
+        feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
+        sparser = f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible"
+        fewer = f", or give units={total // 2}" if total >= 2 else ""
+        raise BudgetError(
+            f"sparsity={sparsity:g} leaves K={total:,} edges of {numel:,} for a ({d_in}, {d_out}) matrix, but {units:,} "
+            f"units need {2 * units:,}: one read and one write edge each; {sparser}{fewer}"
+        )
+    share = n**2 / (2 * (n**2 + total)) if spec.square_share is None else float(spec.square_share)
+    wanted = min(max(int(total * share), units), n * units)
+    total = min(total, units * (d_in + d_out))  # few units cannot hold more
+    square = min(max(wanted, total - units * max(d_in, d_out)), total - units)
+    return Budget(square, total - square)
 
 
 def _too_small(d_in: int, d_out: int, sparsity: float | int, square: int, n: int) -> str:
@@ -66,7 +95,7 @@ def strict_rank(numel: int, budget: float | int, cap: float | int) -> int:
     return max(numel - index, 2)
 
 
-def realised(numel: int, budget: int, spec: SolveSpec) -> int:
+def realised(numel: int, budget: int, spec: DsfSpec) -> int:
     """Entries a factor really keeps when no magnitudes tie."""
     if spec.rounding == "exact":
         return budget

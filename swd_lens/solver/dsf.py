@@ -25,8 +25,6 @@ later steps share an inverse, the solve after the last step is skipped). arithme
 scale-free floors instead: faster, invariant to powers of two in W and G to the bit, equally good on average.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +32,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .budget import Budget, strict_rank
-from .spec import SolveSpec
+from .scale import power_of_two
+from .spec import DsfSpec
+from .step import OnIteration, Step
 from .threshold import keep_above, keep_exactly
 from .validate import GramError
-
-OnIteration = Callable[[int, int], None]
 
 # The reference's floor on norms (1e-8) is absolute. While the largest entries lie in this range it is below or near
 # float32 rounding and harmless; outside, W and G are brought inside even under arithmetic="reference".
@@ -62,7 +60,7 @@ def factorize(
     weight: Float[Tensor, "d_in d_out"],
     gram: Float[Tensor, "d_in d_in"] | None,
     budget: Budget,
-    spec: SolveSpec,
+    spec: DsfSpec,
     on_iteration: OnIteration | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
     """Read and write factor of a validated float32 weight; gram None means G = I.
@@ -81,17 +79,16 @@ def factorize(
     return read.T.contiguous(), write * scale
 
 
-def _scale(values: Float[Tensor, "*shape"], spec: SolveSpec) -> float:
-    """The power of two to divide by: dividing is then exact, and a power of two in the input changes no bit."""
+def _scale(values: Float[Tensor, "*shape"], spec: DsfSpec) -> float:
+    """What to divide W or diag G by before solving: nothing, while the reference's absolute floors are harmless."""
     largest = float(values.abs().max())
     if spec.arithmetic == "reference" and HARMLESS_RANGE[0] <= largest <= HARMLESS_RANGE[1]:
         return 1.0
-    exponent = math.frexp(largest)[1] - 1  # 0 for 1.0: the identity Gram stays the identity
-    return 2.0 ** max(min(exponent, 100), -100)  # bounded: its inverse must be a float32, too
+    return power_of_two(values)
 
 
 def input_norm(
-    weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, spec: SolveSpec
+    weight: Float[Tensor, "d_in d_out"], gram: Float[Tensor, "d_in d_in"] | None, spec: DsfSpec
 ) -> Float[Tensor, "d_in 1"]:
     """v = sqrt(diag G), floored so that a dead input (G_jj = 0) can be divided by it."""
     if gram is None:
@@ -100,13 +97,14 @@ def input_norm(
 
 
 def alternate(
-    target: Float[Tensor, "d_in d_out"], budget: Budget, spec: SolveSpec, on_iteration: OnIteration | None = None
+    target: Float[Tensor, "d_in d_out"], budget: Budget, spec: DsfSpec, on_iteration: OnIteration | None = None
 ) -> tuple[Float[Tensor, "unit d_in"], Float[Tensor, "unit d_out"]]:
     """Steps 3 and 4: sparse factors of the rescaled target under the Frobenius loss, both unit-major."""
     tall = target.shape[0] > target.shape[1]
     by_output = target.T.contiguous()  # the reference's layout, and so its bits
     short_long = by_output if tall else by_output.T  # the square factor belongs to the short side
     eye = torch.eye(short_long.shape[0], dtype=target.dtype, device=target.device)
+    del target  # a weight-size buffer
     square = Block.start(eye, budget.square)
     other = Block.start(_start(short_long, budget.other, spec), budget.other)
     for t in range(spec.outer_iterations):
@@ -114,17 +112,24 @@ def alternate(
         update(square, other.factor, short_long.T, rho_start, spec)
         update(other, square.factor, short_long, rho_start, spec)
         if on_iteration is not None:
-            on_iteration(t + 1, spec.outer_iterations)
+            on_iteration(Step(t + 1, spec.outer_iterations, lambda: _error(short_long, square.factor, other.factor)))
     return (other.factor, square.factor) if tall else (square.factor, other.factor)
 
 
-def _start(target: Float[Tensor, "unit feature"], budget: int, spec: SolveSpec) -> Float[Tensor, "unit feature"]:
+def _error(
+    target: Float[Tensor, "short long"], square: Float[Tensor, "unit short"], other: Float[Tensor, "unit long"]
+) -> float:
+    """The relMSE as far as the alternation sees it: under the Gram's diagonal."""
+    return float((target - square.T @ other).square().sum() / target.square().sum())
+
+
+def _start(target: Float[Tensor, "unit feature"], budget: int, spec: DsfSpec) -> Float[Tensor, "unit feature"]:
     """The target pruned by magnitude to a share of the budget."""
     return target * _support(target, budget * spec.start_share, spec, cap=1.0)
 
 
 def _support(
-    values: Float[Tensor, "unit feature"], budget: float | int, spec: SolveSpec, cap: float | int
+    values: Float[Tensor, "unit feature"], budget: float | int, spec: DsfSpec, cap: float | int
 ) -> Bool[Tensor, "unit feature"]:
     """The largest magnitudes, counted as spec.rounding says; `cap` is the sparsity the reference rounding stops at."""
     magnitude = values.abs()
@@ -138,7 +143,7 @@ def update(
     design: Float[Tensor, "unit known"],
     target: Float[Tensor, "known feature"],
     rho_start: float,
-    spec: SolveSpec,
+    spec: DsfSpec,
 ) -> None:
     """Step 4's block update, in place: block.factor becomes Y in target ≈ design^T Y."""
     norm = _norm(design @ design.T, spec)
@@ -149,7 +154,7 @@ def update(
     rho = float(spec.rho)
     inverse = _inverse(normal, rho, spec)
     first_inverse = inverse if rho_start == rho else _inverse(normal, rho_start, spec)
-    factor, dual = block.factor * norm, block.dual * norm
+    factor, dual = block.factor.mul_(norm), block.dual.mul_(norm)
     mask = rhs  # replaced in the first step: support_iterations >= 1
     for step in range(spec.inner_iterations):
         first = step == 0
@@ -167,7 +172,7 @@ def finalise(
     write: Float[Tensor, "unit d_out"],
     target: Float[Tensor, "d_in d_out"],
     gram: Float[Tensor, "d_in d_in"] | None,
-    spec: SolveSpec,
+    spec: DsfSpec,
 ) -> Float[Tensor, "unit d_out"]:
     """Step 6: the write factor refitted to the full Gram's loss on its own support; read (unit-major) is held.
 
@@ -191,7 +196,7 @@ def finalise(
     return factor / norm
 
 
-def _norm(normal: Float[Tensor, "unit unit"], spec: SolveSpec) -> Float[Tensor, "unit 1"]:
+def _norm(normal: Float[Tensor, "unit unit"], spec: DsfSpec) -> Float[Tensor, "unit 1"]:
     """Norms of the rows whose Gram this is; the floor lets an empty unit be divided by its norm."""
     return normal.diagonal().clamp_min(0).sqrt().unsqueeze(1) + spec.norm_floor
 
@@ -211,7 +216,7 @@ def _solve(
 
 
 def _inverse(
-    normal: Float[Tensor, "unit unit"], rho: float, spec: SolveSpec, *, check: bool = False
+    normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec, *, check: bool = False
 ) -> Float[Tensor, "unit unit"]:
     """(N + rho I)^-1, by LU (the reference's bits) or Cholesky. `check` refuses an N that is not positive."""
     shifted = normal.clone()

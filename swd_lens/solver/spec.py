@@ -1,7 +1,8 @@
-"""Every number the solver uses, in one frozen dataclass, with the paper's value and where it comes from.
+"""Solver settings, checked, and the presets.
 
-1. `SolveSpec` holds the hyper-parameters; its defaults are the paper's.
-2. `PRESETS` names complete specs; "paper" is the paper's solver with the reference code's rounding.
+1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
+   `AnnealSpec` ours.
+2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", and "paper".
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
 """
 
@@ -9,21 +10,64 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from .validate import SpecError
 
 ROUNDINGS = ("reference", "exact")
 ARITHMETICS = ("reference", "clean")
 
+# Shrinkage "auto" is d_in / tokens, at most this (solver.md, point 6). Measured on real text, encoder layer: at 1,024 tokens
+# .3 is best for d_in = 384 and 1,536; at 4,096, .1 and .2; Gaussian draws of 16,384: no difference.
+MOST_SHRINKAGE = 0.3
+
+RHO_END_CALIBRATED = 0.5
+RHO_END_ZERO_DATA = 0.8
+
+
+class SolveSpec:
+    """What the settings of every solver can do: check themselves and become plain JSON values."""
+
+    solver: ClassVar[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values as plain JSON values, for Factors.settings."""
+        return asdict(self)  # pyright: ignore[reportArgumentType]
+
+    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
+        """Share of the identity mixed into the normalised Gram of `tokens` tokens; 0 where a solver knows none."""
+        return 0.0
+
+    def _require_int(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if not is_int or value < low or (high is not None and value > high):
+            bound = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise SpecError(f"{name}={value!r}: give a whole number {bound}")
+
+    def _require_number(self, name: str, high: float, *, zero: bool = False) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, float | int) and not isinstance(value, bool)
+        if not is_number or not (0 < value <= high or (zero and value == 0)) or math.isinf(value):
+            low = "0 or more" if zero else "above 0"
+            bound = f"a finite number {low}" if math.isinf(high) else f"a number {low} and at most {high:g}"
+            raise SpecError(f"{name}={value!r}: give {bound}")
+
+    def _require_one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise SpecError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+
 
 @dataclass(frozen=True)
-class SolveSpec:
+class DsfSpec(SolveSpec):
     """Hyper-parameters of the Double Sparse Factorization solver (paper, app. swd-optimization; method.md §5.2).
 
     Raises:
         SpecError: a value outside its range; the message names field, value and range.
     """
+
+    solver: ClassVar[str] = "dsf"
 
     # Alternations T. Paper: 40 for the GPT-2 experiments, 8 for the single Qwen matrices. The penalty ramp needs
     # T > rho_ramp_tail.
@@ -90,25 +134,6 @@ class SolveSpec:
         self._require_one_of("rounding", ROUNDINGS)
         self._require_one_of("arithmetic", ARITHMETICS)
 
-    def _require_int(self, name: str, low: int, high: int | None = None) -> None:
-        value = getattr(self, name)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        if not is_int or value < low or (high is not None and value > high):
-            bound = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise SpecError(f"{name}={value!r}: give a whole number {bound}")
-
-    def _require_number(self, name: str, high: float) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, float | int) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= high or math.isinf(value):
-            bound = "a finite number above 0" if math.isinf(high) else f"a number above 0 and at most {high:g}"
-            raise SpecError(f"{name}={value!r}: give {bound}")
-
-    def _require_one_of(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise SpecError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
-
     def square_density(self, d_in: int, d_out: int) -> float:
         """Density of the square factor for a matrix of this shape."""
         return float(self.square_density_square if d_in == d_out else self.square_density_rectangular)
@@ -118,31 +143,132 @@ class SolveSpec:
         ramp = min(1.0, t / (self.outer_iterations - self.rho_ramp_tail))
         return float(self.rho) * ramp ** float(self.rho_ramp_power)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All values as plain JSON values, for Factors.settings."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class AnnealSpec(SolveSpec):
+    """Hyper-parameters of the annealed solver (anneal.py). Measured on the golden matrices; see the README's table.
+
+    Raises:
+        SpecError: a value outside its range; the message names field, value and range.
+    """
+
+    solver: ClassVar[str] = "anneal"
+
+    # Alternations T. Each doubling lowers the error by 8 to 15 %; 56 take about a third of the reference's time.
+    outer_iterations: int = 56
+
+    # ADMM steps per block update; the support is chosen in the first. One makes 10 % more error in the same time, three
+    # 5 % more; choosing the support again in the second 50 % more.
+    inner_iterations: int = 2
+
+    # The ADMM penalty rises geometrically from the first to the last alternation. Its unit is the block's own Gram,
+    # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, is worse by 5 to 30 %. The end None: .5 with a
+    # Gram, .8 without one (for s = .75).
+    rho_start: float | int = 0.1
+    rho_end: float | int | None = None
+
+    # Ridge added to a block's Gram, falling geometrically. At the start it calms the first solves; left at .01 to the
+    # end it costs 5 % at s = .5.
+    ridge_start: float | int = 1e-2
+    ridge_end: float | int = 5e-4
+
+    # The alternation sees only the Gram's diagonal until this share of its iterations, then the full Gram by and by
+    # (linearly, to all of it at the end). The full one from the start is worse at s = .5: its small eigenvalues are fitted
+    # too slowly. 1 leaves it to the refinement.
+    gram_from: float | int = 0.5
+
+    # The rectangular factor starts as the rescaled target pruned to this share of its budget.
+    start_share: float | int = 0.5
+
+    # Share of K that the factor on the matrix's short side gets. None: n^2 / (2 (n^2 + K)), within 2 % of the best share
+    # on every golden row with s = .5 and .75.
+    square_share: float | int | None = None
+
+    # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
+    refine_rounds: int = 3
+    refine_steps: int = 8
+
+    # Share of the identity mixed into the normalised Gram. "auto": min(.3, d_in / tokens) where the number of tokens is
+    # known, else 0.
+    shrinkage: float | int | str = "auto"
+
+    # Chooses which copy of a unit starts with which entry, when there are more units than coordinates; else unused.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._require_int("outer_iterations", 2)
+        self._require_int("inner_iterations", 1)
+        self._require_int("refine_rounds", 0)
+        self._require_int("refine_steps", 1)
+        self._require_int("seed", 0)
+        for name in ("rho_start", "ridge_start", "ridge_end"):
+            self._require_number(name, math.inf)
+        if self.rho_end is not None:
+            self._require_number("rho_end", math.inf)
+        self._require_number("start_share", 1.0)
+        self._require_number("gram_from", 1.0, zero=True)
+        if self.square_share is not None:
+            self._require_number("square_share", 1.0)
+        if isinstance(self.shrinkage, str):
+            if self.shrinkage != "auto":
+                raise SpecError(f'shrinkage={self.shrinkage!r}: give "auto" or a number from 0 to 1')
+        else:
+            self._require_number("shrinkage", 1.0, zero=True)
+
+    def rho(self, progress: float, *, calibrated: bool) -> float:
+        """Penalty at `progress` (0 at the first alternation, 1 at the last), with a Gram or without."""
+        end = self.rho_end if self.rho_end is not None else RHO_END_CALIBRATED if calibrated else RHO_END_ZERO_DATA
+        return float(self.rho_start * (end / self.rho_start) ** progress)
+
+    def ridge(self, progress: float) -> float:
+        """Ridge at `progress`."""
+        return float(self.ridge_start * (self.ridge_end / self.ridge_start) ** progress)
+
+    def gram_blend(self, progress: float) -> float:
+        """Share of the full Gram at `progress`; the rest is its diagonal."""
+        if self.gram_from >= 1:
+            return 0.0
+        return max(0.0, (progress - self.gram_from) / (1 - self.gram_from))
+
+    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
+        if not isinstance(self.shrinkage, str):
+            return float(self.shrinkage)
+        return 0.0 if tokens is None else min(MOST_SHRINKAGE, d_in / max(tokens, 1))
 
 
-PRESETS: Mapping[str, SolveSpec] = {"paper": SolveSpec()}
+PRESETS: Mapping[str, DsfSpec | AnnealSpec] = {
+    "best": AnnealSpec(),
+    "quick": AnnealSpec(outer_iterations=32),
+    "thorough": AnnealSpec(outer_iterations=160),
+    "paper": DsfSpec(),
+}
+DEFAULT_PRESET = "best"
 
 
-def resolve(preset: str, overrides: Mapping[str, Any]) -> SolveSpec:
+def resolve(preset: str, overrides: Mapping[str, Any]) -> DsfSpec | AnnealSpec:
     """The spec of a preset with some fields replaced.
 
     Args:
         preset: a key of `PRESETS`.
-        overrides: fields of `SolveSpec` and their values.
+        overrides: fields of the preset's spec and their values.
 
     Raises:
         SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
     """
     if preset not in PRESETS:
         raise SpecError(f"no preset {preset!r}; {_suggest(preset, PRESETS)}")
-    known = [f.name for f in fields(SolveSpec)]
+    spec = PRESETS[preset]
+    known = [f.name for f in fields(spec)]
     for name in overrides:
         if name not in known:
-            raise SpecError(f"solve has no setting {name!r}; {_suggest(name, known)}")
-    return replace(PRESETS[preset], **overrides)
+            raise SpecError(f"preset {preset!r} has no setting {name!r}; {_suggest(name, known)}{_elsewhere(name)}")
+    return replace(spec, **overrides)
+
+
+def _elsewhere(name: str) -> str:
+    """Which presets do have a setting that this one has not."""
+    others = [key for key, other in PRESETS.items() if name in {f.name for f in fields(other)}]
+    return f"; preset {' or '.join(map(repr, others))} has it" if others else ""
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

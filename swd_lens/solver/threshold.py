@@ -1,9 +1,10 @@
 """The support of a factor: its largest magnitudes, found without sorting the matrix.
 
-1. `kth_largest`: sort a small strided sample, which brackets the answer; count what lies above the bracket; select
+1. `kth_largest`: two quantiles of a small strided sample bracket the answer; count what lies above the bracket; select
    inside it. The answer is exact; when the bracket misses, the whole matrix is searched.
 2. `keep_exactly`: the k largest; of those that tie at the threshold the first by index.
 3. `keep_above`: those strictly above the k-th largest, as the reference code does (ties at the threshold all drop out).
+4. `kth_largest_estimate`: the sample's own quantile, for iterations whose support is not the last one.
 """
 
 import math
@@ -12,8 +13,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# Sorting 16k entries takes about a millisecond and brackets the threshold to about 6 % of the matrix (4 sigma).
+# Brackets the threshold to about 6 % of the matrix (4 sigma).
 SAMPLE = 16_384
+
+# The estimate's own sample: the share of entries it keeps is off by 0.3 % (one sigma), which changed the error reached
+# by less than 1 % (golden matrices).
+ESTIMATE_SAMPLE = 32_768
 
 
 def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tensor, ""]:
@@ -31,25 +36,39 @@ def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tenso
     return flat.kthvalue(n - k + 1).values
 
 
+def kth_largest_estimate(values: Float[Tensor, "rows columns"], k: int) -> float:
+    """About the k-th largest magnitude of signed values: exact for small matrices, else the quantile of a sample."""
+    n = values.numel()
+    if n <= 2 * ESTIMATE_SAMPLE:
+        return float(kth_largest(values.abs(), k))
+    sample = values.flatten()[:: _stride(n, ESTIMATE_SAMPLE, values.shape[1])].abs()
+    rank = sample.numel() - round(k / n * sample.numel())
+    return float(sample.kthvalue(min(max(rank, 1), sample.numel())).values)
+
+
+def _stride(n: int, sample: int, row: int) -> int:
+    """About n / sample, coprime to the row length: else the sample would see only some columns."""
+    stride = max(n // sample, 1)
+    while math.gcd(stride, row) > 1:
+        stride += 1
+    return stride
+
+
 def _inside_bracket(flat: Float[Tensor, " n"], k: int, row: int) -> Float[Tensor, ""] | None:
     """The k-th largest by way of a sample's quantiles, or None if they do not enclose it."""
     n = flat.numel()
-    stride = n // SAMPLE
-    while math.gcd(stride, row) > 1:  # else the sample would see only some columns
-        stride += 1
-    sample = flat[::stride].sort().values
+    sample = flat[:: _stride(n, SAMPLE, row)].contiguous()
     size = sample.numel()
     share = 1 - k / n
     slack = 4 * math.sqrt(size * share * (1 - share)) + 4
     low, high = int(share * size - slack), int(share * size + slack)
-    bracket = flat
-    if low >= 0:
-        bracket = bracket[bracket >= sample[low]]
     above = 0
+    inside = None if low < 0 else flat >= sample.kthvalue(low + 1).values
     if high < size:
-        inside = bracket[bracket <= sample[high]]
-        above = bracket.numel() - inside.numel()
-        bracket = inside
+        under = flat <= sample.kthvalue(high + 1).values
+        above = n - int(under.count_nonzero())
+        inside = under if inside is None else inside.logical_and_(under)
+    bracket = flat if inside is None else flat[inside]
     rank = k - above
     if not 1 <= rank <= bracket.numel():
         return None

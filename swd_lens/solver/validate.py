@@ -3,13 +3,14 @@
 1. `check_weight`: two-dimensional, floating point, finite, not all zeros.
 2. `check_gram`: (d_in, d_in), finite, symmetric, no negative diagonal, not all zeros.
 3. `check_sparsity`: inside (0, 1).
-4. `check_units`: the paper's width, min(d_in, d_out).
+4. `resolve_units`: a number of units, None, or "2x".
 
 The budget is checked where it is made (budget.py), the hyper-parameters in spec.py. The checks take plain Tensors:
 a shape annotation would refuse a wrong argument before these messages could.
 """
 
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -100,14 +101,39 @@ def check_sparsity(sparsity: float | int) -> None:
         raise SparsityError(f"sparsity={sparsity}: give a number inside (0, 1); s = 1 - K / numel(W)")
 
 
-def check_units(units: int | None, d_in: int, d_out: int) -> None:
-    """Raise UnitsError unless units is None or min(d_in, d_out)."""
+def check_tokens(tokens: int | None) -> None:
+    """Raise ValueError unless tokens is None or a positive whole number."""
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(f"tokens={tokens!r}: give the number of tokens the Gram was averaged over, or None")
+
+
+def resolve_units(units: int | float | str | None, d_in: int, d_out: int, *, any_width: bool) -> int:
+    """The number of units meant: None = min(d_in, d_out), "2x" = twice that, or the number itself.
+
+    Raises:
+        UnitsError: not one of these, below 1, more than d_in * d_out, or (any_width false: the paper's solver) not
+            min(d_in, d_out).
+    """
     standard = min(d_in, d_out)
-    if units is not None and units != standard:
+    number = standard if units is None else units
+    if isinstance(units, str):
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)x", units.strip())
+        if match is None:
+            raise UnitsError(
+                f'units={units!r}: give a number, None for min(d_in, d_out) = {standard}, or "2x" for twice that'
+            )
+        number = round(float(match[1]) * standard)
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= d_in * d_out:
         raise UnitsError(
-            f"units={units}: the paper's solver is defined for min(d_in, d_out) = {standard} units; "
-            f"leave units=None or give units={standard}"
+            f"units={units!r}: give a whole number from 1 to {d_in * d_out}, None for min(d_in, d_out) = {standard}, or "
+            '"2x" for twice that'
         )
+    if not any_width and number != standard:
+        raise UnitsError(
+            f"units={units!r}: the paper's solver is defined for min(d_in, d_out) = {standard} units; leave units=None, "
+            'or take preset="best", which knows any number'
+        )
+    return number
 
 
 def _first_non_finite(matrix: Tensor) -> str | None:

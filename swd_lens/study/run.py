@@ -25,7 +25,7 @@ from swd_lens.factors import FactorSet, fingerprint
 from swd_lens.files import write_json
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.plan import factorize
-from swd_lens.solver import SolveSpec
+from swd_lens.solver import PRESETS
 from swd_lens.study.cards import UnitCard, unit_cards
 from swd_lens.study.fidelity import Fidelity, fidelity
 from swd_lens.tasks.task import Task
@@ -229,7 +229,7 @@ def _settings_used(
     used: dict[str, Any] = {key: curve.settings[key] for key in ("positions", "mean_over", "ablation", "score")}
     used["calibration"] = factors.provenance["calibration"]
     used["solver"] = {"preset": solved["preset"], **solver}
-    used["solver settings"] = {field.name: solved[field.name] for field in fields(SolveSpec)}
+    used["solver settings"] = {field.name: solved[field.name] for field in fields(PRESETS[solved["preset"]])}
     return used
 
 

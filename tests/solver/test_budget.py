@@ -1,14 +1,27 @@
 """Budgets against counts that need no model and no data (method.md §0.3, §0.4)."""
 
-import pytest
+import math
 
-from swd_lens.solver import PRESETS, SolveSpec, plan_budget, realised
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swd_lens.solver import (
+    PRESETS,
+    AnnealSpec,
+    Budget,
+    BudgetError,
+    DsfSpec,
+    plan_budget,
+    plan_shares,
+    realised,
+)
 
 PAPER = PRESETS["paper"]
-EXACT = SolveSpec(rounding="exact")
+EXACT = DsfSpec(rounding="exact")
 
 
-def realised_pair(d_in: int, d_out: int, sparsity: float, spec: SolveSpec = PAPER) -> tuple[int, int]:
+def realised_pair(d_in: int, d_out: int, sparsity: float, spec: DsfSpec = PAPER) -> tuple[int, int]:
     n = min(d_in, d_out)
     budget = plan_budget(d_in, d_out, sparsity, spec)
     return realised(n * n, budget.square, spec), realised(d_in * d_out, budget.other, spec)
@@ -58,7 +71,59 @@ def test_exact_rounding_keeps_all_of_k():
 
 def test_reference_cap_overshoots():
     # s = .95 leaves (768, 3072) nothing like 1 % in the other factor: 0.01 * numel = 23,592 is kept instead of 14,746.
-    spec = SolveSpec(square_density_rectangular=0.175)
+    spec = DsfSpec(square_density_rectangular=0.175)
     nominal = plan_budget(768, 3072, 0.95, spec)
     assert nominal.other < 0.01 * 768 * 3072
     assert realised_pair(768, 3072, 0.95, spec)[1] == 23_592
+
+
+# ---------------------------------------------------------------------- the annealed solver's shares
+
+BEST = AnnealSpec()
+
+
+def test_shares_by_hand():
+    # (384, 1536), s = .5: K = 294,912 = 2 n^2 with n = 384; share n^2 / (2 (n^2 + 2 n^2)) = 1/6: 49,152.
+    assert plan_shares(384, 1536, 0.5, 384, BEST) == plan_shares(1536, 384, 0.5, 384, BEST) == Budget(49_152, 245_760)
+    # s = .75: K = n^2, share 1/4.
+    assert plan_shares(384, 1536, 0.75, 384, BEST) == Budget(36_864, 110_592)
+    # The share is of K, whatever the number of units.
+    assert plan_shares(384, 1536, 0.75, 768, BEST) == Budget(36_864, 110_592)
+    assert plan_shares(384, 1536, 0.75, 384, AnnealSpec(square_share=0.5)) == Budget(73_728, 73_728)
+
+
+def test_shares_leave_one_entry_per_unit_and_no_more_than_fit():
+    # (10, 100), s = .9: K = 100; the share 100 / (2 * 200) = 1/4 is 25. 40 units need 40 in each factor, 50 all of K.
+    assert plan_shares(10, 100, 0.9, 10, BEST) == Budget(25, 75)
+    assert plan_shares(10, 100, 0.9, 40, BEST) == Budget(40, 60)
+    assert plan_shares(10, 100, 0.9, 50, BEST) == Budget(50, 50)
+    # A share of nearly all leaves the other factor one entry per unit.
+    assert plan_shares(10, 100, 0.9, 10, AnnealSpec(square_share=1.0)) == Budget(90, 10)
+    # (20, 32), s = .25: K = 480; ten units hold 10 * 20 in the square factor and 10 * 32 = 320 in the other, which is
+    # full before the share 400 / (2 * 880) of K (109) leaves it 371: the square factor takes the remaining 160.
+    assert plan_shares(20, 32, 0.25, 10, BEST) == Budget(160, 320)
+
+
+def test_few_units_cannot_hold_more_than_their_factors():
+    # (20, 32), s = .01: K = 633 (633.6 rounded down), but ten units hold at most 10 * (20 + 32) = 520.
+    assert plan_shares(20, 32, 0.01, 10, BEST) == Budget(200, 320)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    d_in=st.integers(1, 40),
+    d_out=st.integers(1, 40),
+    sparsity=st.floats(0.001, 0.999),
+    units=st.integers(1, 200),
+    share=st.none() | st.floats(0.01, 1.0),
+)
+def test_shares_always_add_up_or_are_refused(d_in: int, d_out: int, sparsity: float, units: int, share: float | None):
+    # K to a millionth, as 1 - s is inexact: 1000 * (1 - .9) = 99.99999999999997 means 100.
+    n, long, total = min(d_in, d_out), max(d_in, d_out), math.floor(d_in * d_out * (1 - sparsity) + 5e-7)
+    if total < 2 * units:
+        with pytest.raises(BudgetError, match=f"K={total:,} edges"):
+            plan_shares(d_in, d_out, sparsity, units, AnnealSpec(square_share=share))
+        return
+    budget = plan_shares(d_in, d_out, sparsity, units, AnnealSpec(square_share=share))
+    assert budget.total == min(total, units * (n + long))
+    assert units <= budget.square <= units * n and units <= budget.other <= units * long

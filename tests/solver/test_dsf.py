@@ -6,6 +6,7 @@ Equivariances are tested in float64: choosing a support amplifies rounding, and 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,31 +14,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swd_lens.solver import BudgetError, SolveSpec, dsf, plan_budget, realised, solve
+from swd_lens.factors import Factors
+from swd_lens.solver import BudgetError, DsfSpec, Step, dsf, plan_budget, realised
+from swd_lens.solver import solve as solve_by
 
-SHAPES = [(20, 32), (32, 20), (24, 24)]
-
-
-def weight_of(shape: tuple[int, int], seed: int = 0) -> Tensor:
-    """Low rank plus noise, like a trained matrix."""
-    g = torch.Generator().manual_seed(seed)
-    rank = min(shape) // 3
-    return torch.randn(shape[0], rank, generator=g) @ torch.randn(rank, shape[1], generator=g) / rank**0.5 + (
-        0.5 * torch.randn(shape, generator=g)
-    )
+from .matrices import SHAPES, few_levels, gram_of, weight_of
 
 
-def gram_of(d_in: int, seed: int = 1, dead: tuple[int, ...] = ()) -> Tensor:
-    """Correlated inputs of different scale; `dead` ones are never active."""
-    g = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(4 * d_in, d_in, generator=g) @ (torch.eye(d_in) + 0.2 * torch.randn(d_in, d_in, generator=g))
-    inputs = inputs * torch.logspace(-1, 1, d_in)
-    inputs[:, list(dead)] = 0.0
-    return inputs.T @ inputs / len(inputs)
+def solve(weight: Tensor, gram: Tensor | None = None, sparsity: float = 0.5, **options: object) -> Factors:
+    return solve_by(weight, gram, sparsity, preset="paper", **options)
 
 
 def product64(weight: Tensor, gram: Tensor | None, sparsity: float = 0.5, **overrides: object) -> Tensor:
-    spec = SolveSpec(**{"outer_iterations": 12, **overrides})
+    spec = DsfSpec(**{"outer_iterations": 12, **overrides})
     metric = None if gram is None else gram.double()
     read, write = dsf.factorize(weight.double(), metric, plan_budget(*weight.shape, sparsity, spec), spec)
     return read @ write
@@ -55,7 +44,7 @@ def assert_same_bits(one, other) -> None:
 @pytest.mark.parametrize("rounding", ["reference", "exact"])
 def test_counts_are_the_planned_ones(shape: tuple[int, int], calibrated: bool, rounding: str):
     factors = solve(weight_of(shape), gram_of(shape[0]) if calibrated else None, 0.6, rounding=rounding)
-    spec = SolveSpec(rounding=rounding)
+    spec = DsfSpec(rounding=rounding)
     budget = plan_budget(*shape, 0.6, spec)
     n = min(shape)
     square, other = (factors.write, factors.read) if shape[0] > shape[1] else (factors.read, factors.write)
@@ -67,10 +56,8 @@ def test_counts_are_the_planned_ones(shape: tuple[int, int], calibrated: bool, r
 
 @pytest.mark.parametrize("arithmetic", ["reference", "clean"])
 def test_exact_k_with_half_precision_weights_and_many_zeros(arithmetic: str):
-    weight = weight_of((32, 48)).half()
-    weight[weight.abs() < 0.6] = 0.0
+    weight = few_levels((32, 48))
     assert 0.3 < float((weight == 0).float().mean()) < 0.8
-    weight = (weight * 4).round() / 4  # few levels: ties everywhere
     for sparsity in (0.25, 0.5, 0.75):
         factors = solve(weight, None, sparsity, rounding="exact", arithmetic=arithmetic)
         assert factors.edges == round((1 - sparsity) * 32 * 48)
@@ -79,12 +66,15 @@ def test_exact_k_with_half_precision_weights_and_many_zeros(arithmetic: str):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_finalisation_keeps_supports_and_read_and_lowers_the_loss(shape: tuple[int, int]):
     weight, gram = weight_of(shape), gram_of(shape[0])
-    before = solve(weight, gram, final_iterations=0)
-    after = solve(weight, gram)
-    assert torch.equal(before.read, after.read)
-    assert torch.equal(before.write != 0, after.write != 0)
-    assert not torch.equal(before.write, after.write)
-    assert after.relmse(gram) <= before.relmse(gram) * (1 + 1e-4)
+    # Before the canonical form, which shares a unit's norm between both factors.
+    spec = DsfSpec()
+    budget = plan_budget(*shape, 0.5, spec)
+    read, before = dsf.factorize(weight, gram, budget, replace(spec, final_iterations=0))
+    same_read, after = dsf.factorize(weight, gram, budget, spec)
+    assert torch.equal(read, same_read)
+    assert torch.equal(before != 0, after != 0)
+    assert not torch.equal(before, after)
+    assert Factors(read, after).relmse(gram, weight) <= Factors(read, before).relmse(gram, weight) * (1 + 1e-4)
 
 
 # ---------------------------------------------------------------------- invariances
@@ -217,15 +207,24 @@ def test_inputs_are_left_alone():
 
 
 def test_progress_callback():
-    seen = []
-    solve(weight_of((20, 32)), outer_iterations=6, on_iteration=lambda t, total: seen.append((t, total)))
+    seen, errors = [], []
+
+    def look(step: Step) -> None:
+        seen.append((step.iteration, step.total))
+        errors.append(step.relmse())
+
+    weight, gram = weight_of((20, 32)), gram_of(20)
+    factors = solve(weight, gram, outer_iterations=6, final_iterations=0, on_iteration=look)
     assert seen == [(t, 6) for t in range(1, 7)]
+    # The alternation sees the Gram's diagonal only; without finalisation its last error is the result's own.
+    assert errors[-1] == pytest.approx(factors.relmse(gram.diagonal().diag()), rel=1e-4)
+    assert errors[0] > errors[-1] > 0
 
 
 def test_matmul_precision_is_highest_inside_and_restored_even_after_an_error():
-    def look(t: int, total: int) -> None:
+    def look(step: Step) -> None:
         seen.append(torch.get_float32_matmul_precision())
-        if t == 2:
+        if step.iteration == 2:
             raise KeyboardInterrupt
 
     seen, before = [], torch.get_float32_matmul_precision()
@@ -249,7 +248,7 @@ matmul = torch.backends.cuda.matmul
 matmul.fp32_precision = "tf32"
 seen = []
 weight = torch.randn(20, 32)
-solve(weight, outer_iterations=4, on_iteration=lambda t, total: seen.append(matmul.fp32_precision))
+solve(weight, preset="paper", outer_iterations=4, on_iteration=lambda step: seen.append(matmul.fp32_precision))
 assert seen == ["ieee"] * 4 and matmul.fp32_precision == "tf32", (seen, matmul.fp32_precision)
 """
     subprocess.run([sys.executable, "-c", program], check=True)

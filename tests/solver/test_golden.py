@@ -49,7 +49,7 @@ def test_golden_rows_cover_all_matrices_and_both_kinds_of_data():
 def test_paper_preset_repeats_the_reference(row: dict):
     tensors = matrix(row["matrix"])
     gram = None if row["zero_data"] else tensors["gram_calibration"]
-    factors = solve(tensors["W"], gram, row["sparsity"], outer_iterations=row["outer_iterations"])
+    factors = solve(tensors["W"], gram, row["sparsity"], preset="paper", outer_iterations=row["outer_iterations"])
 
     assert int(factors.read.count_nonzero()) == row["nonzeros_read"]
     assert int(factors.write.count_nonzero()) == row["nonzeros_write"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swd_lens.solver import threshold
-from swd_lens.solver.threshold import keep_above, keep_exactly, kth_largest
+from swd_lens.solver.threshold import keep_above, keep_exactly, kth_largest, kth_largest_estimate
 
 
 def sorted_descending(magnitude: torch.Tensor) -> torch.Tensor:
@@ -69,6 +69,30 @@ def test_ties_are_filled_by_index():
 
 def test_keep_above_more_than_there_are_keeps_all():
     assert bool(keep_above(torch.zeros(1, 1), 2).all())
+
+
+def test_the_estimate_is_exact_for_small_matrices_and_ignores_signs():
+    values = torch.randn(100, 200, generator=torch.Generator().manual_seed(4))
+    for k in (1, 77, 20_000):
+        assert kth_largest_estimate(values, k) == float(sorted_descending(values.abs())[k - 1])
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (1024, 512), (700, 300)])
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.9])
+def test_the_estimate_keeps_about_k(shape: tuple[int, int], share: float):
+    g = torch.Generator().manual_seed(5)
+    values = torch.randn(shape, generator=g) * torch.logspace(-2, 2, shape[1])  # columns of different scale
+    k = round(share * values.numel())
+    kept = int((values.abs() >= kth_largest_estimate(values, k)).sum())
+    # A quantile of 32,768 samples: one sigma is sqrt(share (1 - share) / 32,768) of the entries, .3 % at most; five.
+    assert abs(kept - k) / values.numel() < 5 * math.sqrt(share * (1 - share) / 32_768)
+    assert kept != k  # the sample's, not the matrix's: else the exact search was taken
+
+
+@pytest.mark.parametrize("k", [1, 400 * 400])
+def test_the_estimate_at_the_ends(k: int):
+    magnitude = torch.rand(400, 400, generator=torch.Generator().manual_seed(6)) + 1
+    assert 1 <= kth_largest_estimate(magnitude, k) <= 2
 
 
 @pytest.mark.parametrize("k", [0, 7])

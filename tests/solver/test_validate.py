@@ -4,17 +4,20 @@ import pytest
 import torch
 
 from swd_lens.solver import (
+    DEFAULT_PRESET,
     PRESETS,
+    AnnealSpec,
     BudgetError,
+    DsfSpec,
     GramError,
     SolveInputError,
-    SolveSpec,
     SparsityError,
     SpecError,
     UnitsError,
     WeightError,
     solve,
 )
+from swd_lens.solver.validate import check_tokens
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
 GRAM = torch.eye(8)
@@ -60,9 +63,10 @@ def test_weight(weight: torch.Tensor, message: str):
         (torch.eye(8) - 10 * (torch.ones(8, 8) - torch.eye(8)), "not positive semi-definite"),
     ],
 )
-def test_gram(gram: torch.Tensor, message: str):
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_gram(gram: torch.Tensor, message: str, preset: str):
     with pytest.raises(GramError, match=message):
-        solve(WEIGHT, gram)
+        solve(WEIGHT, gram, preset=preset)
 
 
 def test_a_gram_asymmetric_by_rounding_is_accepted():
@@ -75,17 +79,45 @@ def test_sparsity(sparsity: float):
         solve(WEIGHT, sparsity=sparsity)
 
 
-def test_units():
-    with pytest.raises(UnitsError, match=r"units=16: .* = 8 units; leave units=None or give units=8"):
-        solve(WEIGHT, units=16)
-    assert solve(WEIGHT, units=8, outer_iterations=4).n_units == 8
+def test_units_of_the_papers_solver():
+    with pytest.raises(UnitsError, match=r'units=16: .* = 8 units; leave units=None, or take preset="best"'):
+        solve(WEIGHT, units=16, preset="paper")
+    for units in (8, "1x", None):
+        assert solve(WEIGHT, units=units, preset="paper", outer_iterations=4).n_units == 8
+
+
+@pytest.mark.parametrize(("units", "width"), [(None, 8), ("2x", 16), ("1.5x", 12), (" .5x ", 4), (11, 11), (1, 1)])
+def test_units_of_any_width(units: int | str | None, width: int):
+    factors = solve(WEIGHT, units=units, outer_iterations=4)
+    assert factors.n_units == factors.settings["units"] == width
+
+
+@pytest.mark.parametrize("units", ["double", "2", "x", "-1x", "2xx", ""])
+def test_units_that_are_no_width(units: str):
+    with pytest.raises(
+        UnitsError, match=rf"units='{units}': give a number, None for min\(d_in, d_out\) = 8, or \"2x\""
+    ):
+        solve(WEIGHT, units=units)
+
+
+@pytest.mark.parametrize("units", [0, -3, 97, True, 8.0, 1.5, "0x", "100x"])
+def test_units_out_of_range(units: object):
+    # 8 x 12 = 96 entries: more units than that could not even have one each.
+    with pytest.raises(UnitsError, match=rf"units={units!r}: give a whole number from 1 to 96"):
+        solve(WEIGHT, units=units)
+
+
+@pytest.mark.parametrize("tokens", [0, -5, True])
+def test_tokens(tokens: object):
+    with pytest.raises(ValueError, match=rf"tokens={tokens!r}: give the number of tokens"):
+        check_tokens(tokens)
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8), (40, 40), (17, 5)])
 @pytest.mark.parametrize("rounding", ["reference", "exact"])
 def test_budget_names_a_sparsity_that_is_feasible_and_nearly_the_largest(shape: tuple[int, int], rounding: str):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    options = {"outer_iterations": 4, "rounding": rounding}
+    options = {"outer_iterations": 4, "rounding": rounding, "preset": "paper"}
     with pytest.raises(BudgetError, match="the largest feasible sparsity is") as refused:
         solve(weight, sparsity=0.99, **options)
     largest = float(str(refused.value).split("largest feasible sparsity is ")[1].split(",")[0])
@@ -94,24 +126,60 @@ def test_budget_names_a_sparsity_that_is_feasible_and_nearly_the_largest(shape: 
         solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), **options)
 
 
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (40, 40), (17, 5)])
+@pytest.mark.parametrize("units", [None, "1.5x", 3])
+def test_budget_names_the_largest_feasible_sparsity_of_any_width(shape: tuple[int, int], units: int | str | None):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(BudgetError, match="the largest feasible sparsity is") as refused:
+        solve(weight, sparsity=0.999, units=units, outer_iterations=2)
+    largest = float(str(refused.value).split("largest feasible sparsity is ")[1].split(",")[0])
+    factors = solve(weight, sparsity=largest, units=units, outer_iterations=2)
+    assert factors.edges <= (1 - largest) * weight.numel() + 1e-6 and bool(torch.isfinite(factors.product()).all())
+    with pytest.raises(BudgetError):  # named to four digits; one edge less is one of the matrix's entries less
+        solve(weight, sparsity=largest + 2e-4 + 1 / weight.numel(), units=units, outer_iterations=2)
+
+
+def test_budget_names_the_largest_number_of_units():
+    # K = 24 of 96: twelve units with a read and a write edge each.
+    with pytest.raises(
+        BudgetError, match=r"K=24 edges of 96 for a \(8, 12\) matrix, but 13 units need 26.*units=12"
+    ) as e:
+        solve(WEIGHT, sparsity=0.75, units=13)
+    assert "0.7291" in str(e.value)  # 1 - 26 / 96 = .72917
+    assert solve(WEIGHT, sparsity=0.75, units=12, outer_iterations=2).n_units == 12
+
+
 def test_square_matrix_where_the_square_factor_would_take_the_whole_budget():
     # s = .875 leaves 12.5 % of the entries, a square matrix's square factor takes 16 %: the reference crashes here.
     with pytest.raises(BudgetError, match=r"K=200 edges of 1,600 for a \(40, 40\).*takes 256 .*needs 40"):
-        solve(torch.randn(40, 40), sparsity=0.875)
+        solve(torch.randn(40, 40), sparsity=0.875, preset="paper")
+    assert solve(torch.randn(40, 40), sparsity=0.875).edges == 200
 
 
 def test_no_sparsity_is_feasible():
     with pytest.raises(BudgetError, match="no sparsity is feasible"):
+        solve(torch.randn(2, 2), sparsity=0.25, preset="paper")
+    # Two units need all four entries; one unit is content with two of the three that s = .25 leaves.
+    with pytest.raises(BudgetError, match="no sparsity is feasible, or give units=1"):
         solve(torch.randn(2, 2), sparsity=0.25)
+    with pytest.raises(BudgetError, match=r"no sparsity is feasible$"):
+        solve(torch.randn(1, 2), sparsity=0.5)
 
 
 def test_unknown_names_list_the_nearest_and_all():
-    with pytest.raises(SpecError, match=r"no preset 'papr'; did you mean paper\? valid: paper"):
+    with pytest.raises(SpecError, match=r"no preset 'papr'; did you mean paper\? valid: best, paper, quick, thorough"):
         solve(WEIGHT, preset="papr")
     with pytest.raises(
-        SpecError, match=r"no setting 'outer_iteration'; did you mean outer_iterations.*valid: .*rounding"
+        SpecError, match=r"no setting 'outer_iteration'; did you mean outer_iterations.*valid: .*square_share"
     ):
         solve(WEIGHT, outer_iteration=8)
+
+
+def test_a_setting_of_another_preset_says_whose_it_is():
+    with pytest.raises(SpecError, match=r"preset 'best' has no setting 'rounding'.*; preset 'paper' has it"):
+        solve(WEIGHT, rounding="exact")
+    with pytest.raises(SpecError, match=r"'refine_rounds'.*; preset 'best' or 'quick' or 'thorough' has it"):
+        solve(WEIGHT, preset="paper", refine_rounds=0)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +200,29 @@ def test_unknown_names_list_the_nearest_and_all():
 )
 def test_settings_out_of_range(setting: str, value: object, message: str):
     with pytest.raises(SpecError, match=f"{setting}={value!r}: (give|choose).*{message.split(' ', 1)[1]}"):
+        solve(WEIGHT, preset="paper", **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("outer_iterations", 1, "give a whole number of at least 2"),
+        ("inner_iterations", 0, "give a whole number of at least 1"),
+        ("refine_rounds", -1, "give a whole number of at least 0"),
+        ("refine_steps", 0, "give a whole number of at least 1"),
+        ("seed", -1, "give a whole number of at least 0"),
+        ("rho_start", 0.0, "give a finite number above 0"),
+        ("rho_end", -0.5, "give a finite number above 0"),
+        ("ridge_end", 0, "give a finite number above 0"),
+        ("start_share", 1.01, "give a number above 0 and at most 1"),
+        ("square_share", 0.0, "give a number above 0 and at most 1"),
+        ("gram_from", -0.1, "give a number 0 or more and at most 1"),
+        ("shrinkage", 1.5, "give a number 0 or more and at most 1"),
+        ("shrinkage", "some", 'give "auto" or a number from 0 to 1'),
+    ],
+)
+def test_settings_of_the_annealed_solver_out_of_range(setting: str, value: object, message: str):
+    with pytest.raises(SpecError, match=f"^{setting}={value!r}: {message}"):
         solve(WEIGHT, **{setting: value})
 
 
@@ -143,10 +234,45 @@ def test_all_refusals_are_value_errors():
 def test_paper_values():
     """Paper, app. swd-optimization, and for the last four the reference code (method.md §5.2)."""
     spec = PRESETS["paper"]
-    assert spec == SolveSpec()
+    assert spec == DsfSpec()
     assert (spec.outer_iterations, spec.inner_iterations, spec.support_iterations) == (40, 5, 2)
     assert (spec.rho, spec.ridge, spec.final_iterations, spec.final_rho) == (1.0, 1e-2, 20, 1.0)
     assert (spec.square_density(768, 768), spec.square_density(768, 3072)) == (0.16, 0.25)
     assert [spec.rho_start(t) for t in (0, 37, 39)] == [0.0, 1.0, 1.0]
     assert spec.rho_start(10) == pytest.approx((10 / 37) ** 3)
     assert (spec.start_share, spec.sparsity_cap, spec.norm_floor, spec.rounding) == (0.5, 0.99, 1e-8, "reference")
+
+
+def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
+    assert DEFAULT_PRESET == "best" and PRESETS["best"] == AnnealSpec()
+    iterations = {name: PRESETS[name].outer_iterations for name in ("quick", "best", "thorough")}
+    assert iterations == {"quick": 32, "best": 64, "thorough": 160}
+    for name, outer in iterations.items():
+        assert PRESETS[name] == AnnealSpec(outer_iterations=outer)
+
+
+def test_schedules_by_hand():
+    spec = AnnealSpec(rho_start=0.1, ridge_start=1e-2, ridge_end=1e-4, gram_from=0.5)
+    # Geometric: half way the penalty is sqrt(.1 * .5), without a Gram sqrt(.1 * .8), the ridge sqrt(1e-2 * 1e-4).
+    assert [spec.rho(p, calibrated=True) for p in (0.0, 1.0)] == pytest.approx([0.1, 0.5])
+    assert spec.rho(0.5, calibrated=True) == pytest.approx(0.05**0.5)
+    assert spec.rho(0.5, calibrated=False) == pytest.approx(0.08**0.5)
+    assert AnnealSpec(rho_end=0.9).rho(1.0, calibrated=True) == pytest.approx(0.9)
+    assert [spec.ridge(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1e-2, 1e-3, 1e-4])
+    # Linear from .5 on: at .75 half of the Gram. 1 leaves it out, 0 starts at once.
+    assert [spec.gram_blend(p) for p in (0.0, 0.5, 0.75, 1.0)] == [0, 0, 0.5, 1]
+    assert [AnnealSpec(gram_from=1).gram_blend(p) for p in (0.0, 0.99, 1.0)] == [0, 0, 0]
+    assert [AnnealSpec(gram_from=0).gram_blend(p) for p in (0.0, 0.25, 1.0)] == [0, 0.25, 1]
+
+
+def test_shrinkage_by_hand():
+    spec = AnnealSpec()
+    # .3 min(1, d_in / tokens): a quarter of .3 at four tokens per input, all of it below one, none from eight on.
+    assert spec.shrinkage_for(400, 100) == pytest.approx(0.075)
+    assert spec.shrinkage_for(100, 100) == spec.shrinkage_for(10, 100) == pytest.approx(0.3)
+    assert spec.shrinkage_for(799, 100) == pytest.approx(0.3 * 100 / 799)
+    assert spec.shrinkage_for(800, 100) == spec.shrinkage_for(None, 100) == 0.0
+    assert (
+        AnnealSpec(shrinkage=0.125).shrinkage_for(None, 100) == AnnealSpec(shrinkage=0.125).shrinkage_for(9, 3) == 0.125
+    )
+    assert PRESETS["paper"].shrinkage_for(10, 100) == 0.0

@@ -1,0 +1,158 @@
+"""Checkpoints: the folder in which `factorize` keeps finished matrices, and what decides whether they may be used again.
+
+1. A `Recipe` is everything that decides the bits of one matrix's factors, as plain values: its weight, the solver's
+   settings, and with calibration the host, the tokens and the factors that stood before it. It is saved with them.
+2. `Checkpoint.resume` reads what a folder holds and compares recipes; any difference is named and refused.
+3. `Checkpoint.add` adds a finished matrix: its file first, then the index by a rename (storage.py), so that the folder
+   is a FactorSet at every moment, whatever interrupts.
+
+Threads, torch version and device also change bits, in the last places; they are not compared, so that a run can move.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swd_lens.factors import Factors, fingerprint, write_factors
+from swd_lens.sites import execution_key
+from swd_lens.storage import INDEX, FactorFileError, StoredPair, read_index, write_index
+
+Recipe = Mapping[str, Any]
+
+# What the hashes in a recipe are of; the other keys name themselves.
+_WORDS = {
+    "weight_sha256": "its weight",
+    "host_sha256": "the host",
+    "tokens_sha256": "calibration tokens",
+    "upstream_sha256": "factors of the earlier sites",
+}
+
+
+class ResumeError(ValueError):
+    """A folder's finished matrices are not those that this call would make; nothing was changed."""
+
+
+class Checkpoint:
+    """A folder of finished matrices, in execution order.
+
+    Args:
+        folder: made with the first finished matrix.
+        provenance: of the whole set, written with every matrix.
+    """
+
+    def __init__(self, folder: Path, provenance: Mapping[str, Any]):
+        self.folder = folder
+        self.provenance = dict(provenance)
+        self._entries: dict[str, Mapping[str, Any]] = {}
+
+    def resume(self, recipes: Mapping[str, Recipe], *, chained: bool) -> dict[str, Factors]:
+        """The finished matrices of the folder, in the order of `recipes`; none where the folder holds no index.
+
+        Args:
+            recipes: of every site that this call will make, in execution order, without "upstream_sha256".
+            chained: whether a site's calibration depends on the sites before it.
+
+        Raises:
+            ResumeError: the folder is damaged, holds other sites, or a recipe differs (every difference is named).
+        """
+        if not (self.folder / INDEX).is_file():
+            return {}
+        try:
+            entries = read_index(self.folder)["sites"]
+            if others := [site for site in entries if site not in recipes]:
+                raise self._refusal(f"holds {', '.join(others)}, which this call does not factorize")
+            found = {site: self._read(entries[site]) for site in recipes if site in entries}
+        except FactorFileError as error:
+            raise ResumeError(f"{error}; or start again with overwrite=True") from error
+        self._compare(found, recipes, chained)
+        self._entries = {site: entries[site] for site in found}
+        return found
+
+    def add(self, site: str, f: Factors) -> None:
+        """Put a finished matrix into the folder. The first one of a fresh start replaces what the folder held."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._entries[site] = write_factors(self.folder, site, f)
+        in_order = {name: self._entries[name] for name in sorted(self._entries, key=execution_key)}
+        write_index(self.folder, in_order, self.provenance)
+
+    def _read(self, entry: Mapping[str, Any]) -> Factors:
+        return Factors(*StoredPair(self.folder, entry).dense(), entry["settings"], entry["provenance"])
+
+    def _compare(self, found: Mapping[str, Factors], recipes: Mapping[str, Recipe], chained: bool) -> None:
+        upstream, missing = None, None
+        for site, recipe in recipes.items():
+            if site not in found:
+                missing = missing or site
+                continue
+            then = found[site].provenance.get("recipe")
+            if not isinstance(then, dict):
+                raise self._refusal(f"holds {site} without saying how it was made (not by factorize(..., out=...))")
+            if chained and missing:
+                raise self._refusal(
+                    f"holds {site} without {missing}; sequential calibration would now put {missing} before it"
+                )
+            if differences := _differences(then, {**recipe, "upstream_sha256": upstream}):
+                raise self._refusal(f"holds {site} made otherwise: {'; '.join(differences)}")
+            upstream = chain(upstream, site, found[site]) if chained else None
+
+    def _refusal(self, what: str) -> ResumeError:
+        return ResumeError(
+            f"{self.folder} {what}. Call factorize as then to go on, give another folder, or overwrite=True to start again"
+        )
+
+
+def chain(upstream: str | None, site: str, f: Factors) -> str:
+    """SHA-256 of the factors up to and including this site's."""
+    parts = (upstream or "", site, fingerprint(f.read), fingerprint(f.write))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def upstream_of(done: Mapping[str, Factors]) -> str | None:
+    """The chain of all sites in `done`; None for none."""
+    upstream = None
+    for site, f in done.items():
+        upstream = chain(upstream, site, f)
+    return upstream
+
+
+def tokens_fingerprint(rows: torch.Tensor) -> str:
+    """SHA-256 over shape and ids."""
+    data = rows.to("cpu", torch.int64).contiguous()
+    return _sha256([str(tuple(data.shape)).encode(), data.flatten().numpy().data])
+
+
+def host_fingerprint(model: torch.nn.Module, cfg: Any) -> str:
+    """SHA-256 over everything calibration sees of a host: parameters, buffers (factors attached to it among them) and the
+    settings that change its forward without changing a parameter."""
+    words = ("act_fn", "normalization_type", "positional_embedding_type", "eps", "attn_scale", "rotary_base")
+    parts: list[Any] = [str({word: getattr(cfg, word, None) for word in words}).encode()]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        parts.append(tensor)
+    return _sha256(parts)
+
+
+def _sha256(parts: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # as bytes: numpy knows no bfloat16
+            part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _differences(then: Recipe, now: Recipe) -> list[str]:
+    """One phrase per value that differs, settings by their names."""
+    keys = [*now, *(key for key in then if key not in now)]
+    return [
+        f"{_WORDS.get(key, key)} {_short(key, then.get(key))} then, {_short(key, now.get(key))} now"
+        for key in keys
+        if then.get(key) != now.get(key)
+    ]
+
+
+def _short(key: str, value: Any) -> str:
+    return value[:8] if key in _WORDS and isinstance(value, str) else repr(value)

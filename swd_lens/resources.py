@@ -1,0 +1,402 @@
+"""What a factorization will need, before it starts: memory and time, from shapes.
+
+1. `forecast` makes one row per site: the solver's operations and working memory (`swd_lens.solver.cost`), the operations
+   of its calibration, and what is held meanwhile (Grams, finished factors). Totals are properties of the `Estimate`.
+2. `available_bytes` and `product_speed` ask the machine: free memory, and how fast it multiplies float32 matrices now.
+3. `estimate` puts them together for the user; `Estimate.require_fit` refuses, with the numbers, what cannot fit.
+
+Bytes are those beyond what is in use before the call (the host among it). They are upper bounds by design where exact
+counts would need a run: activations of a calibration batch, and a kept copy of every weight.
+"""
+
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.hosts import host_of
+from swd_lens.sites import Pattern, Site, select_sites
+from swd_lens.solver import DEFAULT_PRESET, cost
+from swd_lens.solver.validate import resolve_units
+from swd_lens.tasks.text import TokenError, as_rows
+
+_FLOAT, _DOUBLE = 4, 8
+_MEASURE_SECONDS = 0.05
+
+# An activation's entry costs passes over memory, not products: as many operations' time as this. Measured on one CPU
+# thread: 250 to 400 with d_model = 128, 500 to 900 with d_model = 768.
+_PER_ENTRY = 400.0
+
+
+class DoesNotFitError(MemoryError, ValueError):
+    """A factorization needs more memory than there is; nothing was started."""
+
+
+@dataclass(frozen=True)
+class SiteEstimate:
+    """One site's share. flops: the solver's; calibration_flops: of the forwards and products for its Gram; peak_bytes: its
+    own working memory at the worst moment; held_bytes: what other sites hold meanwhile."""
+
+    site: str
+    d_in: int
+    d_out: int
+    units: int
+    flops: float
+    calibration_flops: float
+    peak_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """Memory and time of a factorization; printing it gives the table.
+
+    Attributes:
+        rows: one per site, in execution order.
+        available_bytes: free memory on the weights' device; None where it cannot be known.
+        flops_per_second: this machine's measured speed of float32 products; None if it was not measured.
+        calibration: "sequential", "dense" or "zero-data".
+    """
+
+    rows: tuple[SiteEstimate, ...]
+    available_bytes: int | None
+    flops_per_second: float | None
+    calibration: str
+
+    @property
+    def flops(self) -> float:
+        """All operations, calibration included."""
+        return float(sum(row.flops + row.calibration_flops for row in self.rows))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The worst moment of all."""
+        return max((row.held_bytes + row.peak_bytes for row in self.rows), default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        """flops over the measured speed; None without one. Small matrices, where calls cost more than products, take longer."""
+        return None if self.flops_per_second is None else self.flops / self.flops_per_second
+
+    @property
+    def fits(self) -> bool:
+        return self.available_bytes is None or self.peak_bytes <= self.available_bytes
+
+    def require_fit(self) -> None:
+        """Do nothing if it fits.
+
+        Raises:
+            DoesNotFitError: more memory is needed than available; says how much, where, and what would need less.
+        """
+        if self.fits:
+            return
+        worst = max(self.rows, key=lambda row: row.held_bytes + row.peak_bytes)
+        raise DoesNotFitError(
+            f"factorizing {_matrices(len(self.rows))} needs {_bytes(self.peak_bytes)} of memory, "
+            f"{_bytes(self.available_bytes)} available. "
+            f"Largest: {worst.site} ({worst.d_in}, {worst.d_out}) with {worst.units} units, {_bytes(worst.peak_bytes)}, while "
+            f"{_bytes(worst.held_bytes)} are held for other sites (their Grams and factors). {self._advice(worst)}"
+        )
+
+    def _advice(self, worst: SiteEstimate) -> str:
+        ways = []
+        if self.calibration == "dense" and len(self.rows) > 1:
+            ways.append('calibration="sequential" (one Gram at a time instead of all)')
+        if worst.held_bytes > 0:
+            ways.append("fewer sites at once")
+        if worst.units > min(worst.d_in, worst.d_out):
+            ways.append("fewer units")
+        if self.calibration != "zero-data":
+            ways.append("a smaller batch_size")
+        ways.append("a machine with more memory")
+        return f"What helps: {'; '.join(ways)}."
+
+    def __repr__(self) -> str:
+        header = ("site", "d_in", "d_out", "units", "solver", "calibration", "memory")
+        lines = [header, *(_line(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        table = [
+            "  "
+            + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]
+        available = "unknown" if self.available_bytes is None else _bytes(self.available_bytes)
+        memory = f"memory: {_bytes(self.peak_bytes)} at the worst moment, {available} available"
+        if not self.fits:
+            memory += " - does not fit"
+        work = f"time: {_flops(self.flops)}"
+        if self.seconds is not None and self.flops_per_second is not None:
+            work += f", about {_seconds(self.seconds)} at the measured {_flops(self.flops_per_second)} per second"
+        title = f"Estimate: {_matrices(len(self.rows))}, calibration {self.calibration}"
+        return "\n".join([title, *table, memory, work])
+
+
+def estimate(
+    model: Any,
+    sites: Pattern,
+    *,
+    sparsity: float | int = 0.5,
+    tokens: Any = None,
+    calibration: str = "sequential",
+    preset: str = DEFAULT_PRESET,
+    units: int | float | str | None = None,
+    batch_size: int = 16,
+    **options: Any,
+) -> Estimate:
+    """Memory and time that `factorize` with these arguments will take, without starting it.
+
+    Args:
+        tokens: as for `factorize`, or just their number.
+        model, sites, sparsity, calibration, preset, units, batch_size, options: as for `factorize`.
+
+    Raises:
+        UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
+        ValueError: bad sparsity or solver options; the site is named.
+    """
+    chosen = select_sites(host_of(model).sites(), sites)
+    shape = _token_shape(tokens, model)
+    rows = forecast(
+        model,
+        chosen,
+        shape,
+        sparsity=sparsity,
+        calibration=check_calibration(calibration),
+        preset=preset,
+        units=units,
+        batch_size=batch_size,
+        options=options,
+    )
+    device = _device(model)
+    kind = "zero-data" if shape is None else calibration
+    return Estimate(rows, available_bytes(device), product_speed(device), kind)
+
+
+def check_calibration(calibration: str) -> str:
+    """The same word. Raises ValueError unless it is one of the two."""
+    if calibration not in ("sequential", "dense"):
+        raise ValueError(f"calibration must be 'sequential' or 'dense', got {calibration!r}")
+    return calibration
+
+
+@contextmanager
+def naming(site: Site) -> Iterator[None]:
+    """A solver's ValueError with the site in front (the same kind of error): a solver only ever sees a tensor."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(f"{site}: {error}") from error
+
+
+def forecast(
+    model: Any,
+    chosen: Sequence[Site],
+    token_shape: tuple[int, int] | None,
+    *,
+    sparsity: float | int,
+    calibration: str,
+    preset: str,
+    units: int | float | str | None,
+    batch_size: int,
+    options: dict[str, Any],
+    finished: Collection[str] = (),
+) -> tuple[SiteEstimate, ...]:
+    """One row per site that is still to be done. `token_shape` is (rows, pos), None for zero-data."""
+    todo = [site for site in chosen if site.name not in finished]
+    width = {site.name: _width(site, units) for site in chosen}
+    kept = {site.name: _FLOAT * (site.numel + width[site.name] * (site.d_in + site.d_out)) for site in chosen}
+    held = sum(kept[name] for name in finished)
+    grams = {site.name: _FLOAT * site.d_in**2 if token_shape else 0 for site in todo}
+    dense = calibration == "dense" and token_shape is not None
+    forwards = _forward_flops(model, todo, token_shape, dense)
+    activations = _activation_bytes(model, token_shape, batch_size)
+    rows: list[SiteEstimate] = []
+    for place, site in enumerate(todo):
+        with naming(site):
+            solving = cost(
+                site.d_in,
+                site.d_out,
+                sparsity=sparsity,
+                units=units,
+                preset=preset,
+                calibrated=token_shape is not None,
+                **options,
+            )
+        # Solving: weight, Gram, and the solver's own (or the float64 error measured after it).
+        working = max(solving.peak_bytes, _error_bytes(site, width[site.name], token_shape is not None))
+        peak = _FLOAT * site.numel + grams[site.name] + working
+        other_grams = sum(grams[later.name] for later in todo[place + 1 :]) if dense else 0
+        if token_shape and (not dense or place == 0):
+            # Calibration: float64 sums, one product in float32 and again in float64, and a batch's activations.
+            summed = todo if dense else [site]
+            sums = sum(_DOUBLE * one.d_in**2 for one in summed) + (_FLOAT + _DOUBLE) * max(s.d_in for s in summed) ** 2
+            peak = max(peak, sums + activations - other_grams)
+        rows.append(
+            SiteEstimate(
+                site.name,
+                site.d_in,
+                site.d_out,
+                width[site.name],
+                solving.flops,
+                forwards[place],
+                peak,
+                held + other_grams,
+            )
+        )
+        held += kept[site.name]
+    return tuple(rows)
+
+
+def _width(site: Site, units: int | float | str | None) -> int:
+    with naming(site):
+        return resolve_units(units, site.d_in, site.d_out, any_width=True)
+
+
+def _error_bytes(site: Site, units: int, calibrated: bool) -> int:
+    """Of `Factors.relmse`: read factor and Gram in float64; W goes by in tiles."""
+    return _DOUBLE * (site.d_in * units + calibrated * site.d_in**2)
+
+
+def _forward_flops(
+    model: Any, todo: Sequence[Site], token_shape: tuple[int, int] | None, dense: bool
+) -> tuple[float, ...]:
+    """Per site: h^T h, and the host's blocks up to the site's layer (once for all sites with dense calibration)."""
+    if token_shape is None:
+        return (0.0,) * len(todo)
+    n_tokens, pos = token_shape[0] * token_shape[1], token_shape[1]
+    one_block = [site for site in host_of(model).sites() if site.layer == 0]
+    products = 2 * sum(site.numel for site in one_block) + 4 * pos * model.cfg.n_heads * model.cfg.d_head
+    block = float(n_tokens) * (products + _PER_ENTRY * _activation_entries(model, pos))
+    last = max((site.layer for site in todo), default=0)
+    forwards = (block * (last + 1) / len(todo) if dense else block * (site.layer + 1) for site in todo)
+    return tuple(one + 2.0 * n_tokens * site.d_in**2 for one, site in zip(forwards, todo, strict=True))
+
+
+def _activation_bytes(model: Any, token_shape: tuple[int, int] | None, batch_size: int) -> int:
+    """Of one block's forward on one batch."""
+    if token_shape is None:
+        return 0
+    rows, pos = token_shape
+    return _FLOAT * min(rows, batch_size) * pos * _activation_entries(model, pos)
+
+
+def _activation_entries(model: Any, pos: int) -> int:
+    """Per token of a row of `pos`: residuals and their norms, q, k, v, z; pre and post; scores and pattern."""
+    cfg = model.cfg
+    return 10 * cfg.d_model + 3 * (cfg.d_mlp or 0) + 3 * cfg.n_heads * pos
+
+
+def _token_shape(tokens: Any, model: Any) -> tuple[int, int] | None:
+    if tokens is None or (isinstance(tokens, int) and tokens == 0 and not isinstance(tokens, bool)):
+        return None
+    if isinstance(tokens, int) and not isinstance(tokens, bool):
+        if tokens < 0:
+            raise TokenError(f"tokens={tokens}: give how many there are, the (rows, pos) ids, or None for zero-data")
+        pos = min(tokens, int(model.cfg.n_ctx))
+        return -(-tokens // pos), pos
+    return shape_of(as_rows(tokens, model))
+
+
+def shape_of(rows: Int[Tensor, "rows pos"]) -> tuple[int, int]:
+    return rows.shape[0], rows.shape[1]
+
+
+# ---------------------------------------------------------------------------------------------- the machine
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that a new allocation on the device can get; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch's allocator keeps without using is free for us, too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    known = [bytes_ for bytes_ in (_system_bytes(), _container_bytes()) if bytes_ is not None]
+    return min(known, default=None)
+
+
+def _system_bytes() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        pass
+    try:  # macOS says only how much there is at all
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the cgroup (version 2) that we see leaves; file cache that can be dropped counts as free."""
+    try:
+        limit = int((group / "memory.max").read_text())  # "max", no limit, is a ValueError
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(stat.get("inactive_file", 0)), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def product_speed(device: torch.device) -> float:
+    """Operations per second of a float32 matrix product, measured for about 50 ms at the present number of threads."""
+    n = 4096 if device.type == "cuda" else 768
+    a = torch.ones(n, n, device=device)  # not random: the caller's random numbers are not ours to use up
+    out = a @ a  # the first call sets things up
+    _wait(device)
+    done, began = 0, time.perf_counter()
+    while True:
+        torch.mm(a, a, out=out)
+        _wait(device)
+        done += 1
+        if (spent := time.perf_counter() - began) >= _MEASURE_SECONDS:
+            return done * 2.0 * n**3 / spent
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def _line(row: SiteEstimate) -> tuple[str, ...]:
+    sizes = (f"{row.d_in:,}", f"{row.d_out:,}", f"{row.units:,}")
+    return (row.site, *sizes, _flops(row.flops), _flops(row.calibration_flops), _bytes(row.held_bytes + row.peak_bytes))
+
+
+def _matrices(n: int) -> str:
+    return f"{n} matrix" if n == 1 else f"{n} matrices"
+
+
+def _bytes(n: int | None) -> str:
+    return f"{n or 0:,} B" if (n or 0) < 1000 else _scaled(float(n or 0), "B")
+
+
+def _flops(n: float) -> str:
+    return _scaled(n, "FLOP")
+
+
+def _scaled(n: float, unit: str) -> str:
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {prefix}{unit}" if n < 999.5 * size else f"{n / size:,.0f} {prefix}{unit}"
+    return f"{n:.3g} {unit}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

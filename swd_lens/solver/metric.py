@@ -1,0 +1,87 @@
+"""The metric of the error: the Gram in coordinates where it has a unit diagonal.
+
+1. v = sqrt(diag G); the solver works on diag(v) W, and divides the read factor by v at the end. A dead input (G_jj = 0)
+   gets v = 0 in the weight and 1 where it is divided by: its row is zero and attracts no edges.
+2. C = G / (v v^T), shrunk towards the identity: C <- (1 - shrinkage) C + shrinkage I. Few tokens make the off-diagonal
+   of C mostly noise, which a fit against it would follow (solver.md: 1,024 tokens).
+3. A diagonal G (and zero-data) is C = I, kept as None: nothing is multiplied by it.
+4. Between the two stands C_g = (1 - g) I + g C, whose eigenvectors are those of C; they are computed once, when first
+   wanted.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .validate import GramError
+
+# An input is dead when its second moment is below this share of the largest one: float32 could not tell it from zero.
+DEAD = 1e-14
+
+# How far below zero, in units of the diagonal, rounding may push an eigenvalue of C.
+NEGATIVE_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class Metric:
+    """C (d_in, d_in) with unit diagonal (None = identity), and v (d_in, 1), the scale of each input."""
+
+    matrix: Float[Tensor, "d_in d_in"] | None
+    scale: Float[Tensor, "d_in 1"]
+
+    @classmethod
+    def of(
+        cls, gram: Float[Tensor, "d_in d_in"] | None, weight: Float[Tensor, "d_in d_out"], shrinkage: float | int
+    ) -> "Metric":
+        """The metric of a validated Gram; None means G = I.
+
+        Raises:
+            GramError: G is not positive semi-definite.
+        """
+        if gram is None:
+            return cls(None, weight.new_ones(weight.shape[0], 1))
+        diagonal = gram.diagonal()
+        scale = torch.where(diagonal > DEAD * diagonal.max(), diagonal, 0.0).sqrt().unsqueeze(1)
+        safe = torch.where(scale > 0, scale, 1.0)
+        matrix = gram / safe
+        matrix /= safe.T
+        matrix.diagonal().copy_((scale > 0).squeeze(1))  # a dead input correlates with nothing
+        if matrix.count_nonzero() <= len(matrix):
+            return cls(None, scale)
+        _check_positive(matrix)
+        matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)
+        return cls(matrix, scale)
+
+    def weigh(self, rows: Float[Tensor, "d_in columns"], blend: float | int = 1.0) -> Float[Tensor, "d_in columns"]:
+        """C_g X with g = blend."""
+        if self.matrix is None or blend == 0:
+            return rows
+        return torch.lerp(rows, self.matrix @ rows, float(blend))
+
+    def undo(self, read: Float[Tensor, "d_in unit"]) -> Float[Tensor, "d_in unit"]:
+        """The read factor in the inputs' own coordinates."""
+        return read / torch.where(self.scale > 0, self.scale, 1.0)
+
+    def error(
+        self, target: Float[Tensor, "d_in d_out"], read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
+    ) -> float:
+        """tr((M - AB)^T C (M - AB)) / tr(M^T C M) for the rescaled target M: the relMSE, in working precision."""
+        residual = target - read @ write
+        return float((residual * self.weigh(residual)).sum() / (target * self.weigh(target)).sum())
+
+    @cached_property
+    def eigen(self) -> tuple[Float[Tensor, " d_in"], Float[Tensor, "d_in d_in"]]:
+        """Eigenvalues (clamped at 0) and eigenvectors (columns) of C. Only for C other than the identity."""
+        assert self.matrix is not None
+        values, vectors = torch.linalg.eigh(self.matrix)
+        return values.clamp_min_(0), vectors
+
+
+def _check_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:
+    shifted = matrix.clone()
+    shifted.diagonal().add_(NEGATIVE_ROUNDING)
+    if int(torch.linalg.cholesky_ex(shifted).info) != 0:
+        raise GramError("gram is not positive semi-definite: give E[h^T h], or add to its diagonal what it lacks")

@@ -1,0 +1,82 @@
+"""Refinement: both factors refitted to the full metric, supports held.
+
+The error tr((M - AB)^T C (M - AB)) is quadratic in each factor. In turns, some steps of conjugate gradients on one with
+the other held:
+
+1. write factor:  (A^T C A) B = A^T C M  on B's support;
+2. read factor:   C A (B B^T) = C M B^T  on A's support.
+
+The gradient is masked by the support; the preconditioner is the diagonal (Jacobi). Conjugate gradients descend at every
+step, so that the error never rises. The alternation itself converges slowly: a few rounds give most of the gain
+(solver.md, "Refinement on fixed supports").
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .metric import Metric
+
+Matrix = Float[Tensor, "rows columns"]
+
+# Below this share of the largest diagonal entry a unit or input has no say, and its preconditioner no meaning.
+TINY = 1e-12
+
+
+def refine(
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    target: Float[Tensor, "d_in d_out"],
+    metric: Metric,
+    rounds: int,
+    steps: int,
+) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    """Both factors after `rounds` turns of `steps` conjugate-gradient steps each; nonzeros stay where they were."""
+    read_support, write_support = (read != 0).to(read.dtype), (write != 0).to(write.dtype)
+    for _ in range(rounds):
+        weighted = metric.weigh(read)
+        normal = read.T @ weighted
+        write = conjugate_gradient(
+            write, weighted.T @ target, write_support, lambda p, n=normal: n @ p, normal.diagonal()[:, None], steps
+        )
+        normal = write @ write.T
+        read = conjugate_gradient(
+            read,
+            metric.weigh(target @ write.T),
+            read_support,
+            lambda p, n=normal: metric.weigh(p @ n),
+            normal.diagonal()[None, :],
+            steps,
+        )
+    return read, write
+
+
+def conjugate_gradient(
+    start: Matrix, rhs: Matrix, support: Matrix, operator: Callable[[Matrix], Matrix], diagonal: Tensor, steps: int
+) -> Matrix:
+    """Steps towards the solution of operator(X) = rhs among the X on the support; `diagonal` is the operator's."""
+    preconditioner = support / diagonal.clamp_min(TINY * float(diagonal.max()) or 1.0)
+    residual = (rhs - operator(start)).mul_(support)
+    x = start
+    direction = residual * preconditioner
+    norm = torch.sum(residual * direction)
+    # A residual of rounding errors only: where units are parallel, stepping along it leads arbitrarily far away.
+    solved = (8 * torch.finfo(rhs.dtype).eps) ** 2 * float(torch.sum(rhs * rhs * preconditioner))
+    del rhs  # a weight-size buffer
+    for _ in range(steps):
+        if float(norm) <= solved:
+            break
+        curved = operator(direction).mul_(support)
+        curvature = torch.sum(direction * curved)
+        if not float(curvature) > 0:  # nothing to solve
+            break
+        step = norm / curvature
+        x = torch.add(x, direction * step)
+        residual.sub_(curved.mul_(step))
+        del curved
+        scaled = residual * preconditioner
+        previous, norm = norm, torch.sum(residual * scaled)
+        direction = scaled.add_(direction.mul_(norm / previous))
+    return x

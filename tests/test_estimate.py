@@ -1,0 +1,210 @@
+"""estimate: what a factorization will need, and the refusal when there is not as much."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import swd_lens as swd
+import swd_lens.plan
+import swd_lens.resources
+from swd_lens.resources import Estimate, SiteEstimate
+from swd_lens.solver import cost
+from tests.micro import random_tokens, toy_model
+
+TOKENS = random_tokens(12, 9)  # 108
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_rows_by_hand(model):
+    # toy model: d_model 16, d_mlp 32, 2 heads of 8; attn_qkv 16 x 48, attn_o 16 x 16, mlp_in 16 x 32, mlp_out 32 x 16.
+    made = swd.estimate(model, "mlp_out", tokens=TOKENS, preset="paper")
+    first, second = made.rows
+    assert (first.site, first.d_in, first.d_out, first.units) == ("blocks.0.mlp_out", 32, 16, 16)
+    solving = cost(32, 16, sparsity=0.5, preset="paper", calibrated=True)
+    assert first.flops == second.flops == solving.flops
+    # Forward, per token and block: 2 per weight; scores and mix, 2 x 2 x 9 positions x 16; 400 for each of the entries
+    # 10 x 16 + 3 x 32 + 3 x 2 heads x 9 positions. Then h^T h.
+    block = 2 * (16 * 48 + 16 * 16 + 16 * 32 + 32 * 16) + 4 * 9 * 16 + 400 * (160 + 96 + 54)
+    assert first.calibration_flops == 108 * (block + 2 * 32 * 32)
+    assert second.calibration_flops == 108 * (2 * block + 2 * 32 * 32)
+    # Held behind the first: its factors 32 x 16 and 16 x 16, and its weight 32 x 16, in float32.
+    assert (first.held_bytes, second.held_bytes) == (0, 4 * (32 * 16 + 16 * 16 + 32 * 16))
+    assert first.peak_bytes >= solving.peak_bytes + 4 * (32 * 16 + 32 * 32)
+    assert made.peak_bytes == second.held_bytes + second.peak_bytes
+    assert made.flops == 2 * solving.flops + first.calibration_flops + second.calibration_flops
+    assert made.seconds == pytest.approx(made.flops / made.flops_per_second)
+
+
+def test_dense_calibration_holds_every_gram(model):
+    sequential = swd.estimate(model, "mlp_*", tokens=TOKENS)
+    dense = swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="dense")
+    # First site of four: the Grams of the other three, 32 x 32, 16 x 16, 32 x 32.
+    assert dense.rows[0].held_bytes == 4 * (32 * 32 + 16 * 16 + 32 * 32) and sequential.rows[0].held_bytes == 0
+    assert sum(row.calibration_flops for row in dense.rows) < sum(row.calibration_flops for row in sequential.rows)
+    assert dense.calibration == "dense" and sequential.calibration == "sequential"
+
+
+def test_tokens_as_a_number_or_none(model):
+    by_number, by_rows = (
+        swd.estimate(model, "all", tokens=32 * 4),
+        swd.estimate(model, "all", tokens=random_tokens(4, 32)),
+    )
+    assert by_number.rows == by_rows.rows
+    nothing = swd.estimate(model, "all")
+    assert nothing.calibration == "zero-data" and swd.estimate(model, "all", tokens=0).rows == nothing.rows
+    assert all(row.calibration_flops == 0 for row in nothing.rows)
+    assert nothing.peak_bytes < by_rows.peak_bytes
+    with pytest.raises(swd.TokenError, match="tokens=-1"):
+        swd.estimate(model, "all", tokens=-1)
+
+
+def test_bad_arguments(model):
+    with pytest.raises(swd.UnknownSiteError):
+        swd.estimate(model, "nonsense")
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp_out .*sparsity=1"):
+        swd.estimate(model, "blocks.0.mlp_out", sparsity=1)
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp_out .*units='many'"):
+        swd.estimate(model, "blocks.0.mlp_out", units="many")
+    with pytest.raises(ValueError, match="calibration must be"):
+        swd.estimate(model, "mlp_out", calibration="both")
+
+
+def test_the_host_and_the_random_numbers_stay_as_they_are(model):
+    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    swd.estimate(model, "all", tokens=TOKENS)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+ROWS = (
+    SiteEstimate("blocks.0.mlp_in", 768, 3072, 768, 1e12, 2e11, 120_000_000, 0),
+    SiteEstimate("blocks.0.mlp_out", 3072, 768, 1536, 2e12, 3e11, 400_000_000, 30_000_000),
+)
+
+
+def test_the_printed_table():
+    made = Estimate(ROWS, 23_500_000_000, 1e11, "dense")
+    assert repr(made) == "\n".join(
+        [
+            "Estimate: 2 matrices, calibration dense",
+            "  site               d_in  d_out  units   solver  calibration  memory",
+            "  blocks.0.mlp_in     768  3,072    768  1 TFLOP    200 GFLOP  120 MB",
+            "  blocks.0.mlp_out  3,072    768  1,536  2 TFLOP    300 GFLOP  430 MB",
+            "memory: 430 MB at the worst moment, 23.5 GB available",
+            "time: 3.5 TFLOP, about 35 s at the measured 100 GFLOP per second",
+        ]
+    )
+    assert "430 MB at the worst moment, 100 MB available - does not fit" in repr(Estimate(ROWS, 10**8, None, "dense"))
+    assert "available" in repr(Estimate((), None, None, "zero-data"))
+
+
+def test_the_refusal_gives_the_numbers():
+    Estimate(ROWS, 430_000_000, None, "dense").require_fit()
+    Estimate(ROWS, None, None, "dense").require_fit()
+    with pytest.raises(swd.DoesNotFitError) as refusal:
+        Estimate(ROWS, 429_000_000, None, "dense").require_fit()
+    assert isinstance(refusal.value, MemoryError) and isinstance(refusal.value, ValueError)
+    for part in (
+        "factorizing 2 matrices needs 430 MB of memory, 429 MB available",
+        "blocks.0.mlp_out (3072, 768) with 1536 units, 400 MB, while 30 MB are held",
+        'calibration="sequential"',
+        "fewer sites at once",
+        "fewer units",
+    ):
+        assert part in str(refusal.value)
+    alone = Estimate((ROWS[0],), 1000, None, "zero-data")
+    with pytest.raises(swd.DoesNotFitError, match=r"1 matrix needs .*What helps: a machine with more memory\.$"):
+        alone.require_fit()
+
+
+def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypatch):
+    def never(*arguments, **named):
+        raise AssertionError("the host was touched")
+
+    made = swd.estimate(model, "mlp_out", tokens=TOKENS)
+    monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: made.peak_bytes - 1)
+    for work in ("collect_grams", "attach", "solve"):
+        monkeypatch.setattr(swd_lens.plan, work, never)
+    with pytest.raises(swd.DoesNotFitError, match="factorizing 2 matrices needs"):
+        swd.factorize(model, "mlp_out", tokens=TOKENS, progress=False, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_factorize_starts_with_just_enough(model, tmp_path, monkeypatch):
+    named = {"preset": "paper", "outer_iterations": 4, "tokens": TOKENS}
+    made = swd.estimate(model, "mlp_out", **named)
+    monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: made.peak_bytes)
+    swd.factorize(model, "mlp_out", **named, progress=False, out=tmp_path)
+    # With everything finished, nothing more is needed.
+    monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: 0)
+    swd.factorize(model, "mlp_out", **named, progress=False, out=tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- the machine
+
+
+def test_available_memory_is_believable():
+    here = swd_lens.resources.available_bytes(torch.device("cpu"))
+    assert here is not None and 10**7 < here < 10**14
+
+
+def test_a_container_limit_counts(tmp_path, monkeypatch):
+    for name, text in {"max": "1000000", "current": "700000", "stat": "anon 500000\ninactive_file 150000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert swd_lens.resources._container_bytes(tmp_path) == 1_000_000 - 700_000 + 150_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert swd_lens.resources._container_bytes(tmp_path) is None
+    assert swd_lens.resources._container_bytes(tmp_path / "nowhere") is None
+    monkeypatch.setattr(swd_lens.resources, "_container_bytes", lambda: 12_345)
+    assert swd_lens.resources.available_bytes(torch.device("cpu")) == 12_345
+
+
+def test_the_measured_speed_is_believable():
+    speed = swd_lens.resources.product_speed(torch.device("cpu"))
+    assert math.isfinite(speed) and 1e8 < speed < 1e15
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+import swd_lens as swd
+from tests.micro import toy_model, random_tokens
+torch.set_num_threads(1)
+model = toy_model(d_model=256, d_mlp=1024, n_heads=4, d_head=64)
+sites, quick = ["blocks.0.mlp_out", "blocks.1.mlp_out"], dict(outer_iterations=4, preset=sys.argv[1])
+quick |= dict(tokens=random_tokens(16, 32), calibration=sys.argv[2])
+def kilobytes(word):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(word))
+warm_up = swd.factorize(model, "attn_o", progress=False, **quick)  # libraries loaded, thread pools made
+expected = swd.estimate(model, sites, **quick).peak_bytes
+Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+before = kilobytes("VmRSS")
+swd.factorize(model, sites, progress=False, **quick)
+print((kilobytes("VmHWM") - before) * 1024, expected)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("calibration", ["sequential", "dense"])
+@pytest.mark.parametrize("preset", ["paper", "best"])
+def test_the_peak_is_what_is_really_used(preset, calibration):
+    """In a process of its own, whose freed memory goes back to the system, so that resident means in use."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEASURE, preset, calibration],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+    )
+    if "clear_refs" in done.stderr:
+        pytest.skip("this system does not let a process reset its peak")
+    assert done.returncode == 0, done.stderr
+    used, expected = map(int, done.stdout.split())
+    assert used <= 1.15 * expected and expected <= 2.5 * used

@@ -1,0 +1,386 @@
+"""factorize with a folder: interruption, resumption with the same bits, refusals; and what its bar shows."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import swd_lens as swd
+import swd_lens.plan
+from swd_lens.factors import Factors, FactorSet
+from swd_lens.hosts import find_sites
+from tests.micro import random_tokens, toy_model
+
+QUICK = {"preset": "paper", "outer_iterations": 4, "sparsity": 0.5, "progress": False}
+ALL = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("attn_qkv", "attn_o", "mlp_in", "mlp_out")]
+TOKENS = random_tokens(12, 9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def bits(f: Factors) -> list[bytes]:
+    return [f.read.numpy().tobytes(), f.write.numpy().tobytes()]
+
+
+def assert_same(one: FactorSet, two: FactorSet, provenance: bool = True) -> None:
+    assert list(one) == list(two) and one.provenance == two.provenance
+    for site in one:
+        assert bits(one[site]) == bits(two[site])
+        assert one[site].settings == two[site].settings
+        assert not provenance or one[site].provenance == two[site].provenance
+
+
+def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> list[int]:
+    """Count the solver's calls; the one numbered `stop_at` (from 0) raises instead."""
+    calls: list[int] = []
+    solve = swd_lens.plan.solve
+
+    def counted(*arguments, **named):
+        if len(calls) == stop_at:
+            raise error
+        calls.append(len(calls))
+        return solve(*arguments, **named)
+
+    monkeypatch.setattr(swd_lens.plan, "solve", counted)
+    return calls
+
+
+HOW = {
+    "sequential": {"tokens": TOKENS},
+    "dense": {"tokens": TOKENS, "calibration": "dense"},
+    "zero-data": {},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("finished", [0, 1, 5, 8])
+def test_resumed_is_uninterrupted_to_the_bit(model, tmp_path, monkeypatch, how, finished):
+    named = {**QUICK, **HOW[how]}
+    plain = swd.factorize(model, "all", **named)
+    whole = swd.factorize(model, "all", **named, out=tmp_path / "whole")
+    assert_same(plain, whole, provenance=False)
+
+    out = tmp_path / "interrupted"
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    hooks, logits = list(model.hook_dict), model(TOKENS)
+    if finished < len(ALL):
+        with monkeypatch.context() as patch:
+            count_solves(patch, stop_at=finished)
+            with pytest.raises(KeyboardInterrupt):
+                swd.factorize(model, "all", **named, out=out)
+    else:
+        swd.factorize(model, "all", **named, out=out)
+    # The host is what it was, and what is finished can be read.
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+    assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
+    assert out.exists() == (finished > 0)
+    if finished:
+        kept = FactorSet.load(out)
+        assert list(kept) == ALL[:finished]
+        assert all(bits(kept[site]) == bits(whole[site]) for site in kept)
+
+    calls = count_solves(monkeypatch)
+    resumed = swd.factorize(model, "all", **named, out=out)
+    assert len(calls) == len(ALL) - finished
+    assert_same(resumed, whole)
+    assert_same(FactorSet.load(out), whole)
+    assert resumed[ALL[0]].relmse() == whole[ALL[0]].relmse()  # the weight is remembered, too
+    swd.attach(model, FactorSet.load(out)).detach()
+
+
+@pytest.mark.parametrize("where", ["save_file", "sha256", "write_text"])
+def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatch, where):
+    whole = swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS)
+    calls: list[int] = []
+    true = getattr(swd_lens.storage, where)
+
+    def second_is_interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return true(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"swd_lens.storage.{where}", second_is_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+    assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
+    assert_same(swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path), whole, provenance=False)
+
+
+def test_interrupted_while_calibrating_behind_attached_sites(model, tmp_path, monkeypatch):
+    """The exception comes out of a forward while the earlier site is attached; the host must be dense again."""
+    logits, true = model(TOKENS), swd_lens.plan.collect_grams
+
+    def interrupted(host, sites, *arguments, **named):
+        if sites[0].name == "blocks.1.mlp_out":
+            assert "blocks.0.hook_mlp_out_unit" in host.hook_dict
+            raise KeyboardInterrupt
+        return true(host, sites, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(swd_lens.plan, "collect_grams", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+    assert "blocks.0.hook_mlp_out_unit" not in model.hook_dict and torch.equal(model(TOKENS), logits)
+    assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
+
+
+# ---------------------------------------------------------------------------------------------- what is not taken over
+
+
+@pytest.fixture
+def half_done(model, tmp_path, monkeypatch):
+    """A folder with the first of two mlp_out, sequentially calibrated."""
+    with monkeypatch.context() as patch:
+        count_solves(patch, stop_at=1)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sparsity": 0.25}, r"made otherwise: sparsity 0\.5 then, 0\.25 now\. Call"),
+        ({"outer_iterations": 5}, r"made otherwise: outer_iterations 4 then, 5 now\. Call"),
+        ({"units": 16}, r"made otherwise: units None then, 16 now\. Call"),
+        ({"batch_size": 3}, r"made otherwise: batch_size 16 then, 3 now\. Call"),
+        ({"calibration": "dense"}, r"made otherwise: calibration 'sequential' then, 'dense' now\. Call"),
+        ({"tokens": TOKENS.flip(0)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
+        ({"tokens": TOKENS.view(9, 12)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
+        ({"tokens": None}, r"calibration tokens \w{8} then, None now"),
+        ({"preset": "quick"}, r"preset 'paper' then, 'quick' now"),
+        ({"sparsity": 0.25, "outer_iterations": 5}, r"sparsity 0\.5 then, 0\.25 now; outer_iterations 4 then, 5 now"),
+    ],
+)
+def test_a_difference_is_named(model, half_done, changed, message, monkeypatch):
+    calls = count_solves(monkeypatch)
+    contents = {path.name: path.read_bytes() for path in half_done.iterdir()}
+    with pytest.raises(swd.ResumeError, match=message) as refusal:
+        swd.factorize(model, "mlp_out", **{**QUICK, "tokens": TOKENS, **changed}, out=half_done)
+    assert "holds blocks.0.mlp_out" in str(refusal.value) and "another folder, or overwrite=True" in str(refusal.value)
+    assert not calls and {path.name: path.read_bytes() for path in half_done.iterdir()} == contents
+
+
+def test_another_host_is_noticed(half_done):
+    other = toy_model()
+    with torch.no_grad():
+        other.W_pos[0, 0] += 1e-3  # nothing that is factorized, but every Gram depends on it
+    with pytest.raises(swd.ResumeError, match=r"made otherwise: the host \w{8} then, \w{8} now\. Call"):
+        swd.factorize(other, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
+    with torch.no_grad():
+        other.blocks[0].mlp.W_out[0, 0] += 1e-3
+    with pytest.raises(swd.ResumeError, match=r"the host .*; its weight \w{8} then, \w{8} now"):
+        swd.factorize(other, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
+
+
+def test_factors_attached_by_the_user_are_part_of_the_host(model, half_done):
+    with (
+        swd.attach(model, swd.factorize(model, "blocks.0.attn_o", **QUICK)),
+        pytest.raises(swd.ResumeError, match="made otherwise: the host"),
+    ):
+        swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
+
+
+def test_zero_data_depends_on_the_weight_alone(tmp_path, monkeypatch):
+    one, other = toy_model(), toy_model()
+    with torch.no_grad():
+        other.W_pos[0, 0] += 1e-3
+        other.blocks[1].mlp.W_out[0, 0] += 1e-3
+    swd.factorize(one, "blocks.0.mlp_out", **QUICK, out=tmp_path)
+    calls = count_solves(monkeypatch)
+    swd.factorize(other, "mlp_out", **QUICK, out=tmp_path)
+    assert len(calls) == 1
+
+
+def test_other_sites(model, tmp_path, monkeypatch):
+    last, out = "blocks.1.mlp_out", tmp_path / "last"
+    swd.factorize(model, last, **QUICK, tokens=TOKENS, out=out)
+    with pytest.raises(
+        swd.ResumeError, match=r"would now put blocks\.0\.mlp_out before it"
+    ):  # sequential: another host for the last one
+        swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=out)
+    with pytest.raises(swd.ResumeError, match=r"holds blocks\.1\.mlp_out, which this call does not factorize"):
+        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS, out=out)
+    # A later site is an addition; so is an earlier one where calibration does not see it, and the order stays.
+    calls = count_solves(monkeypatch)
+    first = "blocks.0.mlp_out"
+    swd.factorize(model, first, **QUICK, tokens=TOKENS, out=tmp_path / "first")
+    swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path / "first")
+    assert len(calls) == 2
+    dense = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
+    swd.factorize(model, last, **dense, out=tmp_path / "dense")
+    both = swd.factorize(model, "mlp_out", **dense, out=tmp_path / "dense")
+    assert len(calls) == 4 and list(both) == list(FactorSet.load(tmp_path / "dense")) == [first, last]
+    assert_same(both, swd.factorize(model, "mlp_out", **dense), provenance=False)
+
+
+def test_other_factors_before_a_site(model, tmp_path):
+    """A finished site whose upstream was exchanged by hand: only the chain of factors can tell."""
+    swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+    made = FactorSet.load(tmp_path)
+    first = made["blocks.0.mlp_out"]
+    exchanged = Factors(first.read * 2, first.write, first.settings, first.provenance)
+    FactorSet({**made, "blocks.0.mlp_out": exchanged}, made.provenance).save(tmp_path)
+    with pytest.raises(
+        swd.ResumeError, match=r"holds blocks\.1\.mlp_out made otherwise: factors of the earlier sites \w{8} then"
+    ):
+        swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+
+
+def test_folders_that_cannot_be_resumed(model, tmp_path):
+    swd.factorize(model, "mlp_out", **QUICK).save(tmp_path)
+    with pytest.raises(swd.ResumeError, match="without saying how it was made"):
+        swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    (tmp_path / "factors.json").write_text("{")
+    with pytest.raises(swd.ResumeError, match=r"damaged.*overwrite=True"):
+        swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path, overwrite=True)
+    assert_same(FactorSet.load(tmp_path), made)
+
+
+def test_overwriting_keeps_the_old_set_until_there_is_a_new_matrix(model, half_done, monkeypatch):
+    old = FactorSet.load(half_done)
+    named = {**QUICK, "sparsity": 0.25, "tokens": TOKENS, "out": half_done, "overwrite": True}
+    with monkeypatch.context() as patch:
+        count_solves(patch, stop_at=0)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "mlp_out", **named)
+    assert_same(FactorSet.load(half_done), old)
+    made = swd.factorize(model, "mlp_out", **named)
+    assert_same(FactorSet.load(half_done), made)
+    assert len(list(half_done.iterdir())) == 3  # two matrices, one index: the old one's file is gone
+
+
+def test_the_recipe_is_plain_json(model, tmp_path):
+    swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+    recipe = json.loads((tmp_path / "factors.json").read_text())["sites"]["blocks.0.mlp_out"]["provenance"]["recipe"]
+    assert recipe["outer_iterations"] == 4 and recipe["upstream_sha256"] is None
+    assert len(recipe["tokens_sha256"]) == len(recipe["host_sha256"]) == len(recipe["weight_sha256"]) == 64
+
+
+# ---------------------------------------------------------------------------------------------- before starting
+
+
+def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
+    seen, solve = [], swd_lens.plan.solve
+    monkeypatch.setattr(
+        swd_lens.plan, "solve", lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n)
+    )
+    swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)
+    swd.factorize(model, "blocks.0.mlp_out", **QUICK, units=16)
+    assert seen == [(108, None), (None, 16)]
+
+
+def test_few_tokens(model):
+    few = random_tokens(2, 6)
+    with pytest.warns(UserWarning, match=r"Gram is singular; preset 'paper' applies no shrinkage here"):
+        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=few)
+    best = {"preset": "best", "outer_iterations": 4, "progress": False}
+    with pytest.warns(UserWarning, match=r"12 calibration tokens .* shrinkage (\S+) is applied") as told:
+        f = swd.factorize(model, "blocks.0.mlp_out", **best, tokens=few)["blocks.0.mlp_out"]
+    assert f"shrinkage {f.settings['shrinkage']:.3g} is" in str(told[0].message) and f.settings["shrinkage"] > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=random_tokens(4, 8))  # 32 tokens for 32 inputs
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"sparsity": 1}, r"blocks\.0\.mlp_out .*sparsity=1"),
+        ({"outer_iteration": 5}, r"blocks\.0\.mlp_out .*no setting 'outer_iteration'"),
+        ({"units": 7}, r"blocks\.0\.mlp_out .*units=7"),
+        ({"preset": "papers"}, r"blocks\.0\.mlp_out .*no preset 'papers'"),
+    ],
+)
+def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, bad, message):
+    def never(*arguments, **named):
+        raise AssertionError("the host was touched")
+
+    for work in ("collect_grams", "host_fingerprint", "solve"):
+        monkeypatch.setattr(swd_lens.plan, work, never)
+    with pytest.raises(ValueError, match=message):
+        swd.factorize(model, "blocks.0.mlp_out", **{**QUICK, **bad}, tokens=TOKENS, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------- the bar
+
+
+class Bar:
+    """What tqdm is told."""
+
+    made: list["Bar"] = []  # noqa: RUF012
+
+    def __init__(self, total, **named):
+        self.total, self.named, self.done, self.texts, self.closed = total, named, 0.0, [], False
+        Bar.made.append(self)
+
+    def update(self, n):
+        assert n >= 0
+        self.done += n
+
+    def set_postfix_str(self, text, refresh):
+        self.texts.append(text)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def bar(monkeypatch):
+    monkeypatch.setattr(Bar, "made", [])
+    monkeypatch.setattr(swd_lens.plan, "tqdm", Bar)
+    return Bar
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_bar_counts_operations(model, bar, monkeypatch, how):
+    monkeypatch.setattr(swd_lens.plan, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    named = {**QUICK, **HOW[how]}
+    made = swd.factorize(model, "mlp_*", **{**named, "progress": True})
+    (shown,) = bar.made
+    expected = swd.estimate(model, "mlp_*", **{key: value for key, value in named.items() if key != "progress"})
+    calibrating = sum(row.calibration_flops for row in expected.rows) if how == "sequential" else 0.0
+    assert shown.total == pytest.approx(sum(row.flops for row in expected.rows) + calibrating)
+    assert shown.done == pytest.approx(shown.total) and shown.closed
+    assert "blocks.1.mlp_in (3/4)" in shown.texts
+    assert any(text.startswith("blocks.1.mlp_in (3/4) 2/4 relMSE 0.") for text in shown.texts)
+    assert shown.texts[-1] == f"blocks.1.mlp_out (4/4) relMSE {made['blocks.1.mlp_out'].provenance['relmse']:.3g}"
+
+
+def test_showing_the_error_changes_no_bit(model, bar, monkeypatch):
+    monkeypatch.setattr(swd_lens.plan, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    shown = swd.factorize(model, "mlp_out", **{**QUICK, "progress": True}, tokens=TOKENS)
+    assert_same(shown, swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS))
+
+
+def test_the_error_is_not_measured_where_nobody_looks(model, bar):
+    swd.factorize(model, "blocks.0.mlp_out", **{**QUICK, "progress": True})
+    # The default interval is seconds, and this takes none: no error before the end.
+    assert sum("relMSE" in text for text in bar.made[0].texts) == 1
+
+
+def test_a_failure_closes_the_bar_and_a_resumed_one_counts_the_rest(model, bar, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        count_solves(patch, stop_at=1, error=RuntimeError)
+        with pytest.raises(RuntimeError):
+            swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    swd.factorize(model, "mlp_out", **{**QUICK, "progress": True}, out=tmp_path)
+    failed, resumed = bar.made
+    assert failed.closed and resumed.closed
+    assert resumed.done == pytest.approx(resumed.total) == pytest.approx(failed.total / 2)
+    assert resumed.texts[0] == "blocks.1.mlp_out (2/2)"
+
+
+def test_sites_stay_in_execution_order(model):
+    assert list(swd.factorize(model, ["blocks.1.mlp_in", "attn_o"], **QUICK)) == [
+        site.name for site in find_sites(model, ["attn_o", "blocks.1.mlp_in"])
+    ]
