@@ -7,7 +7,7 @@
 1. Options become a host, token rows and tasks (`_load_model`, `_text`, `load_task`).
 2. `run_study` or `factorize` does the work; progress goes to stderr, results to stdout.
 3. Files are written whole, the report last. Errors that a user can mend are printed without a traceback; exit code 1. Ctrl-C
-   exits with 130 and leaves no half-written file.
+   exits with 130 and leaves no half-written file; `factorize` goes on from there when called again.
 """
 
 import json
@@ -32,6 +32,7 @@ from swd_lens.hosts.load import load_host
 from swd_lens.plan import factorize as factorize_model
 from swd_lens.report import write_report
 from swd_lens.report.terminal import print_run, table
+from swd_lens.solver import DEFAULT_PRESET, PRESETS
 from swd_lens.study import Run, fidelity, run_study
 from swd_lens.tasks import load_task, pack_text
 from swd_lens.tasks.generators import FAMILIES
@@ -66,7 +67,11 @@ HeldoutOption = Annotated[
     int, typer.Option("--heldout-tokens", help="Held-out tokens for fidelity and contexts.", min=2)
 ]
 IterationsOption = Annotated[
-    int | None, typer.Option("--outer-iterations", help="Of the solver; default the paper's 40.", min=4)
+    int | None, typer.Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)
+]
+PresetOption = Annotated[str, typer.Option("--preset", help=f"Of the solver: {', '.join(PRESETS)}.")]
+UnitsOption = Annotated[
+    str | None, typer.Option("--units", help='Per matrix: a number, or "2x" for twice min(d_in, d_out), the default.')
 ]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads.", min=1)]
 
@@ -113,22 +118,38 @@ def factorize(
     text: TextOption = None,
     tokens: TokensOption = 16_384,
     heldout_tokens: HeldoutOption = 16_384,
+    preset: PresetOption = DEFAULT_PRESET,
+    units: UnitsOption = None,
     outer_iterations: IterationsOption = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again in place of what the folder holds.")
+    ] = False,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Factorize matrices of a model into sparse read and write factors and save them."""
+    """Factorize matrices of a model into sparse read and write factors; each is saved when finished.
+
+    The same command again after an interruption goes on with the matrices that are missing.
+    """
     with _told():
         _use(threads)
         model = _load_model(model_name)
         find_sites(model, sites)  # a wrong name should fail before the text is read
         calibration, heldout = _text(model, model_name, text, tokens, heldout_tokens)
-        solver: dict[str, Any] = {} if outer_iterations is None else {"outer_iterations": outer_iterations}
+        solver = _solver_options(preset, units, outer_iterations)
         _say(f"factorize {', '.join(sites)} at s={sparsity:g}")
-        factors = factorize_model(model, sites, sparsity=sparsity, tokens=calibration, progress=_progress(), **solver)
+        factors = factorize_model(
+            model,
+            sites,
+            sparsity=sparsity,
+            tokens=calibration,
+            progress=_progress(),
+            out=out,
+            overwrite=overwrite,
+            **solver,
+        )
         _say("fidelity on held-out text")
         measured = fidelity(model, factors, heldout)
-        factors.save(out)
         rows = [
             {"site": name, "units": f.n_units, "edges": f.edges, "sparsity": f.sparsity}
             | {"relMSE (calibration)": f.provenance["relmse"], "relMSE (held-out)": measured.relmse[name]}
@@ -161,6 +182,8 @@ def circuit(
     n_train: Annotated[int, typer.Option(help="Prompts that score units.", min=1)] = 600,
     n_test: Annotated[int, typer.Option(help="Prompts that judge circuits.", min=1)] = 200,
     positions: Annotated[str, typer.Option(help="'scoring' (paper) or 'all'.")] = "scoring",
+    preset: PresetOption = DEFAULT_PRESET,
+    units: UnitsOption = None,
     outer_iterations: IterationsOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
@@ -174,7 +197,7 @@ def circuit(
         find_sites(model, sites)
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         calibration, heldout = _text(model, model_name, text, tokens, heldout_tokens)
-        solver: dict[str, Any] = {} if outer_iterations is None else {"outer_iterations": outer_iterations}
+        solver = _solver_options(preset, units, outer_iterations)
         run = run_study(
             model,
             {", ".join(sites): sites},
@@ -226,6 +249,16 @@ def _text(model: Any, name: str, file: Path | None, n_calibration: int, n_heldou
     heldout = rows[-min(wanted, len(rows) // 2) :]
     calibration = rows[: len(rows) - len(heldout)][: -(-n_calibration // per_row)] if n_calibration else None
     return calibration, heldout
+
+
+def _solver_options(preset: str, units: str | None, outer_iterations: int | None) -> dict[str, Any]:
+    """What was asked of the solver; what was not asked stays with its defaults."""
+    options: dict[str, Any] = {} if preset == DEFAULT_PRESET else {"preset": preset}
+    if units is not None:
+        options["units"] = int(units) if units.isdecimal() else units
+    if outer_iterations is not None:
+        options["outer_iterations"] = outer_iterations
+    return options
 
 
 def _use(threads: int | None) -> None:

@@ -41,6 +41,22 @@ def test_factorize_saves_factors_that_load_and_attach(tmp_path, default_model):
     assert printed["fidelity"]["ce_delta"] == pytest.approx(again.ce_delta, abs=1e-9)
 
 
+def test_factorize_takes_over_what_the_folder_holds_and_refuses_what_was_made_otherwise(tmp_path):
+    arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", *SMALL, "--tokens", "0"]
+    assert run(*arguments, "--preset", "quick", "--units", "2x").exit_code == 0
+    made = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "f").iterdir()}
+    f = swd.FactorSet.load(tmp_path / "f")["blocks.1.mlp_out"]
+    assert (f.n_units, f.settings["preset"], f.settings["outer_iterations"]) == (256, "quick", 4)
+
+    assert run(*arguments, "--preset", "quick", "--units", "2x").exit_code == 0
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "f").iterdir()} == made
+
+    other = run(*arguments, "--preset", "quick", "--units", "96")
+    assert other.exit_code == 1 and "units" in other.output and "overwrite" in other.output
+    assert run(*arguments, "--preset", "quick", "--units", "96", "--overwrite").exit_code == 0
+    assert swd.FactorSet.load(tmp_path / "f")["blocks.1.mlp_out"].n_units == 96
+
+
 def test_circuit_writes_report_numbers_and_factors(tmp_path):
     arguments = [
         "circuit",
@@ -109,6 +125,8 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
         (["factorize", "--sites", "blocks.9.mlp_out"], "no site matches 'blocks.9.mlp_out'. Nearest: blocks."),
         (["factorize", "--sites", "blocks.[8-9].mlp_out"], "no site matches 'blocks.[8-9].mlp_out'"),
         (["factorize", "--sites", "mlp_out", "-s", "1.5"], "sparsity"),
+        (["factorize", "--sites", "mlp_out", "--preset", "bset"], "no preset 'bset'; did you mean best"),
+        (["factorize", "--sites", "mlp_out", "--units", "many"], "units='many': give a number"),
         (["circuit", "--sites", "mlp_out", "--task", "iou"], "'iou' is neither a task family"),
         (["circuit", "--sites", "mlp_out", "--task", "ioi", "--positions", "first"], "positions"),
         (["factorize", "--sites", "mlp_out", "--text", "missing.txt"], "missing.txt"),

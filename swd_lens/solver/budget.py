@@ -66,7 +66,8 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
             f"sparsity={sparsity:g} leaves K={total:,} edges of {numel:,} for a ({d_in}, {d_out}) matrix, but {units:,} "
             f"units need {2 * units:,}: one read and one write edge each; {sparser}{fewer}"
         )
-    share = n**2 / (2 * (n**2 + total)) if spec.square_share is None else float(spec.square_share)
+    automatic = n**2 / (2 * (n**2 + total))
+    share = automatic if isinstance(spec.square_share, str) else float(spec.square_share)
     wanted = min(max(int(total * share), units), n * units)
     total = min(total, units * (d_in + d_out))  # few units cannot hold more
     square = min(max(wanted, total - units * max(d_in, d_out)), total - units)

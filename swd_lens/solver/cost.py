@@ -68,10 +68,12 @@ def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealS
 def _anneal_bytes(d_in: int, d_out: int, m: int, calibrated: bool) -> int:
     weights, factors = d_in * d_out, (d_in + d_out) * m
     largest = max(d_in, d_out) * m
-    # Target (and C M, C_g M); both factors and duals; right-hand side, dense solution, mask, two temporaries.
-    alternation = weights * (3 if calibrated else 1) + 2 * factors + 5 * largest + 3 * m * m
+    # Target (and C M, C_g M); both factors and duals; right-hand side, dense solution, mask, three temporaries.
+    alternation = weights * (3 if calibrated else 1) + 2 * factors + 6 * largest + 3 * m * m
+    # Target; both factors and supports; conjugate gradients' seven.
+    refinement = weights + 2 * factors + 7 * largest + 2 * m * m
     gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace
-    return 4 * (alternation + gram)
+    return int(4 * 1.1 * (max(alternation, refinement) + gram))
 
 
 def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:
@@ -84,4 +86,4 @@ def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:
 
 def _dsf_bytes(d_in: int, d_out: int, calibrated: bool) -> int:
     n, weights = min(d_in, d_out), d_in * d_out
-    return 4 * (10 * weights + 6 * n * n + d_in * n * calibrated)
+    return 4 * (12 * weights + 10 * n * n + d_in * n * calibrated)

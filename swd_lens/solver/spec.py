@@ -21,6 +21,9 @@ ARITHMETICS = ("reference", "clean")
 # .3 is best for d_in = 384 and 1,536; at 4,096, .1 and .2; Gaussian draws of 16,384: no difference.
 MOST_SHRINKAGE = 0.3
 
+# For settings that depend on the matrix: chosen by rule.
+AUTO = "auto"
+
 RHO_END_CALIBRATED = 0.5
 RHO_END_ZERO_DATA = 0.8
 
@@ -162,10 +165,10 @@ class AnnealSpec(SolveSpec):
     inner_iterations: int = 2
 
     # The ADMM penalty rises geometrically from the first to the last alternation. Its unit is the block's own Gram,
-    # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, is worse by 5 to 30 %. The end None: .5 with a
-    # Gram, .8 without one (for s = .75).
+    # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, is worse by 5 to 30 %. The end "auto": .5 with
+    # a Gram, .8 without one (for s = .75).
     rho_start: float | int = 0.1
-    rho_end: float | int | None = None
+    rho_end: float | int | str = AUTO
 
     # Ridge added to a block's Gram, falling geometrically. At the start it calms the first solves; left at .01 to the
     # end it costs 5 % at s = .5.
@@ -180,9 +183,9 @@ class AnnealSpec(SolveSpec):
     # The rectangular factor starts as the rescaled target pruned to this share of its budget.
     start_share: float | int = 0.5
 
-    # Share of K that the factor on the matrix's short side gets. None: n^2 / (2 (n^2 + K)), within 2 % of the best share
+    # Share of K that the factor on the matrix's short side gets. "auto": n^2 / (2 (n^2 + K)), within 2 % of the best share
     # on every golden row with s = .5 and .75.
-    square_share: float | int | None = None
+    square_share: float | int | str = AUTO
 
     # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
     refine_rounds: int = 3
@@ -190,7 +193,7 @@ class AnnealSpec(SolveSpec):
 
     # Share of the identity mixed into the normalised Gram. "auto": min(.3, d_in / tokens) where the number of tokens is
     # known, else 0.
-    shrinkage: float | int | str = "auto"
+    shrinkage: float | int | str = AUTO
 
     # Chooses which copy of a unit starts with which entry, when there are more units than coordinates; else unused.
     seed: int = 0
@@ -203,21 +206,23 @@ class AnnealSpec(SolveSpec):
         self._require_int("seed", 0)
         for name in ("rho_start", "ridge_start", "ridge_end"):
             self._require_number(name, math.inf)
-        if self.rho_end is not None:
-            self._require_number("rho_end", math.inf)
         self._require_number("start_share", 1.0)
         self._require_number("gram_from", 1.0, zero=True)
-        if self.square_share is not None:
-            self._require_number("square_share", 1.0)
-        if isinstance(self.shrinkage, str):
-            if self.shrinkage != "auto":
-                raise SpecError(f'shrinkage={self.shrinkage!r}: give "auto" or a number from 0 to 1')
-        else:
-            self._require_number("shrinkage", 1.0, zero=True)
+        self._require_number_or_auto("rho_end", math.inf)
+        self._require_number_or_auto("square_share", 1.0)
+        self._require_number_or_auto("shrinkage", 1.0, zero=True)
+
+    def _require_number_or_auto(self, name: str, high: float, *, zero: bool = False) -> None:
+        if isinstance(value := getattr(self, name), str):
+            if value != AUTO:
+                raise SpecError(f'{name}={value!r}: give a number, or "{AUTO}"')
+            return
+        self._require_number(name, high, zero=zero)
 
     def rho(self, progress: float, *, calibrated: bool) -> float:
         """Penalty at `progress` (0 at the first alternation, 1 at the last), with a Gram or without."""
-        end = self.rho_end if self.rho_end is not None else RHO_END_CALIBRATED if calibrated else RHO_END_ZERO_DATA
+        automatic = RHO_END_CALIBRATED if calibrated else RHO_END_ZERO_DATA
+        end = automatic if isinstance(self.rho_end, str) else self.rho_end
         return float(self.rho_start * (end / self.rho_start) ** progress)
 
     def ridge(self, progress: float) -> float:

@@ -182,11 +182,12 @@ def test_the_error_falls_and_k_is_only_met_at_the_end(shape: tuple[int, int], ca
     weight, gram = weight_of(shape), gram_of(shape[0]) if calibrated else None
     errors = []
     last = solve(weight, gram, refine_rounds=0, on_iteration=lambda step: errors.append(step.relmse()))
-    assert len(errors) == 64
-    # ADMM is no descent method: single steps may rise by a tenth, means of eight may not.
-    means = [sum(errors[i : i + 8]) / 8 for i in range(32, 64, 8)]
+    total = len(errors)
+    assert total == PRESETS["best"].outer_iterations
+    # ADMM is no descent method: single steps may rise by a tenth, means of seven may not.
+    means = [sum(errors[i : i + 7]) / 7 for i in range(total // 2, total - 7, 7)]
     assert means == sorted(means, reverse=True)
-    assert all(later < 1.25 * earlier for earlier, later in pairwise(errors[32:]))
+    assert all(later < 1.25 * earlier for earlier, later in pairwise(errors[total // 2 :]))
     assert errors[-1] == pytest.approx(last.relmse(gram), rel=1e-3)
     refined = solve(weight, gram)
     assert refined.relmse(gram) < errors[-1]
@@ -339,8 +340,8 @@ def test_result_says_how_it_was_made():
     expected = {"preset": "best", "sparsity": 0.5, "units": 40, "calibrated": True, "outer_iterations": 8}
     assert expected.items() <= factors.settings.items()
     assert set(PRESETS["best"].as_dict()) <= set(factors.settings)
-    # .3 * 20 inputs / 80 tokens.
-    assert factors.settings["shrinkage"] == pytest.approx(0.075)
+    # 20 inputs / 80 tokens.
+    assert factors.settings["shrinkage"] == pytest.approx(0.25)
     # K = 320, n = 20: 320 * 400 / (2 * 720) = 88.9.
     assert (factors.settings["budget_square"], factors.settings["budget_other"]) == (88, 232)
     assert (factors.settings["nonzeros_read"], factors.settings["nonzeros_write"]) == (88, 232)
@@ -454,12 +455,12 @@ def test_shrinkage_helps_with_few_tokens():
     assert max(ratios) < 0.9, ratios
 
 
-def test_shrinkage_needs_a_gram_and_few_tokens():
+def test_shrinkage_needs_a_gram_and_a_number_of_tokens():
     weight, gram = weight_of((20, 32)), gram_of(20)
     assert solve(weight, tokens=20, outer_iterations=4).settings["shrinkage"] == 0.0
-    many = solve(weight, gram, tokens=160, outer_iterations=4)
-    assert many.settings["shrinkage"] == 0.0
-    assert_same_bits(many, solve(weight, gram, outer_iterations=4))
+    unknown, none = solve(weight, gram, outer_iterations=4), solve(weight, gram, outer_iterations=4, shrinkage=0.0)
+    assert unknown.settings["shrinkage"] == 0.0
+    assert_same_bits(unknown, none)
     # All of it is the Gram's diagonal alone.
     diagonal = solve(weight, gram.diagonal().diag(), shrinkage=0.0, rho_end=0.5, outer_iterations=4)
     full = solve(weight, gram, shrinkage=1.0, rho_end=0.5, outer_iterations=4, gram_from=1.0)
@@ -481,7 +482,7 @@ def test_shrinkage_needs_a_gram_and_few_tokens():
     seed=st.integers(0, 1000),
 )
 def test_any_shape_sparsity_width_and_degenerate_gram(d_in, d_out, sparsity, rank, dead, calibrated, units, seed):
-    assume(dead < d_in and not (isinstance(units, int) and units > d_in * d_out))
+    assume(dead < d_in and (d_in, d_out) != (1, 1) and not (isinstance(units, int) and units > d_in * d_out))
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(d_in, d_out, generator=g)
     inputs = torch.randn(rank, d_in, generator=g)  # rank-deficient whenever rank < d_in

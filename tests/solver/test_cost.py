@@ -1,8 +1,11 @@
 """The estimates against what torch really does."""
 
+import json
+import re
+import subprocess
+import sys
+
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from swd_lens.solver import Cost, SpecError, UnitsError, cost, solve
@@ -10,32 +13,6 @@ from swd_lens.solver import Cost, SpecError, UnitsError, cost, solve
 from .matrices import gram_of, weight_of
 
 OPTIONS = {"best": {"outer_iterations": 4, "refine_rounds": 1}, "paper": {"outer_iterations": 4}}
-
-
-def allocated_peak(weight: torch.Tensor, gram: torch.Tensor | None, **options: object) -> int:
-    """Most bytes alive at once that a solve allocated."""
-    solve(weight, gram, **options)  # what torch allocates once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        solve(weight, gram, **options)
-    alive = most = 0
-    for event in measured.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            most = max(most, alive)
-    return most
-
-
-def test_the_measure_measures():
-    def sizes() -> None:
-        a = torch.zeros(1000)  # 4,000 bytes
-        b = a + 1  # 4,000 more: the peak
-        del a
-        b.mul_(2)
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        sizes()
-    changes = [e.nbytes() for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert sum(c for c in changes if c > 0) >= 8000 and min(changes) <= -4000
 
 
 CASES = [
@@ -48,20 +25,55 @@ CASES = [
     ("paper", (256, 256), None, True),
 ]
 
+# 1:4, as the issue's (768, 3072).
+BAR = [("best", (192, 768), None, True), ("paper", (192, 768), None, True)]
 
-@pytest.mark.parametrize(("preset", "shape", "units", "calibrated"), CASES)
-def test_peak_is_bounded_and_not_far_off(preset: str, shape: tuple[int, int], units: str | None, calibrated: bool):
-    options = {"preset": preset, "units": units, **OPTIONS[preset]}
-    real = allocated_peak(weight_of(shape), gram_of(shape[0]) if calibrated else None, **options)
-    estimate = cost(*shape, calibrated=calibrated, **options).peak_bytes
-    assert real <= estimate <= 2.5 * real, (real / 4 / shape[0] / shape[1], estimate / 4 / shape[0] / shape[1])
+# Most bytes alive at once that a solve allocated. In a process of its own: the tests' type checks hold on to arguments
+# that the solver lets go of.
+MEASURE = """
+import json, sys
+import torch
+from torch.profiler import ProfilerActivity, profile
+from swd_lens.solver import solve
+torch.set_num_threads(1)
+peaks = []
+for preset, shape, units, calibrated, options in json.load(sys.stdin):
+    g = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(shape, generator=g), torch.randn(4 * shape[0], shape[0], generator=g)
+    gram = inputs.T @ inputs if calibrated else None
+    for _ in range(2):  # the first time torch also allocates what it keeps
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            solve(weight, gram, preset=preset, units=units, **options)
+    alive = most = 0
+    for event in measured.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    peaks.append(most)
+print("peaks", json.dumps(peaks))
+"""
 
 
-@pytest.mark.parametrize("preset", ["best", "paper"])
-def test_at_most_twelve_buffers_of_the_weights_size(preset: str):
-    # 1:4, as the issue's (768, 3072).
-    weight, gram = weight_of((192, 768)), gram_of(192)
-    assert allocated_peak(weight, gram, preset=preset, **OPTIONS[preset]) <= 12 * 4 * weight.numel()
+@pytest.fixture(scope="module")
+def peaks() -> dict[tuple, int]:
+    cases = CASES + BAR
+    asked = json.dumps([(*case, OPTIONS[case[0]]) for case in cases])
+    done = subprocess.run([sys.executable, "-c", MEASURE], input=asked, capture_output=True, text=True, check=True)
+    found = re.search(r"peaks (\[.*\])", done.stdout)
+    assert found is not None
+    return dict(zip(cases, json.loads(found[1]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_peak_is_bounded_and_not_far_off(peaks: dict[tuple, int], case: tuple):
+    preset, shape, units, calibrated = case
+    estimate = cost(*shape, calibrated=calibrated, preset=preset, units=units, **OPTIONS[preset]).peak_bytes
+    assert peaks[case] <= estimate <= 2.5 * peaks[case]
+
+
+@pytest.mark.parametrize("case", BAR, ids=lambda case: case[0])
+def test_at_most_twelve_buffers_of_the_weights_size(peaks: dict[tuple, int], case: tuple):
+    assert 5 < peaks[case] / (4 * 192 * 768) <= 12
 
 
 @pytest.mark.parametrize(("preset", "shape", "units", "calibrated"), CASES)
@@ -86,7 +98,7 @@ def test_costs_grow_with_the_work():
     ):
         assert more.flops > base.flops and more.peak_bytes >= base.peak_bytes
     assert cost(512, 2048, calibrated=False).flops < base.flops
-    assert cost(512, 2048, preset="quick").flops < 0.6 * base.flops
+    assert cost(512, 2048, preset="quick").flops < 0.7 * base.flops
     # 80 x 2 iterations of (5120, 17408) were put at 470 TFLOP of products (solver.md); ours are 64, with the Gram.
     assert 2e14 < cost(5120, 17408).flops < 4e15
 

@@ -37,7 +37,7 @@ def test_every_surface_method_and_task_is_there(run):
     as_json = json.loads(json.dumps(plain(run.as_dict()), allow_nan=False))
     assert len(as_json["circuits"]) == 12
     assert as_json["settings"]["tasks"]["ioi"]["example"].endswith("to")
-    assert as_json["settings"]["solver"] == {"preset": "paper", "outer_iterations": 8}
+    assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 8}
 
 
 def test_cards_show_the_surface_on_which_the_task_depends(run):
