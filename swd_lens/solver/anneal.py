@@ -13,8 +13,8 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
      c. D belongs to its rho: when rho changes, D is rescaled by old / new.
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
-4. In the last alternation the support is exact: each unit keeps its largest entry, then the largest ones up to K. Before,
-   the threshold is a sample's quantile.
+4. Each unit always keeps its largest entry. In the last alternation the support is exact: these, then the largest ones up
+   to K. Before, the threshold is a sample's quantile.
 5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs.
 
 How it differs from the paper's solver (dsf.py), and what each difference gave in error at the same time: the penalty is
@@ -40,7 +40,7 @@ from .threshold import keep_exactly, kth_largest, kth_largest_estimate
 Matrix = Float[Tensor, "rows columns"]
 
 # Norms of empty rows: divided by this they stay zero.
-NORM_FLOOR = 1e-8
+NORM_FLOOR = 1e-18
 
 
 @dataclass(frozen=True)
@@ -250,30 +250,27 @@ def _admm(
     unit_dim: int,
 ) -> None:
     """ADMM steps a and b on one block, in place; `norm` is the held factor's, along the units."""
-    alive = norm > NORM_FLOOR
-    factor, dual = block.factor.mul_(norm), block.dual.mul_(norm)
+    factor, dual = block.factor.mul_(norm), block.dual
     mask = rhs  # replaced in the first step
     for step in range(phase.steps):
         dense = solve(torch.sub(factor, dual).mul_(phase.rho).add_(rhs)).add_(dual)
         if step == 0:
-            mask = _support(dense, alive, block.budget, phase.last, unit_dim)
+            mask = _support(dense, norm > NORM_FLOOR, block.budget, phase.last, unit_dim)
         torch.mul(dense, mask, out=factor)
         torch.sub(dense, factor, out=dual)
-    # A unit whose other factor is empty has no scale here, and nothing to be told.
-    back = torch.where(alive, 1 / norm, 0.0)
-    factor.mul_(back)
-    dual.mul_(back)
+    factor.div_(norm)
 
 
-def _support(dense: Matrix, alive: Bool[Tensor, "..."], budget: int, exact: bool, unit_dim: int) -> Matrix:
-    """1 on the largest magnitudes, 0 elsewhere: about `budget` of them; if `exact`, exactly, and one in every live unit.
+def _support(dense: Matrix, alive: Bool[Tensor, "_ _"], budget: int, exact: bool, unit_dim: int) -> Matrix:
+    """1 on the largest magnitudes and on each unit's largest, 0 elsewhere: about `budget` of them, or exactly.
 
-    Keeping one in every unit all along was tried: units that want to die then make the alternation diverge.
+    Without its largest entry a unit below the threshold would be empty, its other factor zero, and the unit lost for good.
+    The exact support leaves out units that are lost already (`alive`, along the units: the held factor is not empty).
     """
+    magnitude = dense.abs()
+    peak = magnitude.amax(1 - unit_dim, keepdim=True)
     if not exact:
-        return (dense.abs() > kth_largest_estimate(dense, budget)).to(dense.dtype)
-    magnitude = dense.abs().mul_(alive)
+        return (magnitude >= peak.clamp_max(kth_largest_estimate(dense, budget))).to(dense.dtype)
     largest = magnitude.argmax(1 - unit_dim, keepdim=True)
-    peak = magnitude.gather(1 - unit_dim, largest)
-    magnitude.scatter_(1 - unit_dim, largest, torch.where(peak > 0, peak + peak.max(), 0.0))
+    magnitude.scatter_(1 - unit_dim, largest, torch.where(peak > 0, peak + peak.max(), 0.0)).mul_(alive)
     return keep_exactly(magnitude, budget).to(dense.dtype)
