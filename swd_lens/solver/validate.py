@@ -56,7 +56,7 @@ def check_weight(weight: Tensor) -> None:
     if not weight.is_floating_point():
         raise WeightError(f"weight has dtype {weight.dtype}; give a floating-point matrix, e.g. weight.float()")
     if (bad := _first_non_finite(weight)) is not None:
-        raise WeightError(f"weight{bad}: every entry must be finite")
+        raise WeightError(f"weight{bad}: every entry must be finite in float32")
     if not bool(weight.any()):
         raise WeightError(f"weight {tuple(weight.shape)} is all zeros: there is nothing to factorize")
 
@@ -74,7 +74,7 @@ def check_gram(gram: Tensor, d_in: int) -> None:
     if not gram.is_floating_point():
         raise GramError(f"gram has dtype {gram.dtype}; give a floating-point matrix, e.g. gram.float()")
     if (bad := _first_non_finite(gram)) is not None:
-        raise GramError(f"gram{bad}: every entry must be finite")
+        raise GramError(f"gram{bad}: every entry must be finite in float32")
     _check_symmetric(gram)
     negative = (gram.diagonal() < 0).nonzero()
     if len(negative):
@@ -137,7 +137,7 @@ def resolve_units(units: int | float | str | None, d_in: int, d_out: int, *, any
 
 
 def _first_non_finite(matrix: Tensor) -> str | None:
-    bad = (~torch.isfinite(matrix)).nonzero()
+    bad = (~torch.isfinite(matrix.detach().to(torch.float32))).nonzero()
     if not len(bad):
         return None
     i, j = bad[0].tolist()

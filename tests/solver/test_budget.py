@@ -115,9 +115,9 @@ def test_few_units_cannot_hold_more_than_their_factors():
     d_out=st.integers(1, 40),
     sparsity=st.floats(0.001, 0.999),
     units=st.integers(1, 200),
-    share=st.none() | st.floats(0.01, 1.0),
+    share=st.just("auto") | st.floats(0.01, 1.0),
 )
-def test_shares_always_add_up_or_are_refused(d_in: int, d_out: int, sparsity: float, units: int, share: float | None):
+def test_shares_always_add_up_or_are_refused(d_in: int, d_out: int, sparsity: float, units: int, share: float | str):
     # K to a millionth, as 1 - s is inexact: 1000 * (1 - .9) = 99.99999999999997 means 100.
     n, long, total = min(d_in, d_out), max(d_in, d_out), math.floor(d_in * d_out * (1 - sparsity) + 5e-7)
     if total < 2 * units:

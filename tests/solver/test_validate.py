@@ -276,3 +276,13 @@ def test_shrinkage_by_hand():
         AnnealSpec(shrinkage=0.125).shrinkage_for(None, 100) == AnnealSpec(shrinkage=0.125).shrinkage_for(9, 3) == 0.125
     )
     assert PRESETS["paper"].shrinkage_for(10, 100) == 0.0
+
+
+def test_values_beyond_float32_are_named():
+    # Finite in float64, infinite where the solver works.
+    large = torch.eye(4, dtype=torch.float64)
+    large[1, 2] = 1e300
+    with pytest.raises(WeightError, match=r"weight\[1, 2\] is 1e\+300: every entry must be finite in float32"):
+        solve(large)
+    with pytest.raises(GramError, match=r"gram\[1, 2\] is 1e\+300: every entry must be finite in float32"):
+        solve(torch.eye(4), large)
