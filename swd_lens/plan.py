@@ -26,7 +26,8 @@ from swd_lens.checkpoint import Checkpoint, Recipe, chain, host_fingerprint, tok
 from swd_lens.factors import Factors, FactorSet, fingerprint
 from swd_lens.hosts import host_of
 from swd_lens.inject import attach
-from swd_lens.resources import Estimate, SiteEstimate, available_bytes, check_calibration, forecast, naming, shape_of
+from swd_lens.machine import available_bytes
+from swd_lens.resources import Estimate, SiteEstimate, check_calibration, forecast, naming, shape_of
 from swd_lens.sites import Pattern, Site, select_sites
 from swd_lens.solver import DEFAULT_PRESET, OnIteration, Step, resolve, solve
 from swd_lens.tasks.text import as_rows

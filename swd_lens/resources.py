@@ -2,19 +2,16 @@
 
 1. `forecast` makes one row per site: the solver's operations and working memory (`swd_lens.solver.cost`), the operations
    of its calibration, and what is held meanwhile (Grams, finished factors). Totals are properties of the `Estimate`.
-2. `available_bytes` and `product_speed` ask the machine: free memory, and how fast it multiplies float32 matrices now.
-3. `estimate` puts them together for the user; `Estimate.require_fit` refuses, with the numbers, what cannot fit.
+2. `estimate` puts that beside what the machine has and does (machine.py): free memory, speed of float32 products.
+   It is for the user; `Estimate.require_fit` refuses, with the numbers, what cannot fit.
 
 Bytes are those beyond what is in use before the call (the host among it). They are upper bounds by design where exact
 counts would need a run: activations of a calibration batch, and a kept copy of every weight.
 """
 
-import os
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +19,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.hosts import host_of
+from swd_lens.machine import available_bytes, product_speed
 from swd_lens.sites import Pattern, Site, select_sites
 from swd_lens.solver import DEFAULT_PRESET, cost
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.text import TokenError, as_rows
 
 _FLOAT, _DOUBLE = 4, 8
-_MEASURE_SECONDS = 0.05
 
 # An activation's entry costs passes over memory, not products: as many operations' time as this. Measured on one CPU
 # thread: 250 to 400 with d_model = 128, 500 to 900 with d_model = 768.
@@ -307,66 +304,8 @@ def shape_of(rows: Int[Tensor, "rows pos"]) -> tuple[int, int]:
     return rows.shape[0], rows.shape[1]
 
 
-# ---------------------------------------------------------------------------------------------- the machine
-
-
 def _device(model: Any) -> torch.device:
     return next(model.parameters()).device
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that a new allocation on the device can get; None where the system does not say."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What torch's allocator keeps without using is free for us, too.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [bytes_ for bytes_ in (_system_bytes(), _container_bytes()) if bytes_ is not None]
-    return min(known, default=None)
-
-
-def _system_bytes() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        pass
-    try:  # macOS says only how much there is at all
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the cgroup (version 2) that we see leaves; file cache that can be dropped counts as free."""
-    try:
-        limit = int((group / "memory.max").read_text())  # "max", no limit, is a ValueError
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(limit - used + int(stat.get("inactive_file", 0)), 0)
-    except (OSError, ValueError):
-        return None
-
-
-def product_speed(device: torch.device) -> float:
-    """Operations per second of a float32 matrix product, measured for about 50 ms at the present number of threads."""
-    n = 4096 if device.type == "cuda" else 768
-    a = torch.ones(n, n, device=device)  # not random: the caller's random numbers are not ours to use up
-    out = a @ a  # the first call sets things up
-    _wait(device)
-    done, began = 0, time.perf_counter()
-    while True:
-        torch.mm(a, a, out=out)
-        _wait(device)
-        done += 1
-        if (spent := time.perf_counter() - began) >= _MEASURE_SECONDS:
-            return done * 2.0 * n**3 / spent
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---------------------------------------------------------------------------------------------- words

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import swd_lens as swd
+import swd_lens.machine
 import swd_lens.plan
-import swd_lens.resources
 from swd_lens.resources import Estimate, SiteEstimate
 from swd_lens.solver import cost
 from tests.micro import random_tokens, toy_model
@@ -152,23 +152,23 @@ def test_factorize_starts_with_just_enough(model, tmp_path, monkeypatch):
 
 
 def test_available_memory_is_believable():
-    here = swd_lens.resources.available_bytes(torch.device("cpu"))
+    here = swd_lens.machine.available_bytes(torch.device("cpu"))
     assert here is not None and 10**7 < here < 10**14
 
 
 def test_a_container_limit_counts(tmp_path, monkeypatch):
     for name, text in {"max": "1000000", "current": "700000", "stat": "anon 500000\ninactive_file 150000\n"}.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    assert swd_lens.resources._container_bytes(tmp_path) == 1_000_000 - 700_000 + 150_000
+    assert swd_lens.machine._container_bytes(tmp_path) == 1_000_000 - 700_000 + 150_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert swd_lens.resources._container_bytes(tmp_path) is None
-    assert swd_lens.resources._container_bytes(tmp_path / "nowhere") is None
-    monkeypatch.setattr(swd_lens.resources, "_container_bytes", lambda: 12_345)
-    assert swd_lens.resources.available_bytes(torch.device("cpu")) == 12_345
+    assert swd_lens.machine._container_bytes(tmp_path) is None
+    assert swd_lens.machine._container_bytes(tmp_path / "nowhere") is None
+    monkeypatch.setattr(swd_lens.machine, "_container_bytes", lambda: 12_345)
+    assert swd_lens.machine.available_bytes(torch.device("cpu")) == 12_345
 
 
 def test_the_measured_speed_is_believable():
-    speed = swd_lens.resources.product_speed(torch.device("cpu"))
+    speed = swd_lens.machine.product_speed(torch.device("cpu"))
     assert math.isfinite(speed) and 1e8 < speed < 1e15
 
 

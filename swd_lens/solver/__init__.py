@@ -9,8 +9,6 @@
 `cost` (cost.py) says beforehand how many operations and bytes a call takes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Factors
+from ..machine import plain_float32
 from . import anneal, dsf
 from .budget import Budget, plan_budget, plan_shares, realised
 from .canonical import canonical
@@ -123,7 +122,7 @@ def solve(
 
     dense = weight.detach().to(torch.float32)
     metric = None if gram is None else gram.detach().to(device=dense.device, dtype=torch.float32)
-    with torch.no_grad(), _plain_float32(dense.device):
+    with torch.no_grad(), plain_float32(dense.device):
         if isinstance(spec, AnnealSpec):
             budget = plan_shares(d_in, d_out, sparsity, width, spec)
             read, write = anneal.factorize(dense, metric, width, budget, spec, shrinkage, on_iteration)
@@ -145,39 +144,6 @@ def solve(
         "nonzeros_write": int(write.count_nonzero()),
     }
     return Factors(read, write, settings, {"solver": spec.solver, "version": _version()}, dense)
-
-
-@contextmanager
-def _plain_float32(device: torch.device) -> Iterator[None]:
-    """Full float32 matrix products inside (the paper's setting): TF32 and autocast off, restored after."""
-    restore = _highest_precision()
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        restore()
-
-
-def _highest_precision() -> Callable[[], None]:
-    """Set float32 matrix products to full precision; returns what undoes it.
-
-    torch has two settings for this and refuses to read the first once the caller has written the second.
-    """
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore[reportAttributeAccessIssue]
-        values = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-
-        def restore() -> None:
-            for backend, value in zip(backends, values, strict=True):
-                backend.fp32_precision = value
-
-        return restore
-    torch.set_float32_matmul_precision("highest")
-    return lambda: torch.set_float32_matmul_precision(before)
 
 
 def _version() -> str:

@@ -1,0 +1,105 @@
+"""The machine: how much memory is free, how fast it multiplies, and matrix products in plain float32 on it.
+
+1. `plain_float32`: TF32 and autocast off for a while, whatever the caller has set, and restored after.
+2. `available_bytes`: free memory on a device, inside a container's limit.
+3. `product_speed`: operations per second of a float32 product now, at the present number of threads.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+_MEASURE_SECONDS = 0.05
+
+
+@contextmanager
+def plain_float32(device: torch.device) -> Iterator[None]:
+    """Full float32 matrix products inside (the paper's setting): TF32 and autocast off, restored after."""
+    restore = _highest_precision()
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        restore()
+
+
+def _highest_precision() -> Callable[[], None]:
+    """Set float32 matrix products to full precision; returns what undoes it.
+
+    torch has two settings for this and refuses to read the first once the caller has written the second.
+    """
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore[reportAttributeAccessIssue]
+        values = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+
+        def restore() -> None:
+            for backend, value in zip(backends, values, strict=True):
+                backend.fp32_precision = value
+
+        return restore
+    torch.set_float32_matmul_precision("highest")
+    return lambda: torch.set_float32_matmul_precision(before)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that a new allocation on the device can get; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch's allocator keeps without using is free for us, too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    known = [bytes_ for bytes_ in (_system_bytes(), _container_bytes()) if bytes_ is not None]
+    return min(known, default=None)
+
+
+def _system_bytes() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        pass
+    try:  # macOS says only how much there is at all
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the cgroup (version 2) that we see leaves; file cache that can be dropped counts as free."""
+    try:
+        limit = int((group / "memory.max").read_text())  # "max", no limit, is a ValueError
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(stat.get("inactive_file", 0)), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def product_speed(device: torch.device) -> float:
+    """Operations per second of a float32 matrix product, measured for about 50 ms at the present number of threads."""
+    n = 4096 if device.type == "cuda" else 768
+    a = torch.ones(n, n, device=device)  # not random: the caller's random numbers are not ours to use up
+    with torch.no_grad(), plain_float32(device):
+        out = a @ a  # the first call sets things up
+        _wait(device)
+        done, began = 0, time.perf_counter()
+        while True:
+            torch.mm(a, a, out=out)
+            _wait(device)
+            done += 1
+            if (spent := time.perf_counter() - began) >= _MEASURE_SECONDS:
+                return done * 2.0 * n**3 / spent
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
