@@ -91,8 +91,8 @@ def solve(
             paper's solver with the reference code's rounding.
         units: width of the bottleneck: a number, None for min(d_in, d_out), or "2x" for twice that (any "1.5x" too).
             More units at the same K lower the error and cost time. The paper's solver knows min(d_in, d_out) only.
-        tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram's off-diagonal
-            by min(.3, d_in / tokens); `settings["shrinkage"]` says by how much.
+        tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram towards the
+            identity by min(.3, d_in / tokens); `settings["shrinkage"]` says by how much.
         on_iteration: called with a `Step` after each outer iteration, for progress bars.
         **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8.
 

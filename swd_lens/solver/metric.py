@@ -2,8 +2,9 @@
 
 1. v = sqrt(diag G); the solver works on diag(v) W, and divides the read factor by v at the end. A dead input (G_jj = 0)
    gets v = 0 in the weight and 1 where it is divided by: its row is zero and attracts no edges.
-2. C = G / (v v^T), shrunk towards the identity: C <- (1 - shrinkage) C + shrinkage I. Few tokens make the off-diagonal
-   of C mostly noise, which a fit against it would follow (solver.md: 1,024 tokens).
+2. C = G / (v v^T). Few tokens make G noisy, and a fit would follow the noise; so both parts are shrunk, by the same share:
+   C <- (1 - shrinkage) C + shrinkage I, and log v towards its mean over the live inputs. A shrinkage of 1 is zero-data.
+   (Real text, 1,024 tokens: C alone takes 17 % off the held-out error, both 23 %.)
 3. A diagonal G (and zero-data) is C = I, kept as None: nothing is multiplied by it.
 4. Between the two stands C_g = (1 - g) I + g C, whose eigenvectors are those of C; they are computed once, when first
    wanted.
@@ -49,11 +50,12 @@ class Metric:
         matrix = gram / safe
         matrix /= safe.T
         matrix.diagonal().copy_((scale > 0).squeeze(1))  # a dead input correlates with nothing
-        if matrix.count_nonzero() <= len(matrix):
-            return cls(None, scale)
+        shrunk = _shrink_scale(scale, shrinkage)
+        if shrinkage == 1 or matrix.count_nonzero() <= len(matrix):
+            return cls(None, shrunk)
         _check_positive(matrix)
         matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)
-        return cls(matrix, scale)
+        return cls(matrix, shrunk)
 
     def weigh(self, rows: Float[Tensor, "d_in columns"], blend: float | int = 1.0) -> Float[Tensor, "d_in columns"]:
         """C_g X with g = blend."""
@@ -78,6 +80,15 @@ class Metric:
         assert self.matrix is not None
         values, vectors = torch.linalg.eigh(self.matrix)
         return values.clamp_min_(0), vectors
+
+
+def _shrink_scale(scale: Float[Tensor, "d_in 1"], shrinkage: float | int) -> Float[Tensor, "d_in 1"]:
+    """v^(1 - shrinkage) times the geometric mean of the live ones to the shrinkage; dead inputs stay 0."""
+    if shrinkage == 0:
+        return scale
+    live = scale > 0
+    mean = scale[live].log().mean()
+    return torch.where(live, torch.exp((1 - shrinkage) * torch.where(live, scale, 1.0).log() + shrinkage * mean), 0.0)
 
 
 def _check_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:

@@ -27,6 +27,16 @@ def test_shrinkage_by_hand():
     torch.testing.assert_close(metric.weigh(torch.eye(2)), torch.tensor([[1.0, 0.45], [0.45, 1.0]]))
     torch.testing.assert_close(metric.weigh(torch.eye(2), 0.5), torch.tensor([[1.0, 0.225], [0.225, 1.0]]))
     assert torch.equal(metric.weigh(torch.eye(2), 0.0), torch.eye(2))
+    # The scales 2 and 5 go a quarter of the way, in logarithms, to their geometric mean, sqrt(10).
+    torch.testing.assert_close(metric.scale, torch.tensor([[2**0.75 * 10**0.125], [5**0.75 * 10**0.125]]))
+    torch.testing.assert_close(Metric.of(GRAM, WEIGHT, 1.0).scale, torch.full((2, 1), 10**0.5))
+    assert Metric.of(GRAM, WEIGHT, 1.0).matrix is None
+
+
+def test_dead_inputs_take_no_part_in_the_shrinkage_of_scales():
+    # Live scales 2 and 1, geometric mean sqrt(2); half way: 2^.5 2^.25 and 2^.25.
+    scale = Metric.of(torch.diag(torch.tensor([4.0, 0.0, 1.0])), torch.ones(3, 2), 0.5).scale
+    torch.testing.assert_close(scale.squeeze(1), torch.tensor([2**0.75, 0.0, 2**0.25]))
 
 
 def test_error_by_hand():
