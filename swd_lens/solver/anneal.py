@@ -17,9 +17,9 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
    to K. Before, the threshold is a sample's quantile.
 5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs.
 
-How it differs from the paper's solver (dsf.py), and what each difference gave in error at the same time: the penalty is
-annealed and the dual rescaled with it (-25 %); the support is chosen once per block (-30 %); the full Gram takes part in
-the alternation (-27 %) and in the refinement. Measured on the golden matrices; the README's table has the sums.
+How it differs from the paper's solver (dsf.py): the penalty is annealed and the dual rescaled with it; the support is chosen
+once per block (about a third less error in trials); the full Gram takes part in the alternation (28 % less on the golden
+matrices) and in the refinement (6 % less). The README's table has the sums; spec.py what each setting was measured against.
 """
 
 from collections.abc import Callable

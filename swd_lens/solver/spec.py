@@ -160,12 +160,13 @@ class AnnealSpec(SolveSpec):
     # Alternations T. Each doubling lowers the error by 8 to 15 %; 56 take about a third of the reference's time.
     outer_iterations: int = 56
 
-    # ADMM steps per block update; the support is chosen in the first. One makes 10 % more error in the same time, three
-    # 5 % more; choosing the support again in the second 50 % more.
+    # ADMM steps per block update; the support is chosen in the first. Golden rows at the same T: one .66 of the reference's
+    # error, two .576, three .581. Choosing the support again in the second was about 50 % worse in trials.
     inner_iterations: int = 2
 
     # The ADMM penalty rises geometrically from the first to the last alternation. Its unit is the block's own Gram,
-    # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, is worse by 5 to 30 %. The end "auto": .5 with
+    # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, was worse by 4 to 30 % in
+    # trials. The end "auto": .5 with
     # a Gram, .8 without one (for s = .75).
     rho_start: float | int = 0.1
     rho_end: float | int | str = AUTO
@@ -176,15 +177,15 @@ class AnnealSpec(SolveSpec):
     ridge_end: float | int = 5e-4
 
     # The alternation sees only the Gram's diagonal until this share of its iterations, then the full Gram by and by
-    # (linearly, to all of it at the end). The full one from the start is worse at s = .5: its small eigenvalues are fitted
-    # too slowly. 1 leaves it to the refinement.
+    # (linearly, to all of it at the end). Golden rows: .576 of the reference's error; 1 (leave it to the refinement) .80,
+    # 0 .568 for a fifth more time.
     gram_from: float | int = 0.5
 
     # The rectangular factor starts as the rescaled target pruned to this share of its budget.
     start_share: float | int = 0.5
 
-    # Share of K that the factor on the matrix's short side gets. "auto": n^2 / (2 (n^2 + K)), within 2 % of the best share
-    # on every golden row with s = .5 and .75.
+    # Share of K that the factor on the matrix's short side gets. "auto": n^2 / (2 (n^2 + K)). On the golden rows with
+    # s = .5 and .75, .8 of it is 0 to 10 % worse, 1.25 of it between 3 % better and 1 % worse.
     square_share: float | int | str = AUTO
 
     # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
