@@ -2,7 +2,7 @@
 
     import swd_lens as swd
 
-    model = swd.load_default_model()                                   # or any GPT-2-style HookedTransformer
+    model = swd.load_default_model()                                   # or swd.load_host(name)
     tokens = swd.text_tokens(16_384, split="train")
     factors = swd.factorize(model, "blocks.2.mlp_out", sparsity=0.5, tokens=tokens)
     with swd.attach(model, factors):
@@ -33,7 +33,8 @@ from swd_lens.circuits import CostCurve, UnitScores, attribute, compare, evaluat
 from swd_lens.default_model import load_default_model, text_tokens
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import UnsupportedHostError, find_sites
-from swd_lens.inject import AttachError, Attachment, attach
+from swd_lens.hosts.load import load_host
+from swd_lens.inject import AttachError, Attachment, SiteDidNotRunWarning, UnitSourceError, attach
 from swd_lens.plan import factorize
 from swd_lens.resources import DoesNotFitError, Estimate, estimate
 from swd_lens.sites import Site, UnknownSiteError
@@ -54,11 +55,13 @@ __all__ = [
     "Fidelity",
     "ResumeError",
     "Site",
+    "SiteDidNotRunWarning",
     "Task",
     "TaskError",
     "TaskExample",
     "TokenError",
     "UnitScores",
+    "UnitSourceError",
     "UnknownSiteError",
     "UnsupportedHostError",
     "__version__",
@@ -74,6 +77,7 @@ __all__ = [
     "find_sites",
     "intervention_hooks",
     "load_default_model",
+    "load_host",
     "load_task",
     "pack_text",
     "run_study",

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from swd_lens.factors import Factors, fingerprint, write_factors
+from swd_lens.factors import Factors, fingerprint, read_factors, write_factors
 from swd_lens.sites import execution_key
-from swd_lens.storage import INDEX, FactorFileError, StoredPair, read_index, write_index
+from swd_lens.storage import INDEX, FactorFileError, read_index, write_index
 
 Recipe = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class Checkpoint:
             entries = read_index(self.folder)["sites"]
             if others := [site for site in entries if site not in recipes]:
                 raise self._refusal(f"holds {', '.join(others)}, which this call does not factorize")
-            found = {site: self._read(entries[site]) for site in recipes if site in entries}
+            found = {site: read_factors(self.folder, site, entries[site]) for site in recipes if site in entries}
         except FactorFileError as error:
             raise ResumeError(f"{error}; or start again with overwrite=True") from error
         self._compare(found, recipes, chained)
@@ -77,9 +77,6 @@ class Checkpoint:
         self._entries[site] = write_factors(self.folder, site, f)
         in_order = {name: self._entries[name] for name in sorted(self._entries, key=execution_key)}
         write_index(self.folder, in_order, self.provenance)
-
-    def _read(self, entry: Mapping[str, Any]) -> Factors:
-        return Factors(*StoredPair(self.folder, entry).dense(), entry["settings"], entry["provenance"])
 
     def _compare(self, found: Mapping[str, Factors], recipes: Mapping[str, Recipe], chained: bool) -> None:
         upstream, missing = None, None

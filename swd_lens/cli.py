@@ -26,6 +26,7 @@ from rich.markup import escape
 
 from swd_lens import __version__
 from swd_lens.default_model import load_default_model, text_tokens
+from swd_lens.default_model.load import KINDS
 from swd_lens.files import plain
 from swd_lens.hosts import UnsupportedHostError, find_sites
 from swd_lens.hosts.load import load_host
@@ -49,7 +50,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 ModelOption = Annotated[
     str,
     typer.Option(
-        "--model", help="'default' (embedded), a HookedTransformer name, or a local Hugging Face checkpoint folder."
+        "--model", help="'default' (embedded), a TransformerLens model name, or a local Hugging Face checkpoint folder."
+    ),
+]
+HostOption = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        help=f"Load it as: {', '.join(KINDS)}. auto: HookedTransformer where possible, else TransformerBridge.",
     ),
 ]
 SitesOption = Annotated[
@@ -79,13 +87,14 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU thread
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report, the numbers and the factors.")] = Path("swd-demo"),
+    host: HostOption = "auto",
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline."""
     with _told():
         _use(threads)
-        model = load_default_model()
+        model = load_default_model(kind=host)
         last = model.cfg.n_layers - 1
         # One matrix, then a kind of matrix in every layer. Names are copied by attention, so attn_o is there beside the MLPs.
         surfaces = {
@@ -101,6 +110,8 @@ def demo(
             sparsities=(0.5, 0.75),
             calibration_tokens=text_tokens(16_384, split="train"),
             heldout_tokens=text_tokens(16_384, split="test"),
+            # In float64, both kinds of host get the same factors: choosing supports amplifies the rounding of float32.
+            calibration_model=load_default_model(kind=host, dtype=torch.float64),
             on_step=_say,
             progress=_progress(),
         )
@@ -112,6 +123,7 @@ def factorize(
     out: Annotated[Path, typer.Option(help="Folder for the factors.")],
     sites: SitesOption,
     model_name: ModelOption = "default",
+    host: HostOption = "auto",
     sparsity: Annotated[
         float, typer.Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")
     ] = 0.5,
@@ -133,7 +145,7 @@ def factorize(
     """
     with _told():
         _use(threads)
-        model = _load_model(model_name)
+        model = _load_model(model_name, host)
         find_sites(model, sites)  # a wrong name should fail before the text is read
         calibration, heldout = _text(model, model_name, text, tokens, heldout_tokens)
         solver = _solver_options(preset, units, outer_iterations)
@@ -173,6 +185,7 @@ def circuit(
         list[str], typer.Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")
     ],
     model_name: ModelOption = "default",
+    host: HostOption = "auto",
     sparsity: Annotated[
         list[float] | None, typer.Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75]")
     ] = None,
@@ -193,7 +206,7 @@ def circuit(
         _use(threads)
         if positions not in ("scoring", "all"):
             raise ValueError(f"--positions must be 'scoring' or 'all', got {positions!r}")
-        model = _load_model(model_name)
+        model = _load_model(model_name, host)
         find_sites(model, sites)
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         calibration, heldout = _text(model, model_name, text, tokens, heldout_tokens)
@@ -223,11 +236,11 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 # ---------------------------------------------------------------------------------------------- in
 
 
-def _load_model(name: str) -> Any:
+def _load_model(name: str, kind: str) -> Any:
     if name == "default":
-        return load_default_model()
+        return load_default_model(kind=kind)
     _say(f"load {name}")
-    return load_host(name)
+    return load_host(name, kind)
 
 
 def _text(model: Any, name: str, file: Path | None, n_calibration: int, n_heldout: int) -> tuple[Any, Any]:

@@ -6,11 +6,11 @@ The flow through this module:
    (relmse, relative Frobenius) are derived, never stored. They are dense; `sparse` gives the sparse view.
 2. `FactorSet` maps site names to Factors in execution order and carries the provenance of the whole replacement.
 3. `FactorSet.save` / `FactorSet.load` write and read a folder (storage.py): indices and values of the nonzeros, settings,
-   provenance. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked for.
-   `Factors.save` / `Factors.load` are those of a set of one.
+   provenance, passport. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked
+   for; that is also when their probe is checked. `Factors.save` / `Factors.load` are those of a set of one.
+4. `FactorSet.push_to_hub` / `FactorSet.from_pretrained` do the same with a repository on the Hugging Face hub (hub.py).
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from swd_lens.storage import StoredPair, read_index, write_index, write_pair
+from swd_lens.hub import OnHub
+from swd_lens.passport import Offsets, Origin, Probe, fingerprint
+from swd_lens.storage import read_index, write_index
+from swd_lens.stored import StoredSite, write_site
+
+__all__ = ["FactorSet", "Factors", "fingerprint", "read_factors", "write_factors"]
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
@@ -36,6 +41,9 @@ class Factors:
         settings: how they were made (preset, sparsity, iterations, ...); plain JSON values.
         provenance: of what (site, weight fingerprint, tokens, version, seed); plain JSON values.
         weight: (d_in, d_out) the dense matrix, kept in memory for `relmse`; it is never saved.
+        origin: what they were made from, as far as another host needs it (passport.py). On the CPU, like probe.
+        offsets: constants that transported factors add: z = h @ read + offsets.unit; y = z @ write + bias + offsets.out.
+        probe: an input and the z it must give. Whoever changes read, or the offsets, makes a new one or drops it.
     """
 
     read: Float[Tensor, "d_in unit"]
@@ -43,6 +51,9 @@ class Factors:
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     weight: Float[Tensor, "d_in d_out"] | None = None
+    origin: Origin | None = None
+    offsets: Offsets | None = None
+    probe: Probe | None = None
 
     # ------------------------------------------------------------------ sizes and counts
 
@@ -151,8 +162,15 @@ class Factors:
         return found[next(iter(found))]
 
     def to(self, device: torch.device | str) -> "Factors":
+        """These factors on a device: all that takes part in y; origin and probe, records to compare with, stay where they are."""
         weight = None if self.weight is None else self.weight.to(device)
-        return replace(self, read=self.read.to(device), write=self.write.to(device), weight=weight)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, read=self.read.to(device), write=self.write.to(device), weight=weight, offsets=offsets)
+
+    def transport(self, model: Any) -> "Factors":
+        """These factors, moved exactly to the weight processing of another host; see `FactorSet.transport`."""
+        site = self.provenance.get("site", "matrix")
+        return FactorSet({site: self}).transport(model)[site]
 
     def __repr__(self) -> str:
         name = self.provenance.get("site", "matrix")
@@ -169,22 +187,24 @@ class Factors:
 _SetBase = Mapping[str, Factors] if TYPE_CHECKING else Mapping
 
 
-class FactorSet(_SetBase):
+class FactorSet(OnHub, _SetBase):
     """Site name -> Factors, in execution order, with the provenance of the whole replacement.
 
-    Iterating gives site names; `set[name]` the Factors. Printing it lists one line per site.
+    Iterating gives site names; `set[name]` the Factors. Printing it lists one line per site. On the hub: `push_to_hub`,
+    `from_pretrained` (hub.py).
     """
 
     def __init__(self, factors: Mapping[str, Factors], provenance: Mapping[str, Any] | None = None):
-        self._factors: dict[str, Factors | _Stored] = dict(factors)
+        self._factors: dict[str, Factors | StoredSite] = dict(factors)
         self.provenance: dict[str, Any] = dict(provenance or {})
+        self.probed = False  # set by the first `swd_lens.attach` of the whole set, which runs its probe
 
     def __getitem__(self, site: str) -> Factors:
         if site not in self._factors:
             raise KeyError(f"no factors for site {site!r}; this set holds {', '.join(self._factors) or 'nothing'}")
         held = self._factors[site]
-        if isinstance(held, _Stored):
-            held = self._factors[site] = held.factors()
+        if isinstance(held, StoredSite):
+            held = self._factors[site] = Factors(**held.parts())
         return held
 
     def __iter__(self) -> Iterator[str]:
@@ -217,6 +237,21 @@ class FactorSet(_SetBase):
             raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
         return _set_of({**self._factors, **other._factors}, {**other.provenance, **self.provenance})
 
+    def transport(self, model: Any) -> "FactorSet":
+        """The set for a host with the same weights under another processing (fold_ln, centring, folded value biases).
+
+        Exact: attached there, it gives the logits and every z that this set gives on the host it was made on. The support
+        stays; `swd_lens/inject/transport.py` says how.
+
+        Raises:
+            AttachError: the factors do not lead to this host's weights (another checkpoint), or carry no origin.
+            UnknownSiteError: a site that this host does not have.
+        """
+        # Imported when called: a set is below everything, this method asks a host. The one import that runs uphill.
+        from swd_lens.inject.transport import transport_set
+
+        return transport_set(model, self)
+
     def __repr__(self) -> str:
         lines = [f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges, s={self.sparsity:.4f}"]
         return "\n  ".join(lines + [repr(f) for f in self._factors.values()])
@@ -229,7 +264,8 @@ class FactorSet(_SetBase):
         One file per site and an index. The index is replaced last, by a rename: interrupted, the folder holds what it held.
 
         Raises:
-            ValueError: (FactorFileError) a factor is not finite; site and entry are named.
+            ValueError: (FactorFileError) a factor is not finite (site and entry are named), or what travels with it does
+                not fit it.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,37 +282,14 @@ class FactorSet(_SetBase):
         Raises:
             FileNotFoundError: no factors.json there.
             ValueError: (FactorFileError) another format, or the files are damaged or do not belong together; found when a
-                site is first asked for: an index outside its matrix, a value that is not finite.
+                site is first asked for: an index outside its matrix, a value that is not finite, a probe with another z.
         """
         described = read_index(Path(folder))
-        stored = {site: _Stored(Path(folder), site, entry) for site, entry in described["sites"].items()}
+        stored = {site: StoredSite(Path(folder), site, entry) for site, entry in described["sites"].items()}
         return _set_of(stored, described["provenance"])
 
 
-class _Stored:
-    """A site's factors in a mapped file: the counts that a summary needs, and the Factors when asked for."""
-
-    def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):
-        self.site, self.settings, self.provenance = site, entry["settings"], entry["provenance"]
-        self.d_in, self.n_units, self.d_out = entry["d_in"], entry["units"], entry["d_out"]
-        self.pair = StoredPair(folder, entry)
-
-    @property
-    def edges(self) -> int:
-        if self.settings.get("edges") == "dense":  # as Factors.edges_per_unit counts
-            return self.n_units * (self.d_in + self.d_out)
-        return sum(self.pair.nonzeros.values())
-
-    def factors(self) -> Factors:
-        return Factors(*self.pair.dense(), self.settings, self.provenance)
-
-    def __repr__(self) -> str:
-        sparsity = 1.0 - self.edges / (self.d_in * self.d_out)
-        shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
-        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={sparsity:.4f}, in its file)"
-
-
-def _set_of(held: Mapping[str, Factors | _Stored], provenance: Mapping[str, Any]) -> FactorSet:
+def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, Any]) -> FactorSet:
     """A set whose Factors may still be in their files."""
     made = FactorSet({}, provenance)
     made._factors.update(held)
@@ -284,16 +297,14 @@ def _set_of(held: Mapping[str, Factors | _Stored], provenance: Mapping[str, Any]
 
 
 def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
-    """Write one site's file; returns its entry for `swd_lens.storage.write_index`."""
-    return {**write_pair(folder, site, f.read, f.write), "settings": dict(f.settings), "provenance": dict(f.provenance)}
+    """Write one site's file; returns its entry for `swd_lens.storage.write_index`. Raises what `stored.write_site` does."""
+    entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
+    return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
 
 
-def fingerprint(weight: Float[Tensor, "d_in d_out"]) -> str:
-    """SHA-256 over shape and float32 values of a matrix: factors carry that of the matrix they were made from."""
-    data = weight.detach().float().cpu().contiguous()
-    digest = hashlib.sha256(str(tuple(data.shape)).encode())
-    digest.update(data.flatten().numpy().data)  # the buffer itself: no copy of a large matrix
-    return digest.hexdigest()
+def read_factors(folder: Path, site: str, entry: Mapping[str, Any]) -> Factors:
+    """The Factors that `write_factors` wrote, passport and all. Raises FactorFileError, see `FactorSet.load`."""
+    return Factors(**StoredSite(folder, site, entry).parts())
 
 
 def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:

@@ -12,6 +12,7 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from swd_lens._version import __version__
 from swd_lens.calibration import Grams, collect_grams
 from swd_lens.checkpoint import Checkpoint, Recipe, chain, host_fingerprint, tokens_fingerprint, upstream_of
 from swd_lens.factors import Factors, FactorSet, fingerprint
-from swd_lens.hosts import host_of
-from swd_lens.inject import attach
+from swd_lens.hosts import host_of, sites_of
+from swd_lens.inject import add_probe, attach, described, origin_of, probe_tokens
 from swd_lens.machine import available_bytes
 from swd_lens.resources import Estimate, SiteEstimate, check_calibration, forecast, naming, shape_of
-from swd_lens.sites import Pattern, Site, select_sites
+from swd_lens.sites import PACKED, Pattern, Site, UnknownSiteError
 from swd_lens.solver import DEFAULT_PRESET, OnIteration, Step, resolve, solve
 from swd_lens.tasks.text import as_rows
 
@@ -54,7 +55,7 @@ def factorize(
     """Factorize the matrices that `sites` names into sparse read and write factors (paper §2.1).
 
     Args:
-        model: a HookedTransformer.
+        model: a HookedTransformer or TransformerBridge.
         sites: a pattern or several, see `swd_lens.sites.select_sites`.
         sparsity: s in (0, 1) for every matrix; budget K = (1 - s) * d_in * d_out.
         tokens: (rows, pos) calibration ids; None = zero-data (G = I).
@@ -75,7 +76,9 @@ def factorize(
         ValueError: bad sparsity or solver options; the site is named.
     """
     host = host_of(model)
-    chosen = tuple(select_sites(host.sites(), sites))
+    chosen = tuple(sites_of(host, sites))
+    for site in chosen:
+        _refuse_whole_mlp(site)
     check_calibration(calibration)
     rows = None if tokens is None else as_rows(tokens, model)
     job = _Job(model, chosen, rows, float(sparsity), calibration, preset, units, batch_size, options)
@@ -91,6 +94,13 @@ def factorize(
     Estimate(plan, available_bytes(next(model.parameters()).device), None, job.kind).require_fit()
     _run(job, plan, done, recipes, checkpoint, progress)
     return FactorSet({site.name: done[site.name] for site in chosen}, job.provenance())
+
+
+def _refuse_whole_mlp(site: Site) -> None:
+    if site.kind == "mlp":
+        raise UnknownSiteError(
+            f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only transcoders stand there)"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,10 @@ class _Job:
     def n_tokens(self) -> int:
         return 0 if self.rows is None else self.rows.numel()
 
+    @property
+    def probe_tokens(self) -> list[int]:
+        return probe_tokens(self.rows, int(self.model.cfg.d_vocab))
+
     def forecast(self, finished: Mapping[str, Factors] | None = None) -> tuple[SiteEstimate, ...]:
         return forecast(
             self.model,
@@ -144,6 +158,7 @@ class _Job:
             "preset": self.preset,
             "calibration": self.kind,
             "tokens": self.n_tokens,
+            "probe_tokens": self.probe_tokens,
         }
 
     def recipes(self) -> dict[str, Recipe]:
@@ -178,6 +193,8 @@ def _run(
             gram = _gram_behind(job, done, site) if job.chained else dense.pop(site.name, None)
             bar.calibrated()
             f = _factorize_one(job, site, gram, bar.on_iteration())
+            with _behind(job, done):
+                f = add_probe(f, job.model, site, job.probe_tokens)
             if checkpoint is not None:
                 f = replace(
                     f, provenance={**f.provenance, "recipe": {**recipes[site.name], "upstream_sha256": upstream}}
@@ -194,10 +211,13 @@ def _gram_behind(job: _Job, done: dict[str, Factors], site: Site) -> Tensor:
     def collect() -> Grams:
         return collect_grams(job.model, [site], job.rows, batch_size=job.batch_size)
 
-    if not done:
+    with _behind(job, done):
         return collect()[site.name]
-    with attach(job.model, done):
-        return collect()[site.name]
+
+
+def _behind(job: _Job, done: dict[str, Factors]) -> Any:
+    """The host with everything in `done` replaced."""
+    return attach(job.model, done) if done else nullcontext()
 
 
 def _factorize_one(job: _Job, site: Site, gram: Tensor | None, on_iteration: OnIteration | None) -> Factors:
@@ -223,15 +243,17 @@ def _factorize_one(job: _Job, site: Site, gram: Tensor | None, on_iteration: OnI
 
 
 def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
-    """Factors that know where they belong: site, fingerprint of the host's W, model, version. Attaching checks these."""
+    """Factors that know where they belong: site, model, fingerprints of the host's W, its processing; attaching checks these."""
+    host = host_of(model)
+    weight = host.weight(site)
     where = {
         "site": site.name,
-        "weight_sha256": fingerprint(host_of(model).weight(site)),
+        **described(host, weight),
         "model": str(model.cfg.model_name),
         "normalization": str(model.cfg.normalization_type),
         "swd_lens": __version__,
     }
-    return replace(f, provenance={**f.provenance, **where, **more})
+    return replace(f, origin=origin_of(host, site, weight), provenance={**f.provenance, **where, **more})
 
 
 def _warn_of_few_tokens(job: _Job) -> None:

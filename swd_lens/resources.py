@@ -12,15 +12,16 @@ counts would need a run: activations of a calibration batch, and a kept copy of 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.hosts import host_of
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.machine import available_bytes, product_speed
-from swd_lens.sites import Pattern, Site, select_sites
+from swd_lens.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, cost
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.text import TokenError, as_rows
@@ -157,7 +158,7 @@ def estimate(
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
         ValueError: bad sparsity or solver options; the site is named.
     """
-    chosen = select_sites(host_of(model).sites(), sites)
+    chosen = find_sites(model, sites)
     shape = _token_shape(tokens, model)
     rows = forecast(
         model,
@@ -267,11 +268,14 @@ def _forward_flops(
     if token_shape is None:
         return (0.0,) * len(todo)
     n_tokens, pos = token_shape[0] * token_shape[1], token_shape[1]
-    one_block = [site for site in host_of(model).sites() if site.layer == 0]
-    products = 2 * sum(site.numel for site in one_block) + 4 * pos * model.cfg.n_heads * model.cfg.d_head
-    block = float(n_tokens) * (products + _PER_ENTRY * _activation_entries(model, pos))
+    # Blocks may differ (linear attention beside full attention); attention's own products are counted as if it were full.
+    per_token = [4.0 * pos * model.cfg.n_heads * model.cfg.d_head + _PER_ENTRY * _activation_entries(model, pos)]
+    per_token *= model.cfg.n_layers
+    for site in host_of(model).sites():
+        per_token[site.layer] += 2.0 * site.numel
+    upto = [float(n_tokens) * total for total in accumulate(per_token)]  # blocks 0 .. layer
     last = max((site.layer for site in todo), default=0)
-    forwards = (block * (last + 1) / len(todo) if dense else block * (site.layer + 1) for site in todo)
+    forwards = (upto[last] / len(todo) if dense else upto[site.layer] for site in todo)
     return tuple(one + 2.0 * n_tokens * site.d_in**2 for one, site in zip(forwards, todo, strict=True))
 
 
@@ -280,7 +284,8 @@ def _activation_bytes(model: Any, token_shape: tuple[int, int] | None, batch_siz
     if token_shape is None:
         return 0
     rows, pos = token_shape
-    return _FLOAT * min(rows, batch_size) * pos * _activation_entries(model, pos)
+    entry = next(model.parameters()).element_size()
+    return entry * min(rows, batch_size) * pos * _activation_entries(model, pos)
 
 
 def _activation_entries(model: Any, pos: int) -> int:

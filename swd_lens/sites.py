@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 # Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
-KINDS = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_in", "mlp_out")
+# attn_gate, attn_beta and attn_decay are the further input projections of linear attention (Qwen3.5's gated delta net).
+KINDS = (
+    *("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay", "attn_o"),
+    *("mlp_gate", "mlp_in", "mlp_out", "mlp"),
+)
+# These are made of those; one layer holds units at one or the other. "mlp" is no matrix: only transcoders go there.
+PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp": ("mlp_gate", "mlp_in", "mlp_out")}
 
 # TransformerLens parameter names, relative to blocks.{L}.
 _TL_NAMES = {
@@ -25,18 +31,24 @@ _TL_NAMES = {
     "mlp_in": ("mlp.W_in",),
     "mlp_out": ("mlp.W_out",),
 }
-# Hugging Face module names, relative to the model's list of blocks (h.{L} in GPT-2, layers.{L} in NeoX, Llama, Qwen).
+# Hugging Face module names, relative to the model's list of blocks (h.{L} in GPT-2, layers.{L} in NeoX, Llama, Qwen,
+# layer.{L} in BERT).
 _HF_NAMES = {
-    "attn_qkv": ("attn.c_attn", "attention.query_key_value"),
-    "attn_q": ("self_attn.q_proj",),
-    "attn_k": ("self_attn.k_proj",),
-    "attn_v": ("self_attn.v_proj",),
-    "attn_o": ("attn.c_proj", "attention.dense", "self_attn.o_proj"),
+    "attn_qkv": ("attn.c_attn", "attention.query_key_value", "linear_attn.in_proj_qkv"),
+    "attn_q": ("self_attn.q_proj", "attention.self.query"),
+    "attn_k": ("self_attn.k_proj", "attention.self.key"),
+    "attn_v": ("self_attn.v_proj", "attention.self.value"),
+    "attn_gate": ("linear_attn.in_proj_z",),
+    "attn_beta": ("linear_attn.in_proj_b",),
+    "attn_decay": ("linear_attn.in_proj_a",),
+    "attn_o": (
+        *("attn.c_proj", "attention.dense", "self_attn.o_proj", "attention.output.dense", "linear_attn.out_proj"),
+    ),
     "mlp_gate": ("mlp.gate_proj",),
-    "mlp_in": ("mlp.c_fc", "mlp.dense_h_to_4h", "mlp.up_proj"),
-    "mlp_out": ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj"),
+    "mlp_in": ("mlp.c_fc", "mlp.dense_h_to_4h", "mlp.up_proj", "intermediate.dense"),
+    "mlp_out": ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj", "output.dense"),
 }
-_HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.)+")
+_HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.|bert\.|encoder\.|language_model\.)+")
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)$")
 
 
@@ -96,6 +108,13 @@ def execution_key(site_name: str) -> tuple[int, int]:
     return layer, KINDS.index(kind)
 
 
+def overlapping(site_name: str) -> list[str]:
+    """Names of the sites that hold some of the same weights: the parts of a packed site, or the site a part is packed in."""
+    layer, kind = split_name(site_name)
+    others = PACKED.get(kind, ()) + tuple(packed for packed, parts in PACKED.items() if kind in parts)
+    return [f"blocks.{layer}.{other}" for other in others]
+
+
 def parse_unit(name: str) -> tuple[str, int]:
     """blocks.8.mlp_out/205 -> ("blocks.8.mlp_out", 205)."""
     site, slash, index = name.rpartition("/")
@@ -108,16 +127,19 @@ def parse_unit(name: str) -> tuple[str, int]:
 Pattern = str | Site | Iterable[str | Site]
 
 
-def select_sites(available: Sequence[Site], pattern: Pattern) -> list[Site]:
+def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequence[Site] = ()) -> list[Site]:
     """The available sites that a pattern (or any of several) names, in execution order, each once.
 
     Args:
         available: the host's sites.
+        alternatives: sites that overlap those (q, k, v apart beside attn_qkv); looked at only by a pattern that matches
+            none of `available`, so that "all" and "attn_*" name every weight once.
         pattern: a Site, "blocks.8.mlp_out", a glob "blocks.[0-3].mlp_*", a bare kind "mlp_out" (every layer), "all",
             a TransformerLens parameter name "blocks.8.mlp.W_out", or a Hugging Face module name "h.8.mlp.c_proj".
 
     Raises:
-        UnknownSiteError: a pattern matches nothing; the message lists the nearest names.
+        UnknownSiteError: a pattern matches nothing (the message lists the nearest names), or the patterns together name
+            one weight twice.
     """
     given = [pattern] if isinstance(pattern, str | Site) else list(pattern)
     patterns = [one.name if isinstance(one, Site) else one for one in given]
@@ -126,9 +148,14 @@ def select_sites(available: Sequence[Site], pattern: Pattern) -> list[Site]:
     chosen: dict[str, Site] = {}
     for one in patterns:
         found = [site for site in available if _matches(site, one)]
+        found = found or [site for site in alternatives if _matches(site, one)]
         if not found:
             raise UnknownSiteError(_nothing_matches(one, available))
         chosen.update({site.name: site for site in found})
+    for name in chosen:
+        twice = [part for part in overlapping(name) if part in chosen]
+        if twice:
+            raise UnknownSiteError(f"{name} and {twice[0]} are the same weights; name one or the other")
     return sorted(chosen.values(), key=lambda site: execution_key(site.name))
 
 
@@ -140,7 +167,9 @@ def _matches(site: Site, pattern: str) -> bool:
 def _aliases(site: Site) -> list[str]:
     names = [site.name, site.kind]
     names += [f"blocks.{site.layer}.{name}" for name in _TL_NAMES.get(site.kind, ())]
-    names += [f"{root}.{site.layer}.{name}" for root in ("h", "layers") for name in _HF_NAMES.get(site.kind, ())]
+    names += [
+        f"{root}.{site.layer}.{name}" for root in ("h", "layers", "layer") for name in _HF_NAMES.get(site.kind, ())
+    ]
     return names
 
 

@@ -1,13 +1,13 @@
 """Sparse factors on disk: a folder with one index, factors.json, and one safetensors file per matrix.
 
-1. `write_pair` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, and returns
-   the index entry that describes them. The file's name carries its hash, so that no write ever touches another
-   matrix's file, or an older version of its own.
+1. `write_pair` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
+   tensors that travel along (passport.py), and returns the index entry that describes them. The file's name carries its
+   hash, so that no write ever touches another matrix's file, or an older version of its own.
 2. `write_index` replaces factors.json by a rename, then deletes the files that only the former index named. That rename
    is the one moment at which the folder changes: a reader sees all of the old set or all of the new one, and whatever
    interrupts a writer leaves one of the two.
 3. `read_index` checks the index and every file's hash, in blocks; `StoredPair` keeps a file memory-mapped and makes the
-   dense factors when asked.
+   dense factors when asked. Folders of an older format are read as if they were of this one (old_formats.py).
 
 Index of an edge: row * columns + column in its (rows, columns) factor, ascending; int32 (int64 from 2^31 entries on).
 """
@@ -26,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.files import atomic, plain, sha256, write_text
+from swd_lens.old_formats import upgraded
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
 INDEX = "factors.json"
 _ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
 
@@ -40,14 +41,21 @@ class FactorFileError(ValueError):
 
 
 def write_pair(
-    folder: Path, site: str, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
+    folder: Path,
+    site: str,
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    extras: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Write the nonzeros of one matrix's factors into the folder; returns its index entry (without settings).
+
+    Args:
+        extras: further tensors by name, written beside the pair as they are (on the CPU).
 
     Raises:
         FactorFileError: a factor is not finite (site, factor and entry named); nothing is written.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors = dict(extras or {})
     for part, matrix in (("read", read), ("write", write)):
         flat = matrix.detach().float().flatten()
         index = flat.nonzero().flatten()
@@ -89,7 +97,7 @@ def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenan
 def _files_named_in(folder: Path) -> set[str]:
     """Files of the present index; none where there is no readable one (a damaged folder can be saved over)."""
     try:
-        return {entry["file"] for entry in _parse(folder)["sites"].values()}
+        return files_named_in(folder)
     except (FactorFileError, FileNotFoundError):
         return set()
 
@@ -105,18 +113,31 @@ def read_index(folder: Path) -> dict[str, Any]:
         FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
     """
     described = _parse(folder)
+    hashes: dict[Path, str] = {}  # sites of format 1 share a file: read once
     for site, entry in described["sites"].items():
         file = folder / entry["file"]
         if not file.is_file():
             raise FactorFileError(
                 f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again"
             )
-        if sha256(file) != entry["sha256"]:
+        if file not in hashes:
+            hashes[file] = sha256(file)
+        if hashes[file] != entry["sha256"]:
             raise FactorFileError(
                 f"{file} is not the file that {INDEX} was written with (cut short, damaged or exchanged); copy the folder "
                 "again, or factorize again"
             )
     return described
+
+
+def files_named_in(folder: Path) -> set[str]:
+    """Names of the files that the folder's index asks for, whether they are there or not.
+
+    Raises:
+        FileNotFoundError: no index there.
+        FactorFileError: another format, or a damaged index.
+    """
+    return {entry["file"] for entry in _parse(folder)["sites"].values()}
 
 
 def _parse(folder: Path) -> dict[str, Any]:
@@ -128,12 +149,13 @@ def _parse(folder: Path) -> dict[str, Any]:
     except ValueError as error:  # not JSON, or not UTF-8
         raise FactorFileError(f"{path} is damaged: {error}") from error
     version = described.get("format") if isinstance(described, dict) else None
-    if version != FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise FactorFileError(
-            f"{folder} is of factor format {version}, this swd_lens reads {FORMAT_VERSION}; "
+            f"{folder} is of factor format {version}, this swd_lens reads 1 to {FORMAT_VERSION}; "
             + ("update swd_lens" if newer else "factorize again")
         )
+    described = upgraded(described)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
             raise FactorFileError(f"{path} is damaged: it has no {key!r}")
@@ -163,6 +185,7 @@ class StoredPair:
     def __init__(self, folder: Path, entry: Mapping[str, Any]):
         self.path = path = folder / entry["file"]
         self.shapes = {"read": (entry["d_in"], entry["units"]), "write": (entry["units"], entry["d_out"])}
+        self._prefix = entry.get("prefix", "")  # of the tensors' names; only format 1 has one
         try:
             self._file = safe_open(str(path), framework="pt")
             self.nonzeros = {part: self._count(part) for part in self.shapes}
@@ -172,8 +195,8 @@ class StoredPair:
             ) from error
 
     def _count(self, part: str) -> int:
-        (index,) = self._file.get_slice(f"{part}.index").get_shape()
-        (value,) = self._file.get_slice(f"{part}.value").get_shape()
+        (index,) = self._file.get_slice(f"{self._prefix}{part}.index").get_shape()
+        (value,) = self._file.get_slice(f"{self._prefix}{part}.value").get_shape()
         if index != value:
             raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
         return index
@@ -186,9 +209,16 @@ class StoredPair:
         """
         return self._dense("read"), self._dense("write")
 
+    def extras(self) -> dict[str, Tensor]:
+        """The tensors that `write_pair` was given beside the pair, by name; none in files before format 3."""
+        if self._prefix:  # all other tensors of a shared file are other sites'
+            return {}
+        pair = {f"{part}.{what}" for part in self.shapes for what in ("index", "value")}
+        return {name: self._file.get_tensor(name) for name in self._file.keys() if name not in pair}  # noqa: SIM118
+
     def _dense(self, part: str) -> Tensor:
         rows, columns = self.shapes[part]
-        index, value = self._file.get_tensor(f"{part}.index"), self._file.get_tensor(f"{part}.value")
+        index, value = (self._file.get_tensor(f"{self._prefix}{part}.{what}") for what in ("index", "value"))
         if len(index):
             # Ascending, so that the first and the last say whether all are inside.
             outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)

@@ -6,7 +6,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.calibration import collect_grams
-from swd_lens.hosts import find_sites
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.inject import attach
 from tests.micro import micro_model, random_tokens, toy_model
 
@@ -96,6 +96,24 @@ def test_bad_input(model):
         swd.factorize(model, "mlp_out", calibration="both", progress=False)
     with pytest.warns(UserWarning, match=r"12 calibration tokens for blocks\.0\.mlp_out, which reads 32 inputs"):
         swd.factorize(model, "blocks.0.mlp_out", tokens=random_tokens(2, 6), outer_iterations=4, progress=False)
+
+
+def test_a_site_that_no_forward_reads_or_that_is_read_twice_is_an_error(model, monkeypatch):
+    run_blocks = type(host_of(model)).run_blocks
+    tokens, sites = random_tokens(4, 6), find_sites(model, ["blocks.0.mlp_in", "blocks.1.mlp_out", "blocks.1.attn_o"])
+    monkeypatch.setattr(type(host_of(model)), "run_blocks", lambda self, rows, n: run_blocks(self, rows, n - 1))
+    with pytest.raises(
+        swd.UnsupportedHostError, match=r"the input of blocks\.1\.attn_o, blocks\.1\.mlp_out: it goes by"
+    ):
+        collect_grams(model, sites, tokens)
+
+    def twice(self, *how):
+        run_blocks(self, *how)
+        run_blocks(self, *how)
+
+    monkeypatch.setattr(type(host_of(model)), "run_blocks", twice)
+    with pytest.raises(swd.UnsupportedHostError, match=r"blocks\.0\.mlp_in read 48 vectors on 24 tokens"):
+        collect_grams(model, sites, tokens)
 
 
 def test_controls_know_their_sites(model):

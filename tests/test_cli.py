@@ -76,6 +76,7 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path):
     printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
     assert {key: value for key, value in printed.items() if key != "report"} == saved
     assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "docstring"}
+    assert saved["settings"]["host"] == "HookedTransformer"
     assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "SVD"}
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import swd_lens.machine
 import swd_lens.plan
 from swd_lens.resources import Estimate, SiteEstimate
 from swd_lens.solver import cost
+from tests import families
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(12, 9)  # 108
@@ -50,6 +52,17 @@ def test_dense_calibration_holds_every_gram(model):
     assert dense.rows[0].held_bytes == 4 * (32 * 32 + 16 * 16 + 32 * 32) and sequential.rows[0].held_bytes == 0
     assert sum(row.calibration_flops for row in dense.rows) < sum(row.calibration_flops for row in sequential.rows)
     assert dense.calibration == "dense" and sequential.calibration == "sequential"
+
+
+def test_blocks_that_differ_are_each_counted_as_they_are():
+    # Qwen3.5: linear attention in layers 0 to 2, full attention in layer 3, which has other matrices.
+    model = families.bridge("qwen3_5")
+    rows = swd.estimate(model, "mlp_out", tokens=64).rows
+    blocks = [later.calibration_flops - row.calibration_flops for row, later in pairwise(rows)]
+    numel = [sum(site.numel for site in swd.find_sites(model) if site.layer == layer) for layer in range(4)]
+    assert numel[1] == numel[2] != numel[3]
+    assert blocks[0] == blocks[1]
+    assert blocks[2] - blocks[1] == pytest.approx(64 * 2 * (numel[3] - numel[2]))
 
 
 def test_tokens_as_a_number_or_none(model):

@@ -300,11 +300,10 @@ def test_bad_index(tmp_path):
             FactorSet.load(tmp_path)
 
     described = json.loads(text)
-    refused(json.dumps({**described, "format": 99}), "format 99, this swd_lens reads 2; update swd_lens")
-    refused(json.dumps({**described, "format": 1}), "format 1, this swd_lens reads 2; factorize again")
+    refused(json.dumps({**described, "format": 99}), "format 99, this swd_lens reads 1 to 3; update swd_lens")
     refused(text[:40], r"factors\.json is damaged")
     refused("[]", "format None")
-    refused(json.dumps({"format": 2, "provenance": {}}), "has no 'sites'")
+    refused(json.dumps({"format": 3, "provenance": {}}), "has no 'sites'")
     for key, value in {"d_in": 0, "units": "2", "settings": None, "sha256": None, "file": 3}.items():
         entry = {**described["sites"]["blocks.0.mlp_out"], key: value}
         refused(json.dumps({**described, "sites": {"a": entry}}), f"'{key}' of a is")

@@ -8,7 +8,8 @@
 4. Rank all units of all sites together, by descending score; ties by (site in execution order, unit).
 
 With positions="scoring" (the paper's) only the scoring position counts, so everything before it is run once without
-gradient and its keys and values are kept; that is exact, because attention is causal.
+gradient and its keys and values are kept; that is exact, because attention is causal. A host that cannot keep them runs
+whole prompts, of which the last position is taken.
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.factors import Factors
 from swd_lens.hosts import Host, host_of
+from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
-from swd_lens.inject.units import wants_grad
 from swd_lens.sites import Site
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
 
@@ -73,7 +73,7 @@ class UnitScores:
 
 def attribute(
     model: Any,
-    factors: Factors | Mapping[str, Factors],
+    factors: Any,
     prompts: TaskSplit | Task,
     *,
     positions: str = "scoring",
@@ -84,7 +84,7 @@ def attribute(
 
     Args:
         model: the host, with these sites not attached.
-        factors: the replacement.
+        factors: the replacement, see `swd_lens.attach`.
         prompts: the training split (a Task means its train split).
         positions: "scoring" (paper): score, mean and later intervene at the last position only, mean over examples;
             "all": contributions summed over positions, mean over all tokens.
@@ -93,6 +93,7 @@ def attribute(
     Raises:
         ValueError: unknown positions.
         AttachError: see `swd_lens.attach`.
+        UnsupportedHostError: a site whose units the host's forward never shows.
     """
     if positions not in POSITIONS:
         raise ValueError(f"positions must be one of {POSITIONS}, got {positions!r}")
@@ -137,14 +138,17 @@ def margin_gradients(
 
     def capture(name: str) -> Any:
         def keep(z: Tensor, hook: Any) -> Tensor:
-            captured[name] = wants_grad(z)
+            # With every parameter frozen z has no gradient path: then it is made a leaf.
+            captured[name] = z if z.requires_grad else z.detach().requires_grad_(True)
             return captured[name]
 
         return keep
 
     with torch.enable_grad(), host.model.hooks(fwd_hooks=[(site.hook_name, capture(site.name)) for site in sites]):
         margins = bucket.margin(host.last_logits(bucket.tokens, prefix))
+        require_seen(sites, captured, "units")
         gradients = torch.autograd.grad(margins.sum(), list(captured.values()))
-    # A one-token prompt has no prefix: its single position is the scoring position anyway.
-    z = {name: value.detach().float() for name, value in captured.items()}
-    return z, {name: g.float() for name, g in zip(captured, gradients, strict=True)}
+    # Without a kept prefix all positions are there; the scoring position is the last one.
+    chosen = slice(-1, None) if positions == "scoring" else slice(None)
+    z = {name: value.detach()[:, chosen].float() for name, value in captured.items()}
+    return z, {name: g[:, chosen].float() for name, g in zip(captured, gradients, strict=True)}

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from swd_lens.circuits.attribution import UnitScores, attribute
 from swd_lens.circuits.frontier import CostCurve, evaluate, plot_curves
-from swd_lens.factors import Factors
 from swd_lens.tasks.task import Task
 
 
@@ -42,7 +41,7 @@ class Comparison:
 
 
 def compare(
-    methods: Mapping[str, Factors | Mapping[str, Factors]],
+    methods: Mapping[str, Any],
     model: Any,
     task: Task,
     *,

@@ -20,10 +20,9 @@ from tqdm.auto import tqdm
 
 from swd_lens.circuits.attribution import UnitScores
 from swd_lens.circuits.intervene import ablation_values, run_interventions
-from swd_lens.factors import Factors
 from swd_lens.figures import new_figure, style
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
+from swd_lens.inject import Units, attach
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
 
 COSTS = ("edges", "units")
@@ -103,7 +102,7 @@ class CostCurve:
 
 def evaluate(
     model: Any,
-    factors: Factors | Mapping[str, Factors],
+    factors: Any,
     prompts: TaskSplit | Task,
     scores: UnitScores,
     *,
@@ -168,7 +167,7 @@ def _check_grid(grid: Sequence[int] | None, n_units: int) -> list[int]:
     return lengths
 
 
-def _check_scores(scores: UnitScores, factors: Mapping[str, Factors]) -> None:
+def _check_scores(scores: UnitScores, factors: Mapping[str, Units]) -> None:
     scored = {site: len(s) for site, s in scores.scores.items()}
     attached = {site: f.n_units for site, f in factors.items()}
     if scored != attached:
@@ -187,7 +186,7 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
 
 
 def _rows(
-    lengths: list[int], means: Tensor, unpruned: Tensor, scores: UnitScores, factors: Mapping[str, Factors]
+    lengths: list[int], means: Tensor, unpruned: Tensor, scores: UnitScores, factors: Mapping[str, Units]
 ) -> pd.DataFrame:
     edges = {site: torch.where(f.valid_units, f.edges_per_unit, 0).tolist() for site, f in factors.items()}
     cumulative = [0]

@@ -1,4 +1,4 @@
-"""The embedded model: a small HookedTransformer with tokenizer, corpus and training script, all offline.
+"""The embedded model: a small TransformerLens model with tokenizer, corpus and training script, all offline.
 
 corpus (strings) -> tokenizer -> train (network, score) -> weights/ -> load_default_model, text_tokens
 """

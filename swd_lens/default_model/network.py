@@ -1,10 +1,10 @@
-"""The embedded model's architecture in plain torch, for fast training; the same function as the HookedTransformer.
+"""The embedded model's architecture in plain torch, for fast training; the same function as the loaded model.
 
 1. GPT-2 style: token + learned position embeddings, pre-LayerNorm blocks (causal attention, gelu_new MLP), final
    LayerNorm, unembedding tied to the embedding.
 2. Attention may be kept within documents (packed rows).
 3. `hooked_state` renames and reshapes the parameters to TransformerLens' names; training checks that both give equal
-   logits.
+   logits. `gpt2_state` goes on from there to the names of transformers' GPT-2, which computes the same function again.
 
 The initialization starts two heads of layer 0 as previous-token heads and every head as a weak copier: induction, which
 IOI and docstring are made of, is then found after less than a million tokens instead of several. Nothing is frozen.
@@ -50,6 +50,29 @@ class Shape:
             "model_name": "swd-lens-default",
             "default_prepend_bos": True,
         }
+
+    def gpt2_config(self) -> dict[str, Any]:
+        """Arguments of transformers' GPT2Config for this shape: no dropout, and the rest as in `hooked_config`."""
+        return {
+            "vocab_size": self.d_vocab,
+            "n_layer": self.n_layers,
+            "n_embd": self.d_model,
+            "n_head": self.n_heads,
+            "n_inner": self.d_mlp,
+            "n_positions": self.n_ctx,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+            # As a bridge asks for where it loads a model itself: other attention does not show its patterns.
+            "attn_implementation": "eager",
+        }
+
+    def stored_names(self) -> list[str]:
+        """TransformerLens' names of the parameters that a trained model's file holds."""
+        block = ["attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O"]
+        block += ["mlp.W_in", "mlp.b_in", "mlp.W_out", "mlp.b_out", "ln1.w", "ln1.b", "ln2.w", "ln2.b"]
+        blocks = [f"blocks.{layer}.{name}" for layer in range(self.n_layers) for name in block]
+        return ["embed.W_E", "pos_embed.W_pos", *blocks, "ln_final.w", "ln_final.b"]
 
 
 class Block(nn.Module):
@@ -167,3 +190,28 @@ def hooked_state(network: Network) -> dict[str, Tensor]:
         state |= {f"{prefix}mlp.W_in": block.w_in, f"{prefix}mlp.b_in": block.b_in}
         state |= {f"{prefix}mlp.W_out": block.w_out, f"{prefix}mlp.b_out": block.b_out}
     return {name: value.detach().clone().contiguous() for name, value in state.items()}
+
+
+def gpt2_state(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """A stored state (TransformerLens' names) under the names and shapes of transformers' GPT2LMHeadModel: moved, not changed."""
+    d = shape.d_model
+    moved = {"transformer.wte.weight": state["embed.W_E"], "lm_head.weight": state["embed.W_E"]}
+    moved |= {"transformer.wpe.weight": state["pos_embed.W_pos"]}
+    moved |= {"transformer.ln_f.weight": state["ln_final.w"], "transformer.ln_f.bias": state["ln_final.b"]}
+    for layer in range(shape.n_layers):
+        here, there = f"blocks.{layer}.", f"transformer.h.{layer}."
+        for norm, name in (("ln1", "ln_1"), ("ln2", "ln_2")):
+            moved |= {
+                f"{there}{name}.weight": state[f"{here}{norm}.w"],
+                f"{there}{name}.bias": state[f"{here}{norm}.b"],
+            }
+        # GPT-2 packs Q, K, V side by side, heads inside each; its matrices are (d_in, d_out), as ours.
+        weights = [state[f"{here}attn.W_{letter}"].transpose(0, 1).reshape(d, -1) for letter in "QKV"]
+        biases = [state[f"{here}attn.b_{letter}"].flatten() for letter in "QKV"]
+        moved |= {f"{there}attn.c_attn.weight": torch.cat(weights, 1), f"{there}attn.c_attn.bias": torch.cat(biases)}
+        moved |= {f"{there}attn.c_proj.weight": state[f"{here}attn.W_O"].flatten(0, 1)}
+        moved |= {f"{there}attn.c_proj.bias": state[f"{here}attn.b_O"]}
+        for side, name in (("in", "c_fc"), ("out", "c_proj")):
+            moved |= {f"{there}mlp.{name}.weight": state[f"{here}mlp.W_{side}"]}
+            moved |= {f"{there}mlp.{name}.bias": state[f"{here}mlp.b_{side}"]}
+    return moved

@@ -104,7 +104,7 @@ def ablation_table(model: Any, packer: Packer, split: str = "validation", n: int
     """Scores of each family with one layer's output replaced by its mean.
 
     Args:
-        model: a HookedTransformer.
+        model: the embedded model, or another with its hooks.
         packer: gives token ids.
         split, n: which prompts (seen templates).
 

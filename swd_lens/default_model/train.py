@@ -3,7 +3,7 @@
 1. Build the tokenizer from the corpus; draw the network's parameters from the seed.
 2. AdamW over batches that (seed, step) define; validation scores along the way go to train_log.jsonl.
 3. Every CHECK_EVERY steps a checkpoint: the same command goes on where it was stopped, to the same bits.
-4. Store fp16 weights under TransformerLens' names, load them back as a HookedTransformer, check that its logits are
+4. Store fp16 weights under TransformerLens' names, load them back as a TransformerLens model, check that its logits are
    those of the network, and write the held-out scores of the stored weights (scores.json).
 
 Same machine, same torch, same seed and same number of threads (THREADS, fixed): same bits.

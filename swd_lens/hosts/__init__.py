@@ -1,23 +1,40 @@
 """Hosts: the model that is being factorized, behind one small protocol.
 
 `host_of(model)` wraps a model; `find_sites(model, pattern)` lists its factorizable matrices. Everything above this
-package (calibration, injection, fidelity, circuits) speaks to `Host` only, so that a second kind of host is one file.
+package (calibration, injection, fidelity, circuits) speaks to `Host` only. There are two: hooked_transformer.py
+(transformer_lens 3.9) and bridge.py (TransformerBridge, 3.9 and 4.x).
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from swd_lens.sites import Pattern, Site, select_sites
 
 Undo = Callable[[], None]
+Register = Callable[[Undo], None]
 
 
 class UnsupportedHostError(TypeError):
     """The model is of a kind or shape that swd_lens cannot inject into; the message says what and why."""
+
+
+@dataclass(frozen=True)
+class Affine:
+    """How a site's input is written: h = x * scale + shift, with x what weight processing would leave.
+
+    Of a site that reads a normalization: its weight and bias. Of attn_o: no scale, and what the values hold whatever the
+    tokens: b_V and (bias of the normalization) @ W_V, which arrive whole because attention patterns sum to one. Folding
+    moves both into the weights and biases that follow: then both are None.
+    """
+
+    scale: Float[Tensor, " d_in"] | None = None
+    shift: Float[Tensor, " d_in"] | None = None
 
 
 @runtime_checkable
@@ -27,11 +44,29 @@ class Host(Protocol):
     model: Any
 
     def sites(self) -> list[Site]:
-        """Every factorizable matrix, in execution order."""
+        """Every factorizable matrix once, in execution order; no two overlap."""
+        ...
+
+    def alternatives(self) -> list[Site]:
+        """Further sites that overlap those of `sites()`: q, k, v apart where they are packed, or packed where apart; and
+        "mlp", the whole MLP, which has no single matrix but may hold a transcoder."""
         ...
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
-        """The dense matrix, float32, detached; a copy or a view, never to be written to."""
+        """The dense matrix, float32, detached; a copy or a view, never to be written to. Also while the site is swapped.
+
+        Raises:
+            UnsupportedHostError: the site is a whole MLP.
+        """
+        ...
+
+    def affine(self, site: Site) -> Affine | None:
+        """Scale and shift in the site's input that weight processing can fold away; None where it has none to fold."""
+        ...
+
+    def processing(self) -> dict[str, bool]:
+        """Which weight processing the weights bear: fold_ln, center_writing_weights, fold_value_biases (True, too, where there
+        are none), and compatibility_mode of a bridge."""
         ...
 
     def inputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> AbstractContextManager[None]:
@@ -42,8 +77,19 @@ class Host(Protocol):
         """While open, every forward calls use(site, y) with y (batch, pos, d_out), the projection's output, bias included."""
         ...
 
+    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+        """Logits of whole rows, none of them padded."""
+        ...
+
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int) -> None:
+        """Run blocks 0 .. n_blocks - 1 only, for what hooks see there."""
+        ...
+
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
-        """Run all positions but the last (no gradient) and keep their keys and values; None for one-token prompts."""
+        """Run all positions but the last (no gradient) and keep what later positions need of them.
+
+        None for one-token prompts, and where the host cannot (it attends both ways); `last_logits` then runs whole prompts.
+        """
         ...
 
     def repeat_prefix(self, prefix: Any, times: int) -> Any:
@@ -51,15 +97,31 @@ class Host(Protocol):
         ...
 
     def last_logits(self, tokens: Int[Tensor, "batch pos"], prefix: Any = None) -> Float[Tensor, "batch vocab"]:
-        """Logits after the last position; with a prefix only that position is run (exact, since attention is causal)."""
+        """Logits at the last position; with a prefix only that position is run (exact, since attention is causal).
+
+        The prefix is left as it was: the same one can be used any number of times.
+        """
         ...
 
-    def swap(self, site: Site, projection: nn.Module, hook: nn.Module) -> Undo:
-        """Run `projection(h, bias)` in place of the dense product and mount `hook` at site.hook_name; returns the undo."""
+    def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
+        """Weight of the final normalization (None: none, or folded) and the unembedding."""
+        ...
+
+    def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
+        """Run `projection(h, bias, dense)` in place of the dense product and mount `hook` at site.hook_name.
+
+        The projection gets h (batch, pos, d_in), the live bias (d_out,) or None, and the host's own h -> h @ W + bias, which
+        factors never call. `register` is given the undo before anything is touched, so that no interruption finds the host
+        half changed with nobody to mend it; the undo may be called more than once.
+        """
         ...
 
     def is_swapped(self, site: Site) -> bool:
         """Whether a projection is mounted at the site now."""
+        ...
+
+    def guard(self, reason: str, register: Register) -> None:
+        """Make every method that rewrites weights raise RuntimeError(reason), until the last registered undo is called."""
         ...
 
 
@@ -67,24 +129,40 @@ def host_of(model: Any) -> Host:
     """Wrap a model.
 
     Raises:
-        UnsupportedHostError: not a HookedTransformer, or one whose matrices cannot be seen as (d_in, d_out).
+        UnsupportedHostError: neither a HookedTransformer nor a TransformerBridge, or one whose matrices cannot be seen as
+            (d_in, d_out).
     """
-    if not any(cls.__name__ == "HookedTransformer" for cls in type(model).__mro__):
-        raise UnsupportedHostError(
-            f"swd_lens works on a transformer_lens HookedTransformer; got {type(model).__name__}. "
-            "Load one with HookedTransformer.from_pretrained(name) or swd_lens.load_default_model()."
-        )
-    # Imported here: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
-    from swd_lens.hosts.hooked_transformer import HookedTransformerHost
+    names = {cls.__name__ for cls in type(model).__mro__}
+    # Each imported where it is needed: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
+    if "HookedTransformer" in names:
+        from swd_lens.hosts.hooked_transformer import HookedTransformerHost
 
-    return HookedTransformerHost(model)
+        return HookedTransformerHost(model)
+    if "TransformerBridge" in names:
+        from swd_lens.hosts.bridge import BridgeHost
+
+        return BridgeHost(model)
+    raise UnsupportedHostError(
+        f"swd_lens works on a transformer_lens HookedTransformer or TransformerBridge; got {type(model).__name__}. Load one "
+        "with swd_lens.load_host(name), TransformerBridge.boot_transformers(name) or HookedTransformer.from_pretrained(name)."
+    )
 
 
 def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
     """The sites of a model that a pattern names, in execution order. See `swd_lens.sites.select_sites`.
 
     Raises:
-        UnknownSiteError: nothing matches (nearest names listed).
+        UnknownSiteError: nothing matches (nearest names listed), or two of them overlap.
         UnsupportedHostError: see `host_of`.
     """
-    return select_sites(host_of(model).sites(), pattern)
+    return sites_of(host_of(model), pattern)
+
+
+def sites_of(host: Host, pattern: Pattern) -> list[Site]:
+    """`find_sites` for a host that is wrapped already."""
+    return select_sites(host.sites(), pattern, host.alternatives())
+
+
+def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
+    """Whether every row writes nothing along the all-ones direction, as center_writing_weights leaves it."""
+    return bool(weight.mean(1).abs().max() < 1e-5 * weight.abs().max())

@@ -1,15 +1,12 @@
 """The HookedTransformer host (transformer_lens 3.9): where each matrix is, what feeds it, and how to swap it.
 
-1. Four sites per block, each a (d_in, d_out) view of TransformerLens' parameters: attn_qkv (Q, K, V side by side,
-   heads inside), attn_o (heads stacked), mlp_in, mlp_out.
+1. The sites of a block, each a (d_in, d_out) view of TransformerLens' parameters: attn_qkv (Q, K, V side by side, heads
+   inside; apart: attn_q, attn_k, attn_v), attn_o (heads stacked), mlp_in, mlp_out, and mlp_gate of gated MLPs. Grouped
+   keys and values have as many heads as are stored.
 2. A site's input and output are read with plain PyTorch hooks on TransformerLens' own modules.
-3. A swap changes `__class__` of the MLP or attention module to a subclass whose forward asks the mounted projection
-   instead of multiplying by W. The dense parameters stay where they are; the undo restores class and children, and
-   `model.setup()` rebuilds hook_dict, so that the host is what it was, bit for bit.
-
-Found by trying (shared/spec/injection.md): a mixin fails with "object layout differs", so the subclasses inherit singly.
-W_O sits inside one long forward; that forward is left by an exception once z (its input) is known, which keeps rotary
-embeddings, the KV cache, masks and sinks TransformerLens' own.
+3. A swap mounts a projection in the MLP or attention module and changes the module's class (hooked_components.py). The
+   dense parameters stay where they are; the undo restores class, children and hook_dict, so that the host is what it was,
+   bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,94 +19,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-from transformer_lens.components import MLP, Attention
-from transformer_lens.utilities.addmm import batch_addmm
+from transformer_lens.components import GatedMLP
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from swd_lens.hosts import Undo, UnsupportedHostError
-from swd_lens.sites import Site
+from swd_lens.hosts import Affine, Register, UnsupportedHostError, is_centered
+from swd_lens.hosts.guard import guard_methods
+from swd_lens.hosts.hooked_components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
+from swd_lens.sites import PACKED, Site
 
-_SITES_OF_MODULE = {"attn": ("attn_qkv", "attn_o"), "mlp": ("mlp_in", "mlp_out")}
-
-
-# ---------------------------------------------------------------------------------------------- factored components
-
-
-class FactoredMLP(MLP):
-    """MLP with mlp_in, mlp_out or both computed by mounted projections; the rest as TransformerLens computes it."""
-
-    unit_projections: nn.ModuleDict
-
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        pre = self.hook_pre(self._project("mlp_in", x, self.W_in, self.b_in))
-        post = self.act_fn(pre)
-        if self.cfg.is_layer_norm_activation() and self.hook_mid is not None and self.ln is not None:
-            post = self.ln(self.hook_mid(post))
-        return self._project("mlp_out", self.hook_post(post), self.W_out, self.b_out)
-
-    def _project(self, kind: str, h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if kind in self.unit_projections:
-            return self.unit_projections[kind](h, bias)
-        return batch_addmm(bias, weight, h)
-
-
-class _LeaveAtZ(Exception):
-    """Carries attn_o's input out of TransformerLens' attention forward, just before it multiplies by W_O."""
-
-    def __init__(self, z: Tensor):
-        super().__init__()
-        self.z = z
-
-
-class FactoredAttention(Attention):
-    """Attention with attn_qkv, attn_o or both computed by mounted projections."""
-
-    unit_projections: nn.ModuleDict
-
-    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
-        if "attn_o" not in self.unit_projections:
-            return super().forward(*args, **kwargs)
-        if self.cfg.use_attn_result:
-            raise RuntimeError(
-                "use_attn_result was switched on while attn_o is attached; detach first, or switch it off"
-            )
-        try:
-            super().forward(*args, **kwargs)
-        except _LeaveAtZ as left:
-            h = einops.rearrange(left.z, "batch pos head d_head -> batch pos (head d_head)")
-            return self.unit_projections["attn_o"](h, self.b_O)
-        raise RuntimeError(
-            "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
-        )
-
-    def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
-        z = super().calculate_z_scores(v, pattern)
-        if "attn_o" in self.unit_projections:
-            raise _LeaveAtZ(z)
-        return z
-
-    def calculate_qkv_matrices(
-        self, query_input: Tensor, key_input: Tensor, value_input: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if "attn_qkv" not in self.unit_projections:
-            return super().calculate_qkv_matrices(query_input, key_input, value_input)
-        if query_input.ndim != 3:
-            raise RuntimeError(
-                "split inputs were switched on while attn_qkv is attached; detach first, or switch them off"
-            )
-        # Without split inputs the three are equal (LayerNorm of one residual), so query_input speaks for all.
-        bias = torch.cat([self.b_Q.flatten(), self.b_K.flatten(), self.b_V.flatten()])
-        packed = self.unit_projections["attn_qkv"](query_input, bias)
-        q, k, v = einops.rearrange(
-            packed, "batch pos (three head d_head) -> three batch pos head d_head", three=3, d_head=self.cfg.d_head
-        )
-        return self.hook_q(q), self.hook_k(k), self.hook_v(v)
-
-
-_FACTORED = {"mlp": FactoredMLP, "attn": FactoredAttention}
-_PLAIN = {"mlp": MLP, "attn": Attention}
-
-
-# ---------------------------------------------------------------------------------------------- the host
+# Everything that rewrites weights: its result would not reach the units.
+_REWRITES = (
+    *("load_state_dict", "load_and_process_state_dict", "process_weights_", "fold_layer_norm", "fold_value_biases"),
+    *("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices"),
+)
+# Checkpoints that hold query, key and value as one matrix (None: a model made from a HookedTransformerConfig): their site
+# is attn_qkv, as on a bridge. Elsewhere attn_q, attn_k and attn_v are the sites, and the packed one an alternative.
+_PACKED_CHECKPOINTS = (
+    *(None, "GPT2LMHeadModel", "GPT2LMHeadCustomModel", "GPTNeoXForCausalLM", "BloomForCausalLM", "QWenLMHeadModel"),
+    "Phi3ForCausalLM",
+)
+_PARTS = {"attn_q": "Q", "attn_k": "K", "attn_v": "V"}
+_READS_ATTENTION_INPUT = ("attn_qkv", *_PARTS)
+# Where the outputs of a kind pass: hook points of its module.
+_SEEN_AT = {"attn_q": "hook_q", "attn_k": "hook_k", "attn_v": "hook_v"}
 
 
 class HookedTransformerHost:
@@ -119,28 +52,78 @@ class HookedTransformerHost:
         self.model = model
         _refuse_unsupported(model)
 
+    # ------------------------------------------------------------------ sites and weights
+
     def sites(self) -> list[Site]:
+        return self._sites(lambda kind: kind not in self._other_kinds())
+
+    def alternatives(self) -> list[Site]:
+        return self._sites(lambda kind: kind in self._other_kinds())
+
+    def _sites(self, wanted: Callable[[str], bool]) -> list[Site]:
+        shapes = {kind: shape for kind, shape in self._shapes().items() if wanted(kind)}
+        return [Site(layer, kind, *shape) for layer in range(self.model.cfg.n_layers) for kind, shape in shapes.items()]
+
+    def _other_kinds(self) -> tuple[str, ...]:
+        packed = self.model.cfg.original_architecture in _PACKED_CHECKPOINTS
+        return ("mlp", *_PARTS) if packed else ("mlp", "attn_qkv")
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
         cfg = self.model.cfg
-        shapes = {
-            "attn_qkv": (cfg.d_model, 3 * cfg.n_heads * cfg.d_head),
-            "attn_o": (cfg.n_heads * cfg.d_head, cfg.d_model),
-        }
+        widths = {kind: matrices(self.model.blocks[0].attn, part)[1].numel() for kind, part in _PARTS.items()}
+        shapes = {"attn_qkv": (cfg.d_model, sum(widths.values()))}
+        shapes |= {kind: (cfg.d_model, width) for kind, width in widths.items()}
+        shapes["attn_o"] = (cfg.n_heads * cfg.d_head, cfg.d_model)
         if not cfg.attn_only:
+            if cfg.gated_mlp:
+                shapes["mlp_gate"] = (cfg.d_model, cfg.d_mlp)
             shapes |= {"mlp_in": (cfg.d_model, cfg.d_mlp), "mlp_out": (cfg.d_mlp, cfg.d_model)}
-        return [Site(layer, kind, *shape) for layer in range(cfg.n_layers) for kind, shape in shapes.items()]
+            shapes["mlp"] = (cfg.d_model, cfg.d_model)
+        return shapes
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
         block = self.model.blocks[site.layer]
-        if site.kind == "mlp_in":
-            weight = block.mlp.W_in
-        elif site.kind == "mlp_out":
-            weight = block.mlp.W_out
+        if site.kind == "mlp":
+            raise UnsupportedHostError(
+                f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}"
+            )
+        if site.kind == "attn_qkv":
+            weight = torch.cat([_flat(matrices(block.attn, part)[0]) for part in "QKV"], dim=1)
+        elif site.kind in _PARTS:
+            weight = _flat(matrices(block.attn, _PARTS[site.kind])[0])
         elif site.kind == "attn_o":
-            weight = einops.rearrange(block.attn.W_O, "head d_head d_out -> (head d_head) d_out")
+            weight = block.attn.W_O.flatten(0, 1)
         else:
-            packed = torch.stack([block.attn.W_Q, block.attn.W_K, block.attn.W_V])
-            weight = einops.rearrange(packed, "three head d_in d_head -> d_in (three head d_head)")
+            weight = getattr(block.mlp, f"W_{site.kind.removeprefix('mlp_')}")
         return weight.detach().float().contiguous()
+
+    def affine(self, site: Site) -> Affine | None:
+        block, cfg = self.model.blocks[site.layer], self.model.cfg
+        if site.kind == "attn_o":
+            return Affine(shift=self._value_constant(site.layer))
+        if site.kind == "mlp_out":
+            return _affine_of(getattr(block.mlp, "ln", None)) if cfg.is_layer_norm_activation() else Affine()
+        if cfg.original_architecture in POST_NORM_ARCHITECTURES:
+            return None  # the norm follows the matrices: nothing can be folded into them
+        return _affine_of(block.ln1 if site.kind in _READS_ATTENTION_INPUT else block.ln2)
+
+    def _value_constant(self, layer: int) -> Float[Tensor, " d_in"]:
+        """What every value holds whatever the tokens: b_V and the share of ln1's bias, repeated to all heads where grouped."""
+        value = next(s for s in (*self.sites(), *self.alternatives()) if s.kind == "attn_v" and s.layer == layer)
+        constant = matrices(self.model.blocks[layer].attn, "V")[1].detach().float().flatten()
+        norm = self.affine(value)
+        if norm is not None and norm.shift is not None:
+            constant = constant + norm.shift @ self.weight(value)
+        heads = constant.view(-1, self.model.cfg.d_head)
+        return heads.repeat_interleave(self.model.cfg.n_heads // len(heads), dim=0).flatten()
+
+    def processing(self) -> dict[str, bool]:
+        writes = [site for site in self.sites() if site.layer == 0 and site.kind in ("attn_o", "mlp_out")]
+        return {
+            "fold_ln": str(self.model.cfg.normalization_type).endswith("Pre"),
+            "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
+            "fold_value_biases": not any(bool(matrices(block.attn, "V")[1].any()) for block in self.model.blocks),
+        }
 
     # ------------------------------------------------------------------ reading
 
@@ -162,12 +145,13 @@ class HookedTransformerHost:
     def _watch_input(self, site: Site, use: Callable[[Site, Tensor], None]) -> Any:
         block = self.model.blocks[site.layer]
         # hook_normalized sits before LayerNorm's weight and bias, so the module's own argument is the true input.
-        if site.kind == "mlp_in":
+        if site.kind in ("mlp_in", "mlp_gate", "mlp"):
             return block.mlp.register_forward_pre_hook(lambda _, args: use(site, args[0]))
-        if site.kind == "attn_qkv":
+        if site.kind in _READS_ATTENTION_INPUT:
+            index = {"attn_k": 1, "attn_v": 2}.get(site.kind, 0)
+            name = ("query_input", "key_input", "value_input")[index]
             return block.attn.register_forward_pre_hook(
-                lambda _, args, kwargs: use(site, kwargs["query_input"] if "query_input" in kwargs else args[0]),
-                with_kwargs=True,
+                lambda _, args, kwargs: use(site, kwargs[name] if name in kwargs else args[index]), with_kwargs=True
             )
         if site.kind == "mlp_out":
             return block.mlp.hook_post.register_forward_hook(lambda _, args, out: use(site, out))
@@ -175,25 +159,40 @@ class HookedTransformerHost:
 
     def _watch_output(self, site: Site, use: Callable[[Site, Tensor], None]) -> list[Any]:
         block = self.model.blocks[site.layer]
-        if site.kind == "mlp_in":
-            return [block.mlp.hook_pre.register_forward_hook(lambda _, args, out: use(site, out))]
-        if site.kind in ("mlp_out", "attn_o"):
-            module = block.mlp if site.kind == "mlp_out" else block.attn
+        if site.kind in ("mlp_out", "attn_o", "mlp"):
+            module = block.attn if site.kind == "attn_o" else block.mlp
             return [module.register_forward_hook(lambda _, args, out: use(site, out))]
+        if site.kind in ("mlp_in", "mlp_gate"):
+            linear = isinstance(block.mlp, GatedMLP) and site.kind == "mlp_in"
+            hook = block.mlp.hook_pre_linear if linear else block.mlp.hook_pre
+            return [hook.register_forward_hook(lambda _, args, out: use(site, out))]
+        kinds = tuple(_PARTS) if site.kind == "attn_qkv" else (site.kind,)
         parts: list[Tensor] = []
 
         def gather(_: nn.Module, args: Any, out: Tensor) -> None:
-            parts.append(out.flatten(-2))
-            if len(parts) == 3:
-                use(site, torch.cat(parts, dim=-1))
+            parts.append(out)
+            if len(parts) == len(kinds):
+                stored = [self._stored_heads(kind, part) for kind, part in zip(kinds, parts, strict=True)]
+                use(site, torch.cat([part.flatten(-2) for part in stored], dim=-1))
                 parts.clear()
 
         # TransformerLens computes q, k, v in this order in every forward.
-        return [
-            hook.register_forward_hook(gather) for hook in (block.attn.hook_q, block.attn.hook_k, block.attn.hook_v)
-        ]
+        return [getattr(block.attn, _SEEN_AT[kind]).register_forward_hook(gather) for kind in kinds]
+
+    def _stored_heads(self, kind: str, y: Tensor) -> Tensor:
+        """One head per stored key or value head, also when cfg.ungroup_grouped_query_attention repeats them."""
+        cfg = self.model.cfg
+        if kind == "attn_q" or cfg.n_key_value_heads is None or not cfg.ungroup_grouped_query_attention:
+            return y
+        return y[:, :, :: cfg.n_heads // cfg.n_key_value_heads]
 
     # ------------------------------------------------------------------ running
+
+    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+        return self._run(tokens)
+
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int) -> None:
+        self._run(tokens, stop_at_layer=n_blocks, return_type=None)
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
         if tokens.shape[1] == 1:
@@ -228,15 +227,22 @@ class HookedTransformerHost:
         # An explicit mask: otherwise TransformerLens guesses padding from the tokenizer's settings.
         return self.model(tokens, attention_mask=torch.ones_like(tokens), **how)
 
+    def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
+        scale = getattr(getattr(self.model, "ln_final", None), "w", None)
+        return None if scale is None else scale.detach().float(), self.model.W_U.detach().float()
+
     # ------------------------------------------------------------------ swapping
 
     def is_swapped(self, site: Site) -> bool:
-        module = self._module(site)[1]
-        return site.kind in getattr(module, "unit_projections", ())
+        return site.kind in getattr(self._module(site), "unit_projections", ())
 
-    def swap(self, site: Site, projection: nn.Module, hook: nn.Module) -> Undo:
-        where, module = self._module(site)
-        block, hook_attribute = self.model.blocks[site.layer], f"hook_{site.kind}_unit"
+    def guard(self, reason: str, register: Register) -> None:
+        guard_methods(self.model, _REWRITES, reason, register)
+
+    def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
+        _refuse_settings(self.model.cfg, site)
+        module, block = self._module(site), self.model.blocks[site.layer]
+        hook_attribute = f"hook_{site.kind}_unit"
 
         def undo() -> None:
             # Takes out whatever is there, so that it also serves a swap that was interrupted half-way.
@@ -245,50 +251,76 @@ class HookedTransformerHost:
             if site.kind in projections:
                 del projections[site.kind]
             if not projections:
-                module.__class__ = _PLAIN[where]
+                module.__class__ = FACTORED_TO_PLAIN.get(type(module), type(module))
                 module._modules.pop("unit_projections", None)
-            self.model.setup()
+            self._forget(site)
 
-        try:
-            if "unit_projections" not in module._modules:
-                module.unit_projections = nn.ModuleDict()
-            module.unit_projections[site.kind] = projection
-            module.__class__ = _FACTORED[where]
-            setattr(block, hook_attribute, hook)
-            self.model.setup()
-        except BaseException:
-            undo()
-            raise
-        return undo
+        register(undo)
+        if "unit_projections" not in module._modules:
+            module.unit_projections = nn.ModuleDict().train(module.training)
+        module.unit_projections[site.kind] = projection
+        module.__class__ = PLAIN_TO_FACTORED.get(type(module), type(module))
+        setattr(block, hook_attribute, hook)
+        # What model.setup() would do, for this one hook: setup() walks the whole model.
+        hook.name = site.hook_name
+        self.model.hook_dict[site.hook_name] = self.model.mod_dict[site.hook_name] = hook
 
-    def _module(self, site: Site) -> tuple[str, Any]:
-        where = next(name for name, kinds in _SITES_OF_MODULE.items() if site.kind in kinds)
-        return where, getattr(self.model.blocks[site.layer], where)
+    def _forget(self, site: Site) -> None:
+        """Take a site's hook and projection out of the model's dictionaries (the latter is there after a model.setup())."""
+        where = "attn" if site.kind.startswith("attn") else "mlp"
+        mounted = f"blocks.{site.layer}.{where}.unit_projections"
+        for name in [name for name in self.model.mod_dict if name == mounted or name.startswith(mounted + ".")]:
+            if name == f"{mounted}.{site.kind}" or not self._mounted(site):
+                del self.model.mod_dict[name]
+        self.model.hook_dict.pop(site.hook_name, None)
+        self.model.mod_dict.pop(site.hook_name, None)
+
+    def _mounted(self, site: Site) -> bool:
+        """Whether any projection is mounted in the site's module."""
+        return "unit_projections" in self._module(site)._modules
+
+    def _module(self, site: Site) -> Any:
+        return getattr(self.model.blocks[site.layer], "attn" if site.kind.startswith("attn") else "mlp")
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def _flat(weight: Float[Tensor, "head d_in d_head"]) -> Float[Tensor, "d_in d_out"]:
+    return einops.rearrange(weight, "head d_in d_head -> d_in (head d_head)")
+
+
+def _affine_of(norm: Any) -> Affine:
+    """Weight and bias of a TransformerLens norm; LayerNormPre and RMSNormPre have neither, RMSNorm no bias."""
+    weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
+    return Affine(*(None if t is None else t.detach().float() for t in (weight, bias)))
 
 
 def _refuse_unsupported(model: Any) -> None:
     """Name what stands in the way, before anything is touched."""
     cfg = model.cfg
-    flags = {
-        "use_attn_result": "attn_o would have one z per head instead of one vector per position",
-        "use_split_qkv_input": "attn_qkv's input would differ from head to head",
-        "use_attn_in": "attn_qkv's input would differ from head to head",
-        "load_in_4bit": "quantized weights are not supported",
-        "gated_mlp": "gated MLPs (mlp_gate) are not supported yet",
-        "use_qk_norm": "query and key norms are not supported yet",
-    }
-    for flag, why in flags.items():
-        if getattr(cfg, flag, False):
-            raise UnsupportedHostError(f"cfg.{flag} is on: {why}. Load or configure the model without it.")
+    if getattr(cfg, "load_in_4bit", False):
+        raise UnsupportedHostError(
+            "cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it."
+        )
     if getattr(cfg, "positional_embedding_type", "") == "shortformer":
         raise UnsupportedHostError(
             "shortformer positions feed Q and K another input than V, so attn_qkv has no single input"
         )
-    for where, plain in _PLAIN.items():
-        if where == "mlp" and cfg.attn_only:
-            continue
+    for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
         found = type(getattr(model.blocks[0], where))
-        if found not in (plain, _FACTORED[where]):
-            raise UnsupportedHostError(
-                f"blocks.0.{where} is a {found.__name__}; swd_lens injects into GPT-2-style blocks ({plain.__name__}) so far"
-            )
+        if found not in PLAIN_TO_FACTORED and found not in FACTORED_TO_PLAIN:
+            known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
+            raise UnsupportedHostError(f"blocks.0.{where} is a {found.__name__}; swd_lens injects into {known}")
+
+
+def _refuse_settings(cfg: Any, site: Site) -> None:
+    """Settings under which a site's z would not be one vector per position."""
+    flags = {}
+    if site.kind == "attn_o":
+        flags["use_attn_result"] = "would have one z per head instead of one vector per position"
+    if site.kind in _READS_ATTENTION_INPUT:
+        flags["use_split_qkv_input"] = flags["use_attn_in"] = "would read another input from head to head"
+    for flag, why in flags.items():
+        if getattr(cfg, flag, False):
+            raise UnsupportedHostError(f"cfg.{flag} is on: {site.name} {why}. Switch it off: model.set_{flag}(False).")

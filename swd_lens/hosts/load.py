@@ -1,56 +1,119 @@
-"""load_host: a HookedTransformer by name (from the hub) or from a local Hugging Face checkpoint folder (offline)."""
+"""load_host: a host by name (from the hub) or from a local Hugging Face checkpoint folder (offline).
+
+A HookedTransformer where transformer_lens has it (3.9) and knows the architecture, else a TransformerBridge; both with the
+weights as they were trained.
+
+1. A name is one of TransformerLens' own; a folder is read by TransformerLens' parts, since from_pretrained takes no folders.
+2. What HookedTransformer does not know, or knows only the configuration of (BERT, T5), is refused by "hooked" and left to
+   the bridge by "auto".
+3. Reports call a folder by its last part: where it lies is nobody's business.
+"""
 
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from swd_lens.default_model.load import check_kind
 from swd_lens.hosts import UnsupportedHostError
 
+# HookedTransformer's config reader knows these, its model does not (HookedEncoder and others were for them).
+_ENCODERS = ("Bert", "T5", "Hubert")
 
-def load_host(name: str) -> Any:
+
+def load_host(name: str, kind: str = "auto", device: str | None = None) -> Any:
     """Load a model as it was trained: no LayerNorm folding, no centring, so that factors are of the published weights.
 
     Args:
-        name: a TransformerLens model name ("gpt2"), or a folder with config.json, weights and tokenizer.
+        name: a model name ("gpt2"), or a folder with config.json, weights and tokenizer.
+        kind: "hooked" (HookedTransformer), "bridge" (TransformerBridge), or "auto": hooked where this transformer_lens has
+            HookedTransformer and it knows the architecture, else bridge.
+        device: None leaves it to TransformerLens, which takes a GPU where there is one.
 
     Raises:
-        UnsupportedHostError: the installed transformer_lens has no HookedTransformer (4.x).
-        ValueError, OSError: the name is unknown, the hub cannot be reached, or the folder is not a checkpoint.
+        UnsupportedHostError: "hooked", but the installed transformer_lens has no HookedTransformer (4.x), or it does not
+            know the architecture.
+        ValueError, OSError: unknown kind; the name is unknown, the hub cannot be reached, or the folder is no checkpoint.
     """
+    check_kind(kind)
+    folder = Path(name) if Path(name).is_dir() else None
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
+        )
+    if kind == "bridge":
+        return _bridge(name, folder, device)
+    try:
+        return _hooked(name, folder, device)
+    except UnsupportedHostError:
+        if kind == "hooked":
+            raise
+        return _bridge(name, folder, device)
+
+
+def _bridge(name: str, folder: Path | None, device: str | None) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    model = TransformerBridge.boot_transformers(name, device=device)
+    if folder is not None:
+        model.cfg.model_name = _last_part(folder)
+    return model.eval()
+
+
+def _hooked(name: str, folder: Path | None, device: str | None) -> Any:
     try:
         from transformer_lens import HookedTransformer
     except ImportError:
         raise UnsupportedHostError(
-            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4'"
+            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
+            'TransformerBridge: kind="bridge"'
         ) from None
-    if not Path(name).is_dir():
-        return HookedTransformer.from_pretrained_no_processing(name).eval()
-    return _load_folder(Path(name), HookedTransformer)
+    config = _config(name, folder, device)
+    if folder is None:
+        return HookedTransformer.from_pretrained_no_processing(name, device=device).eval()
+    return _load_folder(folder, config, HookedTransformer)
 
 
-def _load_folder(folder: Path, hooked_transformer: Any) -> Any:
+def _config(name: str, folder: Path | None, device: str | None) -> Any:
+    """HookedTransformer's configuration of a checkpoint that it can load."""
+    from transformer_lens import loading_from_pretrained as loading
+
+    advice = 'Load it as a TransformerBridge: kind="bridge"'
+    with nullcontext(name) if folder is None else _readable_config(folder) as where:
+        try:
+            if folder is None:
+                loading.get_official_model_name(name)
+        except ValueError:
+            raise UnsupportedHostError(f"HookedTransformer does not know a model named {name!r}. {advice}") from None
+        try:
+            config = loading.get_pretrained_model_config(where, fold_ln=False, device=device)
+        except NotImplementedError as error:
+            raise UnsupportedHostError(f"HookedTransformer cannot load {name}: {error} {advice}") from None
+    if str(config.original_architecture).startswith(_ENCODERS):
+        raise UnsupportedHostError(f"{name} is a {config.original_architecture}, no HookedTransformer. {advice}")
+    return config
+
+
+def _load_folder(folder: Path, config: Any, hooked_transformer: Any) -> Any:
     """HookedTransformer.from_pretrained refuses folders (it looks the name up in its list); its own parts do not."""
     from transformer_lens import loading_from_pretrained as loading
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
-        )
     checkpoint = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    with _readable_config(folder) as config_folder:
-        cfg = loading.get_pretrained_model_config(config_folder, fold_ln=False)
-    cfg.model_name = folder.name
-    model = hooked_transformer(cfg, tokenizer)
-    state = loading.get_pretrained_state_dict(str(folder), cfg, checkpoint)
+    config.model_name = _last_part(folder)
+    model = hooked_transformer(config, tokenizer)
+    state = loading.get_pretrained_state_dict(str(folder), config, checkpoint)
     model.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
     return model.eval()
+
+
+def _last_part(folder: Path) -> str:
+    return folder.resolve().name
 
 
 @contextmanager

@@ -1,6 +1,29 @@
-"""Injection: factors become hooked modules inside a host, and leave again without a trace."""
+"""Injection: units become hooked modules inside a host, and leave again without a trace."""
 
-from swd_lens.inject.attach import AttachError, Attachment, attach, by_site
-from swd_lens.inject.units import UnitProjection
+from swd_lens.inject.attach import Attachment, attach, by_site
+from swd_lens.inject.match import AttachError, described
+from swd_lens.inject.probe import add_probe, probe_tokens
+from swd_lens.inject.sources import CoderUnits, Units, UnitSourceError, as_units, from_saelens
+from swd_lens.inject.transport import origin_of, transport_set
+from swd_lens.inject.units import Projection, UnitProjection
+from swd_lens.inject.watch import SiteDidNotRunWarning
 
-__all__ = ["AttachError", "Attachment", "UnitProjection", "attach", "by_site"]
+__all__ = [
+    "AttachError",
+    "Attachment",
+    "CoderUnits",
+    "Projection",
+    "SiteDidNotRunWarning",
+    "UnitProjection",
+    "UnitSourceError",
+    "Units",
+    "add_probe",
+    "as_units",
+    "attach",
+    "by_site",
+    "described",
+    "from_saelens",
+    "origin_of",
+    "probe_tokens",
+    "transport_set",
+]

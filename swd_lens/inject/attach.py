@@ -1,9 +1,11 @@
-"""attach: put factors in place of a host's dense matrices, and take them out again without a trace.
+"""attach: put units in place of a host's dense matrices, and take them out again without a trace.
 
-1. Check everything before touching anything: sites exist, shapes fit, the factors were made from this very W, no site is
-   attached already.
-2. List the swaps, then do them; each leaves an undo step. If one fails, those done are undone.
-3. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
+1. Check everything before touching anything: sites exist, shapes fit, the factors were made from this very W (match.py),
+   no site (nor one that shares its weights) is attached already.
+2. List the swaps, then do them; each leaves an undo step. If one fails, those done are undone. Methods that rewrite
+   weights are refused from here on, and sites that do not run are reported (watch.py).
+3. The first time that a loaded set is attached whole, its probe is run: tokens that must give the z that were stored.
+4. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,24 +13,29 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from swd_lens.factors import Factors, fingerprint
-from swd_lens.hosts import Host, Undo, host_of
-from swd_lens.inject.units import unit_projection
-from swd_lens.sites import Site, select_sites
+from swd_lens.hosts import Host, Undo, host_of, sites_of
+from swd_lens.inject.match import AttachError, check_weights
+from swd_lens.inject.probe import check_probe
+from swd_lens.inject.sources import Units, as_units, from_saelens, is_saelens
+from swd_lens.inject.units import Projection, projection_of
+from swd_lens.inject.watch import watch_block
+from swd_lens.sites import Site, overlapping, select_sites
 
-
-class AttachError(ValueError):
-    """Factors cannot be attached (or detached) as asked; nothing was changed."""
+_WHILE_ATTACHED = (
+    "while units are attached: it rewrites weights that the factors stand for, and the units would keep the old ones. "
+    "Detach first, then factorize or transport to the new weights"
+)
 
 
 class Attachment:
     """A live attachment. Use it as a context manager, or call `detach()`."""
 
-    def __init__(self, host: Host, factors: Mapping[str, Factors]):
+    def __init__(self, host: Host, factors: Mapping[str, Units]):
         self._host = host
         self._undo: list[Undo] = []
         self.factors = dict(factors)
         self.sites: list[Site] = []
+        self._made: dict[str, tuple[Projection, Any]] = {}
 
     @property
     def attached(self) -> bool:
@@ -54,7 +61,7 @@ class Attachment:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The dense host for a moment: detach, run the body, attach the same factors again (hooks on z are not kept)."""
+        """The dense host for a moment: detach, run the body, attach the same units again (hooks on z stay)."""
         self.detach()
         try:
             yield
@@ -79,74 +86,105 @@ class Attachment:
 
     def _attach(self) -> None:
         try:
+            register = self._undo.append
+            self._host.guard(_WHILE_ATTACHED, register)
+            of_layer: dict[int, dict[str, Projection]] = {}
             for site in self.sites:
-                f = self.factors[site.name]
-                projection, hook = unit_projection(f.read, f.write, like=next(self._host.model.parameters()))
-                projection.train(self._host.model.training)
-                self._undo.append(self._host.swap(site, projection, hook))
+                block = self._host.model.blocks[site.layer]
+                projection, hook = self._projection(site, block)
+                projection.train(block.training)
+                hook.train(block.training)
+                self._host.swap(site, projection, hook, register)
+                of_layer.setdefault(site.layer, {})[site.name] = projection
+            for layer, projections in of_layer.items():
+                watch_block(self._host.model.blocks[layer], projections, register)
         except BaseException:
             self._take_out()
             raise
 
+    def _projection(self, site: Site, block: Any) -> tuple[Projection, Any]:
+        """The site's projection and hook point, made once: `suspended` is called for every batch."""
+        if site.name not in self._made:
+            # Like the block's own parameters: the layers of a large host may lie on several devices.
+            like = next(block.parameters())
+            self._made[site.name] = projection_of(self.factors[site.name], site.name, like)
+        return self._made[site.name]
 
-def attach(model: Any, factors: Factors | Mapping[str, Factors]) -> Attachment:
-    """Replace the dense product at each site by its factors; z_i gets the hook point blocks.{L}.hook_{site}_unit.
+
+def attach(model: Any, factors: Any) -> Attachment:
+    """Replace the dense product at each site by units; z_i gets the hook point blocks.{L}.hook_{site}_unit.
 
     Args:
-        model: a HookedTransformer.
-        factors: a FactorSet, a dict site name -> Factors, or one Factors that knows its site (made by `factorize`).
+        model: a HookedTransformer or TransformerBridge.
+        factors: a FactorSet, a dict site name -> Factors (or another unit source, see
+            `swd_lens.inject.sources.as_units`: read/write tensors, an encode/decode pair, a SAELens SAE or transcoder), or
+            one Factors or SAELens object that knows its site.
 
     Returns:
         Attachment: `with attach(model, factors): ...`, or keep it and call `.detach()`.
 
     Raises:
-        AttachError: a site is attached already, shapes differ, or the factors were made from another W.
-        UnknownSiteError: a site that this host does not have.
-        UnsupportedHostError: see `swd_lens.hosts.host_of`.
+        AttachError: a site is attached already, shapes differ, the factors were made from another W, or a loaded set's
+            probe does not give the stored z.
+        UnknownSiteError: a site that this host does not have, or two that share weights.
+        UnitSourceError, TypeError: see `swd_lens.inject.sources.as_units`.
+        UnsupportedHostError: see `swd_lens.hosts.host_of`, or a setting of the host under which z would not be one vector
+            per position.
     """
     host = host_of(model)
-    attachment = Attachment(host, by_site(factors))
-    attachment.sites = select_sites(host.sites(), attachment.factors)
-    for site in attachment.sites:
+    given = by_site(factors)
+    sites = sites_of(host, given)
+    attachment = Attachment(host, {site.name: as_units(_of(given, site), site) for site in sites})
+    attachment.sites = sites
+    for site in sites:
         _check(host, site, attachment.factors[site.name])
-    attachment._attach()
-    return attachment
+    try:
+        attachment._attach()
+        check_probe(host, factors, sites)
+        return attachment
+    except BaseException:
+        attachment._take_out()
+        raise
 
 
-def by_site(factors: Factors | Mapping[str, Factors]) -> dict[str, Factors]:
-    """A dict site name -> Factors, whatever way the factors were given.
+def by_site(factors: Any) -> dict[str, Any]:
+    """A dict site name -> unit source, whatever way they were given.
 
     Raises:
-        AttachError: no factors at all, or a single Factors that does not know its site.
+        AttachError: nothing at all, or a single source that does not know its site.
     """
-    if isinstance(factors, Factors):
-        site = factors.provenance.get("site")
+    if not isinstance(factors, Mapping):
+        known = from_saelens(factors) if is_saelens(factors) else {}
+        site = next(iter(known), None) or getattr(factors, "provenance", {}).get("site")
         if site is None:
             raise AttachError(
-                "these Factors do not know their site (swd_lens.solve only saw tensors); "
+                f"this {type(factors).__name__} does not know its site (swd_lens.solve only saw tensors); "
                 'name it: attach(model, {"blocks.0.mlp_out": factors})'
             )
-        return {site: factors}
+        return {site: known.get(site, factors)}
     if not factors:
         raise AttachError("there are no factors to attach: the set is empty")
     return dict(factors)
 
 
-def _check(host: Host, site: Site, f: Factors) -> None:
-    if host.is_swapped(site):
-        raise AttachError(f"{site.name} is attached already; detach it first (a site holds one set of units at a time)")
+def _of(given: Mapping[str, Any], site: Site) -> Any:
+    """The source that names a site, also by a TransformerLens or Hugging Face name."""
+    return (
+        given[site.name] if site.name in given else next(f for name, f in given.items() if select_sites([site], name))
+    )
+
+
+def _check(host: Host, site: Site, f: Units) -> None:
+    for name in (site.name, *overlapping(site.name)):
+        for other in (*host.sites(), *host.alternatives()):
+            if other.name == name and host.is_swapped(other):
+                shared = "" if name == site.name else f", which shares weights with {site.name},"
+                raise AttachError(
+                    f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time)"
+                )
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
         raise AttachError(
             f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): "
             "they belong to another model"
         )
-    made_from = f.provenance.get("weight_sha256")
-    weight = host.weight(site)
-    if made_from is not None and made_from != fingerprint(weight):
-        error = f.relative_frobenius(weight)
-        raise AttachError(
-            f"the factors of {site.name} were made from another W than this host has now (relative Frobenius error "
-            f"against the present W: {error:.3f}). Usual causes: other weights, another dtype, or TransformerLens weight "
-            "processing (fold_ln, center_writing_weights) that differs from when they were made. Load the host the same "
-            "way, or factorize this host again."
-        )
+    check_weights(host, site, f)

@@ -36,6 +36,7 @@ def run_code(run: Run) -> str:
     solver = {key: value for key, value in used.items() if (key, value) != ("preset", DEFAULT_PRESET)}
     lines = [
         "import swd_lens as swd",
+        *(["import torch"] if "float64" in str(s.get("calibration dtype")) else []),
         "from swd_lens.report import write_report",
         "",
         _model_line(run),
@@ -48,6 +49,8 @@ def run_code(run: Run) -> str:
         lines.append(f"        swd.load_task({name!r}, model, n_train={task.get('train')}, n_test={task.get('test')}),")
     lines += ["    ],", f"    sparsities={s.get('sparsities', [])!r},"]
     lines += [_tokens_line(run, "calibration", "train"), _tokens_line(run, "held-out", "test")]
+    if s.get("calibration dtype") == "float64" and s.get("model") == DEFAULT_MODEL:
+        lines.append(f"    calibration_model={_load_default(run, dtype=True)},")
     lines += [f"    positions={s.get('positions', 'scoring')!r},"]
     lines += [f"    {key}={value!r}," for key, value in solver.items()]
     return "\n".join([*lines, ")", 'write_report(run, "report.html")'])
@@ -56,8 +59,18 @@ def run_code(run: Run) -> str:
 def _model_line(run: Run) -> str:
     name = run.settings.get("model", "")
     if name == DEFAULT_MODEL:
-        return "model = swd.load_default_model()"
-    return f"model = ...  # {' '.join(str(name).split())}: load it as a HookedTransformer"
+        return f"model = {_load_default(run)}"
+    load = ", ".join(["name_or_folder", *_kind(run)])
+    return f"model = ...  # {' '.join(str(name).split())}: swd.load_host({load})"
+
+
+def _load_default(run: Run, dtype: bool = False) -> str:
+    return f"swd.load_default_model({', '.join([*(['dtype=torch.float64'] if dtype else []), *_kind(run)])})"
+
+
+def _kind(run: Run) -> list[str]:
+    """The argument that asks for a bridge, where the run was made on one."""
+    return ['kind="bridge"'] if run.settings.get("host") == "TransformerBridge" else []
 
 
 def _tokens_line(run: Run, what: str, split: str) -> str:

@@ -2,8 +2,8 @@
 
 1. `top_contexts` streams held-out text once and keeps, for each wanted unit, the n positions of largest |z|; memory does not
    grow with the text. The rows found are run once more to show z on the tokens around each position.
-2. `logit_effect` sends a unit's write vector through the final LayerNorm's weights and the unembedding: which tokens it
-   promotes and which it suppresses when z is positive, frozen normalisation assumed.
+2. `logit_effect` sends a unit's write vector through the final normalization's weights and the unembedding: which tokens it
+   promotes and which it suppresses when z is positive, with the norm's scale held fixed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.factors import Factors
+from swd_lens.hosts import Host, host_of
+from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
-from swd_lens.sites import hook_name, split_name
+from swd_lens.sites import Site, split_name
 from swd_lens.tasks.text import as_rows
 
 # Kinds of sites whose output is added to the residual stream as it is.
@@ -48,7 +50,7 @@ class LogitEffect:
 
 def top_contexts(
     model: Any,
-    factors: Factors | Mapping[str, Factors],
+    factors: Any,
     units: Sequence[tuple[str, int]],
     tokens: Any,
     *,
@@ -60,18 +62,24 @@ def top_contexts(
     """The n positions of largest |z| per unit, at most one per row of text (paper app. E.1: 20 by |z|).
 
     Args:
+        factors: what to attach, see `swd_lens.attach`.
         units: (site, index) pairs.
         tokens: (rows, pos) ids of held-out text.
         before, after: tokens shown on either side of the position.
+
+    Raises:
+        UnsupportedHostError: a site whose units the host's forward never shows.
     """
     rows = as_rows(tokens, model)
     by_site: dict[str, list[int]] = {}
     for site, index in units:
         by_site.setdefault(site, []).append(index)
-    with torch.no_grad(), attach(model, factors):
-        peaks = _peaks(model, rows, by_site, n, batch_size)
+    host = host_of(model)
+    with torch.no_grad(), attach(model, factors) as attachment:
+        chosen = {site: by_site[site.name] for site in attachment.sites if site.name in by_site}
+        peaks = _peaks(host, rows, chosen, n, batch_size)
         wanted = sorted({row for found in peaks.values() for row, _ in found})
-        activations = _activations(model, rows[wanted], by_site)
+        activations = _activations(host, rows[wanted], chosen)
     contexts: dict[tuple[str, int], list[Context]] = {}
     for (site, index), found in peaks.items():
         column = by_site[site].index(index)
@@ -83,12 +91,12 @@ def top_contexts(
 
 
 def _peaks(
-    model: Any, rows: Int[Tensor, "rows pos"], by_site: Mapping[str, list[int]], n: int, batch_size: int
+    host: Host, rows: Int[Tensor, "rows pos"], chosen: Mapping[Site, list[int]], n: int, batch_size: int
 ) -> dict[tuple[str, int], list[tuple[int, int]]]:
     """Running top n of each unit's largest |z| per row: (row, pos), largest first."""
     best: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for start in range(0, len(rows), batch_size):
-        for site, z in _activations(model, rows[start : start + batch_size], by_site).items():
+        for site, z in _activations(host, rows[start : start + batch_size], chosen).items():
             value, pos = z.abs().max(1)
             row = torch.arange(start, start + len(value))[:, None].expand_as(pos)
             if site in best:
@@ -96,26 +104,27 @@ def _peaks(
             keep = torch.sort(value, dim=0, descending=True, stable=True).indices[:n]
             best[site] = (value.gather(0, keep), row.gather(0, keep), pos.gather(0, keep))
     return {
-        (site, index): list(zip(row[:, column].tolist(), pos[:, column].tolist(), strict=True))
-        for site, (_, row, pos) in best.items()
-        for column, index in enumerate(by_site[site])
+        (site.name, index): list(zip(row[:, column].tolist(), pos[:, column].tolist(), strict=True))
+        for site, indices in chosen.items()
+        for column, index in enumerate(indices)
+        for _, row, pos in (best[site.name],)
     }
 
 
 def _activations(
-    model: Any, rows: Int[Tensor, "rows pos"], by_site: Mapping[str, list[int]]
+    host: Host, rows: Int[Tensor, "rows pos"], chosen: Mapping[Site, list[int]]
 ) -> dict[str, Float[Tensor, "rows pos _chosen"]]:
     found: dict[str, Tensor] = {}
 
-    def reader(site: str) -> Any:
+    def reader(site: Site) -> Any:
         def read(z: Tensor, hook: Any) -> None:
-            found[site] = z[..., by_site[site]].float().cpu()
+            found[site.name] = z[..., chosen[site]].float().cpu()
 
         return read
 
-    rows = rows.to(model.cfg.device)
-    with model.hooks(fwd_hooks=[(hook_name(site), reader(site)) for site in by_site]):
-        model(rows, return_type=None, attention_mask=torch.ones_like(rows))
+    with host.model.hooks(fwd_hooks=[(site.hook_name, reader(site)) for site in chosen]):
+        host.run(rows)
+    require_seen(chosen, found, "units")
     return found
 
 
@@ -141,11 +150,13 @@ def logit_effect(
             f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
         )
     f = factors if isinstance(factors, Factors) else factors[site]
-    write = f.write[index].to(model.W_U.device)
-    direction = write - write.mean()
-    if getattr(getattr(model, "ln_final", None), "w", None) is not None:
-        direction = direction * model.ln_final.w.float()
-    effect = (direction @ model.W_U.float()).detach()
+    norm, unembedding = host_of(model).readout()
+    direction = f.write[index].to(unembedding.device)
+    if str(model.cfg.normalization_type).startswith("LN"):  # LayerNorm takes the mean out, RMSNorm does not
+        direction = direction - direction.mean()
+    if norm is not None:
+        direction = direction * norm.float()
+    effect = (direction @ unembedding.float()).detach()
     effect = effect - effect.mean()
     top, bottom = effect.topk(n), (-effect).topk(n)
     name = model.tokenizer.decode

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.factors import Factors
-from swd_lens.hosts import host_of
+from swd_lens.hosts import Host, host_of
+from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
 from swd_lens.sites import Site
 from swd_lens.tasks.text import TokenError, as_rows
@@ -68,20 +68,19 @@ class Fidelity:
         )
 
 
-def fidelity(
-    model: Any, factors: Factors | Mapping[str, Factors], tokens: Any, *, batch_size: int = 16, progress: bool = False
-) -> Fidelity:
+def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Fidelity:
     """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5). Float32 throughout.
 
     Args:
         model: the host, with these sites not attached.
-        factors: what to attach.
+        factors: what to attach, see `swd_lens.attach`.
         tokens: (rows, pos) ids; each row predicts its own tokens 1..pos-1.
         batch_size: rows per forward.
 
     Raises:
         TokenError: bad tokens, or rows of a single token.
         AttachError: see `swd_lens.attach`.
+        UnsupportedHostError: a site whose output the host's forward never shows.
     """
     rows = as_rows(tokens, model)
     if rows.shape[1] < 2:
@@ -106,11 +105,11 @@ def fidelity(
     return Fidelity(**means, relmse={name: float(errors[name] / norms[name]) for name in errors}, n_predictions=n)
 
 
-def _run(host: Any, batch: Int[Tensor, "rows pos"], sites: list[Site]) -> tuple[Tensor, dict[str, Tensor]]:
+def _run(host: Host, batch: Int[Tensor, "rows pos"], sites: list[Site]) -> tuple[Tensor, dict[str, Tensor]]:
     outputs: dict[str, Tensor] = {}
-    batch = batch.to(host.model.cfg.device)
     with host.outputs(sites, lambda site, y: outputs.update({site.name: y.float()})):
-        logits = host.model(batch, attention_mask=torch.ones_like(batch))
+        logits = host.run(batch)
+    require_seen(sites, outputs, "output")
     return logits.float(), outputs
 
 

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def run_study(
     sparsities: Sequence[float | int],
     calibration_tokens: Any,
     heldout_tokens: Any,
+    calibration_model: Any = None,
     positions: str = "scoring",
     cards_per_task: int = 3,
     contexts_per_card: int = 6,
@@ -129,6 +131,8 @@ def run_study(
         sparsities: one SWD replacement each, per surface.
         calibration_tokens: (rows, pos), or None for zero-data.
         heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
+        calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
+            do not depend on the rounding of a float32 forward (see `swd_lens.calibration`).
         positions: see `swd_lens.attribute`.
         cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
         on_step: called with a line of text before each step; progress: bars within the steps.
@@ -147,9 +151,16 @@ def run_study(
     for surface, pattern in surfaces.items():
         for sparsity in sparsities:
             on_step(f"factorize {surface} at s={sparsity:g}")
-            replacements.append(
-                _replace(model, surface, pattern, sparsity, calibration_tokens, heldout_tokens, progress, solver)
+            factors, seconds = _swd(
+                model if calibration_model is None else calibration_model,
+                pattern,
+                sparsity,
+                calibration_tokens,
+                progress,
+                solver,
             )
+            measured = fidelity(model, factors, heldout_tokens)
+            replacements.append(Replacement(surface, f"SWD s={sparsity:g}", factors, measured, seconds))
         on_step(f"exact SVD of {surface}")
         replacements.append(_svd(model, surface, pattern, heldout_tokens))
         methods = {r.method: r.factors for r in replacements if r.surface == surface}
@@ -162,6 +173,7 @@ def run_study(
     shown = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
     cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
+    settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
     settings |= _settings_used(replacements, comparisons, solver)
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
 
@@ -171,20 +183,13 @@ def _sparsest(replacements: Sequence[Replacement], surface: str) -> Replacement:
     return max(sparse, key=lambda r: r.factors.sparsity)
 
 
-def _replace(
-    model: Any,
-    surface: str,
-    pattern: Any,
-    sparsity: float | int,
-    tokens: Any,
-    heldout: Any,
-    progress: bool,
-    solver: Any,
-) -> Replacement:
+def _swd(
+    model: Any, pattern: Any, sparsity: float | int, tokens: Any, progress: bool, solver: Any
+) -> tuple[FactorSet, float]:
+    """The factors, and the seconds that they took."""
     began = time.perf_counter()
     factors = factorize(model, pattern, sparsity=float(sparsity), tokens=tokens, progress=progress, **solver)
-    seconds = time.perf_counter() - began
-    return Replacement(surface, f"SWD s={sparsity:g}", factors, fidelity(model, factors, heldout), seconds)
+    return factors, time.perf_counter() - began
 
 
 def _svd(model: Any, surface: str, pattern: Any, heldout: Any) -> Replacement:
@@ -206,9 +211,11 @@ def _settings(
     return {
         "swd_lens": __version__,
         "torch": str(torch.__version__),
+        "transformer_lens": version("transformer_lens"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "model": str(cfg.model_name),
+        "host": type(model).__name__,
         "weights": _host_fingerprint(model),
         "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}",
         "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},

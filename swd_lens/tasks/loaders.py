@@ -35,7 +35,7 @@ def load_task(
 
     Args:
         name: a family ("ioi", "docstring", "greater_than", "gendered_pronoun") or a path to an auto-circuit JSON file.
-        model: a HookedTransformer with a tokenizer.
+        model: the host, with a tokenizer.
         n_train, n_test: prompts per split; 600 / 200 are the paper's for IOI and docstring (app. A.4).
         seed: of the generator (default 0) or of the file's shuffle (default 42, auto-circuit's).
         prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).

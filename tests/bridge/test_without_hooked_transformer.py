@@ -9,8 +9,12 @@ from importlib import metadata
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import swd_lens as swd
+from swd_lens import cli
+from swd_lens.hosts.load import load_host
+from tests import families
 
 HAS_HOOKED_TRANSFORMER = int(metadata.version("transformer_lens").split(".")[0]) < 4
 
@@ -31,16 +35,24 @@ def test_solving_and_files_need_no_host(tmp_path):
     assert torch.equal(swd.FactorSet.load(tmp_path)["blocks.0.mlp_out"].read, factors.read)
 
 
-def test_a_host_that_is_no_hooked_transformer_is_refused():
+def test_what_is_no_host_is_refused():
     with pytest.raises(swd.UnsupportedHostError, match="got Linear"):
         swd.find_sites(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="this transformer_lens has HookedTransformer")
-def test_what_needs_hooked_transformer_says_so():
-    from swd_lens.hosts.load import load_host
+def test_asking_for_a_hooked_transformer_says_that_there_is_none(tmp_path):
+    for name in ("gpt2", str(families.checkpoint("gpt2"))):
+        with pytest.raises(swd.UnsupportedHostError, match=r"has no HookedTransformer; .*kind=\"bridge\""):
+            load_host(name, kind="hooked")
+    with pytest.raises(ImportError, match=r"has no HookedTransformer; .*kind=\"bridge\""):
+        swd.load_default_model(kind="hooked")
+    result = CliRunner().invoke(cli.app, ["demo", "--host", "hooked", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1 and "has no HookedTransformer" in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
 
-    with pytest.raises(swd.UnsupportedHostError, match="has no HookedTransformer"):
-        load_host("gpt2")
-    with pytest.raises(ImportError, match="HookedTransformer"):
-        swd.load_default_model()
+
+@pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="this transformer_lens has HookedTransformer")
+def test_auto_loads_bridges():
+    assert type(swd.load_default_model()).__name__ == "TransformerBridge"
+    assert type(load_host(str(families.checkpoint("gpt2")))).__name__ == "TransformerBridge"

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import attribute, compare, evaluate, prefix_grid
 from swd_lens.circuits.intervene import intervention_hooks
+from swd_lens.hosts import host_of
 from swd_lens.inject import attach
 from swd_lens.sites import hook_name
+from swd_lens.study import fidelity
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.micro import random_split, toy_model
@@ -109,6 +112,35 @@ def test_frozen_parameters_still_give_gradients(model, factors):
         torch.testing.assert_close(after.scores[site], before.scores[site], rtol=1e-5, atol=1e-6)
 
 
+def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, factors, monkeypatch):
+    split, test = random_split(), random_split(12, seed=3, name="test")
+    assert max(len(prompt) for prompt in split.tokens) > 1
+    kept = attribute(model, factors, split)
+    curve = evaluate(model, factors, test, kept)
+    monkeypatch.setattr(type(host_of(model)), "freeze_prefix", lambda self, tokens: None)
+    whole = attribute(model, factors, split)
+    assert whole.settings == kept.settings
+    for site in factors:
+        torch.testing.assert_close(whole.scores[site], kept.scores[site], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole.means[site], kept.means[site], rtol=1e-5, atol=1e-6)
+    # The same scores again, so that both judge the same prefixes.
+    again = evaluate(model, factors, test, kept)
+    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_units_that_no_hook_sees_are_an_error(model, factors, monkeypatch):
+    kind = type(host_of(model))
+    last_logits = kind.last_logits
+
+    def without_hooks(self, *arguments):
+        self.model.reset_hooks()
+        return last_logits(self, *arguments)
+
+    monkeypatch.setattr(kind, "last_logits", without_hooks)
+    with pytest.raises(swd.UnsupportedHostError, match=r"the units of blocks\.0\.attn_qkv, blocks\.0\.attn_o, "):
+        attribute(model, factors, random_split())
+
+
 def test_the_same_inputs_give_the_same_bits(model, factors):
     first, second = (
         evaluate(model, factors, random_split(), attribute(model, factors, random_split())) for _ in range(2)
@@ -142,6 +174,29 @@ def test_compare_runs_every_method_through_the_same_code(model, factors):
     assert comparison.curves["SWD"].rows.equals(alone.rows)
     with pytest.raises(ValueError, match="nothing to compare"):
         compare({}, model, task)
+
+
+def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, factors):
+    """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for what edges are counted."""
+    site = "blocks.1.mlp_out"
+    f, bias = factors[site], model.blocks[1].mlp.b_out.detach()
+
+    class Pair:
+        def encode(self, h):
+            return h @ f.read
+
+        def decode(self, z):
+            return z @ f.write + bias
+
+    task = Task("toy", random_split(), random_split(seed=5, name="test"), "random", False)
+    comparison = compare({"factors": {site: f}, "pair": {site: Pair()}}, model, task)
+    rows = {name: curve.rows.drop(columns="edges") for name, curve in comparison.curves.items()}
+    np.testing.assert_allclose(rows["pair"].to_numpy(), rows["factors"].to_numpy(), rtol=1e-5, atol=1e-5)
+    tokens = torch.stack([split_tokens[-1:].repeat(4) for split_tokens in task.test.tokens])
+    one, other = (fidelity(model, {site: units}, tokens) for units in (f, Pair()))
+    assert one.kl == pytest.approx(other.kl, rel=1e-4) and one.relmse[site] == pytest.approx(
+        other.relmse[site], rel=1e-4
+    )
 
 
 def test_plots_draw_every_point(model, factors):

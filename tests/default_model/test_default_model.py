@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swd_lens.default_model import load_default_model, load_model_folder, score, text_tokens
 from swd_lens.default_model.corpus import Packer
 from swd_lens.default_model.load import WEIGHTS
+from swd_lens.default_model.network import Shape
 from swd_lens.tasks.generators import FAMILIES
 
 # The bars of the embedded model (answer above every distractor; for years: probability right minus wrong).
@@ -53,6 +55,29 @@ def test_is_a_plain_gpt2_style_hooked_transformer(model):
     assert float(model.b_U.detach().abs().max()) == 0.0
     assert model.cfg.d_vocab == len(model.tokenizer)
     assert load_default_model(dtype=torch.float64).W_E.dtype == torch.float64
+
+
+def test_auto_is_a_hooked_transformer_where_there_is_one(model):
+    assert type(model).__name__ == type(load_default_model(kind="hooked")).__name__ == "HookedTransformer"
+    with pytest.raises(ValueError, match="a host's kind must be one of auto, hooked, bridge; got 'both'"):
+        load_default_model(kind="both")
+
+
+def test_a_file_without_a_parameter_is_named(tmp_path):
+    for file in WEIGHTS.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: value for name, value in state.items() if name != "blocks.2.mlp.b_in"}, tmp_path / "model.safetensors"
+    )
+    for kind in ("hooked", "bridge"):
+        with pytest.raises(ValueError, match=r"model\.safetensors lacks blocks\.2\.mlp\.b_in; train it again"):
+            load_model_folder(tmp_path, kind=kind)
+
+
+def test_the_file_holds_what_its_shape_says():
+    shape = Shape(**json.loads((WEIGHTS / "config.json").read_text()))
+    assert sorted(load_file(WEIGHTS / "model.safetensors")) == sorted(shape.stored_names())
 
 
 def test_strings_work(model):

@@ -1,43 +1,63 @@
-"""Loading a host from a local Hugging Face folder: the same function as the checkpoint itself."""
+"""load_host: local folders compute what transformers computes; which kind of host a name gets; what is refused, and how.
+
+Bridges of every family: tests/bridge/test_load.py, which also runs on transformer_lens 4.x.
+"""
 
 import pytest
 import torch
 
-from swd_lens.hosts import find_sites
+from swd_lens.hosts import UnsupportedHostError
 from swd_lens.hosts.load import load_host
+from tests import families
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "pythia"])
-def test_a_local_checkpoint_computes_what_transformers_computes(tmp_path, default_model, architecture):
-    from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
-
-    torch.manual_seed(0)
-    vocabulary = default_model.cfg.d_vocab
-    if architecture == "gpt2":
-        checkpoint = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=64, n_embd=32, n_layer=2, n_head=2))
-    else:
-        checkpoint = GPTNeoXForCausalLM(
-            GPTNeoXConfig(
-                vocab_size=vocabulary,
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=64,
-            )
-        )
-    checkpoint.eval().save_pretrained(tmp_path)
-    default_model.tokenizer.save_pretrained(tmp_path)
-    model = load_host(str(tmp_path))
-    tokens = torch.arange(12)[None] + 5
+@pytest.mark.parametrize("family", families.HOOKED)
+def test_a_folder_as_a_hooked_transformer_computes_what_transformers_computes(family):
+    tokens, model = families.some_tokens(), families.hooked(family)
     with torch.no_grad():
-        expected, found = checkpoint(tokens).logits, model(tokens)
-    # Softmax does not see a constant shift of all logits; nothing else may differ.
-    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=1e-4, atol=1e-4)
-    assert len(find_sites(model)) == 8
-    assert model.cfg.model_name == tmp_path.name
+        expected, found = families.reference(family)(tokens).logits, model(tokens)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    assert type(model).__name__ == "HookedTransformer" and not model.training
+    assert model.cfg.model_name == families.checkpoint(family).name
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config\.json; give a Hugging Face checkpoint folder"):
-        load_host(str(tmp_path))
+def test_auto_takes_a_hooked_transformer_where_it_knows_the_architecture_and_else_a_bridge():
+    assert type(load_host(str(families.checkpoint("gpt2")))).__name__ == "HookedTransformer"
+    for family in sorted(set(families.FAMILIES) - set(families.HOOKED)):
+        assert type(load_host(str(families.checkpoint(family)))).__name__ == "TransformerBridge"
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("bert", r"is a BertForMaskedLM, no HookedTransformer\. Load it as a TransformerBridge: kind=\"bridge\""),
+        ("qwen3_5", r"HookedTransformer cannot load .*Load it as a TransformerBridge: kind=\"bridge\""),
+    ],
+)
+def test_hooked_refuses_what_hooked_transformer_does_not_compute(family, message):
+    with pytest.raises(UnsupportedHostError, match=message):
+        load_host(str(families.checkpoint(family)), kind="hooked")
+
+
+def test_a_name_that_hooked_transformer_does_not_know_goes_to_the_bridge(monkeypatch):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with pytest.raises(UnsupportedHostError, match="HookedTransformer does not know a model named 'nobody/new'"):
+        load_host("nobody/new", kind="hooked")
+    asked = []
+
+    def boot(name, **how):
+        asked.append((name, how))
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", staticmethod(boot))
+    load_host("nobody/new", device="cpu")
+    assert asked == [("nobody/new", {"device": "cpu"})]
+
+
+def test_a_folder_that_is_no_checkpoint_and_a_kind_that_there_is_not(tmp_path):
+    for kind in ("auto", "hooked", "bridge"):
+        with pytest.raises(ValueError, match=r"has no config\.json; give a Hugging Face checkpoint folder"):
+            load_host(str(tmp_path), kind)
+    with pytest.raises(ValueError, match="a host's kind must be one of auto, hooked, bridge; got 'transformer'"):
+        load_host(str(tmp_path), kind="transformer")

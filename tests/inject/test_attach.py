@@ -1,6 +1,7 @@
 """Attaching: TransformerLens' own tools work on units, the dense product is gone, and every refusal says why."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_units_follow_the_model(model, factors):
         assert not model.blocks[0].mlp.unit_projections["mlp_out"].training
         clone = copy.deepcopy(model)
         model.to(torch.float64)
-        assert model.blocks[0].mlp.unit_projections["mlp_out"].read.dtype == torch.float64
+        assert model.blocks[0].mlp.unit_projections["mlp_out"].read.factor.dtype == torch.float64
         tokens = random_tokens(1, 5)
         _, cache = clone.run_with_cache(tokens)
         assert "blocks.0.hook_mlp_out_unit" in cache
@@ -187,10 +188,10 @@ def test_a_failing_swap_undoes_the_earlier_ones(model, factors, monkeypatch):
     logits, hooks = model(tokens), list(model.hook_dict.items())
     swap = HookedTransformerHost.swap
 
-    def failing(self, site, projection, hook):
+    def failing(self, site, projection, hook, register):
         if site.layer == 1:
             raise RuntimeError("disk on fire")
-        return swap(self, site, projection, hook)
+        swap(self, site, projection, hook, register)
 
     monkeypatch.setattr(HookedTransformerHost, "swap", failing)
     with pytest.raises(RuntimeError, match="disk on fire"):
@@ -199,22 +200,59 @@ def test_a_failing_swap_undoes_the_earlier_ones(model, factors, monkeypatch):
     assert torch.equal(model(tokens), logits)
 
 
-@pytest.mark.parametrize("interrupt_at", [1, 2, 5])
-def test_ctrl_c_within_a_swap_restores_the_host(model, factors, monkeypatch, interrupt_at):
-    tokens = random_tokens(2, 6)
-    logits, hooks, classes = model(tokens), list(model.hook_dict.items()), [type(m) for m in model.modules()]
-    setup, calls = type(model).setup, []
+def _run_to_line(function, stop):
+    """Run a function, raising KeyboardInterrupt before its stop-th line inside swd_lens' injection and hosts; the lines run."""
+    lines = 0
 
-    def interrupted(self):
-        calls.append(1)
-        if len(calls) == interrupt_at:
-            raise KeyboardInterrupt
-        setup(self)
+    def trace(frame, event, arg):
+        nonlocal lines
+        if not any(part in frame.f_code.co_filename for part in ("swd_lens/inject/", "swd_lens/hosts/")):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == stop:
+                raise KeyboardInterrupt
+        return trace
 
-    monkeypatch.setattr(type(model), "setup", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        attach(model, factors)
-    assert list(model.hook_dict.items()) == hooks and [type(m) for m in model.modules()] == classes
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(former)
+    return lines
+
+
+def _everything(model):
+    """What a host is made of: modules and their classes, hooks, parameters, forward hooks, shadowed methods."""
+    modules = [
+        (name, id(m), type(m), list(m._forward_hooks), list(m._forward_pre_hooks)) for name, m in model.named_modules()
+    ]
+    state = [(name, t.data_ptr(), t.sum().item()) for name, t in model.state_dict().items()]
+    return modules, list(model.hook_dict.items()), list(model.mod_dict.items()), state, sorted(model.__dict__)
+
+
+def test_ctrl_c_at_any_line_of_attach_or_detach_restores_the_host(model):
+    """KeyboardInterrupt raised before every seventh line that attach and detach run."""
+    tokens, factors = random_tokens(1, 4), identity(model, ["blocks.0.mlp_out", "blocks.1.attn_*"])
+    before = _everything(model)
+    logits = model(tokens)
+
+    kept = []
+
+    def there_and_back():
+        kept.append(attach(model, factors))
+        kept[-1].detach()
+
+    lines = _run_to_line(there_and_back, None)
+    assert lines > 200
+    for at in range(1, lines, 7):
+        kept.clear()
+        with pytest.raises(KeyboardInterrupt):
+            _run_to_line(there_and_back, at)
+        if kept and kept[-1].attached:  # an interrupted detach is called again, as leaving a with block would
+            kept[-1].detach()
+        assert _everything(model) == before, f"interrupted before line {at}"
     assert torch.equal(model(tokens), logits)
 
 
@@ -258,7 +296,7 @@ def test_factors_of_another_model_are_refused(model, factors):
     with torch.no_grad():
         other.blocks[1].mlp.W_out.add_(0.01)
     hooks = list(other.hook_dict)
-    with pytest.raises(AttachError, match=r"blocks\.1\.mlp_out were made from another W .*fold_ln"):
+    with pytest.raises(AttachError, match=r"blocks\.1\.mlp_out were made from another W .*another checkpoint"):
         attach(other, factors)
     assert list(other.hook_dict) == hooks
     wide = toy_model(d_mlp=48)
@@ -269,7 +307,7 @@ def test_factors_of_another_model_are_refused(model, factors):
 def test_what_cannot_be_attached(model, factors):
     with pytest.raises(AttachError, match="the set is empty"):
         attach(model, FactorSet({}))
-    with pytest.raises(AttachError, match="do not know their site"):
+    with pytest.raises(AttachError, match="does not know its site"):
         attach(model, Factors(torch.eye(32), torch.zeros(32, 16)))
     with pytest.raises(swd.UnknownSiteError, match=r"blocks\.9\.mlp_out"):
         attach(model, {"blocks.9.mlp_out": factors["blocks.0.mlp_out"]})
@@ -283,12 +321,17 @@ def test_one_matrix_knows_its_site(model, factors):
 def test_unsupported_hosts_say_why(model, factors):
     with pytest.raises(UnsupportedHostError, match="got Linear"):
         attach(torch.nn.Linear(2, 2), factors)
-    with pytest.raises(UnsupportedHostError, match="gated_mlp is on"):
-        find_sites(toy_model(gated_mlp=True, act_fn="silu"))
+    moe = toy_model(num_experts=2, experts_per_token=1)
+    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.mlp is a MoE; swd_lens injects into MLP, GatedMLP"):
+        find_sites(moe)
     model.set_use_attn_result(True)
-    with pytest.raises(UnsupportedHostError, match="use_attn_result is on: attn_o would have one z per head"):
-        find_sites(model)
+    with pytest.raises(UnsupportedHostError, match=r"use_attn_result is on: .*attn_o would have one z per head"):
+        attach(model, factors)
     model.set_use_attn_result(False)
+    model.set_use_split_qkv_input(True)
+    with pytest.raises(UnsupportedHostError, match=r"use_split_qkv_input is on: .*attn_qkv would read another input"):
+        attach(model, factors)
+    model.set_use_split_qkv_input(False)
     with attach(model, factors):
         model.set_use_attn_result(True)
         with pytest.raises(RuntimeError, match="switched on while attn_o is attached"):

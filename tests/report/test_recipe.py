@@ -35,5 +35,22 @@ def test_the_embedded_model_needs_no_blanks(run: Run) -> None:
     assert "..." not in code and "swd.text_tokens(480, split='train')" in code
 
 
+def test_a_bridge_is_loaded_as_one(run: Run) -> None:
+    settings = {**run.settings, "host": "TransformerBridge"}
+    code = run_code(replace(run, settings=settings))
+    compile(code, "run", "exec")
+    assert 'swd.load_host(name_or_folder, kind="bridge")' in code
+    embedded = load_code(replace(run, settings={**settings, "model": "swd-lens-default"}))
+    assert 'model = swd.load_default_model(kind="bridge")' in embedded
+
+
+def test_calibration_in_float64_is_repeated(run: Run) -> None:
+    assert run.settings["calibration dtype"] == "float32" and "calibration_model" not in run_code(run)
+    settings = {**run.settings, "model": "swd-lens-default", "calibration dtype": "float64"}
+    code = run_code(replace(run, settings=settings))
+    compile(code, "run", "exec")
+    assert "import torch" in code and "calibration_model=swd.load_default_model(dtype=torch.float64)," in code
+
+
 def test_only_exact_factors_offer_nothing_to_load(run: Run) -> None:
     assert load_code(replace(run, replacements=[r for r in run.replacements if r.method == "SVD"])) == ""

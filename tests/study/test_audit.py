@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.hosts import host_of
 from swd_lens.inject import attach
 from swd_lens.study import logit_effect, top_contexts
 from tests.micro import random_tokens, toy_model
@@ -59,3 +61,22 @@ def test_logit_effect_by_hand(model):
     assert effect.promoted[0][1] == pytest.approx(float(logits.max()), rel=1e-4)
     with pytest.raises(ValueError, match="does not write to the residual stream"):
         logit_effect(model, baselines.svd(model, "mlp_in"), ("blocks.0.mlp_in", 0))
+
+
+def test_an_rms_norm_does_not_take_the_mean_out():
+    model = toy_model(normalization_type="RMS")
+    model.tokenizer = Letters()
+    factors = baselines.svd(model, "attn_o")
+    effect = logit_effect(model, factors, ("blocks.1.attn_o", 1), n=20)
+    logits = ((factors["blocks.1.attn_o"].write[1] * model.ln_final.w) @ model.W_U).detach()
+    by_letter = dict(effect.promoted)
+    expected = {chr(ord("a") + i): value for i, value in enumerate((logits - logits.mean()).tolist())}
+    assert by_letter == pytest.approx(expected, abs=1e-5)
+
+
+def test_units_that_no_hook_sees_are_an_error(model, monkeypatch):
+    kind = type(host_of(model))
+    run = kind.run
+    monkeypatch.setattr(kind, "run", lambda self, rows: (self.model.reset_hooks(), run(self, rows))[1])
+    with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.1\.mlp_out"):
+        top_contexts(model, baselines.svd(model, "mlp_out"), [("blocks.1.mlp_out", 0)], random_tokens(3, 8))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.hosts import host_of
 from swd_lens.study import fidelity
 from tests.contract import swd_zero_data
 from tests.micro import random_tokens, toy_model
@@ -60,3 +61,11 @@ def test_bad_tokens(model):
         fidelity(model, factors, [[1], [2]])
     with pytest.raises(swd.TokenError, match="outside the vocabulary"):
         fidelity(model, factors, [[1, 200]])
+
+
+def test_a_site_whose_output_is_never_shown_is_an_error(model, monkeypatch):
+    kind = type(host_of(model))
+    outputs = kind.outputs
+    monkeypatch.setattr(kind, "outputs", lambda self, sites, use: outputs(self, sites[1:], use))
+    with pytest.raises(swd.UnsupportedHostError, match=r"never showed the output of blocks\.0\.mlp_out: it goes by"):
+        fidelity(model, baselines.svd(model, "mlp_out"), random_tokens(3, 8))

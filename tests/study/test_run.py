@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import swd_lens as swd
 from swd_lens.files import plain
@@ -54,6 +55,30 @@ def test_cards_show_the_surface_on_which_the_task_depends(run):
         f = run.replacements[[r.surface for r in run.replacements].index(cards[0].surface) + 1].factors
         site, unit = cards[0].unit.rsplit("/", 1)
         assert cards[0].read_edges + cards[0].write_edges == int(f[site].edges_per_unit[int(unit)])
+
+
+def test_factors_may_be_made_on_the_same_model_in_float64(default_model, tasks):
+    calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(1024, split="test")
+    exact = swd.load_default_model(dtype=torch.float64)
+    run = swd.run_study(
+        default_model,
+        {"attn_o": "blocks.[01].attn_o"},
+        tasks[:1],
+        sparsities=(0.5,),
+        calibration_tokens=calibration,
+        heldout_tokens=heldout,
+        calibration_model=exact,
+        outer_iterations=4,
+    )
+    assert run.settings["calibration dtype"] == "float64"
+    made = run.replacements[0].factors
+    alone = swd.factorize(
+        exact, "blocks.[01].attn_o", sparsity=0.5, tokens=calibration, outer_iterations=4, progress=False
+    )
+    for site in alone:
+        assert torch.equal(made[site].read, alone[site].read) and torch.equal(made[site].write, alone[site].write)
+    # Measured on the model itself: what `fidelity` finds there, to the bit.
+    assert run.replacements[0].fidelity == swd.fidelity(default_model, alone, heldout)
 
 
 def test_what_it_refuses(default_model, tasks):

@@ -1,0 +1,267 @@
+"""The leaves of a TransformerBridge: the nn.Linear or Conv1D modules that hold its dense matrices, and how one is swapped.
+
+1. Every matrix of a bridge sits in a leaf, under a LinearBridge or, in linear attention, in the Hugging Face module itself.
+   `leaves_of_block` finds them and names the components of a block in which it finds none.
+2. `mount` changes the leaf's `__class__` to a subclass whose forward asks a projection. The leaf keeps its parameters,
+   hooks, mode and place in the module tree, so state_dict and parameters() stay the same; `unmount` restores the class. A
+   whole MLP (`whole_mlp`) is swapped in the same way.
+3. A mounted leaf refuses to show `.weight`: code upstream that multiplies by it itself (attention.py:_compute_per_head_result,
+   attention.py:_project_per_head_qkv) then fails with the reason instead of using a matrix that is not in use.
+4. Three leaves q, k, v can share one projection, `Packed`: it runs once per input and hands out the slices.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.model_bridge.generalized_components import (
+    AttentionBridge,
+    GatedMLPBridge,
+    JointQKVAttentionBridge,
+    LinearBridge,
+    MLPBridge,
+    NormalizationBridge,
+)
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.generalized_components.conv1d import Conv1DBridge
+from transformer_lens.model_bridge.generalized_components.gated_delta_net import GatedDeltaNetBridge
+from transformers.pytorch_utils import Conv1D
+
+# ---------------------------------------------------------------------------------------------- one leaf
+
+
+class FactoredLinear(nn.Linear):
+    """An nn.Linear that a projection stands in for."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _factored(self, input)
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse_weight(self, name)
+        return super().__getattr__(name)
+
+
+class FactoredConv1D(Conv1D):
+    """A Conv1D (GPT-2's transposed linear layer) that a projection stands in for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _factored(self, x)
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse_weight(self, name)
+        return super().__getattr__(name)
+
+
+_LEAVES = (nn.Linear, Conv1D)
+# Plain class -> the class of the same module while a projection is mounted; those of MLPs are made when first needed.
+_MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
+
+
+def _factored(leaf: Any, h: Tensor) -> Tensor:
+    projection = leaf.unit_projection
+    if isinstance(projection, Packed):
+        return projection.take(leaf.unit_part, h)
+    return projection(h, leaf.bias, lambda h: _dense(leaf, h))
+
+
+def _dense(leaf: Any, h: Tensor) -> Tensor:
+    """What the leaf computed before; its own forward would ask for `.weight`."""
+    weight, bias = leaf._parameters["weight"], leaf._parameters["bias"]
+    if isinstance(leaf, nn.Linear):
+        return F.linear(h, weight, bias)
+    return torch.addmm(bias, h.reshape(-1, h.shape[-1]), weight).view(*h.shape[:-1], -1)
+
+
+def _refuse_weight(leaf: Any, name: str) -> None:
+    # An AttributeError, because upstream probes for weights (position_embeddings_attention.py: getattr(o, "weight", None)).
+    if name == "weight":
+        raise AttributeError(
+            f"{leaf.__dict__.get('unit_site')} is attached: its dense weight is not in use. Detach first to read it, to edit "
+            "it, or to use use_attn_result, use_split_qkv_input or use_attn_in, which multiply by it head by head."
+        )
+
+
+def _whole_mlp_class(plain: type) -> type:
+    """The class of a Hugging Face MLP that a projection stands in for, as a whole."""
+
+    def forward(self: Any, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.unit_projection(h, None, lambda h: plain.forward(self, h, *args, **kwargs))  # type: ignore[attr-defined]
+
+    return _MOUNTED.setdefault(plain, type(f"Factored{plain.__name__}", (plain,), {"forward": forward}))
+
+
+def _plain_class(mounted: type) -> type:
+    return next((plain for plain, factored in _MOUNTED.items() if factored is mounted), mounted)
+
+
+def matrix(leaf: nn.Module) -> Float[Tensor, "d_in d_out"]:
+    """The leaf's weight as (d_in, d_out), mounted or not."""
+    weight = leaf._parameters["weight"]
+    assert weight is not None
+    return weight.T if isinstance(leaf, nn.Linear) else weight
+
+
+def mounted_site(module: nn.Module) -> str | None:
+    """Name of the site whose projection stands in for this leaf or MLP."""
+    return module.__dict__.get("unit_site")
+
+
+def mount(modules: Sequence[nn.Module], projection: nn.Module, site_name: str) -> None:
+    """Put the projection in place of the modules: a leaf, a whole MLP, or (then it is a `Packed`) the leaves q, k, v."""
+    for part, module in enumerate(modules):
+        # A child of the first only: parameters and state_dict list it once.
+        (module._modules if part == 0 else module.__dict__)["unit_projection"] = projection
+        module.__dict__.update(unit_site=site_name, unit_part=part)
+        module.__class__ = _MOUNTED.get(type(module)) or _whole_mlp_class(type(module))
+
+
+def unmount(modules: Sequence[nn.Module], projection: nn.Module) -> None:
+    """Take this projection away wherever it is mounted; any other stays."""
+    for module in modules:
+        if projection not in (module._modules.get("unit_projection"), module.__dict__.get("unit_projection")):
+            continue
+        module.__class__ = _plain_class(type(module))
+        for name in ("unit_site", "unit_part", "unit_projection"):
+            module.__dict__.pop(name, None)
+        # Last: a second call, after an interruption, knows by it that there is something left to do.
+        module._modules.pop("unit_projection", None)
+
+
+# ---------------------------------------------------------------------------------------------- q, k, v together
+
+
+class Packed(nn.Module):
+    """One projection for the leaves q, k, v: h, and the biases of the three -> the outputs of the three, side by side.
+
+    Each leaf asks with its own input, in any order. The projection runs at the first; what is kept is dropped once all three
+    have been served, or when one asks twice (an earlier forward was left half-way).
+    """
+
+    leaves: list[Any]
+
+    def __init__(self, projection: nn.Module, leaves: Sequence[nn.Module]):
+        super().__init__()
+        self.projection = projection
+        self.training = leaves[0].training
+        self.widths = [matrix(leaf).shape[1] for leaf in leaves]
+        # Past nn.Module.__setattr__: the leaves have their places in the module tree already.
+        self.__dict__["leaves"] = list(leaves)
+        self.h: Tensor | None = None
+        self.slices: dict[int, Tensor] = {}
+
+    def _drop(self) -> None:
+        self.h, self.slices = None, {}
+
+    def take(self, part: int, h: Tensor) -> Tensor:
+        if self.h is None or part not in self.slices:
+            self.slices = dict(enumerate(self._run(h).split(self.widths, dim=-1)))
+            self.h = h
+        elif h is not self.h and not torch.equal(h, self.h):
+            # Backward hooks upstream copy the tensor, so equal values are enough.
+            self._drop()
+            raise RuntimeError(
+                f"{mounted_site(self.leaves[0])} is attached: q, k and v are one projection of one input, but "
+                f"{'qkv'[part]} got another input than the parts before it. Attach attn_q, attn_k and attn_v instead to "
+                "intervene on one of their inputs."
+            )
+        taken = self.slices.pop(part)
+        if not self.slices:
+            self._drop()
+        return taken
+
+    def _run(self, h: Tensor) -> Tensor:
+        return self.projection(h, self._bias(), lambda h: torch.cat([_dense(leaf, h) for leaf in self.leaves], dim=-1))
+
+    def _bias(self) -> Tensor | None:
+        biases = [leaf.bias for leaf in self.leaves]
+        if all(bias is None for bias in biases):
+            return None
+        # Some models have a bias on some of the three only.
+        like = next(bias for bias in biases if bias is not None)
+        return torch.cat([like.new_zeros(n) if b is None else b for b, n in zip(biases, self.widths, strict=True)])
+
+
+# ---------------------------------------------------------------------------------------------- where they are
+
+_ATTENTION = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_o"}
+_LINEAR_ATTENTION = {
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_b": "attn_beta",
+    "in_proj_a": "attn_decay",
+    "out_proj": "attn_o",
+}
+_MLP = {"gate": "mlp_gate", "in": "mlp_in", "input": "mlp_in", "out": "mlp_out"}
+
+
+def is_packed(block: nn.Module) -> bool:
+    """Whether the checkpoint holds q, k and v as one matrix (GPT-2, NeoX)."""
+    return isinstance(block._modules.get("attn"), JointQKVAttentionBridge)
+
+
+def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+    """The block's leaves by site kind (q, k, v apart), and the matrices in it that are no leaf: "mlp: MoEBridge"."""
+    leaves: dict[str, nn.Module] = {}
+    others: list[str] = []
+    for name, component in block._modules.items():
+        if not isinstance(component, GeneralizedComponent) or isinstance(component, NormalizationBridge):
+            continue
+        found = _leaves_of(component)
+        if not found:
+            if any(parameter.ndim > 1 for parameter in component.parameters()):
+                others.append(f"{name}: {type(component).__name__}")
+            continue
+        for kind, leaf in found.items():
+            # Exactly these classes: a subclass (quantized, scaled) need not compute h @ W + b.
+            if _plain_class(type(leaf)) in _LEAVES:
+                leaves[kind] = leaf
+            else:
+                others.append(f"{name}.{kind}: {type(leaf).__name__}")
+    return leaves, others
+
+
+def whole_mlp(block: nn.Module) -> nn.Module | None:
+    """The Hugging Face module that computes the whole MLP from one tensor; None where there is no such module."""
+    component = block._modules.get("mlp")
+    # Exactly these: others compute the MLP themselves or feed it more. BERT's has no module of its own (name None).
+    if type(component) not in (MLPBridge, GatedMLPBridge) or component.name is None:  # type: ignore[union-attr]
+        return None
+    module = component._modules.get("_original_component")  # type: ignore[union-attr]
+    return module if module is not None and _takes_one_tensor(_plain_class(type(module)).forward) else None
+
+
+def _takes_one_tensor(forward: Callable[..., Any]) -> bool:
+    named = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return (
+        len([p for p in named if p.default is p.empty]) == 2
+    )  # self and the tensor (MPT's takes the residual as well)
+
+
+def _leaves_of(component: GeneralizedComponent) -> dict[str, nn.Module]:
+    if isinstance(component, GatedDeltaNetBridge):
+        # Not wrapped by the bridge: the projections are the Hugging Face module's own.
+        module: Any = component._modules["_original_component"]
+        return _leaves_under(module, _LINEAR_ATTENTION)
+    if isinstance(component, AttentionBridge):
+        found = _leaves_under(component, _ATTENTION)
+        return found if len(found) == len(_ATTENTION) else {}
+    if isinstance(component, MLPBridge):
+        found = _leaves_under(component, _MLP)
+        return found if "mlp_in" in found and "mlp_out" in found else {}
+    return {}
+
+
+def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Module]:
+    found = {kind: module._modules.get(name) for name, kind in kinds.items() if name in module._modules}
+    return {kind: _unwrapped(child) for kind, child in found.items() if child is not None}
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    if isinstance(module, LinearBridge | Conv1DBridge):
+        inner = module._modules.get("_original_component")
+        return module if inner is None else inner
+    return module

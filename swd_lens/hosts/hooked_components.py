@@ -1,0 +1,201 @@
+"""TransformerLens 3.9's MLP and attention modules with some of their matrices computed by mounted projections.
+
+1. A swap changes `__class__` of a module to the subclass here and mounts projections in its `unit_projections`.
+2. Matrices without a projection keep TransformerLens' own expressions.
+3. W_O sits inside one long forward (abstract_attention.py:215): that forward is left by an exception once z, its input, is
+   known, which keeps rotary embeddings, the KV cache, masks and sinks TransformerLens' own.
+
+Found by trying (shared/spec/injection.md): a mixin fails with "object layout differs", so the subclasses inherit singly and
+share functions instead.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import einops
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.components import MLP, Attention, GatedMLP, GroupedQueryAttention
+from transformer_lens.utilities.addmm import batch_addmm
+from transformer_lens.utilities.attention import simple_attn_linear
+
+
+def _project(module: Any, kind: str, h: Tensor, bias: Tensor | None, dense: Callable[[Tensor], Tensor]) -> Tensor:
+    """The projection mounted at a kind, else the dense product."""
+    if kind not in module.unit_projections:
+        return dense(h)
+    return module.unit_projections[kind](h, bias, dense)
+
+
+# ---------------------------------------------------------------------------------------------- MLPs
+
+
+class FactoredMLP(MLP):
+    """mlp_in, mlp_out or both (or the whole, "mlp") computed by mounted projections."""
+
+    unit_projections: nn.ModuleDict
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        return _project(self, "mlp", x, None, self._matrices)
+
+    def _matrices(self, x: Tensor) -> Tensor:
+        pre = _project(self, "mlp_in", x, self.b_in, lambda h: batch_addmm(self.b_in, self.W_in, h))
+        post = self.act_fn(self.hook_pre(pre))
+        if self.cfg.is_layer_norm_activation() and self.hook_mid is not None and self.ln is not None:
+            post = self.ln(self.hook_mid(post))
+        post = self.hook_post(post)
+        return _project(self, "mlp_out", post, self.b_out, lambda h: batch_addmm(self.b_out, self.W_out, h))
+
+
+class FactoredGatedMLP(GatedMLP):
+    """mlp_gate, mlp_in, mlp_out or several of them (or the whole, "mlp") computed by mounted projections."""
+
+    unit_projections: nn.ModuleDict
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        return _project(self, "mlp", x, None, self._matrices)
+
+    def _matrices(self, x: Tensor) -> Tensor:
+        # b_in is added after the gate's product (gated_mlp.py:26), so the projections of x have no bias.
+        pre = _project(self, "mlp_gate", x, None, lambda h: F.linear(h, self.W_gate.T.contiguous()))
+        gate = self.act_fn(self.hook_pre(pre))
+        if self.cfg.is_layer_norm_activation() and self.hook_mid is not None and self.ln is not None:
+            post = self.ln(self.hook_mid(gate))
+        else:
+            linear = _project(self, "mlp_in", x, None, lambda h: F.linear(h, self.W_in.T.contiguous()))
+            post = gate * self.hook_pre_linear(linear) + self.b_in
+        post = self.hook_post(post)
+        return _project(self, "mlp_out", post, self.b_out, lambda h: F.linear(h, self.W_out.T.contiguous(), self.b_out))
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+class _LeaveAtZ(Exception):
+    """Carries attn_o's input, its only argument, out of TransformerLens' attention forward, just before W_O.
+
+    Without an __init__ of its own: torch.compile cannot trace one.
+    """
+
+
+class FactoredAttention(Attention):
+    """attn_o, and attn_qkv or some of attn_q, attn_k, attn_v, computed by mounted projections."""
+
+    unit_projections: nn.ModuleDict
+
+    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
+        return _attend(self, super().forward, args, kwargs)
+
+    def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
+        return _leave(self, super().calculate_z_scores(v, pattern))
+
+    def calculate_qkv_matrices(
+        self, query_input: Tensor, key_input: Tensor, value_input: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _reads_factored(self):
+            return super().calculate_qkv_matrices(query_input, key_input, value_input)
+        return _qkv(self, query_input, key_input, value_input)
+
+
+class FactoredGroupedQueryAttention(GroupedQueryAttention):
+    """The same with fewer key and value heads than query heads."""
+
+    unit_projections: nn.ModuleDict
+
+    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
+        return _attend(self, super().forward, args, kwargs)
+
+    def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
+        return _leave(self, super().calculate_z_scores(v, pattern))
+
+    def calculate_qkv_matrices(
+        self, query_input: Tensor, key_input: Tensor, value_input: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _reads_factored(self):
+            return super().calculate_qkv_matrices(query_input, key_input, value_input)
+        return _qkv(self, query_input, key_input, value_input)
+
+
+def _attend(attn: Any, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    if "attn_o" not in attn.unit_projections:
+        return forward(*args, **kwargs)
+    if attn.cfg.use_attn_result:
+        raise RuntimeError("use_attn_result was switched on while attn_o is attached; detach first, or switch it off")
+    try:
+        forward(*args, **kwargs)
+    except _LeaveAtZ as left:
+        h = left.args[0].flatten(-2)
+        return _project(attn, "attn_o", h, attn.b_O, lambda h: F.linear(h, attn.W_O.flatten(0, 1).T, attn.b_O))
+    raise RuntimeError(
+        "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
+    )
+
+
+def _leave(attn: Any, z: Tensor) -> Tensor:
+    if "attn_o" in attn.unit_projections:
+        raise _LeaveAtZ(z)
+    return z
+
+
+def _reads_factored(attn: Any) -> bool:
+    return any(kind in attn.unit_projections for kind in ("attn_qkv", "attn_q", "attn_k", "attn_v"))
+
+
+def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (batch, pos, head, d_head), hooked and normalized as upstream does."""
+    if inputs[0].ndim != 3:
+        raise RuntimeError(
+            "use_split_qkv_input or use_attn_in was switched on while units read the attention's input; detach first, or "
+            "switch it off"
+        )
+    q, k, v = _packed(attn, inputs[0]) if "attn_qkv" in attn.unit_projections else _apart(attn, inputs)
+    if isinstance(attn, GroupedQueryAttention) and attn.cfg.ungroup_grouped_query_attention:
+        k, v = (x.repeat_interleave(attn.repeat_kv_heads, dim=2) for x in (k, v))
+    q, k, v = attn.hook_q(q), attn.hook_k(k), attn.hook_v(v)
+    if attn.cfg.use_qk_norm:
+        norms: Any = (attn.q_norm, attn.k_norm)
+        q, k = (attn._apply_qk_norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
+    return q, k, v
+
+
+def _packed(attn: Any, h: Tensor) -> list[Tensor]:
+    # Without split inputs the three are equal (a normalization of one residual), so the query's speaks for all.
+    bias = torch.cat([matrices(attn, part)[1].flatten() for part in "QKV"])
+    y = _project(attn, "attn_qkv", h, bias, lambda h: torch.cat([_dense(attn, p, h).flatten(-2) for p in "QKV"], -1))
+    widths = [matrices(attn, part)[1].numel() for part in "QKV"]
+    return [_heads(attn, part) for part in y.split(widths, dim=-1)]
+
+
+def _apart(attn: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    parts = []
+    for part, h in zip("QKV", inputs, strict=True):
+        bias = matrices(attn, part)[1].flatten()
+        y = _project(attn, f"attn_{part.lower()}", h, bias, lambda h, part=part: _dense(attn, part, h).flatten(-2))
+        parts.append(_heads(attn, y))
+    return parts
+
+
+def _dense(attn: Any, part: str, h: Tensor) -> Tensor:
+    return simple_attn_linear(h, *matrices(attn, part))
+
+
+def _heads(attn: Any, y: Tensor) -> Tensor:
+    return einops.rearrange(y, "batch pos (head d_head) -> batch pos head d_head", d_head=attn.cfg.d_head)
+
+
+def matrices(attn: Any, part: str) -> tuple[Float[Tensor, "head d_in d_head"], Float[Tensor, "head d_head"]]:
+    """W and b of "Q", "K" or "V", with as many heads as are stored (grouped: those of keys and values)."""
+    grouped = part != "Q" and isinstance(attn, GroupedQueryAttention)
+    under = "_" if grouped else ""
+    return getattr(attn, f"{under}W_{part}"), getattr(attn, f"{under}b_{part}")
+
+
+PLAIN_TO_FACTORED: dict[type, type] = {
+    MLP: FactoredMLP,
+    GatedMLP: FactoredGatedMLP,
+    Attention: FactoredAttention,
+    GroupedQueryAttention: FactoredGroupedQueryAttention,
+}
+FACTORED_TO_PLAIN = {factored: plain for plain, factored in PLAIN_TO_FACTORED.items()}

@@ -1,0 +1,73 @@
+"""probe: tokens whose z was stored with the factors; a loaded set must give it again on the host it is attached to.
+
+1. `add_probe` runs the probe's tokens through the host with the earlier sites attached, takes the vector that enters the
+   site at the last position, and keeps z on the units that it moves most.
+2. `check_probe`, at the first attach of a whole set, runs the tokens and compares. Loads-but-wrongly (another model's
+   forward, a changed normalization, a rounding) ends in an error instead of in a paper.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.factors import Factors, FactorSet
+from swd_lens.hosts import Host, host_of
+from swd_lens.inject.match import AttachError, dtype_of
+from swd_lens.passport import Probe
+from swd_lens.sites import Site
+
+PROBE_LENGTH = 16
+# Relative to the largest |z| of the probe. Float32 hosts agree to 1e-5; rounding through a deep bfloat16 host is coarse.
+_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
+_ROUNDED_TOLERANCE = 0.1
+
+
+def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int) -> list[int]:
+    """The first calibration tokens, or seeded random ones without calibration."""
+    if rows is not None:
+        return rows[0, :PROBE_LENGTH].tolist()
+    return torch.randint(0, d_vocab, (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
+    """The factors with a probe of what enters the site on these tokens in the host as it is now."""
+    h = _inputs(host_of(model), [site], tokens)[site.name]
+    return replace(f, probe=Probe.of(h, f.read, f.offsets))
+
+
+def check_probe(host: Host, factors: Any, sites: Sequence[Site]) -> None:
+    """Run a set's probe, the first time that it is attached whole.
+
+    Raises:
+        AttachError: a site does not give the stored z.
+    """
+    tokens = getattr(factors, "provenance", {}).get("probe_tokens") if isinstance(factors, FactorSet) else None
+    if not isinstance(factors, FactorSet) or tokens is None or factors.probed:
+        return
+    if {site.name for site in sites} != set(factors) or any(factors[site.name].probe is None for site in sites):
+        return
+    tolerance = _TOLERANCE.get(dtype_of(host), _ROUNDED_TOLERANCE)
+    for name, h in _inputs(host, sites, tokens).items():
+        f, probe = factors[name], factors[name].probe
+        assert probe is not None
+        error = replace(probe, input=h).error(f.read, f.offsets)
+        if error > tolerance:
+            raise AttachError(
+                f"the probe of {name} fails: on the stored tokens its units give a z that is off by {error:.2g} of its size "
+                f"(allowed {tolerance:g}). The host computes something else than when these factors were made: compare "
+                "model, transformer_lens version and settings (attention, positions, normalization), or factorize again"
+            )
+    factors.probed = True
+
+
+def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, Tensor]:
+    """What enters each site at the last position of the tokens."""
+    found: dict[str, Tensor] = {}
+    row = torch.tensor([tokens])
+    with torch.no_grad(), host.inputs(sites, lambda site, h: found.update({site.name: h[0, -1].float()})):
+        host.run_blocks(row, max(site.layer for site in sites) + 1)
+    return found

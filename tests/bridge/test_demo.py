@@ -1,0 +1,241 @@
+"""The demo's road on a TransformerBridge, on transformer_lens 3.9 and 4.x; where there is a HookedTransformer, against its
+numbers."""
+
+import copy
+import json
+import warnings
+from importlib import metadata
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import swd_lens as swd
+from swd_lens import cli
+from swd_lens.calibration import collect_grams
+from swd_lens.default_model import score
+from swd_lens.default_model.corpus import Packer
+from swd_lens.default_model.load import WEIGHTS
+from swd_lens.hosts import find_sites, host_of
+from tests import families
+from tests.bridge.compare_runs import compare, main
+
+SITE = "blocks.3.mlp_out"
+needs_hooked_transformer = pytest.mark.skipif(
+    int(metadata.version("transformer_lens").split(".")[0]) >= 4,
+    reason="this transformer_lens has no HookedTransformer",
+)
+
+
+def load(kind, dtype=torch.float32):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+        return swd.load_default_model(kind=kind, dtype=dtype)
+
+
+def walk(kind):
+    """Factors, fidelity, scores and curve of one site, made and measured on one kind of host."""
+    model, tokens = load(kind), swd.text_tokens(2048, split="train")
+    factors = swd.factorize(
+        load(kind, torch.float64), SITE, sparsity=0.5, tokens=tokens, outer_iterations=4, progress=False
+    )
+    task = swd.load_task("greater_than", model, n_train=40, n_test=20)
+    scores = swd.attribute(model, factors, task)
+    found = swd.fidelity(model, factors, swd.text_tokens(2048, split="test"))
+    return factors[SITE], found, scores, swd.evaluate(model, factors, task, scores)
+
+
+@pytest.fixture(scope="module")
+def bridge():
+    return load("bridge")
+
+
+@pytest.fixture(scope="module")
+def walked():
+    return walk("bridge")
+
+
+# ---------------------------------------------------------------------------------------------- the embedded model
+
+
+def test_it_loads_without_a_warning(recwarn, capfd):
+    model = swd.load_default_model(kind="bridge")
+    assert not recwarn.list and capfd.readouterr() == ("", "")
+    assert type(model).__name__ == "TransformerBridge" and not model.training
+    cfg = model.cfg
+    assert (cfg.model_name, cfg.n_layers, cfg.n_ctx, cfg.act_fn) == ("swd-lens-default", 4, 128, "gelu_new")
+    assert cfg.d_vocab == len(model.tokenizer) and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_strings_work(bridge):
+    assert bridge.to_str_tokens("So Mary isn't") == ["<|bos|>", "So", " Mary", " isn", "'t"]
+    assert bridge.to_tokens("So Mary")[0, 0] == bridge.tokenizer.bos_token_id
+    assert bridge.to_tokens("So Mary", prepend_bos=False).shape == (1, 2)
+    prompts = ["So Mary is", "The war lasted from the year 1741 to the year 17"]
+    with torch.no_grad():
+        together = bridge(prompts)[:, -1]  # padded on the left, so that the last position is a word
+        alone = torch.cat([bridge(prompt)[:, -1] for prompt in prompts])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_its_matrices_are_those_of_the_file_bit_for_bit(bridge):
+    stored, host = load_file(WEIGHTS / "model.safetensors"), host_of(bridge)
+    for layer in range(4):
+        part = {name.removeprefix(f"blocks.{layer}."): w.float() for name, w in stored.items() if f"s.{layer}." in name}
+        qkv = [part[f"attn.W_{letter}"].transpose(0, 1).flatten(1) for letter in "QKV"]
+        expected = {"attn_qkv": torch.cat(qkv, 1), "attn_o": part["attn.W_O"].flatten(0, 1)}
+        expected |= {"mlp_in": part["mlp.W_in"], "mlp_out": part["mlp.W_out"]}
+        found = {site.kind: host.weight(site) for site in host.sites() if site.layer == layer}
+        assert found.keys() == expected.keys()
+        for kind, weight in expected.items():
+            assert torch.equal(found[kind], weight), f"blocks.{layer}.{kind}"
+
+
+def test_it_scores_what_was_reported_when_it_was_trained(bridge):
+    reported = json.loads((WEIGHTS / "scores.json").read_text())["scores"]["test"]
+    packer = Packer(bridge.tokenizer, "test")
+    assert score.filler_ce(bridge, packer) == pytest.approx(reported["filler_ce"], rel=1e-4)
+    fresh = score.family_scores(bridge, packer, "gendered_pronoun", "test", "seen", 1000)
+    assert fresh["margin"] == pytest.approx(reported["seen"]["gendered_pronoun"]["margin"], rel=1e-4)
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_logits_are_those_of_the_hooked_transformer(dtype, tolerance):
+    tokens = swd.text_tokens(1024, split="test")
+    with torch.no_grad():
+        expected, found = (load(kind, dtype)(tokens) for kind in ("hooked", "bridge"))
+    assert float((found - expected).abs().max()) < tolerance * float(expected.abs().max())
+
+
+# ---------------------------------------------------------------------------------------------- the road
+
+
+@needs_hooked_transformer
+def test_grams_of_a_float64_host_are_the_same_bits(bridge):
+    tokens = swd.text_tokens(2048, split="train")
+    models = {kind: load(kind, torch.float64) for kind in ("hooked", "bridge")}
+    grams = {kind: collect_grams(model, find_sites(model), tokens) for kind, model in models.items()}
+    for site in find_sites(bridge):
+        assert torch.equal(grams["hooked"][site.name], grams["bridge"][site.name]), site.name
+
+
+@needs_hooked_transformer
+def test_the_road_gives_the_numbers_of_the_hooked_transformer(walked):
+    (f, found, scores, curve), (f_h, found_h, scores_h, curve_h) = walked, walk("hooked")
+    assert torch.equal(f.read, f_h.read) and torch.equal(f.write, f_h.write)
+    for key in ("ce_dense", "ce", "kl", "top1_agreement"):
+        assert getattr(found, key) == pytest.approx(getattr(found_h, key), abs=1e-4), key
+    assert found.relmse[SITE] == pytest.approx(found_h.relmse[SITE], rel=1e-4)
+    torch.testing.assert_close(scores.scores[SITE], scores_h.scores[SITE], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scores.means[SITE], scores_h.means[SITE], rtol=0, atol=1e-4)
+    assert scores.ranking()[:32] == scores_h.ranking()[:32]
+    for column in ("q_keep", "q_ablate", "sufficiency", "necessity_drop", "accuracy_keep", "accuracy_ablate", "edges"):
+        np.testing.assert_allclose(curve.rows[column], curve_h.rows[column], rtol=1e-4, atol=1e-4, err_msg=column)
+
+
+def test_the_road_finds_a_circuit(walked):
+    f, found, scores, curve = walked
+    assert f.provenance["site"] == SITE and 0 < f.provenance["relmse"] < 0.01
+    assert abs(found.ce_delta) < 0.01 and found.top1_agreement > 0.9
+    rows = curve.rows
+    assert rows["sufficiency"].iloc[-1] == pytest.approx(1.0, abs=1e-5)
+    assert rows["necessity_drop"].iloc[0] == pytest.approx(0.0, abs=1e-4)
+    assert rows["necessity_drop"].iloc[-1] > 0.3  # logits
+    assert float(scores.scores[SITE].max()) > 0.1
+
+
+def test_a_bridge_that_keeps_no_prefix_gives_the_same_scores_and_curves(bridge, walked, monkeypatch):
+    f, _, scores, curve = walked
+    task = swd.load_task("greater_than", bridge, n_train=40, n_test=20)
+    assert host_of(bridge).freeze_prefix(next(task.train.buckets()).tokens) is not None
+    monkeypatch.setattr(type(host_of(bridge)), "freeze_prefix", lambda self, tokens: None)
+    whole = swd.attribute(bridge, f, task)
+    torch.testing.assert_close(whole.scores[SITE], scores.scores[SITE], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole.means[SITE], scores.means[SITE], rtol=1e-4, atol=1e-5)
+    again = swd.evaluate(bridge, f, task, scores)
+    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_units_that_no_hook_sees_are_an_error(bridge, walked, monkeypatch):
+    kind = type(host_of(bridge))
+    last_logits = kind.last_logits
+    monkeypatch.setattr(kind, "last_logits", lambda self, *how: (self.model.reset_hooks(), last_logits(self, *how))[1])
+    task = swd.load_task("greater_than", bridge, n_train=4, n_test=4)
+    with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.3\.mlp_out"):
+        swd.attribute(bridge, walked[0], task)
+
+
+# ---------------------------------------------------------------------------------------------- the command line
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
+
+
+def test_circuit_on_the_embedded_model(tmp_path):
+    arguments = ["--sites", SITE, "--task", "ioi", "-s", "0.5", "--n-train", "20", "--n-test", "10", *SMALL]
+    result = run("circuit", "--host", "bridge", "--out", tmp_path, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "HookedTransformer" not in result.output
+    settings = json.loads((tmp_path / "run.json").read_text())["settings"]
+    assert (settings["host"], settings["model"]) == ("TransformerBridge", "swd-lens-default")
+    report = (tmp_path / "report.html").read_text()
+    assert "TransformerBridge" in report and "HookedTransformer" not in report
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_5"])
+def test_factorize_a_checkpoint_folder(tmp_path, family):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(["So Mary is a really great friend, isn't she"] * 400))
+    arguments = ["--sites", "mlp_out", "--text", text, *SMALL, "--json"]
+    result = run(
+        "factorize", "--model", families.checkpoint(family), "--host", "bridge", "--out", tmp_path / "f", *arguments
+    )
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["provenance"]["model"] == families.checkpoint(family).name
+    assert str(families.checkpoint(family).parent) not in (tmp_path / "f" / "factors.json").read_text()
+    assert [row["site"] for row in printed["sites"]] == list(swd.FactorSet.load(tmp_path / "f"))
+
+
+def test_an_unknown_kind_of_host_is_one_line(tmp_path):
+    result = run("demo", "--host", "hooks", "--out", tmp_path / "out")
+    assert result.exit_code == 1 and not (tmp_path / "out").exists()
+    assert "must be one of auto, hooked, bridge; got 'hooks'" in " ".join(result.stderr.split())
+
+
+# ---------------------------------------------------------------------------------------------- compare_runs
+
+
+def test_compare_runs_tells_the_same_from_the_different(tmp_path, capsys):
+    curve = {"task": "ioi", "q_dense": 10.0, "rows": [{"edges": 12, "sufficiency": 0.5}]}
+    made = {"fidelity": [{"ce": 1.0, "seconds": 3.0}], "circuits": [curve], "units": [{"unit": "a/1", "score": 0.25}]}
+    names = ("model", "weights", "surfaces", "sparsities", "tasks", "solver settings", "calibration dtype")
+    made["settings"] = dict.fromkeys(names, 0)
+
+    def changed(change):
+        other = copy.deepcopy(made)
+        change(other)
+        (tmp_path / "a.json").write_text(json.dumps(made))
+        (tmp_path / "b.json").write_text(json.dumps(other))
+        code = main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+        return code, max(far for far, _ in compare(made, other).values()), capsys.readouterr().out
+
+    assert changed(lambda run: run["fidelity"][0].update(seconds=9.0))[:2] == (0, 0.0)
+    code, far, _ = changed(lambda run: run["circuits"][0].update(q_dense=10.0005))
+    assert code == 0 and far == pytest.approx(5e-5, rel=1e-3)  # relative above 1
+    code, far, said = changed(lambda run: run["circuits"][0]["rows"][0].update(sufficiency=0.5002))
+    assert code == 1 and far == pytest.approx(2e-4) and "circuits.0.rows.0.sufficiency: 0.5, 0.5002" in said
+    for different in (
+        lambda run: run["circuits"][0]["rows"][0].update(edges=13),
+        lambda run: run["units"][0].update(unit="a/2"),
+        lambda run: run["units"].append({"unit": "a/2", "score": 0.25}),
+        lambda run: run["settings"].update(weights=1),
+    ):
+        assert changed(different)[:2] == (1, float("inf"))

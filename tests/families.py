@@ -1,0 +1,89 @@
+"""Small checkpoints of every architecture that swd_lens serves, written by transformers itself, and hosts made of them.
+
+`checkpoint(name)` writes a two- to four-layer model with random weights (every part of an order that matters) once per test
+run; `hooked(name)` and `bridge(name)` load it the way a user would, with `load_host`.
+"""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from swd_lens.default_model.load import WEIGHTS
+from swd_lens.default_model.tokenizer import load_tokenizer
+from swd_lens.hosts.load import load_host
+
+D_VOCAB = 1366  # the embedded model's tokenizer
+_SMALL = {"max_position_embeddings": 64, "vocab_size": D_VOCAB, "num_hidden_layers": 2, "hidden_size": 16}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+# Keys of 8, not 4: they are normalized to length one, and a key of length near zero turns rounding into 1e-5 of a logit.
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+# name -> (model class, config class, config); the linear attention layers of Qwen3.5 are three in four.
+_CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": D_VOCAB, **_ENDS},
+    ),
+    "pythia": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**_SMALL, "num_attention_heads": 2, "intermediate_size": 32, "rotary_pct": 0.5, **_ENDS},
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SMALL, **_HEADS, **_ENDS}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**_SMALL, **_HEADS, **_ENDS}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SMALL, **_HEADS, "head_dim": 8, **_ENDS}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**_SMALL, **_HEADS, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32, **_ENDS},
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {**_SMALL, **_HEADS, "num_hidden_layers": 4, "head_dim": 8, **_LINEAR, **_ENDS},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", {**_SMALL, "num_attention_heads": 2, "intermediate_size": 32}),
+}
+FAMILIES = tuple(_CONFIGS)
+HOOKED = ("gpt2", "pythia", "llama", "qwen2", "qwen3")  # what HookedTransformer 3.9 loads from a local folder
+CAUSAL = tuple(name for name in FAMILIES if name != "bert")
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    """A folder with config.json, weights and tokenizer."""
+    model_class, config_class, config = _CONFIGS[name]
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**config)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    folder = Path(tempfile.mkdtemp(prefix=f"swd-lens-{name}-"))
+    model.save_pretrained(folder)
+    load_tokenizer(WEIGHTS).save_pretrained(folder)
+    return folder
+
+
+def reference(name: str) -> Any:
+    """transformers' own model."""
+    model_class = getattr(transformers, _CONFIGS[name][0])
+    return model_class.from_pretrained(checkpoint(name), local_files_only=True).eval()
+
+
+def hooked(name: str) -> Any:
+    return load_host(str(checkpoint(name)), kind="hooked")
+
+
+def bridge(name: str) -> Any:
+    return load_host(str(checkpoint(name)), kind="bridge")
+
+
+def some_tokens(rows: int = 2, pos: int = 9, seed: int = 0) -> torch.Tensor:
+    """Token ids that are not special ones."""
+    return torch.randint(8, D_VOCAB, (rows, pos), generator=torch.Generator().manual_seed(seed))

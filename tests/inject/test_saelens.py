@@ -1,0 +1,248 @@
+"""Real sae-lens objects through `from_saelens`: what the units compute is what SAELens itself computes.
+
+sae-lens asks for transformer_lens < 4; it is a dependency of the tests (the dev extra), not of the package. Every SAE has
+random weights, biases and thresholds; compared are the SAE's own forward, and, attached, HookedSAETransformer's logits.
+"""
+
+import sae_lens
+import torch
+from sae_lens import saes
+from sae_lens.saes.sae import SAEMetadata
+from torch import nn
+
+from swd_lens.inject.sources import CoderUnits, Units, UnitSourceError, as_units, from_saelens
+from swd_lens.sites import Site
+
+D_MODEL, D_MLP, UNITS = 6, 10, 16
+SAE_KINDS = {
+    "standard": (saes.StandardSAE, saes.StandardSAEConfig, {}),
+    "jumprelu": (saes.JumpReLUSAE, saes.JumpReLUSAEConfig, {}),
+    "topk": (saes.TopKSAE, saes.TopKSAEConfig, {"k": 4}),
+    "topk, rescaled": (saes.TopKSAE, saes.TopKSAEConfig, {"k": 4, "rescale_acts_by_decoder_norm": True}),
+    "gated": (saes.GatedSAE, saes.GatedSAEConfig, {}),
+    "matching pursuit": (saes.MatchingPursuitSAE, saes.MatchingPursuitSAEConfig, {"max_iterations": 3}),
+}
+
+
+def make(kind, width=D_MODEL, meta=None, **settings):
+    """An SAE of random weights that stands on blocks.1.hook_mlp_out."""
+    sae_class, cfg_class, own = SAE_KINDS[kind]
+    metadata = SAEMetadata(model_name="toy", **(meta or {"hook_name": "blocks.1.hook_mlp_out"}))
+    return shaken(sae_class(cfg_class(d_in=width, d_sae=UNITS, metadata=metadata, **own, **settings)))
+
+
+def transcoder(name="Transcoder", read="mlp.hook_post", write="hook_mlp_out", d_in=D_MLP, **meta):
+    metadata = SAEMetadata(hook_name=f"blocks.1.{read}", hook_name_out=f"blocks.1.{write}", **meta)
+    cfg = getattr(saes, f"{name}Config")(
+        d_in=d_in, d_out=D_MODEL, d_sae=UNITS, apply_b_dec_to_input=False, metadata=metadata
+    )
+    return shaken(getattr(saes, name)(cfg))
+
+
+def shaken(sae):
+    draw = torch.Generator().manual_seed(3)
+    for parameter in sae.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=draw)
+    return sae
+
+
+def inputs(width):
+    return torch.randn(2, 5, width, generator=torch.Generator().manual_seed(4))
+
+
+def refusal(sae):
+    try:
+        from_saelens(sae)
+    except UnitSourceError as error:
+        return str(error)
+    raise AssertionError("was not refused")
+
+
+def dense(h):
+    return 2.0 * h[..., :D_MODEL] + 1.0
+
+
+def test_saes_on_an_output():
+    for kind in SAE_KINDS:
+        for norm in ("none", "layer_norm", "constant_norm_rescale"):
+            sae = make(kind, normalize_activations=norm)
+            ((site, units),) = from_saelens(sae).items()
+            assert (site, units.reads, units.writes, units.n_units) == ("blocks.1.mlp_out", "output", "output", UNITS)
+            h = inputs(D_MLP)
+            seen = []
+            y = units.run(h, dense, lambda z, seen=seen: seen.append(z) or z)
+            assert torch.equal(y, sae(dense(h))), (kind, norm)
+            assert torch.equal(seen[0], sae.encode(dense(h))), (kind, norm)
+            whole = as_units(sae, Site(1, "mlp_out", D_MLP, D_MODEL))
+            assert isinstance(whole, Units) and whole.edges == UNITS * 2 * D_MODEL
+
+
+def test_an_edited_unit_moves_the_output_by_its_write_vector():
+    sae = make("standard")
+    (units,) = from_saelens(sae).values()
+    h = inputs(D_MLP)
+
+    def push(z):
+        z = z.clone()
+        z[..., 3] += 2.0
+        return z
+
+    moved = units.run(h, dense, push) - units.run(h, dense)
+    torch.testing.assert_close(moved, (2.0 * sae.W_dec[3]).expand_as(moved), rtol=1e-5, atol=1e-5)
+
+
+def test_saes_on_an_input():
+    for hook, site in (("mlp.hook_post", "blocks.1.mlp_out"), ("attn.hook_z", "blocks.1.attn_o")):
+        sae = make("topk", width=D_MLP, meta={"hook_name": f"blocks.1.{hook}"})
+        ((name, units),) = from_saelens(sae).items()
+        h = inputs(D_MLP)
+        assert name == site and (units.reads, units.writes) == ("input", "input")
+        assert torch.equal(units.run(h, dense), dense(sae(h)))
+
+
+def test_hook_z_with_heads_is_refused_until_it_is_flat():
+    sae = make("standard", width=8, meta={"hook_name": "blocks.1.attn.hook_z"}, reshape_activations="hook_z")
+    by_head = sae(inputs(8).unflatten(-1, (2, 4))).flatten(-2)
+    assert "turn_off_forward_pass_hook_z_reshaping" in refusal(sae)
+    sae.turn_off_forward_pass_hook_z_reshaping()
+    (units,) = from_saelens(sae).values()
+    assert torch.equal(units.run(inputs(8), lambda h: h), by_head)
+
+
+def test_transcoders():
+    for name in ("Transcoder", "JumpReLUTranscoder"):
+        sae = transcoder(name)
+        ((site, units),) = from_saelens(sae).items()
+        assert (site, units.reads, units.writes) == ("blocks.1.mlp_out", "input", "output")
+        assert torch.equal(units.run(inputs(D_MLP), dense), sae(inputs(D_MLP)))
+        assert units.edges == UNITS * (D_MLP + D_MODEL) and isinstance(units, Units)
+    whole = transcoder(read="ln2.hook_normalized", d_in=D_MODEL)
+    ((site, units),) = from_saelens(whole).items()
+    assert site == "blocks.1.mlp" and units.provenance["needs_folded_ln"] is True
+    unfolded = transcoder(read="mlp.hook_in", d_in=D_MODEL, model_from_pretrained_kwargs={"fold_ln": False})
+    ((site, units),) = from_saelens(unfolded).items()
+    assert site == "blocks.1.mlp" and units.provenance["needs_folded_ln"] is False
+
+
+def test_skip_transcoders():
+    for name in ("SkipTranscoder", "JumpReLUSkipTranscoder"):
+        sae = transcoder(name)
+        assert "skip connection" in refusal(sae)
+        nn.init.zeros_(sae.W_skip)
+        (units,) = from_saelens(sae).values()
+        assert torch.equal(units.run(inputs(D_MLP), dense), sae(inputs(D_MLP)))
+
+
+def test_a_norm_to_fold():
+    sae = make("standard", normalize_activations="expected_average_only_in")
+    expected = sae(3.0 * inputs(D_MODEL)) / 3.0
+    assert "fold_activation_norm_scaling_factor" in refusal(sae)
+    sae.fold_activation_norm_scaling_factor(3.0)
+    (units,) = from_saelens(sae).values()
+    torch.testing.assert_close(units.decode(units.encode(inputs(D_MODEL))), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_low_precision_is_cast_at_the_border_and_the_sae_stays_as_it_is():
+    sae = make("jumprelu", dtype="bfloat16")
+    (units,) = from_saelens(sae).values()
+    y = units.run(inputs(D_MLP), dense)
+    assert y.dtype == torch.float32 and sae.W_dec.dtype == torch.bfloat16
+    assert torch.equal(y, sae(dense(inputs(D_MLP))).float())
+
+
+def test_what_computes_something_else_is_refused():
+    noisy = make("standard")
+    noisy.use_error_term = True
+    assert "use_error_term" in refusal(noisy)
+
+    temporal_cfg = saes.TemporalSAEConfig(
+        d_in=D_MODEL,
+        d_sae=UNITS,
+        n_heads=2,
+        bottleneck_factor=2,
+        metadata=SAEMetadata(hook_name="blocks.1.hook_mlp_out"),
+    )
+    assert "own forward is not decode(encode(x))" in refusal(shaken(saes.TemporalSAE(temporal_cfg)))
+
+    training = saes.BatchTopKTrainingSAE(
+        saes.BatchTopKTrainingSAEConfig(
+            d_in=D_MODEL, d_sae=UNITS, k=4, metadata=SAEMetadata(hook_name="blocks.1.hook_mlp_out")
+        )
+    )
+    assert "training SAE" in refusal(training)
+
+    hooked = make("standard")
+    hooked.add_hook("hook_sae_output", lambda y, hook: 2.0 * y)
+    assert "reset_hooks" in refusal(hooked)
+
+
+def test_the_batch_top_k_is_caught_by_its_behaviour_too():
+    # Were it not called a training SAE, the trial would still see that its units look at the other positions.
+    from swd_lens.inject import sources
+
+    training = shaken(saes.BatchTopKTrainingSAE(saes.BatchTopKTrainingSAEConfig(d_in=D_MODEL, d_sae=UNITS, k=4)))
+    units = CoderUnits(training, 0, D_MODEL, UNITS, reads="output", name="BatchTopK")
+    try:
+        sources._prove(training, units)
+    except UnitSourceError as error:
+        assert "change with the other positions" in str(error)
+    else:
+        raise AssertionError("was not refused")
+
+
+def test_attached_they_give_the_logits_of_sae_lens_own_host():
+    from sae_lens import HookedSAETransformer
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    import swd_lens as swd
+
+    cfg = HookedTransformerConfig(
+        n_layers=2,
+        d_model=D_MODEL,
+        n_ctx=8,
+        d_head=3,
+        n_heads=2,
+        d_mlp=D_MLP,
+        d_vocab=11,
+        act_fn="gelu",
+        normalization_type="LNPre",
+        seed=1,
+    )
+    theirs, ours = HookedSAETransformer(cfg), HookedTransformer(cfg)
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.arange(8)[None]
+    sources = {
+        "blocks.1.hook_mlp_out_unit": [make("jumprelu", normalize_activations="layer_norm"), transcoder()],
+        "blocks.1.hook_attn_o_unit": [
+            make("topk", meta={"hook_name": "blocks.1.hook_attn_out"}),
+            make("standard", meta={"hook_name": "blocks.1.attn.hook_z"}, reshape_activations="hook_z"),
+        ],
+        "blocks.1.hook_mlp_in_unit": [make("standard", width=D_MLP, meta={"hook_name": "blocks.1.mlp.hook_pre"})],
+        "blocks.1.hook_mlp_unit": [
+            transcoder(read="ln2.hook_normalized", d_in=D_MODEL),
+            transcoder("JumpReLUTranscoder", read="mlp.hook_in", d_in=D_MODEL),
+        ],
+    }
+    sources["blocks.1.hook_mlp_out_unit"].append(make("gated", D_MLP, {"hook_name": "blocks.1.mlp.hook_post"}))
+    with torch.no_grad():
+        plain = theirs(tokens)
+        for hook, saes_there in sources.items():
+            for sae in saes_there:
+                expected = theirs.run_with_saes(tokens, saes=[sae])
+                sae.turn_off_forward_pass_hook_z_reshaping()
+                with swd.attach(ours, sae):
+                    logits, cache = ours.run_with_cache(tokens)
+                torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+                assert cache[hook].shape == (1, 8, UNITS)
+                assert (expected - plain).abs().max() > 0.1
+                assert torch.equal(ours(tokens), plain)
+
+
+def test_it_says_where_it_is_not_at_home():
+    assert "residual stream" in refusal(make("standard", meta={"hook_name": "blocks.1.hook_resid_pre"}))
+    assert "does not say where it stands" in refusal(make("standard", meta={"hook_name": None}))
+    assert "before ln2" in refusal(transcoder(read="hook_mlp_in", d_in=D_MODEL))
+
+
+def test_version():
+    assert int(sae_lens.__version__.split(".")[0]) == 6, f"checked against 6.54.12, this is {sae_lens.__version__}"

@@ -1,0 +1,149 @@
+"""Weight processing: factors know under which they were made, are refused under another, and can be moved there exactly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.factors import Factors, FactorSet
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.inject import AttachError
+from tests import families
+from tests.micro import toy_model
+
+TOKENS = families.some_tokens(2, 9)
+PROCESSINGS = {
+    "fold_ln": {"fold_ln": True, "center_writing_weights": False, "fold_value_biases": False},
+    "value biases": {"fold_ln": False, "center_writing_weights": False, "fold_value_biases": True},
+    "everything": {"fold_ln": True, "center_writing_weights": True, "fold_value_biases": True},
+}
+
+
+def processed(family, **flags):
+    model = families.hooked(family)
+    model.load_and_process_state_dict(model.state_dict(), **flags, center_unembed=flags["center_writing_weights"])
+    return model
+
+
+def seen(model, factors):
+    """Log-probabilities and every z."""
+    with torch.no_grad(), swd.attach(model, factors):
+        logits, cache = model.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("_unit"))
+    return logits.log_softmax(-1), cache
+
+
+def assert_same(one, other):
+    (a, z_a), (b, z_b) = one, other
+    assert float((a - b).abs().max() / a.abs().max()) < 1e-5
+    for name in z_a:
+        assert float((z_a[name] - z_b[name]).abs().max() / z_a[name].abs().max()) < 1e-5, name
+
+
+@pytest.fixture(scope="module", params=families.HOOKED)
+def raw(request):
+    """A host as it was trained, and inexact factors of all of its matrices."""
+    model = families.hooked(request.param)
+    factors = swd.factorize(model, "all", sparsity=0.4, tokens=TOKENS, outer_iterations=3, progress=False)
+    return request.param, model, factors
+
+
+@pytest.mark.parametrize("flags", PROCESSINGS.values(), ids=PROCESSINGS)
+def test_transport_gives_the_same_logits_and_the_same_z_there_and_back(raw, flags):
+    family, model, factors = raw
+    host = processed(family, **flags)
+    moved = factors.transport(host)
+    assert_same(seen(model, factors), seen(host, moved))
+    for site, f in factors.items():
+        assert torch.equal(moved[site].read != 0, f.read != 0) and torch.equal(moved[site].write, f.write)
+        assert moved[site].provenance["processing"] == host_of(host).processing()
+    back = moved.transport(model)
+    assert_same(seen(model, factors), seen(model, back))
+
+
+def test_factors_of_a_processed_host_move_to_the_raw_one(raw):
+    family, model, _ = raw
+    host = processed(family, **PROCESSINGS["everything"])
+    factors = swd.factorize(host, "all", sparsity=0.4, outer_iterations=3, progress=False)
+    assert_same(seen(host, factors), seen(model, factors.transport(model)))
+
+
+def test_without_transport_it_would_be_silently_wrong_and_is_refused(raw):
+    family, model, factors = raw
+    host = processed(family, **PROCESSINGS["everything"])
+    with pytest.raises(
+        AttachError, match=r"made with fold_ln=False.*this host has fold_ln=True.*factors\.transport\(model\)"
+    ):
+        swd.attach(host, factors)
+    blind = FactorSet({site: Factors(f.read, f.write) for site, f in factors.items()})
+    (wrong, _), (right, _) = seen(host, blind), seen(model, factors)
+    assert float((wrong - right).abs().max()) > 0.1
+    # One by one, too: only a site that reads and writes as before may go in as it is.
+    unchanged = []
+    for site, f in factors.items():
+        try:
+            swd.attach(host, {site: f}).detach()
+            unchanged.append(site)
+        except AttachError:
+            pass
+    same = [s.name for s in find_sites(model) if torch.equal(host_of(model).weight(s), host_of(host).weight(s))]
+    assert set(unchanged) <= set(same)
+
+
+def test_files_carry_what_transport_needs(raw, tmp_path):
+    family, model, factors = raw
+    host = processed(family, **PROCESSINGS["everything"])
+    factors.save(tmp_path)
+    loaded = swd.FactorSet.load(tmp_path).transport(host)
+    assert_same(seen(model, factors), seen(host, loaded))
+    loaded.save(tmp_path / "moved")
+    assert_same(seen(model, factors), seen(host, swd.FactorSet.load(tmp_path / "moved")))
+
+
+def test_one_matrix_moves_too(raw):
+    family, model, factors = raw
+    host = processed(family, **PROCESSINGS["everything"])
+    f = factors["blocks.0.mlp_in"]
+    moved = f.transport(host)
+    assert_same(seen(model, {"blocks.0.mlp_in": f}), seen(host, {"blocks.0.mlp_in": moved}))
+
+
+def test_what_does_not_lead_to_the_host_is_refused(raw):
+    family, _, factors = raw
+    host = processed(family, **PROCESSINGS["everything"])
+    with torch.no_grad():
+        host.blocks[1].mlp.W_in.add_(0.01 * torch.randn(host.blocks[1].mlp.W_in.shape))
+    with pytest.raises(AttachError, match=r"blocks\.1\.mlp_in do not lead to this host's W: a sketch .* differs by"):
+        factors.transport(host)
+    nameless = {site: replace(f, origin=None) for site, f in factors.items()}
+    with pytest.raises(AttachError, match="cannot be transported: they carry no origin"):
+        FactorSet(nameless).transport(host)
+
+
+def test_a_normalization_weight_of_zero_leads_one_way_only():
+    model = toy_model()
+    with torch.no_grad():
+        model.blocks[0].ln2.w[3] = 0.0
+    folded = toy_model()
+    folded.load_state_dict(model.state_dict())
+    folded.load_and_process_state_dict(folded.state_dict(), **PROCESSINGS["everything"])
+    there = swd.factorize(model, "blocks.0.mlp_in", sparsity=0.4, outer_iterations=3, progress=False).transport(folded)
+    assert there["blocks.0.mlp_in"].probe is None  # what stood behind the 0 is unknown
+    with pytest.raises(AttachError, match="has a weight of exactly 0, so nothing leads back"):
+        there.transport(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_host_in_half_precision_takes_the_factors_of_its_float32_checkpoint(dtype):
+    model = families.hooked("gpt2")
+    factors = swd.factorize(model, "mlp_out", sparsity=0.4, outer_iterations=3, progress=False)
+    dense = model(TOKENS)
+    model.to(dtype)
+    with torch.no_grad(), swd.attach(model, factors):
+        attached = model(TOKENS)
+        assert attached.dtype == dtype
+    assert attached.isfinite().all() and not torch.equal(attached.float(), dense)
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out.mul_(1.5)
+    with pytest.raises(AttachError, match=rf"made in float32, this host is {str(dtype)[6:]}, and its W is not theirs"):
+        swd.attach(model, factors)
