@@ -30,6 +30,7 @@ from swd_lens.old_formats import upgraded
 
 FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
 INDEX = "factors.json"
+_AGAIN = "copy the folder again, or factorize again"
 _ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
 
 
@@ -62,7 +63,10 @@ def write_pair(
         values = flat[index]
         if not bool(values.isfinite().all()):
             row, column = divmod(int(index[~values.isfinite()][0]), matrix.shape[1])
-            raise FactorFileError(f"{site}: {part}[{row}, {column}] is {matrix[row, column].item()}; nothing was saved")
+            raise FactorFileError(
+                f"{site}: {part}[{row}, {column}] is {matrix[row, column].item()}; nothing was saved. Factorize this "
+                "site again, or leave it out"
+            )
         tensors[f"{part}.index"] = index.to("cpu", torch.int32 if flat.numel() < 2**31 else torch.int64)
         tensors[f"{part}.value"] = values.cpu()
     unnamed = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', site)}.safetensors"
@@ -147,7 +151,7 @@ def _parse(folder: Path) -> dict[str, Any]:
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not UTF-8
-        raise FactorFileError(f"{path} is damaged: {error}") from error
+        raise FactorFileError(f"{path} is damaged: {error}; {_AGAIN}") from error
     version = described.get("format") if isinstance(described, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
         newer = isinstance(version, int) and version > FORMAT_VERSION
@@ -158,7 +162,7 @@ def _parse(folder: Path) -> dict[str, Any]:
     described = upgraded(described)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
-            raise FactorFileError(f"{path} is damaged: it has no {key!r}")
+            raise FactorFileError(f"{path} is damaged: it has no {key!r}; {_AGAIN}")
     for site, entry in described["sites"].items():
         _check_entry(path, site, entry)
     return described
@@ -168,9 +172,11 @@ def _check_entry(path: Path, site: str, entry: Any) -> None:
     for key, kind in _ENTRY.items():
         value = entry.get(key) if isinstance(entry, dict) else None
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            raise FactorFileError(f"{path} is damaged: {key!r} of {site} is {value!r}")
+            raise FactorFileError(f"{path} is damaged: {key!r} of {site} is {value!r}; {_AGAIN}")
     if Path(entry["file"]).name != entry["file"]:
-        raise FactorFileError(f"{path} is damaged: the file of {site}, {entry['file']!r}, is not in this folder")
+        raise FactorFileError(
+            f"{path} is damaged: the file of {site}, {entry['file']!r}, is not in this folder; {_AGAIN}"
+        )
 
 
 class StoredPair:

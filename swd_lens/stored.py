@@ -39,7 +39,9 @@ def write_site(
     try:
         from_tensors(extras, read.shape[0], read.shape[1], write.shape[1])
     except ValueError as error:
-        raise FactorFileError(f"{site}: {error}; nothing was saved") from error
+        raise FactorFileError(
+            f"{site}: {error}; nothing was saved. Factorize it again, or give origin, offsets or probe that fit"
+        ) from error
     if difference := _difference(probe, read, offsets):
         raise FactorFileError(
             f"{site}: read or offsets were changed after the probe was made ({difference}); nothing was saved. Make a new "

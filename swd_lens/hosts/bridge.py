@@ -242,7 +242,8 @@ class BridgeHost:
         unembed, norm = self.model._modules.get("unembed"), self.model._modules.get("ln_final")
         if unembed is None or not self._generates():
             raise UnsupportedHostError(
-                f"{type(self.model.adapter).__name__}: this model does not read next-token logits off its last block"
+                f"{type(self.model.adapter).__name__}: this model does not read next-token logits off its last block, so a write "
+                "vector has no direct effect on them; take a decoder-only model"
             )
         scale = scale_of(norm) if isinstance(norm, NormalizationBridge) else None
         return scale, unembed.W_U.detach().float()

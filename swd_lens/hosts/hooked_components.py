@@ -80,49 +80,43 @@ class _LeaveAtZ(Exception):
     """
 
 
-class FactoredAttention(Attention):
-    """attn_o, and attn_qkv or some of attn_q, attn_k, attn_v, computed by mounted projections."""
+def _with_units(plain: Any, name: str) -> type:
+    """A subclass of an attention class: attn_o, and attn_qkv or some of attn_q, attn_k, attn_v, by mounted projections."""
 
-    unit_projections: nn.ModuleDict
+    class Factored(plain):
+        unit_projections: nn.ModuleDict
 
-    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
-        return _attend(self, super().forward, args, kwargs)
+        def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
+            return _attend(self, super().forward, args, kwargs)
 
-    def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
-        return _leave(self, super().calculate_z_scores(v, pattern))
+        def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
+            return _leave(self, super().calculate_z_scores(v, pattern))
 
-    def calculate_qkv_matrices(
-        self, query_input: Tensor, key_input: Tensor, value_input: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _reads_factored(self):
-            return super().calculate_qkv_matrices(query_input, key_input, value_input)
-        return _qkv(self, query_input, key_input, value_input)
+        def calculate_qkv_matrices(
+            self, query_input: Tensor, key_input: Tensor, value_input: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            if not _reads_factored(self):
+                return super().calculate_qkv_matrices(query_input, key_input, value_input)
+            return _qkv(self, query_input, key_input, value_input)
+
+    Factored.__name__ = Factored.__qualname__ = (
+        name  # as a class at module level: it can be pickled and is named in prints
+    )
+    return Factored
 
 
-class FactoredGroupedQueryAttention(GroupedQueryAttention):
-    """The same with fewer key and value heads than query heads."""
-
-    unit_projections: nn.ModuleDict
-
-    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
-        return _attend(self, super().forward, args, kwargs)
-
-    def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
-        return _leave(self, super().calculate_z_scores(v, pattern))
-
-    def calculate_qkv_matrices(
-        self, query_input: Tensor, key_input: Tensor, value_input: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _reads_factored(self):
-            return super().calculate_qkv_matrices(query_input, key_input, value_input)
-        return _qkv(self, query_input, key_input, value_input)
+FactoredAttention = _with_units(Attention, "FactoredAttention")
+FactoredGroupedQueryAttention = _with_units(GroupedQueryAttention, "FactoredGroupedQueryAttention")
 
 
 def _attend(attn: Any, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     if "attn_o" not in attn.unit_projections:
         return forward(*args, **kwargs)
     if attn.cfg.use_attn_result:
-        raise RuntimeError("use_attn_result was switched on while attn_o is attached; detach first, or switch it off")
+        raise RuntimeError(
+            "cfg.use_attn_result was switched on while attn_o is attached; detach first, or switch it off: "
+            "model.set_use_attn_result(False)"
+        )
     try:
         forward(*args, **kwargs)
     except _LeaveAtZ as left:
@@ -146,9 +140,10 @@ def _reads_factored(attn: Any) -> bool:
 def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (batch, pos, head, d_head), hooked and normalized as upstream does."""
     if inputs[0].ndim != 3:
+        flag = "use_attn_in" if attn.cfg.use_attn_in else "use_split_qkv_input"
         raise RuntimeError(
-            "use_split_qkv_input or use_attn_in was switched on while units read the attention's input; detach first, or "
-            "switch it off"
+            f"cfg.{flag} was switched on while units read the attention's input; detach first, or switch it off: "
+            f"model.set_{flag}(False)"
         )
     q, k, v = _packed(attn, inputs[0]) if "attn_qkv" in attn.unit_projections else _apart(attn, inputs)
     if isinstance(attn, GroupedQueryAttention) and attn.cfg.ungroup_grouped_query_attention:

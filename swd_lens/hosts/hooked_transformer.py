@@ -305,13 +305,17 @@ def _refuse_unsupported(model: Any) -> None:
         )
     if getattr(cfg, "positional_embedding_type", "") == "shortformer":
         raise UnsupportedHostError(
-            "shortformer positions feed Q and K another input than V, so attn_qkv has no single input"
+            "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no single "
+            "input. Take a model with other positions"
         )
     for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
         found = type(getattr(model.blocks[0], where))
         if found not in PLAIN_TO_FACTORED and found not in FACTORED_TO_PLAIN:
             known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
-            raise UnsupportedHostError(f"blocks.0.{where} is a {found.__name__}; swd_lens injects into {known}")
+            raise UnsupportedHostError(
+                f"blocks.0.{where} is a {found.__name__}; swd_lens injects into {known}. A TransformerBridge leaves such parts "
+                'out: load_host(name, kind="bridge")'
+            )
 
 
 def _refuse_settings(cfg: Any, site: Site) -> None:

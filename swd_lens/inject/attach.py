@@ -136,8 +136,9 @@ def attach(model: Any, factors: Any) -> Attachment:
     sites = sites_of(host, given)
     attachment = Attachment(host, {site.name: as_units(_of(given, site), site) for site in sites})
     attachment.sites = sites
+    everywhere = {site.name: site for site in (*host.sites(), *host.alternatives())}
     for site in sites:
-        _check(host, site, attachment.factors[site.name])
+        _check(host, everywhere, site, attachment.factors[site.name])
     try:
         attachment._attach()
         check_probe(host, factors, sites)
@@ -174,14 +175,13 @@ def _of(given: Mapping[str, Any], site: Site) -> Any:
     )
 
 
-def _check(host: Host, site: Site, f: Units) -> None:
+def _check(host: Host, everywhere: Mapping[str, Site], site: Site, f: Units) -> None:
     for name in (site.name, *overlapping(site.name)):
-        for other in (*host.sites(), *host.alternatives()):
-            if other.name == name and host.is_swapped(other):
-                shared = "" if name == site.name else f", which shares weights with {site.name},"
-                raise AttachError(
-                    f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time)"
-                )
+        if name in everywhere and host.is_swapped(everywhere[name]):
+            shared = "" if name == site.name else f", which shares weights with {site.name},"
+            raise AttachError(
+                f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time)"
+            )
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
         raise AttachError(
             f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): "

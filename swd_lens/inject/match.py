@@ -43,8 +43,8 @@ def dtype_of(host: Host) -> str:
 
 def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
     """Whether provenance describes the host's present W at a site, and what enters it; True where provenance says nothing."""
-    made, now = made_from.get("processing", {}), host.processing()
-    if site.kind == "attn_o" and made.get("fold_value_biases") not in (None, now["fold_value_biases"]):
+    folded = made_from.get("processing", {}).get("fold_value_biases")
+    if site.kind == "attn_o" and folded is not None and folded != host.processing()["fold_value_biases"]:
         return False  # the same W_O, but its input holds the value biases on one host and not on the other
     sha = made_from.get("weight_sha256")
     if sha is None or site.kind == "mlp":
@@ -66,6 +66,8 @@ def check_weights(host: Host, site: Site, f: Units) -> None:
 
 def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
     """What a SAELens object asks of its host beyond the hook's name (sources.py)."""
+    if not any(key.startswith("needs_") for key in provenance):
+        return
     cfg, folded = host.model.cfg, host.processing()["fold_ln"]
     if provenance.get("needs_folded_ln", folded) != folded:
         needed = provenance["needs_folded_ln"]
@@ -92,7 +94,8 @@ def _difference(host: Host, site: Site, f: Units) -> str:
     if changed:
         was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (made, now))
         return (
-            f"{start}: they were made with {was}, this host has {has}. Move them exactly with factors.transport(model), or "
+            f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host has "
+            f"{has}. Move them exactly with factors.transport(model), or "
             "load the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge without "
             "enable_compatibility_mode, is no processing)"
         )

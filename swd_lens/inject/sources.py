@@ -273,7 +273,9 @@ def _from_read_write(source: Any, site: Site) -> Factors:
     if (read.shape[0], write.shape[1]) != (site.d_in, site.d_out):
         raise UnitSourceError(f"{shapes} do not fit {site.name}, which is ({site.d_in}, {site.d_out})")
     if not (torch.isfinite(read).all() and torch.isfinite(write).all()):
-        raise UnitSourceError(f"{shapes} for {site.name} hold values that are not finite")
+        raise UnitSourceError(
+            f"{shapes} for {site.name} hold values that are not finite; mend or leave out their units"
+        )
     provenance = {**getattr(source, "provenance", {}), "site": site.name}
     return Factors(read, write, dict(getattr(source, "settings", {})), provenance)
 
@@ -511,7 +513,7 @@ def _prove(sae: Any, units: CoderUnits) -> None:
     if z.shape[-1] != units.n_units or y.shape[-1] != units.d_write:
         raise UnitSourceError(
             f"{units.name} gave z {tuple(z.shape)} and y {tuple(y.shape)}; its cfg says {units.n_units} units "
-            f"and d_out={units.d_write}"
+            f"and d_out={units.d_write}: it was changed after it was loaded; load it again"
         )
     if _differ(y, forward):
         raise UnitSourceError(

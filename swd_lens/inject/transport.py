@@ -63,7 +63,12 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
     if origin is None or here is None:
         raise AttachError(
             f"{site.name}: these factors cannot be transported: "
-            + ("they carry no origin (made by solve, or saved by an older version)" if origin is None else "")
+            + (
+                "they carry no origin (made by solve, by an older version, or where nothing folds)"
+                if origin is None
+                else ""
+            )
+            + (" and " if origin is None and here is None else "")
             + ("this host has no foldable normalization in front of it" if here is None else "")
             + "; factorize this host"
         )

@@ -2,7 +2,8 @@
 
     GOMP_SPINCOUNT=1000 taskset -c 2,3 python -m tests.benchmarks.attach --threads 2
 
-1. The host: 12 layers, d_model 768, d_mlp 3072, 50,257 tokens. Factors: random, with the densities that the default solver
+1. The host (`--host hooked` or `bridge`): 12 layers, d_model 768, d_mlp 3072, 50,257 tokens. Factors: random, with the
+   densities that the default solver
    plans at each sparsity. Values do not change the time of a product, zeros do (where the sparse kernel is chosen).
 2. Dense and attached forwards (all logits) in turns, `--repeats` times each. A ratio is attached over dense of the same
    turn; the median counts, the quartiles show the spread. Bars: 1.25 for all 48 matrices, 1.03 for one mlp_out.
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="turns; the one-matrix rows take three times as many")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5, 0.75])
     parser.add_argument("--units", choices=("1x", "2x"), default="1x", help="times the shorter side of each matrix")
+    parser.add_argument("--host", choices=("hooked", "bridge"), default="hooked")
     parser.add_argument("--split", action="store_true", help="also the dense forward's time by operation")
     parser.add_argument("--kernels", action="store_true", help="only the kernels' break-even table")
     args = parser.parse_args()
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def _forwards(args: argparse.Namespace) -> None:
-    model = _gpt2_small()
+    model = _gpt2_small() if args.host == "hooked" else _gpt2_small_bridge()
     if args.split:
         _split(model)
     print("| sparsity | matrices | tokens | dense ms | attached / dense | quartiles | memory / factors' dense size |")
@@ -87,6 +89,15 @@ def _gpt2_small() -> Any:
             seed=0,
         )
     ).eval()
+
+
+def _gpt2_small_bridge() -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = swd.load_default_model().tokenizer  # a bridge wants one; ids are all that is used here
+    host = GPT2LMHeadModel(GPT2Config(attn_implementation="eager")).eval()
+    return TransformerBridge.boot_transformers("gpt2", hf_model=host, tokenizer=tokenizer, device="cpu").eval()
 
 
 def _random_factors(model: Any, sparsity: float, times: int) -> dict[str, swd.Factors]:
