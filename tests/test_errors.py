@@ -30,7 +30,9 @@ from swd_lens import baselines
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.files import sha256
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject.sources import CoderUnits, as_units, from_saelens
+from swd_lens.inject.coder import CoderUnits
+from swd_lens.inject.saelens import from_saelens
+from swd_lens.inject.sources import as_units
 from swd_lens.passport import Offsets, Origin, Probe
 from swd_lens.sites import Site, parse_unit
 from tests import families
@@ -340,6 +342,13 @@ def attached_weight_read(*_):
     model = families.bridge("gpt2")
     swd.attach(model, identity(model, SITE))
     _ = model.blocks[0].mlp.out.original_component.weight
+
+
+@trigger
+def stacked_weights_read(*_):
+    model = families.bridge("gpt2")
+    swd.attach(model, identity(model, SITE))
+    _ = model.W_out
 
 
 @trigger

@@ -32,7 +32,7 @@ from swd_lens.hosts.bridge_leaves import (
     whole_mlp,
 )
 from swd_lens.hosts.bridge_norms import affine_of, has_value_bias, is_folded, scale_of
-from swd_lens.hosts.guard import guard_methods
+from swd_lens.hosts.guard import Shadow, refusals, shadow_methods
 from swd_lens.sites import PACKED, Site, execution_key, overlapping
 
 _PARTS = PACKED["attn_qkv"]
@@ -131,7 +131,9 @@ class BridgeHost:
         }
 
     def guard(self, reason: str, register: Register) -> None:
-        guard_methods(self.model, _REWRITES_WEIGHTS, reason, register)
+        # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
+        stacks = {"_stack_block_params": lambda: _StackedWeights(self.model)}
+        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks, register)
 
     # ------------------------------------------------------------------ reading
 
@@ -294,6 +296,26 @@ class BridgeHost:
 
 
 # ---------------------------------------------------------------------------------------------- helpers
+
+
+class _StackedWeights(Shadow):
+    """Stacks a parameter over the layers, unless one of its matrices is attached: upstream would leave that layer out."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def __call__(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        component, _, parameter = attr_path.partition(".")
+        kind = f"{component}_{parameter.removeprefix('W_').lower()}"
+        for block in self.model.blocks:
+            leaf = leaves_of_block(block)[0].get(kind) if parameter.startswith("W_") else None
+            if leaf is not None and mounted_site(leaf) is not None:
+                raise RuntimeError(
+                    f"model.{parameter} was read while {mounted_site(leaf)} is attached: its dense weight is not in use, and "
+                    "the stack would lack that layer. Detach first"
+                )
+        return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
 
 
 def _gatherer(

@@ -24,7 +24,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from swd_lens.hosts import Affine, Register, UnsupportedHostError, is_centered
-from swd_lens.hosts.guard import guard_methods
+from swd_lens.hosts.guard import refusals, shadow_methods
 from swd_lens.hosts.hooked_components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
 from swd_lens.sites import PACKED, Site
 
@@ -237,7 +237,7 @@ class HookedTransformerHost:
         return site.kind in getattr(self._module(site), "unit_projections", ())
 
     def guard(self, reason: str, register: Register) -> None:
-        guard_methods(self.model, _REWRITES, reason, register)
+        shadow_methods(self.model, refusals(_REWRITES, reason), register)
 
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
         _refuse_settings(self.model.cfg, site)

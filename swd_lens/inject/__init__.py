@@ -1,9 +1,11 @@
 """Injection: units become hooked modules inside a host, and leave again without a trace."""
 
 from swd_lens.inject.attach import Attachment, attach, by_site
+from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
 from swd_lens.inject.match import AttachError, described
 from swd_lens.inject.probe import add_probe, probe_tokens
-from swd_lens.inject.sources import CoderUnits, Units, UnitSourceError, as_units, from_saelens
+from swd_lens.inject.saelens import from_saelens
+from swd_lens.inject.sources import as_units
 from swd_lens.inject.transport import origin_of, transport_set
 from swd_lens.inject.units import Projection, UnitProjection
 from swd_lens.inject.watch import SiteDidNotRunWarning

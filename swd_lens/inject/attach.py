@@ -14,9 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from swd_lens.hosts import Host, Undo, host_of, sites_of
+from swd_lens.inject.coder import Units
 from swd_lens.inject.match import AttachError, check_weights
 from swd_lens.inject.probe import check_probe
-from swd_lens.inject.sources import Units, as_units, from_saelens, is_saelens
+from swd_lens.inject.saelens import from_saelens, is_saelens
+from swd_lens.inject.sources import as_units
 from swd_lens.inject.units import Projection, projection_of
 from swd_lens.inject.watch import watch_block
 from swd_lens.sites import Site, overlapping, select_sites

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swd_lens.factors import Factors, fingerprint
 from swd_lens.hosts import Host
-from swd_lens.inject.sources import Units
+from swd_lens.inject.coder import Units
 from swd_lens.sites import Site
 
 # Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
@@ -65,7 +65,7 @@ def check_weights(host: Host, site: Site, f: Units) -> None:
 
 
 def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
-    """What a SAELens object asks of its host beyond the hook's name (sources.py)."""
+    """What a SAELens object asks of its host beyond the hook's name (saelens.py)."""
     if not any(key.startswith("needs_") for key in provenance):
         return
     cfg, folded = host.model.cfg, host.processing()["fold_ln"]

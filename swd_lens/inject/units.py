@@ -1,7 +1,7 @@
 """The modules that stand in a host's dense product: they compute z, show it to its hook point, and write the output.
 
 1. `UnitProjection` holds factors: z = h @ read, y = z @ write + bias.
-2. `CoderProjection` holds an encode/decode pair (sources.py).
+2. `CoderProjection` holds an encode/decode pair (coder.py).
 3. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.factors import Factors
+from swd_lens.inject.coder import CoderUnits, Units
 from swd_lens.inject.kernels import FactorProduct
-from swd_lens.inject.sources import CoderUnits, Units
 
 
 class UnitHookPoint(HookPoint):

@@ -10,7 +10,9 @@ from sae_lens import saes
 from sae_lens.saes.sae import SAEMetadata
 from torch import nn
 
-from swd_lens.inject.sources import CoderUnits, Units, UnitSourceError, as_units, from_saelens
+from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
+from swd_lens.inject.saelens import from_saelens
+from swd_lens.inject.sources import as_units
 from swd_lens.sites import Site
 
 D_MODEL, D_MLP, UNITS = 6, 10, 16
@@ -178,12 +180,12 @@ def test_what_computes_something_else_is_refused():
 
 def test_the_batch_top_k_is_caught_by_its_behaviour_too():
     # Were it not called a training SAE, the trial would still see that its units look at the other positions.
-    from swd_lens.inject import sources
+    from swd_lens.inject import saelens
 
     training = shaken(saes.BatchTopKTrainingSAE(saes.BatchTopKTrainingSAEConfig(d_in=D_MODEL, d_sae=UNITS, k=4)))
     units = CoderUnits(training, 0, D_MODEL, UNITS, reads="output", name="BatchTopK")
     try:
-        sources._prove(training, units)
+        saelens._prove(training, units)
     except UnitSourceError as error:
         assert "change with the other positions" in str(error)
     else:

@@ -13,7 +13,9 @@ from torch import nn
 
 from swd_lens.baselines.exact import svd_factors
 from swd_lens.factors import Factors
-from swd_lens.inject.sources import CoderUnits, Units, UnitSourceError, as_units, from_saelens
+from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
+from swd_lens.inject.saelens import from_saelens
+from swd_lens.inject.sources import as_units
 from swd_lens.sites import Site
 
 SITE = Site(1, "mlp_out", 3, 2)
