@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 
 from swd_lens.hosts import Host, Undo, host_of
 from swd_lens.sites import Site
@@ -86,3 +87,28 @@ def host(request: pytest.FixtureRequest) -> Host:
 @pytest.fixture(params=families.CAUSAL)
 def causal(request: pytest.FixtureRequest) -> Host:
     return host_of(families.bridge(request.param))
+
+
+TOKENS = families.some_tokens(rows=3, pos=11)
+
+
+def fresh(name: str) -> Host:
+    return host_of(families.bridge(name))
+
+
+def close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal within rounding, relative to the scale of the numbers."""
+    return bool((left - right).abs().max() <= 1e-5 * right.abs().max())
+
+
+def snapshot(model: TransformerBridge) -> dict:
+    """Everything that an undo must restore."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {
+        "hooks": [(name, id(hook), hook.name) for name, hook in model.hook_dict.items()],
+        "registry": [(name, id(hook)) for name, hook in model._hook_registry.items()],
+        "blocks": [list(block._hook_registry) for block in model.blocks],
+        "modules": [(name, id(module), type(module), sorted(vars(module))) for name, module in modules.items()],
+        "parameters": [(name, id(p)) for name, p in model.named_parameters()],
+        "methods": sorted(vars(model)),
+    }

@@ -1,0 +1,158 @@
+"""Sites and weights that a bridge offers, per family."""
+
+import warnings
+
+import einops
+import pytest
+import torch
+from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.sites import Site
+from tests import families
+from tests.bridge.conftest import TOKENS, close, fresh, swap_dense
+
+APART = {"attn_q": (16, 16), "attn_k": (16, 8), "attn_v": (16, 8), "attn_o": (16, 16)}
+WIDE = {"attn_q": (16, 32), "attn_k": (16, 16), "attn_v": (16, 16), "attn_o": (32, 16)}
+FULL = dict.fromkeys(APART, (16, 16))
+QKV = dict.fromkeys(("attn_q", "attn_k", "attn_v"), (16, 16))
+WHOLE = {"mlp": (16, 16)}
+PACKED = {"attn_qkv": (16, 48), "attn_o": (16, 16)}
+GATED = {"mlp_gate": (16, 32), "mlp_in": (16, 32), "mlp_out": (32, 16)}
+PLAIN = {"mlp_in": (16, 32), "mlp_out": (32, 16)}
+LINEAR = {
+    **{"attn_qkv": (16, 64), "attn_gate": (16, 32), "attn_beta": (16, 4), "attn_decay": (16, 4), "attn_o": (32, 16)},
+    **GATED,
+}
+# family -> per layer: sites, then their alternatives
+TABLE: dict[str, list[tuple[dict, dict]]] = {
+    "gpt2": [({**PACKED, "mlp_in": (16, 64), "mlp_out": (64, 16)}, {**QKV, **WHOLE})] * 2,
+    "pythia": [({**PACKED, **PLAIN}, {**QKV, **WHOLE})] * 2,
+    "llama": [({**APART, **GATED}, {"attn_qkv": (16, 32), **WHOLE})] * 2,
+    "qwen2": [({**APART, **GATED}, {"attn_qkv": (16, 32), **WHOLE})] * 2,
+    "qwen3": [({**WIDE, **GATED}, {"attn_qkv": (16, 64), **WHOLE})] * 2,
+    "gemma2": [({**WIDE, **GATED}, {"attn_qkv": (16, 64), **WHOLE})] * 2,
+    # The last layer attends; its q_proj holds a gate beside the query and is twice as wide.
+    "qwen3_5": [(LINEAR, WHOLE)] * 3 + [({**WIDE, "attn_q": (16, 64), **GATED}, {"attn_qkv": (16, 96), **WHOLE})],
+    # The MLP is no module of its own.
+    "bert": [({**FULL, **PLAIN}, {"attn_qkv": (16, 48)})] * 2,
+}
+LLAMA_NAMES = {
+    **{f"attn_{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
+    **{"mlp_gate": "model.layers.{}.mlp.gate_proj", "mlp_in": "model.layers.{}.mlp.up_proj"},
+    "mlp_out": "model.layers.{}.mlp.down_proj",
+}
+HF_NAMES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        **{"attn_qkv": "transformer.h.{}.attn.c_attn", "attn_o": "transformer.h.{}.attn.c_proj"},
+        **{"mlp_in": "transformer.h.{}.mlp.c_fc", "mlp_out": "transformer.h.{}.mlp.c_proj"},
+    },
+    "pythia": {
+        **{"attn_qkv": "gpt_neox.layers.{}.attention.query_key_value", "attn_o": "gpt_neox.layers.{}.attention.dense"},
+        **{"mlp_in": "gpt_neox.layers.{}.mlp.dense_h_to_4h", "mlp_out": "gpt_neox.layers.{}.mlp.dense_4h_to_h"},
+    },
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2"), LLAMA_NAMES),
+    "qwen3_5": {
+        **{"linear.attn_qkv": "model.layers.{}.linear_attn.in_proj_qkv"},
+        **{"attn_gate": "model.layers.{}.linear_attn.in_proj_z", "attn_beta": "model.layers.{}.linear_attn.in_proj_b"},
+        **{
+            "attn_decay": "model.layers.{}.linear_attn.in_proj_a",
+            "linear.attn_o": "model.layers.{}.linear_attn.out_proj",
+        },
+        **LLAMA_NAMES,
+    },
+    "bert": {
+        **{f"attn_{x[0]}": f"bert.encoder.layer.{{}}.attention.self.{x}" for x in ("query", "key", "value")},
+        **{"attn_o": "bert.encoder.layer.{}.attention.output.dense"},
+        **{"mlp_in": "bert.encoder.layer.{}.intermediate.dense", "mlp_out": "bert.encoder.layer.{}.output.dense"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_sites_of_every_family(name: str):
+    host = fresh(name)
+    for got, which in ((host.sites(), 0), (host.alternatives(), 1)):
+        expected = [(i, kind, *shape) for i, layer in enumerate(TABLE[name]) for kind, shape in layer[which].items()]
+        assert [(s.layer, s.kind, s.d_in, s.d_out) for s in got] == expected
+
+
+def _reference_weight(name: str, model: nn.Module, site: Site, linear: bool) -> torch.Tensor:
+    names = HF_NAMES[name]
+    module = model.get_submodule(names[("linear." if linear else "") + site.kind].format(site.layer))
+    weight = module.weight if name == "gpt2" else module.weight.T
+    if name == "pythia" and site.kind == "attn_qkv":
+        # NeoX keeps each head's q, k and v together.
+        return einops.rearrange(weight, "d_in (head three d_head) -> d_in (three head d_head)", head=2, three=3)
+    return weight
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_weights_are_those_of_the_checkpoint(name: str):
+    host, model = fresh(name), families.reference(name)
+    for site in host.sites():
+        linear = name == "qwen3_5" and site.layer < 3 and site.kind in ("attn_qkv", "attn_o")
+        assert torch.equal(host.weight(site), _reference_weight(name, model, site, linear)), site
+
+
+def test_a_packed_weight_is_its_parts_side_by_side(host):
+    by_name = {site.name: site for site in host.sites() + host.alternatives()}
+    packed = [s for s in by_name.values() if s.kind == "attn_qkv" and f"blocks.{s.layer}.attn_q" in by_name]
+    assert packed
+    for site in packed:
+        parts = [by_name[f"blocks.{site.layer}.attn_{part}"] for part in "qkv"]
+        assert torch.equal(host.weight(site), torch.cat([host.weight(part) for part in parts], dim=1))
+
+
+def test_what_holds_matrices_but_is_no_site_is_named():
+    class Experts(GeneralizedComponent):
+        pass
+
+    model = families.bridge("llama")
+    experts = Experts("experts")
+    experts._modules["_original_component"] = nn.Linear(4, 4)
+    for block in model.blocks:
+        block._modules["mlp"] = experts
+    with pytest.warns(UserWarning, match=r"blocks\.0\.mlp: Experts"):
+        host = host_of(model)
+    assert {site.kind for site in host.sites()} == {"attn_q", "attn_k", "attn_v", "attn_o"}
+    for block in model.blocks:
+        block._modules["attn"] = experts
+    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn: Experts"):
+        host_of(model)
+
+
+def test_a_subclass_of_linear_is_no_site():
+    class ScaledLinear(nn.Linear):
+        pass
+
+    model = families.bridge("llama")
+    model.blocks[0].mlp.out._modules["_original_component"].__class__ = ScaledLinear
+    with pytest.warns(UserWarning, match=r"blocks\.0\.mlp\.mlp_out: ScaledLinear"):
+        names = [site.name for site in host_of(model).sites()]
+    assert "blocks.0.mlp_out" not in names and "blocks.1.mlp_out" in names
+
+
+def test_no_family_is_reported_as_incomplete(host):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        host_of(host.model)
+
+
+@pytest.mark.parametrize(
+    "more", [{"attn_only": True}, {"gated_mlp": True, "act_fn": "silu"}, {"normalization_type": None}]
+)
+def test_native_bridges(more):
+    config = {"n_layers": 2, "d_model": 16, "n_ctx": 32, "d_head": 8, "n_heads": 2, "d_mlp": 24, "act_fn": "gelu"}
+    model = TransformerBridge.boot_native({**config, "d_vocab": families.D_VOCAB, "seed": 0, **more}).eval()
+    host = host_of(model)
+    kinds = {site.kind for site in host.sites()}
+    assert ("mlp_in" in kinds) != ("attn_only" in more) and ("mlp_gate" in kinds) == ("gated_mlp" in more)
+    dense = host.run(TOKENS)
+    undo = swap_dense(host, host.sites())
+    assert close(host.run(TOKENS), dense)
+    assert host.freeze_prefix(TOKENS) is None and close(host.last_logits(TOKENS), dense[:, -1])
+    undo()
+    assert torch.equal(host.run(TOKENS), dense)

@@ -1,0 +1,247 @@
+"""Swapping on a bridge: units compute in place of the matrix, undoing leaves no trace, what would be wrong is refused."""
+
+import copy
+
+import pytest
+import torch
+
+from swd_lens.hosts import Undo, UnsupportedHostError, host_of
+from tests.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_units_of_the_dense_matrix_compute_the_dense_model_and_undoing_leaves_no_trace(host, packed):
+    model, sites = host.model, sites_with(host, packed)
+    with torch.no_grad():
+        dense = host.run(TOKENS)
+        before, state = snapshot(model), {k: v.clone() for k, v in model.state_dict().items()}
+        weights = {site: host.weight(site) for site in sites}
+        undo = swap_dense(host, sites)
+        assert all(host.is_swapped(site) for site in sites)
+        assert close(host.run(TOKENS), dense)
+        assert list(model.state_dict()) == list(state)
+        assert [id(p) for p in model.parameters()] == [i for _, i in before["parameters"]]
+        assert all(torch.equal(host.weight(site), weights[site]) for site in sites)
+        undo()
+        undo()
+        assert not any(host.is_swapped(site) for site in sites)
+        assert snapshot(model) == before
+        assert torch.equal(host.run(TOKENS), dense)
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_every_unit_hook_sees_and_changes_what_the_site_computes(host):
+    """Zeroing z leaves the site with its bias; every site of every family takes part in the forward."""
+    h, y = {}, {}
+    for site in host.sites() + host.alternatives():
+        undo = swap_dense(host, [site])
+        with torch.no_grad(), host.inputs([site], h.__setitem__), host.outputs([site], y.__setitem__):
+            _, cache = host.model.run_with_cache(TOKENS, names_filter=[site.hook_name])
+            expected = y[site] if site.kind == "mlp" else h[site] @ host.weight(site)
+            assert torch.allclose(cache[site.hook_name], expected)
+            host.model.run_with_hooks(TOKENS, fwd_hooks=[(site.hook_name, lambda z, hook: z * 0)])
+        bias = y[site][0, 0]
+        assert torch.equal(y[site], bias.expand_as(y[site])), site
+        undo()
+
+
+def test_a_site_is_swapped_once(host):
+    site = host.sites()[0]
+    undo = swap_dense(host, [site])
+    with pytest.raises(RuntimeError, match=f"{site.name} is attached already"):
+        swap_dense(host, [site])
+    undo()
+    swap_dense(host, [site])()
+
+
+@pytest.mark.parametrize(("part", "whole"), [("attn_k", "attn_qkv"), ("mlp_gate", "mlp")])
+def test_overlapping_sites_are_not_swapped_together(part, whole):
+    host = fresh("llama")
+    sites = {site.kind: site for site in host.sites() + host.alternatives() if site.layer == 1}
+    for first, second in ((part, whole), (whole, part)):
+        undo = swap_dense(host, [sites[first]])
+        before = snapshot(host.model)
+        with pytest.raises(RuntimeError, match=rf"blocks\.1\.{first} is attached already"):
+            swap_dense(host, [sites[second]])
+        assert snapshot(host.model) == before and not host.is_swapped(sites[second])
+        undo()
+
+
+def test_a_whole_mlp_is_swapped_as_one(host):
+    """Nothing else changes, and a unit of it that is added to adds to what the block writes."""
+    sites = [site for site in host.alternatives() if site.kind == "mlp"]
+    assert bool(sites) == (type(host.model.adapter).__name__ != "BertArchitectureAdapter")
+    if not sites:
+        return
+    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.mlp is a whole MLP.*mlp_in"):
+        host.weight(sites[0])
+    with torch.no_grad():
+        dense, before = host.run(TOKENS), snapshot(host.model)
+        undo = swap_dense(host, sites)
+        assert torch.equal(host.run(TOKENS), dense)
+        seen = {}
+        hooks = [(site.hook_name, lambda y, hook: y + 1) for site in sites]
+        hooks += [("blocks.0.mlp.hook_out", lambda y, hook: seen.update(changed=y))]
+        plain = host.model.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.0.mlp.hook_out", lambda y, hook: seen.update(y=y))]
+        )
+        assert torch.equal(plain, dense)
+        host.model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+        assert close(seen["changed"], seen["y"] + 1)
+        undo()
+        assert snapshot(host.model) == before
+
+
+def test_undoing_an_older_swap_spares_the_newer_one():
+    host = fresh("gpt2")
+    site = host.sites()[0]
+    old = swap_dense(host, [site])
+    old()
+    new = swap_dense(host, [site])
+    old()
+    assert host.is_swapped(site) and site.hook_name in host.model.hook_dict
+    new()
+
+
+def test_a_swap_that_fails_half_way_leaves_no_trace(host, monkeypatch):
+    import swd_lens.hosts.bridge as bridge
+
+    def fail(leaves, projection, name):
+        original(leaves[:1], projection, name)
+        raise KeyboardInterrupt
+
+    original = bridge.mount
+    before = snapshot(host.model)
+    monkeypatch.setattr(bridge, "mount", fail)
+    for site in host.sites() + host.alternatives():
+        with pytest.raises(KeyboardInterrupt):
+            swap_dense(host, [site])
+        assert snapshot(host.model) == before
+
+
+def test_projections_may_ask_for_the_dense_output(host):
+    dense = host.run(TOKENS)
+    sites, undos, seen = host.sites(), [], {}
+    for site in sites:
+        swap_in(host, site, DenseUnits, undos)
+    with host.outputs(sites, lambda site, y: seen.update({site.hook_name: y})):
+        y, cache = host.model.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("_unit"))
+    assert torch.equal(y, dense)
+    assert all(torch.equal(cache[site.hook_name], seen[site.hook_name]) for site in sites)
+    for undo in undos:
+        undo()
+
+
+def test_the_bias_is_read_when_the_model_runs():
+    host = fresh("gpt2")
+    site = next(site for site in host.sites() if site.name == "blocks.1.mlp_out")
+    undo = swap_dense(host, [site])
+    bias = host.model.blocks[1].mlp.out.bias
+    with torch.no_grad():
+        bias += 1
+        edited = host.run(TOKENS)
+        undo()
+        assert close(edited, host.run(TOKENS))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_train_mode_dtype_and_device_follow_the_host(training):
+    host = fresh("llama")
+    host.model.train(training)
+    undo = swap_dense(host, sites_with(host, packed=True))
+    assert {module.training for module in host.model.modules()} == {training}
+    host.model.to(torch.float64)
+    host.model.eval()
+    assert host.run(TOKENS).dtype == torch.float64
+    undo()
+    assert host.run(TOKENS).dtype == torch.float64
+    assert {p.dtype for p in host.model.parameters()} == {torch.float64}
+
+
+def test_a_deep_copy_is_attached_and_independent(host):
+    undo = swap_dense(host, sites_with(host, packed=True))
+    with torch.no_grad():
+        attached = host.run(TOKENS)
+        twin = host_of(copy.deepcopy(host.model))
+        assert torch.equal(twin.run(TOKENS), attached)
+        for name in [name for name in twin.model.hook_dict if name.endswith("_unit")]:
+            twin.model.add_hook(name, lambda z, hook: z * 0)
+        assert not close(twin.run(TOKENS), attached)
+        assert torch.equal(host.run(TOKENS), attached)
+    undo()
+    assert not any(host.is_swapped(site) for site in host.sites())
+    assert any(twin.is_swapped(site) for site in twin.sites())
+
+
+def test_what_rewrites_weights_is_refused_while_guarded(host):
+    model, state = host.model, host.model.state_dict()
+    before = sorted(vars(model))
+    undos: list[Undo] = []
+    for _ in range(2):
+        host.guard("while units are attached", undos.append)
+    undo, nested = undos
+    for call in (
+        model.enable_compatibility_mode,
+        model.process_weights,
+        lambda: model.load_state_dict(state),
+        lambda: copy.deepcopy(model).process_weights(),
+    ):
+        with pytest.raises(RuntimeError, match="while units are attached"):
+            call()
+    nested()
+    nested()
+    with pytest.raises(RuntimeError, match="while units are attached"):
+        model.process_weights()
+    undo()
+    assert sorted(vars(model)) == before
+    model.load_state_dict(state)
+
+
+def test_the_weight_of_a_swapped_site_cannot_be_read(host):
+    for site in host.sites():
+        undo = swap_dense(host, [site])
+        leaves = host._leaves(site)
+        for leaf in leaves:
+            with pytest.raises(AttributeError, match=f"{site.name} is attached"):
+                leaf.weight  # noqa: B018
+            assert leaf.bias is None or leaf.bias.shape == (host.weight(site).shape[1] // len(leaves),)
+            assert leaf._parameters["weight"] is not None
+        undo()
+        assert leaves[0].weight is leaves[0]._parameters["weight"]
+
+
+FLAGS = [
+    ("use_attn_result", ["attn_o"]),
+    ("use_split_qkv_input", ["attn_q", "attn_k", "attn_v", "attn_qkv"]),
+    ("use_attn_in", ["attn_q", "attn_k", "attn_v", "attn_qkv"]),
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2"])
+@pytest.mark.parametrize(("flag", "kinds"), FLAGS)
+def test_head_by_head_switches(name, flag, kinds):
+    host = fresh(name)
+    switch = getattr(host.model, f"set_{flag}")
+    sites = [site for site in host.sites() + host.alternatives() if site.layer == 1 and site.kind in kinds]
+    assert sites
+    switch(True)
+    for site in sites:
+        with pytest.raises(UnsupportedHostError, match=rf"cfg\.{flag} is on.*model\.set_{flag}\(False\)"):
+            swap_dense(host, [site])
+    switch(False)
+    for site in sites:
+        undo = swap_dense(host, [site])
+        switch(True)
+        with pytest.raises(AttributeError, match=f"{site.name} is attached: its dense weight is not in use"):
+            host.run(TOKENS)
+        switch(False)
+        host.run(TOKENS)
+        undo()
+    others = [site for site in host.sites() if site.kind.startswith("mlp")]
+    dense = host.run(TOKENS)
+    undo = swap_dense(host, others)
+    switch(True)
+    assert close(host.run(TOKENS), dense)
+    switch(False)
+    undo()
