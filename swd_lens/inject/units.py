@@ -119,8 +119,7 @@ def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, Ho
     if isinstance(units, CoderUnits):
         hook = UnitHookPoint(f"{label}, {units.name}")
         return CoderProjection(units, hook), hook
-    if not isinstance(units, Factors):
-        raise TypeError(f"{type(units).__name__} is no unit source that can run; see swd_lens.inject.sources.as_units")
+    assert isinstance(units, Factors)  # as_units lets nothing else through
     offsets = (None, None) if units.offsets is None else (units.offsets.unit, units.offsets.out)
     tensors = [
         None if t is None else t.detach().to(like.device, like.dtype) for t in (units.read, units.write, *offsets)
