@@ -3,8 +3,8 @@
     GOMP_SPINCOUNT=1000 taskset -c 2,3 python -m tests.benchmarks.attach --threads 2
 
 1. The host (`--host hooked` or `bridge`): 12 layers, d_model 768, d_mlp 3072, 50,257 tokens. Factors: random, with the
-   densities that the default solver
-   plans at each sparsity. Values do not change the time of a product, zeros do (where the sparse kernel is chosen).
+   densities that the default solver plans at each sparsity. Values do not change the time of a product, zeros do (where
+   the sparse kernel is chosen).
 2. Dense and attached forwards (all logits) in turns, `--repeats` times each. A ratio is attached over dense of the same
    turn; the median counts, the quartiles show the spread. Bars: 1.25 for all 48 matrices, 1.03 for one mlp_out.
 3. Memory beyond the host: all tensors of the attached model and of the Factors that are not the host's, each storage once,
