@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -197,7 +198,15 @@ class FactorSet(OnHub, _SetBase):
     def __init__(self, factors: Mapping[str, Factors], provenance: Mapping[str, Any] | None = None):
         self._factors: dict[str, Factors | StoredSite] = dict(factors)
         self.provenance: dict[str, Any] = dict(provenance or {})
-        self.probed = False  # set by the first `swd_lens.attach` of the whole set, which runs its probe
+        # Hosts on which `swd_lens.attach` has run this set's probe; weakly held: a set keeps no model alive.
+        self.probed: WeakSet[Any] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or a pickled set, has been probed nowhere; a WeakSet would take the hosts along.
+        return {name: value for name, value in self.__dict__.items() if name != "probed"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, probed=WeakSet())
 
     def __getitem__(self, site: str) -> Factors:
         if site not in self._factors:

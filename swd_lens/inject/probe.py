@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import Host, host_of
@@ -34,19 +34,21 @@ def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int) -> list[int
 
 
 def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
-    """The factors with a probe of what enters the site on these tokens in the host as it is now."""
+    """The factors with a probe of what enters the site on these tokens in the host as it is now; none under dropout."""
+    if _drops_out(model):
+        return f
     h = _inputs(host_of(model), [site], tokens)[site.name]
     return replace(f, probe=Probe.of(h, f.read, f.offsets))
 
 
 def check_probe(host: Host, factors: Any, sites: Sequence[Site]) -> None:
-    """Run a set's probe, the first time that it is attached whole.
+    """Run a set's probe, the first time that it is attached to this host as a whole (and without dropout).
 
     Raises:
         AttachError: a site does not give the stored z.
     """
     tokens = getattr(factors, "provenance", {}).get("probe_tokens") if isinstance(factors, FactorSet) else None
-    if not isinstance(factors, FactorSet) or tokens is None or factors.probed:
+    if not isinstance(factors, FactorSet) or tokens is None or host.model in factors.probed or _drops_out(host.model):
         return
     if {site.name for site in sites} != set(factors) or any(factors[site.name].probe is None for site in sites):
         return
@@ -61,13 +63,18 @@ def check_probe(host: Host, factors: Any, sites: Sequence[Site]) -> None:
                 f"(allowed {tolerance:g}). The host computes something else than when these factors were made: compare "
                 "model, transformer_lens version and settings (attention, positions, normalization), or factorize again"
             )
-    factors.probed = True
+    factors.probed.add(host.model)
 
 
 def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, Tensor]:
     """What enters each site at the last position of the tokens."""
     found: dict[str, Tensor] = {}
     row = torch.tensor([tokens])
-    with torch.no_grad(), host.inputs(sites, lambda site, h: found.update({site.name: h[0, -1].float()})):
+    with torch.no_grad(), host.inputs(sites, lambda site, h: found.update({site.name: h[0, -1].float().cpu()})):
         host.run_blocks(row, max(site.layer for site in sites) + 1)
     return found
+
+
+def _drops_out(model: Any) -> bool:
+    """Whether a forward is random: dropout in train mode. (A HookedTransformer has none, whatever its mode.)"""
+    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
