@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.hosts import UnsupportedHostError, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.sites import Site
 from swd_lens.tasks.text import as_rows
@@ -55,6 +55,7 @@ def collect_grams(
         ValueError: an activation is not finite (site named).
         UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
     """
+    require_no_dropout(model)
     rows, host = as_rows(tokens, model), host_of(model)
     sums: dict[str, Tensor] = {}
     vectors: Counter[str] = Counter()  # of the present batch

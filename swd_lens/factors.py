@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -198,15 +197,6 @@ class FactorSet(OnHub, _SetBase):
     def __init__(self, factors: Mapping[str, Factors], provenance: Mapping[str, Any] | None = None):
         self._factors: dict[str, Factors | StoredSite] = dict(factors)
         self.provenance: dict[str, Any] = dict(provenance or {})
-        # Hosts on which `swd_lens.attach` has run this set's probe; weakly held: a set keeps no model alive.
-        self.probed: WeakSet[Any] = WeakSet()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy, or a pickled set, has been probed nowhere; a WeakSet would take the hosts along.
-        return {name: value for name, value in self.__dict__.items() if name != "probed"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, probed=WeakSet())
 
     def __getitem__(self, site: str) -> Factors:
         if site not in self._factors:
@@ -244,7 +234,11 @@ class FactorSet(OnHub, _SetBase):
         twice = set(self) & set(other)
         if twice:
             raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
-        return _set_of({**self._factors, **other._factors}, {**other.provenance, **self.provenance})
+        made = {**other.provenance, **self.provenance}
+        # What enters a site of one set may pass the other's: neither probe holds for both together.
+        return _set_of(
+            {**self._factors, **other._factors}, {k: v for k, v in made.items() if not k.startswith("probe_")}
+        )
 
     def transport(self, model: Any) -> "FactorSet":
         """The set for a host with the same weights under another processing (fold_ln, centring, folded value biases).

@@ -133,7 +133,7 @@ class _Job:
 
     @property
     def probe_tokens(self) -> list[int]:
-        return probe_tokens(self.rows, int(self.model.cfg.d_vocab))
+        return probe_tokens(self.rows, int(self.model.cfg.d_vocab), int(self.model.cfg.n_ctx))
 
     def forecast(self, finished: Mapping[str, Factors] | None = None) -> tuple[SiteEstimate, ...]:
         return forecast(
@@ -159,6 +159,7 @@ class _Job:
             "calibration": self.kind,
             "tokens": self.n_tokens,
             "probe_tokens": self.probe_tokens,
+            "probe_sites": [site.name for site in self.sites],
         }
 
     def recipes(self) -> dict[str, Recipe]:

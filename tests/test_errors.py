@@ -352,6 +352,19 @@ def stacked_weights_read(*_):
 
 
 @trigger
+def measured_under_dropout(*_):
+    model = families.bridge("gpt2").train()
+    swd.fidelity(model, identity(model, SITE), families.some_tokens())
+
+
+@trigger
+def put_back_over_other_units(*_):
+    model = families.bridge("gpt2")
+    with swd.attach(model, identity(model, SITE)).suspended():
+        swd.attach(model, identity(model, SITE))
+
+
+@trigger
 def packed_inputs_differ(*_):
     model = families.bridge("llama")
     swd.attach(model, identity(model, "blocks.0.attn_qkv"))

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.hosts import Host, host_of
+from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
 from swd_lens.sites import Site
@@ -98,6 +98,7 @@ def attribute(
     if positions not in POSITIONS:
         raise ValueError(f"positions must be one of {POSITIONS}, got {positions!r}")
     split = prompts.train if isinstance(prompts, Task) else prompts
+    require_no_dropout(model)
     host = host_of(model)
     with attach(model, factors) as attachment:
         scores = {

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from swd_lens.circuits.attribution import UnitScores
 from swd_lens.circuits.intervene import ablation_values, run_interventions
 from swd_lens.figures import new_figure, style
-from swd_lens.hosts import host_of
+from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.inject import Units, attach
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
 
@@ -131,6 +131,7 @@ def evaluate(
     split = prompts.test if isinstance(prompts, Task) else prompts
     lengths = _check_grid(grid, scores.n_units)
     ranks, values = scores.ranks(), ablation_values(scores, ablation)
+    require_no_dropout(model)
     host = host_of(model)
     with torch.no_grad(), attach(model, factors) as attachment:
         _check_scores(scores, attachment.factors)

@@ -166,3 +166,16 @@ def sites_of(host: Host, pattern: Pattern) -> list[Site]:
 def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
     """Whether every row writes nothing along the all-ones direction, as center_writing_weights leaves it."""
     return bool(weight.mean(1).abs().max() < 1e-5 * weight.abs().max())
+
+
+def drops_out(model: Any) -> bool:
+    """Whether a forward is random: dropout in train mode. (A HookedTransformer has none, whatever its mode.)"""
+    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+
+
+def require_no_dropout(model: Any) -> None:
+    """Raises ValueError where what is about to be measured would be random."""
+    if drops_out(model):
+        raise ValueError(
+            "this host is in train mode and drops activations out: what is measured would be random. Call model.eval()"
+        )

@@ -26,7 +26,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from swd_lens.hosts import Affine, Register, UnsupportedHostError, is_centered
 from swd_lens.hosts.guard import refusals, shadow_methods
 from swd_lens.hosts.hooked_components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
-from swd_lens.sites import PACKED, Site
+from swd_lens.sites import PACKED, Site, overlapping, split_name
 
 # Everything that rewrites weights: its result would not reach the units.
 _REWRITES = (
@@ -242,18 +242,23 @@ class HookedTransformerHost:
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
         _refuse_settings(self.model.cfg, site)
         module, block = self._module(site), self.model.blocks[site.layer]
+        for name in (site.name, *overlapping(site.name)):
+            if split_name(name)[1] in module._modules.get("unit_projections", ()):
+                raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
         hook_attribute = f"hook_{site.kind}_unit"
 
         def undo() -> None:
-            # Takes out whatever is there, so that it also serves a swap that was interrupted half-way.
-            block._modules.pop(hook_attribute, None)
+            # Takes out what this swap put in and nothing else, so that it serves twice and after half a swap.
             projections = module._modules.get("unit_projections", {})
-            if site.kind in projections:
+            if site.kind in projections and projections[site.kind] is projection:
                 del projections[site.kind]
             if not projections:
                 module.__class__ = FACTORED_TO_PLAIN.get(type(module), type(module))
                 module._modules.pop("unit_projections", None)
-            self._forget(site)
+            if block._modules.get(hook_attribute) is hook:
+                del block._modules[hook_attribute]
+            if self.model.hook_dict.get(site.hook_name) is hook or not projections:
+                self._forget(site, hook)
 
         register(undo)
         if "unit_projections" not in module._modules:
@@ -265,15 +270,16 @@ class HookedTransformerHost:
         hook.name = site.hook_name
         self.model.hook_dict[site.hook_name] = self.model.mod_dict[site.hook_name] = hook
 
-    def _forget(self, site: Site) -> None:
+    def _forget(self, site: Site, hook: HookPoint) -> None:
         """Take a site's hook and projection out of the model's dictionaries (the latter is there after a model.setup())."""
         where = "attn" if site.kind.startswith("attn") else "mlp"
         mounted = f"blocks.{site.layer}.{where}.unit_projections"
         for name in [name for name in self.model.mod_dict if name == mounted or name.startswith(mounted + ".")]:
             if name == f"{mounted}.{site.kind}" or not self._mounted(site):
                 del self.model.mod_dict[name]
-        self.model.hook_dict.pop(site.hook_name, None)
-        self.model.mod_dict.pop(site.hook_name, None)
+        for names in (self.model.hook_dict, self.model.mod_dict):
+            if names.get(site.hook_name) is hook:
+                del names[site.hook_name]
 
     def _mounted(self, site: Site) -> bool:
         """Whether any projection is mounted in the site's module."""

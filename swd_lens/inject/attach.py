@@ -37,7 +37,7 @@ class Attachment:
         self._undo: list[Undo] = []
         self.factors = dict(factors)
         self.sites: list[Site] = []
-        self._made: dict[str, tuple[Projection, Any]] = {}
+        self._made: dict[str, tuple[Any, Projection, Any]] = {}
 
     @property
     def attached(self) -> bool:
@@ -63,12 +63,24 @@ class Attachment:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The dense host for a moment: detach, run the body, attach the same units again (hooks on z stay)."""
+        """The dense host for a moment: detach, run the body, attach the same units again (hooks on z stay).
+
+        Raises:
+            AttachError: the body rewrote weights and these units no longer belong to them; they stay detached.
+        """
+        before = self._weights()
         self.detach()
         try:
             yield
         finally:
+            if self._weights() != before:
+                for site in self.sites:
+                    check_weights(self._host, site, self.factors[site.name])
             self._attach()
+
+    def _weights(self) -> list[tuple[int, int]]:
+        """Changes when a parameter is replaced or written to (not through `.data`): cheaper than reading them."""
+        return [(p.data_ptr(), p._version) for p in self._host.model.parameters()]
 
     def __enter__(self) -> "Attachment":
         if not self.attached:
@@ -106,11 +118,12 @@ class Attachment:
 
     def _projection(self, site: Site, block: Any) -> tuple[Projection, Any]:
         """The site's projection and hook point, made once: `suspended` is called for every batch."""
-        if site.name not in self._made:
-            # Like the block's own parameters: the layers of a large host may lie on several devices.
-            like = next(block.parameters())
-            self._made[site.name] = projection_of(self.factors[site.name], site.name, like)
-        return self._made[site.name]
+        # Like the block's own parameters: the layers of a large host may lie on several devices.
+        like = next(block.parameters())
+        place = (like.device, like.dtype)
+        if site.name not in self._made or self._made[site.name][0] != place:
+            self._made[site.name] = place, *projection_of(self.factors[site.name], site.name, like)
+        return self._made[site.name][1:]
 
 
 def attach(model: Any, factors: Any) -> Attachment:

@@ -1,7 +1,7 @@
 """match: whether units were made for the very matrix that a host has now; if not, an error that says what differs.
 
-1. Same fingerprint of W: they belong. (A host in bfloat16 or float16: same fingerprint of W rounded to that dtype. At
-   attn_o the value biases must be folded on both or on neither, too: they are part of what enters it.)
+1. Same fingerprint of W: they belong. (A host in bfloat16 or float16: same fingerprint of W rounded to that dtype.)
+   What enters the site must be scaled and shifted as it was, too: W does not show everything that is folded.
 2. Otherwise compare how both were processed (fold_ln, center_writing_weights) and their dtypes, and name the difference
    and its remedy: `transport` where it is exact, loading the host the same way, or factorizing again.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from swd_lens.factors import Factors, fingerprint
 from swd_lens.hosts import Host
 from swd_lens.inject.coder import Units
+from swd_lens.passport import Origin
 from swd_lens.sites import Site
 
 # Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
@@ -42,15 +43,31 @@ def dtype_of(host: Host) -> str:
 
 
 def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
-    """Whether provenance describes the host's present W at a site, and what enters it; True where provenance says nothing."""
-    folded = made_from.get("processing", {}).get("fold_value_biases")
-    if site.kind == "attn_o" and folded is not None and folded != host.processing()["fold_value_biases"]:
-        return False  # the same W_O, but its input holds the value biases on one host and not on the other
+    """Whether provenance describes the host's present W at a site; True where provenance says nothing."""
     sha = made_from.get("weight_sha256")
     if sha is None or site.kind == "mlp":
         return True
     now = fingerprint(host.weight(site))
     return now in (sha, made_from.get("weight_sha256_as", {}).get(dtype_of(host)))
+
+
+def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
+    """Whether scale and shift stand in the site's input as they did at the factors' origin; True where that is unknown.
+
+    W alone does not say: value biases may be folded, or a bias with a weight of one, without a bit of this W changing.
+    """
+    here = host.affine(site) if origin is not None else None
+    if origin is None or here is None:
+        return True
+    for then, now, nothing in ((origin.scale, here.scale, 1.0), (origin.shift, here.shift, 0.0)):
+        if then is None and now is None:
+            continue
+        none = torch.full((site.d_in,), nothing)
+        a, b = (none if t is None else t.float().cpu() for t in (then, now))
+        tolerance = 1e-4 if dtype_of(host) in ("float32", "float64") else 2e-2
+        if float((a - b).abs().max()) > tolerance * max(float(a.abs().max()), 1e-6):
+            return False
+    return True
 
 
 def check_weights(host: Host, site: Site, f: Units) -> None:
@@ -60,7 +77,7 @@ def check_weights(host: Host, site: Site, f: Units) -> None:
         AttachError: see the module's docstring.
     """
     _check_needs(host, site, f.provenance)
-    if not same_weights(host, site, f.provenance):
+    if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
         raise AttachError(_difference(host, site, f))
 
 

@@ -2,8 +2,10 @@
 
 1. `add_probe` runs the probe's tokens through the host with the earlier sites attached, takes the vector that enters the
    site at the last position, and keeps z on the units that it moves most.
-2. `check_probe`, at the first attach of a whole set, runs the tokens and compares. Loads-but-wrongly (another model's
-   forward, a changed normalization, a rounding) ends in an error instead of in a paper.
+2. `check_probe`, whenever a whole set is attached to a host with nothing else in it, runs the tokens and compares.
+   Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an error instead of in a paper.
+   Parts of a set, sets put together, nested attachments and hooks of the user's change what enters a site: there it is
+   not asked.
 """
 
 from collections.abc import Sequence
@@ -12,10 +14,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from swd_lens.factors import Factors, FactorSet
-from swd_lens.hosts import Host, host_of
+from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.inject.match import AttachError, dtype_of
 from swd_lens.passport import Probe
 from swd_lens.sites import Site
@@ -26,34 +28,32 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 _ROUNDED_TOLERANCE = 0.1
 
 
-def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int) -> list[int]:
+def probe_tokens(rows: Int[Tensor, "rows pos"] | None, d_vocab: int, n_ctx: int) -> list[int]:
     """The first calibration tokens, or seeded random ones without calibration."""
     if rows is not None:
         return rows[0, :PROBE_LENGTH].tolist()
-    return torch.randint(0, d_vocab, (PROBE_LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    length = min(PROBE_LENGTH, n_ctx)
+    return torch.randint(0, d_vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
     """The factors with a probe of what enters the site on these tokens in the host as it is now; none under dropout."""
-    if _drops_out(model):
+    if drops_out(model):
         return f
     h = _inputs(host_of(model), [site], tokens)[site.name]
     return replace(f, probe=Probe.of(h, f.read, f.offsets))
 
 
 def check_probe(host: Host, factors: Any, sites: Sequence[Site]) -> None:
-    """Run a set's probe, the first time that it is attached to this host as a whole (and without dropout).
+    """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units.
 
     Raises:
         AttachError: a site does not give the stored z.
     """
-    tokens = getattr(factors, "provenance", {}).get("probe_tokens") if isinstance(factors, FactorSet) else None
-    if not isinstance(factors, FactorSet) or tokens is None or host.model in factors.probed or _drops_out(host.model):
-        return
-    if {site.name for site in sites} != set(factors) or any(factors[site.name].probe is None for site in sites):
+    if not isinstance(factors, FactorSet) or not _is_as_it_was_made(host, factors, sites):
         return
     tolerance = _TOLERANCE.get(dtype_of(host), _ROUNDED_TOLERANCE)
-    for name, h in _inputs(host, sites, tokens).items():
+    for name, h in _inputs(host, sites, factors.provenance["probe_tokens"]).items():
         f, probe = factors[name], factors[name].probe
         assert probe is not None
         error = replace(probe, input=h).error(f.read, f.offsets)
@@ -63,7 +63,6 @@ def check_probe(host: Host, factors: Any, sites: Sequence[Site]) -> None:
                 f"(allowed {tolerance:g}). The host computes something else than when these factors were made: compare "
                 "model, transformer_lens version and settings (attention, positions, normalization), or factorize again"
             )
-    factors.probed.add(host.model)
 
 
 def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, Tensor]:
@@ -75,6 +74,14 @@ def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, T
     return found
 
 
-def _drops_out(model: Any) -> bool:
-    """Whether a forward is random: dropout in train mode. (A HookedTransformer has none, whatever its mode.)"""
-    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+def _is_as_it_was_made(host: Host, factors: FactorSet, sites: Sequence[Site]) -> bool:
+    """Whether what enters every site should now be what entered it when the set was made."""
+    names = {site.name for site in sites}
+    if "probe_tokens" not in factors.provenance or names != set(factors.provenance.get("probe_sites", ())):
+        return False
+    if any(factors[name].probe is None for name in names) or drops_out(host.model):
+        return False
+    if any(hook.fwd_hooks for hook in host.model.hook_dict.values()):
+        return False
+    everywhere = (*host.sites(), *host.alternatives())
+    return not any(host.is_swapped(site) for site in everywhere if site.name not in names)

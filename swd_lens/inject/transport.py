@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import Host, host_of, sites_of
-from swd_lens.inject.match import AttachError, described, same_weights
+from swd_lens.inject.match import AttachError, described, same_input, same_weights
 from swd_lens.passport import Offsets, Origin, Probe, sketch
 from swd_lens.sites import Site
 
@@ -57,7 +57,8 @@ def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
 def _moved(host: Host, site: Site, f: Factors) -> Factors:
     weight, origin = host.weight(site), f.origin
     made = {**f.provenance, **described(host, weight), "transported_from": f.provenance.get("processing")}
-    if same_weights(host, site, f.provenance):
+    known = "weight_sha256" in f.provenance
+    if known and same_weights(host, site, f.provenance) and same_input(host, site, origin):
         return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=made)
     here = origin_of(host, site, weight)
     if origin is None or here is None:

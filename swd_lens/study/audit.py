@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.factors import Factors
-from swd_lens.hosts import Host, host_of
+from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
 from swd_lens.sites import Site, split_name
@@ -71,6 +71,7 @@ def top_contexts(
         UnsupportedHostError: a site whose units the host's forward never shows.
     """
     rows = as_rows(tokens, model)
+    require_no_dropout(model)
     by_site: dict[str, list[int]] = {}
     for site, index in units:
         by_site.setdefault(site, []).append(index)

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.hosts import Host, host_of
+from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
 from swd_lens.sites import Site
@@ -83,6 +83,7 @@ def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, pro
         UnsupportedHostError: a site whose output the host's forward never shows.
     """
     rows = as_rows(tokens, model)
+    require_no_dropout(model)
     if rows.shape[1] < 2:
         raise TokenError("fidelity needs rows of at least two tokens: each position predicts the next")
     host, sums = host_of(model), defaultdict(float)

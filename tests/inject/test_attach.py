@@ -9,8 +9,9 @@ from transformer_lens import patching
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.factors import Factors, FactorSet
-from swd_lens.hosts import UnsupportedHostError, find_sites
+from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
 from swd_lens.inject import AttachError, attach
+from tests import families
 from tests.contract import identity
 from tests.micro import random_tokens, toy_model
 
@@ -280,3 +281,29 @@ def test_unsupported_hosts_say_why(model, factors):
         with pytest.raises(RuntimeError, match="switched on while attn_o is attached"):
             model(random_tokens(1, 3))
     model.set_use_attn_result(False)
+
+
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_units_that_went_in_while_others_were_suspended_are_not_replaced(kind):
+    model = getattr(families, kind)("gpt2")
+    first, second = identity(model, "blocks.0.mlp_in"), identity(model, "blocks.0.mlp_in")
+    a = attach(model, first)
+    with pytest.raises(RuntimeError, match="attached already; detach it first"), a.suspended():
+        b = attach(model, second)
+    assert not a.attached and b.attached
+    z = model.run_with_cache(families.some_tokens())[1]["mlp_in_unit", 0]
+    b.detach()
+    assert z.shape == (2, 9, 64) and "blocks.0.hook_mlp_in_unit" not in model.hook_dict
+
+
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_rewriting_weights_while_suspended_is_noticed(kind):
+    model = getattr(families, kind)("gpt2")
+    attachment = attach(model, baselines.svd(model, "blocks.0.mlp_in"))
+    with attachment.suspended():
+        model.to(torch.float64)
+    assert host_of(model).run(families.some_tokens()).dtype == torch.float64
+    model.to(torch.float32)
+    with pytest.raises(AttachError, match="made under another weight processing"), attachment.suspended():
+        model.process_weights_() if kind == "hooked" else model.enable_compatibility_mode()
+    assert not attachment.attached

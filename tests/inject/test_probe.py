@@ -1,7 +1,6 @@
 """The probe: tokens that must give the stored z on every host that a loaded set is attached to."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -24,46 +23,48 @@ def model():
 
 
 @pytest.mark.parametrize("tokens", [None, random_tokens(4, 12)], ids=["zero-data", "calibrated"])
-def test_a_loaded_set_runs_its_probe_once_per_host(model, tokens, tmp_path):
+def test_a_whole_set_runs_its_probe_wherever_it_is_attached(model, tokens, tmp_path):
     factorized(model, tokens).save(tmp_path)
     loaded = swd.FactorSet.load(tmp_path)
-    assert model not in loaded.probed
     swd.attach(model, loaded).detach()
-    assert model in loaded.probed
     other = copy.deepcopy(model)
-    assert other not in loaded.probed
-    with torch.no_grad():
-        other.blocks[0].mlp.W_in.mul_(3.0)  # the factorized matrices are the same, what enters them is not
-    hooks = list(other.hook_dict)
-    with pytest.raises(AttachError, match=r"the probe of blocks\.1\.mlp_in fails: .* off by .* of its size"):
-        swd.attach(other, loaded)
-    assert list(other.hook_dict) == hooks and other not in loaded.probed
+    for host in (other, model):  # another host, and the same one after a change
+        with torch.no_grad():
+            host.blocks[0].mlp.W_in.mul_(3.0)  # the factorized matrices are the same, what enters them is not
+        hooks = list(host.hook_dict)
+        with pytest.raises(AttachError, match=r"the probe of blocks\.1\.mlp_in fails: .* off by .* of its size"):
+            swd.attach(host, loaded)
+        assert list(host.hook_dict) == hooks
 
 
-def test_a_part_of_a_set_has_no_probe_to_run(model, tmp_path):
-    factorized(model).save(tmp_path)
-    loaded = swd.FactorSet.load(tmp_path)
-    swd.attach(model, {SITES[0]: loaded[SITES[0]]}).detach()
-    assert model not in loaded.probed
-
-
-def test_copies_of_a_set_take_no_host_along(model):
-    factors = factorized(model)
+def test_where_something_else_changes_what_enters_a_site_no_probe_is_asked(model):
+    factors, early = factorized(model), swd.factorize(model, "blocks.0.mlp_in", sparsity=0.9, progress=False)
+    part = swd.FactorSet({SITES[1]: factors[SITES[1]]}, factors.provenance)
+    for fits in (part, early | factors, factors | early):
+        swd.attach(model, fits).detach()
+    with swd.attach(model, early):
+        swd.attach(model, factors).detach()  # nested
+    model.blocks[0].hook_resid_pre.add_hook(lambda x, hook: x * 2)
     swd.attach(model, factors).detach()
-    for twin in (copy.deepcopy(factors), pickle.loads(pickle.dumps(factors))):
-        assert len(twin.probed) == 0 and list(twin) == list(factors)
-        assert torch.equal(twin[SITES[0]].read, factors[SITES[0]].read)
-        swd.attach(model, twin).detach()
-        assert model in twin.probed
+    model.reset_hooks()
+    swd.attach(model, factors).detach()
 
 
-def test_dropout_is_no_reason_to_refuse():
+def test_a_short_context_has_a_short_probe():
+    model = toy_model(n_ctx=8)
+    factors = factorized(model)
+    assert len(factors.provenance["probe_tokens"]) == 8
+    swd.attach(model, factors).detach()
+
+
+def test_dropout_is_no_reason_to_refuse_but_nothing_is_measured_under_it():
     bridge = families.bridge("gpt2")  # Hugging Face's GPT-2 drops out a tenth in train mode
-    factors = factorized(bridge)
+    factors, tokens = factorized(bridge), families.some_tokens(8, 16)
     bridge.train()
     swd.attach(bridge, factors).detach()
-    assert bridge not in factors.probed
     assert all(f.probe is None for f in factorized(bridge).values())
+    for measure in (lambda: factorized(bridge, tokens), lambda: swd.fidelity(bridge, factors, tokens)):
+        with pytest.raises(ValueError, match=r"drops activations out: .* Call model\.eval\(\)"):
+            measure()
     bridge.eval()
     swd.attach(bridge, factors).detach()
-    assert bridge in factors.probed

@@ -10,7 +10,7 @@ from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.inject import AttachError
 from tests import families
-from tests.micro import toy_model
+from tests.micro import random_tokens, toy_model
 
 TOKENS = families.some_tokens(2, 9)
 PROCESSINGS = {
@@ -147,3 +147,33 @@ def test_a_host_in_half_precision_takes_the_factors_of_its_float32_checkpoint(dt
         model.blocks[1].mlp.W_out.mul_(1.5)
     with pytest.raises(AttachError, match=rf"made in float32, this host is {str(dtype)[6:]}, and its W is not theirs"):
         swd.attach(model, factors)
+
+
+def test_a_bias_that_folds_without_a_bit_of_this_matrix_changing_is_seen():
+    """ln2's weight is one and W_in is centred already: folding moves the bias alone."""
+    raw = toy_model()
+    with torch.no_grad():
+        raw.blocks[0].ln2.w.fill_(1.0)
+        raw.blocks[0].mlp.W_in.sub_(raw.blocks[0].mlp.W_in.mean(0, keepdim=True))
+    folded = toy_model()
+    folded.load_and_process_state_dict(raw.state_dict(), **PROCESSINGS["fold_ln"])
+    with torch.no_grad():
+        folded.blocks[0].mlp.W_in.copy_(raw.blocks[0].mlp.W_in)  # of rounding, too, not a bit
+    factors = swd.factorize(raw, "blocks.0.mlp_in", sparsity=0.4, outer_iterations=3, progress=False)
+    with pytest.raises(AttachError, match="made under another weight processing"):
+        swd.attach(folded, {"blocks.0.mlp_in": factors["blocks.0.mlp_in"]})
+    tokens = random_tokens(2, 6)
+    seen_by = []
+    for model, units in ((raw, factors), (folded, factors.transport(folded))):
+        with torch.no_grad(), swd.attach(model, units):
+            seen_by.append(model(tokens).log_softmax(-1))
+    assert float((seen_by[0] - seen_by[1]).abs().max()) < 1e-4 * float(seen_by[0].abs().max())
+
+
+def test_factors_that_do_not_say_of_which_w_they_are_are_moved_by_their_origin():
+    model, host = families.hooked("gpt2"), processed("gpt2", **PROCESSINGS["everything"])
+    f = swd.factorize(model, "blocks.0.mlp_in", sparsity=0.4, outer_iterations=3, progress=False)["blocks.0.mlp_in"]
+    provenance = {key: value for key, value in f.provenance.items() if not key.startswith("weight_sha256")}
+    moved = replace(f, provenance=provenance).transport(host)
+    assert moved.offsets is not None
+    assert_same(seen(model, {"blocks.0.mlp_in": f}), seen(host, {"blocks.0.mlp_in": moved}))
