@@ -257,8 +257,7 @@ class HookedTransformerHost:
                 module._modules.pop("unit_projections", None)
             if block._modules.get(hook_attribute) is hook:
                 del block._modules[hook_attribute]
-            if self.model.hook_dict.get(site.hook_name) is hook or not projections:
-                self._forget(site, hook)
+            self._forget(site, hook)
 
         register(undo)
         if "unit_projections" not in module._modules:
@@ -271,19 +270,20 @@ class HookedTransformerHost:
         self.model.hook_dict[site.hook_name] = self.model.mod_dict[site.hook_name] = hook
 
     def _forget(self, site: Site, hook: HookPoint) -> None:
-        """Take a site's hook and projection out of the model's dictionaries (the latter is there after a model.setup())."""
+        """Take out of the model's dictionaries what is no longer in the model: this hook, and unmounted projections.
+
+        The latter are there after a model.setup() only. Nothing is done twice, so an interrupted call can be repeated.
+        """
         where = "attn" if site.kind.startswith("attn") else "mlp"
-        mounted = f"blocks.{site.layer}.{where}.unit_projections"
-        for name in [name for name in self.model.mod_dict if name == mounted or name.startswith(mounted + ".")]:
-            if name == f"{mounted}.{site.kind}" or not self._mounted(site):
+        root = f"blocks.{site.layer}.{where}.unit_projections"
+        mounted = self._module(site)._modules.get("unit_projections")
+        for name in [name for name in self.model.mod_dict if name == root or name.startswith(root + ".")]:
+            kind = name.removeprefix(root).lstrip(".").partition(".")[0]
+            if mounted is None or (kind and kind not in mounted):
                 del self.model.mod_dict[name]
         for names in (self.model.hook_dict, self.model.mod_dict):
             if names.get(site.hook_name) is hook:
                 del names[site.hook_name]
-
-    def _mounted(self, site: Site) -> bool:
-        """Whether any projection is mounted in the site's module."""
-        return "unit_projections" in self._module(site)._modules
 
     def _module(self, site: Site) -> Any:
         return getattr(self.model.blocks[site.layer], "attn" if site.kind.startswith("attn") else "mlp")

@@ -307,3 +307,17 @@ def test_rewriting_weights_while_suspended_is_noticed(kind):
     with pytest.raises(AttachError, match="made under another weight processing"), attachment.suspended():
         model.process_weights_() if kind == "hooked" else model.enable_compatibility_mode()
     assert not attachment.attached
+
+
+def test_a_setup_while_attached_leaves_nothing_behind(model):
+    """model.setup() writes every module into mod_dict, the projections' own parts as well."""
+    before = list(model.mod_dict.items())
+    outer = attach(model, identity(model, "blocks.0.mlp_in"))
+    inner = attach(model, identity(model, "blocks.0.mlp_out"))
+    model.setup()
+    assert any(name.startswith("blocks.0.mlp.unit_projections.mlp_out") for name in model.mod_dict)
+    inner.detach()
+    left = [name for name in model.mod_dict if "unit_projections" in name]
+    assert left and not any("mlp_out" in name for name in left)
+    outer.detach()
+    assert list(model.mod_dict.items()) == before
