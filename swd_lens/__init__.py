@@ -29,7 +29,22 @@ from swd_lens import baselines
 from swd_lens._version import __version__
 from swd_lens.calibration import collect_grams
 from swd_lens.checkpoint import ResumeError
-from swd_lens.circuits import CostCurve, UnitScores, attribute, compare, evaluate, intervention_hooks
+from swd_lens.circuits import (
+    Circuit,
+    Comparison,
+    CostCurve,
+    Fidelity,
+    Refinement,
+    UndefinedSufficiencyWarning,
+    UnitScores,
+    attribute,
+    compare,
+    evaluate,
+    fidelity,
+    intervention_hooks,
+    judge,
+    refine,
+)
 from swd_lens.default_model import load_default_model, text_tokens
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import UnsupportedHostError, find_sites
@@ -40,12 +55,14 @@ from swd_lens.resources import DoesNotFitError, Estimate, estimate
 from swd_lens.sites import Site, UnknownSiteError
 from swd_lens.solver import solve
 from swd_lens.storage import FactorFileError
-from swd_lens.study import Fidelity, fidelity, run_study
-from swd_lens.tasks import Task, TaskError, TaskExample, TokenError, load_task, pack_text
+from swd_lens.study import Sweep, run_study, sweep
+from swd_lens.tasks import Task, TaskError, TaskExample, TokenError, load_task, load_text, pack_text, stream_rows
 
 __all__ = [
     "AttachError",
     "Attachment",
+    "Circuit",
+    "Comparison",
     "CostCurve",
     "DoesNotFitError",
     "Estimate",
@@ -53,13 +70,16 @@ __all__ = [
     "FactorSet",
     "Factors",
     "Fidelity",
+    "Refinement",
     "ResumeError",
     "Site",
     "SiteDidNotRunWarning",
+    "Sweep",
     "Task",
     "TaskError",
     "TaskExample",
     "TokenError",
+    "UndefinedSufficiencyWarning",
     "UnitScores",
     "UnitSourceError",
     "UnknownSiteError",
@@ -76,11 +96,16 @@ __all__ = [
     "fidelity",
     "find_sites",
     "intervention_hooks",
+    "judge",
     "load_default_model",
     "load_host",
     "load_task",
+    "load_text",
     "pack_text",
+    "refine",
     "run_study",
     "solve",
+    "stream_rows",
+    "sweep",
     "text_tokens",
 ]

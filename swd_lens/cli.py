@@ -35,6 +35,7 @@ from swd_lens.report import write_report
 from swd_lens.report.terminal import print_run, table
 from swd_lens.solver import DEFAULT_PRESET, PRESETS
 from swd_lens.study import Run, fidelity, run_study
+from swd_lens.study.run import CONTROLS
 from swd_lens.tasks import load_task, pack_text
 from swd_lens.tasks.generators import FAMILIES
 
@@ -195,6 +196,10 @@ def circuit(
     n_train: Annotated[int, typer.Option(help="Prompts that score units.", min=1)] = 600,
     n_test: Annotated[int, typer.Option(help="Prompts that judge circuits.", min=1)] = 200,
     positions: Annotated[str, typer.Option(help="'scoring' (paper) or 'all'.")] = "scoring",
+    ablation: Annotated[str, typer.Option(help="What replaces a unit: its 'mean' (paper) or 'zero'.")] = "mean",
+    controls: Annotated[
+        str, typer.Option(help="Exact factorizations beside SWD: svd, random_b (3 seeds), 'svd,random_b', or 'none'.")
+    ] = "svd",
     preset: PresetOption = DEFAULT_PRESET,
     units: UnitsOption = None,
     outer_iterations: IterationsOption = None,
@@ -206,6 +211,11 @@ def circuit(
         _use(threads)
         if positions not in ("scoring", "all"):
             raise ValueError(f"--positions must be 'scoring' or 'all', got {positions!r}")
+        if ablation not in ("mean", "zero"):
+            raise ValueError(f"--ablation must be 'mean' or 'zero', got {ablation!r}")
+        chosen = [] if controls == "none" else [name.strip() for name in controls.split(",")]
+        if unknown := [name for name in chosen if name not in CONTROLS]:
+            raise ValueError(f"--controls takes {', '.join(CONTROLS)} or none, got {', '.join(map(repr, unknown))}")
         model = _load_model(model_name, host)
         find_sites(model, sites)
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
@@ -219,6 +229,8 @@ def circuit(
             calibration_tokens=calibration,
             heldout_tokens=heldout,
             positions=positions,
+            ablation=ablation,
+            controls=chosen,
             on_step=_say,
             progress=_progress(),
             **solver,

@@ -21,6 +21,9 @@ KINDS = (
 # These are made of those; one layer holds units at one or the other. "mlp" is no matrix: only transcoders go there.
 PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp": ("mlp_gate", "mlp_in", "mlp_out")}
 
+# Their output goes to the residual stream.
+WRITES_RESIDUAL = ("attn_o", "mlp_out", "mlp")
+
 # TransformerLens parameter names, relative to blocks.{L}.
 _TL_NAMES = {
     "attn_q": ("attn.W_Q",),

@@ -93,6 +93,25 @@ def test_tables_are_printed_without_json(tmp_path):
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
+@pytest.mark.parametrize(
+    ("controls", "wanted"),
+    [("svd,random_b", ["SWD s=0.5", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]), ("none", ["SWD s=0.5"])],
+)
+def test_controls_and_ablation(tmp_path, controls, wanted):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", "-s", "0.5"]
+    result = run(*arguments, "--ablation", "zero", "--controls", controls, *SMALL, *PROMPTS)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert [curve["method"] for curve in saved["circuits"]] == wanted
+    assert saved["settings"]["ablation"] == "zero" and {c["settings"]["ablation"] for c in saved["circuits"]} == {
+        "zero"
+    }
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(name in page for name in wanted) and "ablation=&#39;zero&#39;" in page
+    assert ("Random-B" in result.stdout) == ("Random-B/0" in wanted)
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
 def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     prompts = [
         {"clean": e.prompt, "corrupt": e.corrupt, "answers": list(e.answers), "wrong_answers": list(e.distractors)}
@@ -117,7 +136,7 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     printed = json.loads(result.stdout)
     surfaces = next(iter(printed["settings"]["surfaces"].values()))
     assert surfaces == ["blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.1.mlp_out"]
-    assert printed["settings"]["tasks"]["names"]["source"] == "file names.json"
+    assert "names.json" in printed["settings"]["tasks"]["names"]["source"]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +149,11 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
         (["factorize", "--sites", "mlp_out", "--units", "many"], "units='many': give a number"),
         (["circuit", "--sites", "mlp_out", "--task", "iou"], "'iou' is neither a task family"),
         (["circuit", "--sites", "mlp_out", "--task", "ioi", "--positions", "first"], "positions"),
+        (
+            ["circuit", "--sites", "mlp_out", "--task", "ioi", "--ablation", "max"],
+            "--ablation must be 'mean' or 'zero'",
+        ),
+        (["circuit", "--sites", "mlp_out", "--task", "ioi", "--controls", "svd,pca"], "or none, got 'pca'"),
         (["factorize", "--sites", "mlp_out", "--text", "missing.txt"], "missing.txt"),
     ],
 )

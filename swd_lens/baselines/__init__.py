@@ -4,6 +4,6 @@ exact.py: dense exact factorizations of a tensor, SVD and Random-B. surface.py: 
 """
 
 from swd_lens.baselines.exact import random_b_factors, svd_factors
-from swd_lens.baselines.surface import random_b, svd
+from swd_lens.baselines.surface import random_b, random_b_seeds, svd
 
-__all__ = ["random_b", "random_b_factors", "svd", "svd_factors"]
+__all__ = ["random_b", "random_b_factors", "random_b_seeds", "svd", "svd_factors"]

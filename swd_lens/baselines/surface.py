@@ -1,5 +1,7 @@
 """Exact controls for a host's sites: the same factorizations as exact.py, as a FactorSet that `attach` takes."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from swd_lens._version import __version__
@@ -34,3 +36,20 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     return FactorSet(
         factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "random_b", "seed": seed}
     )
+
+
+def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10)) -> list[Callable[[], FactorSet]]:
+    """One maker of Random-B factors per seed, for `compare`: dense sets are large, so each is made when its turn comes.
+
+    Args:
+        seeds: the paper's ten are 0 to 9 (app. exact-dense-controls; method.md §4.1).
+
+    Raises:
+        UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`; here, not when the first is made.
+        ValueError: no seeds, or one of them twice.
+    """
+    chosen = list(seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"Random-B takes one or more different seeds, got {chosen}")
+    find_sites(model, sites)
+    return [partial(random_b, model, sites, seed) for seed in chosen]

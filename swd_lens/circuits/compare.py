@@ -1,65 +1,116 @@
-"""compare: several replacements of one host on one task, through the same code, in one table and one figure.
+"""compare: several replacements of one host on several tasks, through the same code.
 
-For each named FactorSet: attribute on the train split, evaluate nested prefixes on the test split. Circuits are comparable
-only where the unpruned replacements behave alike (paper §protocol): look at their `fidelity` first.
+1. A method is a replacement, or several seeds of one (SVD is one, Random-B ten); each may be given as a callable that makes
+   it when its turn comes, so that dense sets need not be in memory together.
+2. For each replacement: fidelity on held-out tokens, then per task attribution on the train split and nested prefixes on
+   the test split.
+3. The result (comparison.py) says which replacements behave alike enough for their circuits to be compared.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
+from torch import nn
 from tqdm.auto import tqdm
 
-from swd_lens.circuits.attribution import UnitScores, attribute
-from swd_lens.circuits.frontier import CostCurve, evaluate, plot_curves
+from swd_lens.circuits.attribution import attribute
+from swd_lens.circuits.comparison import TOLERANCE, Comparison, TaskComparison
+from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.fidelity import fidelity
+from swd_lens.circuits.frontier import evaluate
+from swd_lens.circuits.scores import UnitScores
 from swd_lens.tasks.task import Task
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """Curves and scores per method, on one task."""
-
-    task: str
-    curves: Mapping[str, CostCurve]
-    scores: Mapping[str, UnitScores]
-
-    def table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
-        """Least cost per method at a sufficiency and at a fraction of the whole necessity drop; empty where never reached."""
-        rows = []
-        for method, curve in self.curves.items():
-            row: dict[str, Any] = {"task": self.task, "method": method, "margin": curve.q_unpruned}
-            for what, threshold in (("sufficiency", sufficiency), ("necessity", necessity)):
-                for cost in ("units", "edges"):
-                    row[f"{cost} at {what} {threshold:g}"] = curve.cost_at(**{what: threshold}, cost=cost)
-            rows.append(row)
-        return pd.DataFrame(rows).convert_dtypes()
-
-    def plot(self, cost: str = "edges"):
-        """Sufficiency and necessity drop of every method; a matplotlib Figure."""
-        return plot_curves(self.curves, cost=cost)
+__all__ = ["TOLERANCE", "Comparison", "TaskComparison", "check_tasks", "compare"]
 
 
 def compare(
     methods: Mapping[str, Any],
     model: Any,
-    task: Task,
+    tasks: Task | Sequence[Task],
     *,
+    tokens: Any = None,
+    reference: str | None = None,
+    tolerance: float | int = TOLERANCE,
+    fidelities: Mapping[str, Any] | None = None,
+    attribution: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
     positions: str = "scoring",
     ablation: str = "mean",
     progress: bool = False,
 ) -> Comparison:
     """Run the circuit protocol for several replacements (paper §3.2): same prompts, same scores, same prefixes.
 
+    Args:
+        methods: name -> factors (see `swd_lens.attach`), or a callable without arguments that makes them, or a list of
+            either: seeds of one method, drawn as mean and band. Every callable is called once.
+        model: the host, with these sites not attached.
+        tasks: one or several, tokenized for this host.
+        tokens: (rows, pos) held-out ids on which the CE of every replacement is measured; None: CE is not matched, and the
+            result says so.
+        reference: the method whose CE the others are matched to; None = the first.
+        tolerance: nats of CE within which replacements count as matched (paper: 0.001).
+        fidelities: name of a curve ("SVD", "Random-B/0") -> its `Fidelity`, where it was measured already.
+        attribution, evaluation: further options for `attribute` and `evaluate`.
+        positions, ablation: see `attribute` and `evaluate`.
+        progress: show a bar over replacements.
+
     Raises:
-        ValueError: no methods.
+        ValueError: no method, no task, two tasks of one name, two curves of one name, or an unknown reference.
         AttachError: see `swd_lens.attach`.
     """
+    chosen = check_tasks(tasks)
+    sources, groups = _sources(methods)
+    reference = next(iter(methods)) if reference is None else reference
+    if reference not in methods:
+        raise ValueError(f"reference {reference!r} is not among the methods: {', '.join(map(repr, methods))}")
+    scores: dict[str, dict[str, UnitScores]] = {task.name: {} for task in chosen}
+    curves: dict[str, dict[str, CostCurve]] = {task.name: {} for task in chosen}
+    measured = {name: found for name, found in (fidelities or {}).items() if name in sources}
+    for name, source in tqdm(sources.items(), desc="compare", unit="replacement", disable=not progress, leave=False):
+        factors = source() if _makes(source) else source
+        if tokens is not None and name not in measured:
+            measured[name] = fidelity(model, factors, tokens)
+        for task in chosen:
+            found = attribute(model, factors, task, **{"positions": positions, **(attribution or {})})
+            scores[task.name][name] = found
+            curves[task.name][name] = evaluate(
+                model, factors, task, found, **{"ablation": ablation, **(evaluation or {})}
+            )
+    by_task = {task: TaskComparison(task, curves[task], scores[task]) for task in curves}
+    return Comparison(by_task, groups, measured, reference, tolerance)
+
+
+def check_tasks(tasks: Task | Sequence[Task]) -> list[Task]:
+    """One task or several as a list; a ValueError where there is none, or two of one name."""
+    chosen = [tasks] if isinstance(tasks, Task) else list(tasks)
+    names = [task.name for task in chosen]
+    if not names:
+        raise ValueError("no task to compare on: pass a Task, or several")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two tasks are called {', '.join(map(repr, twice))}; results are kept by name: rename one")
+    return chosen
+
+
+def _sources(methods: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Name of a curve -> factors or what makes them, and the methods that have seeds."""
     if not methods:
         raise ValueError('nothing to compare: pass {"name": factors, ...}')
-    scores: dict[str, UnitScores] = {}
-    curves: dict[str, CostCurve] = {}
-    for name, factors in tqdm(methods.items(), desc=f"compare on {task.name}", disable=not progress, leave=False):
-        scores[name] = attribute(model, factors, task, positions=positions)
-        curves[name] = evaluate(model, factors, task, scores[name], ablation=ablation)
-    return Comparison(task.name, curves, scores)
+    sources: dict[str, Any] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    for method, given in methods.items():
+        seeded = isinstance(given, list | tuple)
+        named = {f"{method}/{seed}": source for seed, source in enumerate(given)} if seeded else {method: given}
+        if not named:
+            raise ValueError(f"{method!r} has no seeds: pass its factors, or a list of at least one")
+        if twice := sorted(set(named) & set(sources)):
+            raise ValueError(f"two curves are called {', '.join(map(repr, twice))}: rename a method")
+        sources |= named
+        if seeded:
+            groups[method] = tuple(named)
+    return sources, groups
+
+
+def _makes(source: Any) -> bool:
+    """A function that makes factors; a transcoder, being a module, can be called as well but is a source itself."""
+    return callable(source) and not isinstance(source, Mapping | nn.Module)

@@ -1,31 +1,38 @@
 """evaluate: nested top-k prefixes of a ranking, kept and ablated on test prompts; what each costs and what it does.
 
 1. The grid of k: 0, 1, 2, 3, 4, 6, 8, 12, ... (powers of two and three times powers of two, method.md §0.5) and all units.
-2. For every k keep the k best units (the rest get their means) and ablate them (they get their means); the margin is
-   averaged over test prompts.
-3. Sufficiency = Q(keep) / Q(unpruned), necessity drop = Q(unpruned) - Q(ablate) in logits; cost in units (|S|, invalid ones
-   included) and active edges (valid units' read and write nonzeros).
-4. `CostCurve.cost_at` gives the least cost among prefixes that reach a threshold; curves need not be monotone.
+2. For every k keep the k best units (the rest get their reference activation) and ablate them (they get it), all in one
+   list of interventions (bench.py).
+3. Sufficiency = Q(keep) / Q(unpruned), necessity drop = Q(unpruned) - Q(ablate) in logits, Q the mean margin over test
+   prompts; cost in units (|S|, invalid ones included) and active edges (valid units' read and write nonzeros).
+4. Intervals by bootstrap over the prompts.
+
+`judge` does the same for circuits of any other making.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from swd_lens.circuits.attribution import UnitScores
-from swd_lens.circuits.intervene import ablation_values, run_interventions
-from swd_lens.figures import new_figure, style
+from swd_lens.circuits.bench import Bench, Outcome
+from swd_lens.circuits.bootstrap import interval, resampled
+from swd_lens.circuits.circuit import Circuit, active_edges
+from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
+from swd_lens.circuits.roads import Masks
+from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.inject import Units, attach
-from swd_lens.tasks.task import Bucket, Task, TaskSplit
+from swd_lens.inject import attach
+from swd_lens.tasks.task import Task, TaskSplit
 
-COSTS = ("edges", "units")
+
+class UndefinedSufficiencyWarning(UserWarning):
+    """The unpruned replacement has no positive margin, so there is nothing that a circuit could keep a part of."""
 
 
 def prefix_grid(n_units: int) -> list[int]:
@@ -34,82 +41,19 @@ def prefix_grid(n_units: int) -> list[int]:
     return sorted(steps)
 
 
-@dataclass(frozen=True)
-class CostCurve:
-    """What nested prefixes of a ranking cost and do, on one task.
-
-    Attributes:
-        rows: one row per prefix: units, edges, sufficiency, necessity_drop (logits), q_keep, q_ablate (mean margins, logits),
-            accuracy_keep, accuracy_ablate (best answer above every distractor).
-        task: the task's name.
-        q_dense, q_unpruned: mean test margin of the dense host and of the unpruned replacement, in logits.
-        accuracy_dense, accuracy_unpruned: the same for accuracy.
-        settings: the scores' settings plus ablation, split and number of prompts.
-    """
-
-    rows: pd.DataFrame
-    task: str
-    q_dense: float
-    q_unpruned: float
-    accuracy_dense: float
-    accuracy_unpruned: float
-    settings: Mapping[str, Any]
-
-    def table(self) -> pd.DataFrame:
-        """A copy of the rows."""
-        return self.rows.copy()
-
-    def cost_at(
-        self, *, sufficiency: float | int | None = None, necessity: float | int | None = None, cost: str = "edges"
-    ) -> int | None:
-        """The least cost among prefixes that reach a threshold; None if none does.
-
-        Args:
-            sufficiency: reach Q(keep) / Q(unpruned) >= this.
-            necessity: reach a necessity drop >= this fraction of the drop that ablating every unit causes.
-            cost: "edges" or "units".
-
-        Raises:
-            ValueError: not exactly one threshold, or an unknown cost.
-        """
-        if (sufficiency is None) == (necessity is None):
-            raise ValueError("give exactly one threshold: sufficiency=0.9 or necessity=0.5")
-        if cost not in COSTS:
-            raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
-        if sufficiency is not None:
-            reached = self.rows["sufficiency"] >= sufficiency
-        else:
-            whole = self.rows["necessity_drop"].iloc[-1]
-            # Ablating everything helps (or does nothing): there is no drop to take a fraction of.
-            reached = (self.rows["necessity_drop"] >= (necessity or 0.0) * whole) & (whole > 0)
-        return int(self.rows.loc[reached, cost].min()) if reached.any() else None
-
-    def plot(self, cost: str = "edges"):
-        """Sufficiency and necessity drop against cost; a matplotlib Figure."""
-        return plot_curves({"": self}, cost=cost)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "task": self.task,
-            "q_dense": self.q_dense,
-            "q_unpruned": self.q_unpruned,
-            "accuracy_dense": self.accuracy_dense,
-            "accuracy_unpruned": self.accuracy_unpruned,
-            "settings": dict(self.settings),
-            "rows": self.rows.to_dict("records"),
-        }
-
-
 def evaluate(
     model: Any,
     factors: Any,
     prompts: TaskSplit | Task,
     scores: UnitScores,
     *,
-    grid: Sequence[int] | None = None,
+    grid: Sequence[int] | str | None = None,
     ablation: str = "mean",
+    kl: bool = False,
+    bootstrap: int = 1000,
+    seed: int = 0,
     batch_size: int = 256,
-    tokens_per_forward: int = 8_192,
+    tokens_per_forward: int = 16_384,
     progress: bool = False,
 ) -> CostCurve:
     """Judge nested prefixes of the scores' ranking on test prompts (paper §2.2, §protocol).
@@ -119,120 +63,177 @@ def evaluate(
         factors: the replacement that the scores were taken under.
         prompts: the test split (a Task means its test split).
         scores: from `attribute`; they fix the ranking, the positions and the mean activations.
-        grid: prefix lengths; None = `prefix_grid`. The whole set of units is always added.
-        ablation: "mean" (paper) or "zero".
+        grid: prefix lengths; None = `prefix_grid`; "mib" adds to it the prefixes that `CostCurve.mib` needs. The whole set of
+            units is always added.
+        ablation: "mean" (paper), "zero", or "resample": each prompt's units get their activations on its corrupt prompt.
+        kl: also measure KL from the unpruned replacement at the scoring position; slower, it needs the whole vocabulary.
+        bootstrap: draws of the prompts for the 95 % intervals; 0 for none.
+        seed: of these draws.
         batch_size: prompts per bucket.
-        tokens_per_forward: prompts x positions x interventions at once;
-            it bounds memory (the kept keys and values are copied per intervention).
+        tokens_per_forward: prompts x positions x interventions at once; it bounds memory.
 
     Raises:
-        ValueError: scores of other sites than the factors', or a prefix length outside 0 .. number of units.
+        ValueError: scores of other factors, a prefix length outside 0 .. number of units, or an unknown ablation or grid.
+        TaskError: ablation="resample" without fitting corrupt prompts.
+
+    Warns:
+        UndefinedSufficiencyWarning: the unpruned replacement's mean margin is not positive; sufficiency is NaN.
     """
     split = prompts.test if isinstance(prompts, Task) else prompts
-    lengths = _check_grid(grid, scores.n_units)
-    ranks, values = scores.ranks(), ablation_values(scores, ablation)
+    if bootstrap < 0:
+        raise ValueError(f"bootstrap must be 0 or more draws, got {bootstrap}")
     require_no_dropout(model)
-    host = host_of(model)
-    with torch.no_grad(), attach(model, factors) as attachment:
-        _check_scores(scores, attachment.factors)
+    how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
+    with attach(model, factors) as attachment:
+        edges = active_edges(attachment.factors)
+        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, **how)
+        lengths = _lengths(grid, scores, edges)
+        ranks = scores.ranks()
         # Interventions in one list: keep the k best, for every k, then ablate the k best.
-        replaced = {
-            site: torch.stack([rank >= k for k in lengths] + [rank < k for k in lengths])
-            for site, rank in ranks.items()
+        thresholds = torch.tensor([*lengths, *lengths])[:, None]
+        keeps = torch.arange(len(thresholds))[:, None] < len(lengths)
+
+        def masks(chunk: slice) -> Masks:
+            k, keep = thresholds[chunk], keeps[chunk]
+            return {site: (rank[None] >= k) == keep for site, rank in ranks.items()}
+
+        found, unpruned = bench.run(len(thresholds), masks, kl=kl)
+        dense = bench.dense()
+    ranking = scores.ranking()
+    costs = [0, *torch.tensor([int(edges[site][unit]) for site, unit in ranking]).cumsum(0).tolist()]
+    head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
+    rows = pd.concat([head, _rows(found, unpruned, bootstrap, seed, split.task)], axis=1)
+    settings = {
+        **scores.settings,
+        "ablation": ablation,
+        "test_split": split.name,
+        "n_test": len(split),
+        "grid": grid if isinstance(grid, str) else "powers" if grid is None else "own",
+        "bootstrap": bootstrap,
+        "bootstrap_seed": seed,
+        "replacement": dict(getattr(factors, "provenance", {})),
+    }
+    margins = {"keep": found.margins[: len(lengths)], "ablate": found.margins[len(lengths) :]}
+    margins |= {"unpruned": unpruned.margins[0], "dense": dense.margins[0]}
+    return CostCurve(
+        rows=rows,
+        task=split.task,
+        q_dense=float(dense.q),
+        q_unpruned=float(unpruned.q),
+        accuracy_dense=float(dense.correct.mean()),
+        accuracy_unpruned=float(unpruned.correct.mean()),
+        settings=settings,
+        scores=scores,
+        edges=edges,
+        margins=margins,
+    )
+
+
+def judge(
+    model: Any,
+    factors: Any,
+    prompts: TaskSplit | Task,
+    circuits: Circuit | Mapping[str, Circuit],
+    *,
+    ablation: str = "mean",
+    kl: bool = False,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    batch_size: int = 256,
+    tokens_per_forward: int = 16_384,
+) -> pd.DataFrame:
+    """What circuits cost and do on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
+
+    Args:
+        circuits: one, or several by name, all found with the same scores.
+        otherwise see `evaluate`.
+
+    Raises:
+        ValueError: no circuit, circuits of several scores (their reference activations differ), and see `evaluate`.
+    """
+    split = prompts.test if isinstance(prompts, Task) else prompts
+    named = {"circuit": circuits} if isinstance(circuits, Circuit) else dict(circuits)
+    if not named:
+        raise ValueError('nothing to judge: pass a circuit, or {"name": circuit, ...}')
+    scores = next(iter(named.values())).scores
+    if any(circuit.scores is not scores and circuit.scores.settings != scores.settings for circuit in named.values()):
+        raise ValueError("these circuits were found with different scores; judge them in separate calls")
+    require_no_dropout(model)
+    how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
+    both = [circuit.masks(mode) for mode in ("keep", "ablate") for circuit in named.values()]
+    with attach(model, factors) as attachment:
+        bench = Bench(host_of(model), attachment, split, scores, ablation, **how)
+        found, unpruned = bench.run(len(both), lambda chunk: stacked(both[chunk]), kl=kl)
+    head = pd.DataFrame(
+        {
+            "circuit": list(named),
+            "units": [circuit.n_units for circuit in named.values()],
+            "edges": [circuit.n_edges for circuit in named.values()],
         }
-        totals = torch.zeros(2 * len(lengths), 2, dtype=torch.float64)
-        unpruned = torch.zeros(2, dtype=torch.float64)
-        dense = torch.zeros(2, dtype=torch.float64)
-        for bucket in tqdm(
-            list(split.buckets(batch_size)), desc="circuits", unit="batch", disable=not progress, leave=False
-        ):
-            with attachment.suspended():
-                dense += _totals(bucket, host.last_logits(bucket.tokens))
-            prefix = host.freeze_prefix(bucket.tokens) if scores.settings["positions"] == "scoring" else None
-            unpruned += _totals(bucket, host.last_logits(bucket.tokens, prefix))
-            for chunk in _chunks(len(totals), max(1, tokens_per_forward // bucket.tokens.numel())):
-                masks = {site: mask[chunk] for site, mask in replaced.items()}
-                logits = run_interventions(host, bucket, prefix, masks, values, scores.settings["positions"])
-                totals[chunk] += torch.stack([_totals(bucket, one) for one in logits])
-    rows = _rows(lengths, totals / len(split), unpruned / len(split), scores, attachment.factors)
-    settings = {**scores.settings, "ablation": ablation, "test_split": split.name, "n_test": len(split)}
-    settings |= {"replacement": dict(getattr(factors, "provenance", {}))}
-    (q_dense, acc_dense), (q, acc) = (dense / len(split)).tolist(), (unpruned / len(split)).tolist()
-    return CostCurve(rows, split.task, q_dense, q, acc_dense, acc, settings)
+    )
+    return pd.concat([head, _rows(found, unpruned, bootstrap, seed, split.task)], axis=1)
 
 
-def _check_grid(grid: Sequence[int] | None, n_units: int) -> list[int]:
-    lengths = sorted({*prefix_grid(n_units)} if grid is None else {*grid, n_units})
+def stacked(masks: Sequence[Mapping[str, Tensor]]) -> Masks:
+    """One row per intervention from one dict of masks each."""
+    return {site: torch.stack([mask[site] for mask in masks]) for site in masks[0]}
+
+
+def _lengths(grid: Sequence[int] | str | None, scores: UnitScores, edges: Mapping[str, Tensor]) -> list[int]:
+    n_units = scores.n_units
+    if isinstance(grid, str):
+        if grid != "mib":
+            raise ValueError(f'grid must be prefix lengths, None or "mib", got {grid!r}')
+        costs = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()]).cumsum(0)
+        whole = int(costs[-1])
+        by_edges = [int((costs <= fraction * whole).sum()) for fraction in MIB_FRACTIONS]
+        wanted = {*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges}
+    else:
+        wanted = {*prefix_grid(n_units)} if grid is None else {*grid, n_units}
+    lengths = sorted(wanted)
     if lengths[0] < 0 or lengths[-1] > n_units:
         raise ValueError(f"prefix lengths must lie in 0 .. {n_units}, got {lengths[0]} .. {lengths[-1]}")
     return lengths
 
 
-def _check_scores(scores: UnitScores, factors: Mapping[str, Units]) -> None:
-    scored = {site: len(s) for site, s in scores.scores.items()}
-    attached = {site: f.n_units for site, f in factors.items()}
-    if scored != attached:
-        raise ValueError(
-            f"these scores are of {scored}, the factors are {attached} (site: units); attribute these factors first"
+def _rows(found: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: str) -> pd.DataFrame:
+    """What kept (first half of the runs) and ablated (second half) circuits do."""
+    half = len(found.margins) // 2
+    keep, ablate = found.q[:half], found.q[half:]
+    q = float(unpruned.q)
+    if not q > 0:
+        warnings.warn(
+            f"the unpruned replacement's mean margin on {task!r} is {q:.3f}, not positive: the model does not do this task here, "
+            "so sufficiency is undefined (NaN)",
+            UndefinedSufficiencyWarning,
+            stacklevel=3,
         )
+    columns: dict[str, Tensor] = {
+        "sufficiency": keep / q if q > 0 else torch.full_like(keep, math.nan),
+        "necessity_drop": q - ablate,
+    }
+    if bootstrap:
+        columns |= _intervals(found.margins, unpruned.margins, half, bootstrap, seed, q > 0)
+    columns |= {"q_keep": keep, "q_ablate": ablate}
+    columns |= {"accuracy_keep": found.correct.mean(1)[:half], "accuracy_ablate": found.correct.mean(1)[half:]}
+    if not bool(found.kl.isnan().all()):
+        columns |= {"kl_keep": found.kl.mean(1)[:half], "kl_ablate": found.kl.mean(1)[half:]}
+    return pd.DataFrame({name: values.tolist() for name, values in columns.items()})
 
 
-def _totals(bucket: Bucket, logits: Tensor) -> Tensor:
-    """(sum of margins, number correct) over the bucket."""
-    return torch.stack([bucket.margin(logits).double().sum().cpu(), bucket.correct(logits).double().sum()])
-
-
-def _chunks(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, n)) for start in range(0, n, size))
-
-
-def _rows(
-    lengths: list[int], means: Tensor, unpruned: Tensor, scores: UnitScores, factors: Mapping[str, Units]
-) -> pd.DataFrame:
-    edges = {site: torch.where(f.valid_units, f.edges_per_unit, 0).tolist() for site, f in factors.items()}
-    cumulative = [0]
-    for site, unit in scores.ranking():
-        cumulative.append(cumulative[-1] + edges[site][unit])
-    q = float(unpruned[0])
-    keep, ablate = means[: len(lengths)], means[len(lengths) :]
-    return pd.DataFrame(
-        {
-            "units": lengths,
-            "edges": [cumulative[k] for k in lengths],
-            # Undefined where the unpruned replacement has no margin to keep (method.md §5.4).
-            "sufficiency": (keep[:, 0] / q).tolist() if q > 0 else [math.nan] * len(lengths),
-            "necessity_drop": (q - ablate[:, 0]).tolist(),
-            "q_keep": keep[:, 0].tolist(),
-            "q_ablate": ablate[:, 0].tolist(),
-            "accuracy_keep": keep[:, 1].tolist(),
-            "accuracy_ablate": ablate[:, 1].tolist(),
-        }
-    )
-
-
-def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
-    """Sufficiency (left) and necessity drop (right) against cost, one line per named curve; a matplotlib Figure."""
-    figure, axes = new_figure(1, 2)
-    for ax, column in zip(axes[0], ("sufficiency", "necessity_drop"), strict=True):
-        draw_curves(ax, curves, column, cost)
-    if len(curves) > 1:
-        axes[0, 0].legend(fontsize=8, frameon=False)
-    task = next(iter(curves.values())).task
-    figure.suptitle(task.replace("_", " "), fontsize=10)
-    return figure
-
-
-def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str) -> None:
-    """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0)."""
-    for index, (label, curve) in enumerate(curves.items()):
-        ax.plot(
-            curve.rows[cost], curve.rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **style(index)
-        )
-    costs = pd.concat([curve.rows[cost] for curve in curves.values()])
-    if (costs > 0).any():
-        ax.set_xscale("symlog", linthresh=costs[costs > 0].min())
-    ax.set_xlim(left=0)
-    ax.set_xlabel(f"active {cost}" if cost == "edges" else "units", fontsize=9)
-    ax.set_ylabel({"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}[column], fontsize=9)
-    if column == "sufficiency":
-        ax.axhline(1.0, color="#888888", linewidth=0.8)
+def _intervals(
+    margins: Float[Tensor, "run prompt"],
+    whole: Float[Tensor, "1 prompt"],
+    half: int,
+    times: int,
+    seed: int,
+    defined: bool,
+) -> dict[str, Tensor]:
+    # Kept, ablated and unpruned are resampled together: their errors are those of the same prompts.
+    samples = resampled(torch.cat([margins, whole]), times, seed)
+    q = samples[:, -1:]
+    ratio = torch.where(q > 0, samples[:, :half] / q, math.nan) if defined else torch.full((times, half), math.nan)
+    found = {}
+    for name, values in (("sufficiency", ratio), ("necessity_drop", q - samples[:, half:-1])):
+        found[f"{name}_low"], found[f"{name}_high"] = interval(values.double())
+    return found

@@ -1,32 +1,21 @@
 """Interventions on units: keep a set and put mean activations in place of the rest, or ablate the set.
 
-1. An intervention says, per site, which units are replaced (a boolean mask) and by what (mu).
-2. `intervention_hooks` turns one into hooks for TransformerLens' own `run_with_hooks`.
-3. `run_interventions` runs many at once on a bucket of prompts: the prompts are repeated, one copy per intervention, and
-   every copy gets its own mask.
+1. An intervention says, per site, which units are replaced (a boolean mask, `replaced_masks`) and by what (mu).
+2. `intervention_hooks` turns one into hooks for TransformerLens' own `run_with_hooks`. Many at once are run by roads.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from swd_lens.circuits.attribution import UnitScores
-from swd_lens.hosts import Host
+from swd_lens.circuits.reference import ablation_values, aligned
+from swd_lens.circuits.scores import UnitScores
 from swd_lens.sites import hook_name, parse_unit
-from swd_lens.tasks.task import Bucket
 
 MODES = ("keep", "ablate")
-ABLATIONS = ("mean", "zero")
-
-
-def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor, " _unit"]]:
-    """What replaces a unit's activation: its mean over training prompts (paper §2.2), or zero."""
-    if ablation not in ABLATIONS:
-        raise ValueError(f"ablation must be one of {ABLATIONS}, got {ablation!r}")
-    return {site: mean if ablation == "mean" else torch.zeros_like(mean) for site, mean in scores.means.items()}
 
 
 def replaced_masks(
@@ -60,41 +49,16 @@ def intervention_hooks(
     They act where the scores were taken: at the last position, or at all of them. The factors must be attached.
     """
     masks, values = replaced_masks(scores, units, mode), ablation_values(scores, ablation)
-    return _hooks({site: mask[None] for site, mask in masks.items()}, values, scores.settings["positions"])
+    positions = scores.settings["positions"]
+    return [(hook_name(site), _replace(mask, values[site], positions)) for site, mask in masks.items() if mask.any()]
 
 
-def run_interventions(
-    host: Host,
-    bucket: Bucket,
-    prefix: Any,
-    replaced: Mapping[str, Bool[Tensor, "circuit _unit"]],
-    values: Mapping[str, Float[Tensor, " _unit"]],
-    positions: str,
-) -> Float[Tensor, "circuit batch vocab"]:
-    """Last-position logits of every prompt under every intervention, in one forward.
-
-    Args:
-        prefix: what `host.freeze_prefix(bucket.tokens)` returned, or None to run the prompts whole.
-        replaced: site -> one mask per intervention.
-        values: site -> what replaced units are set to.
-    """
-    circuits = len(next(iter(replaced.values())))
-    batch = len(bucket.index)
-    rows = {site: masks.repeat_interleave(batch, 0) for site, masks in replaced.items()}
-    with host.model.hooks(fwd_hooks=_hooks(rows, values, positions)):
-        logits = host.last_logits(bucket.tokens.repeat(circuits, 1), host.repeat_prefix(prefix, circuits))
-    return logits.view(circuits, batch, -1)
-
-
-def _hooks(masks: Mapping[str, Tensor], values: Mapping[str, Tensor], positions: str) -> list[tuple[str, Any]]:
-    return [(hook_name(site), _replace(masks[site], values[site], positions)) for site in masks if masks[site].any()]
-
-
-def _replace(mask: Bool[Tensor, "rows unit"], value: Float[Tensor, " unit"], positions: str) -> Any:
+def _replace(mask: Bool[Tensor, " unit"], value: Float[Tensor, "*_pos unit"], positions: str) -> Any:
     def hook_fn(z: Float[Tensor, "batch pos unit"], hook: Any) -> Float[Tensor, "batch pos unit"]:
-        rows, mu = mask[:, None].to(z.device), value.to(z)
-        if positions == "all":
-            return torch.where(rows, mu, z)
-        return torch.cat([z[:, :-1], torch.where(rows, mu, z[:, -1:])], dim=1)
+        chosen = slice(-1, None) if positions == "scoring" else slice(None)
+        at = z[:, chosen]
+        mu = value.to(z) if value.ndim == 1 else aligned(value.to(z), at.shape[1])
+        changed = torch.where(mask.to(z.device), mu, at)
+        return changed if positions == "all" else torch.cat([z[:, :-1], changed], dim=1)
 
     return hook_fn

@@ -37,6 +37,19 @@ class Affine:
     shift: Float[Tensor, " d_in"] | None = None
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run takes up: what enters block `layer` (layer = number of blocks: what leaves the last one).
+
+    Attributes:
+        layer: blocks before it are not run.
+        residual: (batch, pos, d_model); with a kept prefix pos is 1, the last position.
+    """
+
+    layer: int
+    residual: Float[Tensor, "batch pos d_model"]
+
+
 @runtime_checkable
 class Host(Protocol):
     """What the rest of swd_lens needs from a model."""
@@ -92,14 +105,35 @@ class Host(Protocol):
         """
         ...
 
-    def repeat_prefix(self, prefix: Any, times: int) -> Any:
-        """The same prefix for `times` copies of the batch, one after the other."""
+    def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
+        """The same prefix for `times` copies of the batch, one after the other, for runs that start at `from_layer` or later:
+        what earlier layers keep is dropped."""
         ...
 
-    def last_logits(self, tokens: Int[Tensor, "batch pos"], prefix: Any = None) -> Float[Tensor, "batch vocab"]:
+    def residual(
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None
+    ) -> Float[Tensor, "batch _pos d_model"]:
+        """What enters block `layer` (layer = number of blocks: what leaves the last one), hooks on earlier units included.
+
+        At every position; with a prefix at the last one only. Blocks from `layer` on are not run.
+        """
+        ...
+
+    def last_logits(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        prefix: Any = None,
+        *,
+        start: Start | None = None,
+        token_ids: Int[Tensor, " answer"] | None = None,
+    ) -> Float[Tensor, "batch _vocab"]:
         """Logits at the last position; with a prefix only that position is run (exact, since attention is causal).
 
         The prefix is left as it was: the same one can be used any number of times.
+
+        Args:
+            start: take up from there; what enters earlier blocks is not computed, their units and hooks do not run.
+            token_ids: only these tokens' logits, in this order; None = the whole vocabulary.
         """
         ...
 
@@ -178,4 +212,14 @@ def require_no_dropout(model: Any) -> None:
     if drops_out(model):
         raise ValueError(
             "this host is in train mode and drops activations out: what is measured would be random. Call model.eval()"
+        )
+
+
+def require_kept(prefix: Any, layer: int) -> None:
+    """Raises ValueError where a run would start before the first layer that a prefix keeps (`repeat_prefix(..., from_layer)`)."""
+    first = getattr(prefix, "from_layer", 0)
+    if layer < first:
+        raise ValueError(
+            f"this prefix keeps layers from {first} on only (repeat_prefix with from_layer={first}), but the run starts at "
+            f"layer {layer}; take the whole prefix, or a start at layer {first} or later"
         )

@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 
-from swd_lens.hosts import Affine, Register, Undo, UnsupportedHostError, bridge_cache, is_centered
+from swd_lens.hosts import (
+    Affine,
+    Register,
+    Start,
+    Undo,
+    UnsupportedHostError,
+    bridge_cache,
+    bridge_running,
+    is_centered,
+    require_kept,
+)
 from swd_lens.hosts.bridge_leaves import (
     Packed,
     is_packed,
@@ -204,16 +215,55 @@ class BridgeHost:
             _, cache = self._run(tokens[:, :-1], return_type="logits_and_cache", use_cache=True, **self._last_only())
         return cache if bridge_cache.is_known(cache) else None
 
-    def repeat_prefix(self, prefix: Any, times: int) -> Any:
-        if prefix is None or times == 1:
+    def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
+        if prefix is None or (times == 1 and from_layer == 0):
             return prefix
-        return bridge_cache.repeated(prefix, times)
+        return bridge_cache.repeated(prefix, times, from_layer)
 
-    def last_logits(self, tokens: Int[Tensor, "batch pos"], prefix: Any = None) -> Float[Tensor, "batch vocab"]:
+    def residual(
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None
+    ) -> Float[Tensor, "batch _pos d_model"]:
+        try:
+            bridge_running.with_stand_ins(
+                self.model, bridge_running.stopping(self.model, layer), lambda: self._run_last(tokens, prefix, 0)
+            )
+        except bridge_running.Reached as reached:
+            return reached.args[0]
+        raise RuntimeError(f"this {type(self.model.adapter).__name__} did not run block {layer}; please report it")
+
+    def last_logits(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        prefix: Any = None,
+        *,
+        start: Start | None = None,
+        token_ids: Int[Tensor, " answer"] | None = None,
+    ) -> Float[Tensor, "batch _vocab"]:
+        stand_ins, first, pick = [], 0, None
+        if start is not None:
+            if start.layer == len(self.model.blocks):
+                # No block runs: what is before the last position is of no use, and neither are positions.
+                tokens, prefix, start = tokens[:, -1:], None, replace(start, residual=start.residual[:, -1:])
+            stand_ins, first = bridge_running.starting(self.model, start), start.layer
+        if token_ids is not None:
+            some = bridge_running.unembedding_some(self.model, token_ids)
+            stand_ins, pick = stand_ins + some, None if some else token_ids
+        logits = bridge_running.with_stand_ins(self.model, stand_ins, lambda: self._run_last(tokens, prefix, first))[
+            :, -1
+        ]
+        return logits if pick is None else logits[:, pick.to(logits.device)]
+
+    def _run_last(self, tokens: Tensor, prefix: Any, first: int) -> Tensor:
+        """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run.
+
+        Args:
+            first: the first block that is run; what the prefix keeps of earlier ones is not asked for.
+        """
         if prefix is None:
-            return self._run(tokens, **self._last_only())[:, -1]
-        how = {"attention_mask": torch.ones_like(tokens), "past_key_values": bridge_cache.to_run_on(prefix)}
-        return self._run(tokens[:, -1:], **how)[:, -1]
+            return self._run(tokens, **self._last_only(), **self._without_cache())
+        require_kept(prefix, first)
+        cache = bridge_cache.to_run_on(prefix, first)
+        return self._run(tokens[:, -1:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
 
     def _run(self, tokens: Tensor, **how: Any) -> Any:
         device = self.model.cfg.device
@@ -233,6 +283,10 @@ class BridgeHost:
     def _last_only(self) -> dict[str, int]:
         """Unembed the last position only: for long prompts the rest is most of the work and memory."""
         return {"logits_to_keep": 1} if self._accepts("logits_to_keep") else {}
+
+    def _without_cache(self) -> dict[str, bool]:
+        """Keep no keys and values that nobody asks for; where nothing is said, Hugging Face keeps them."""
+        return {"use_cache": False} if self._keeps_cache() and not self._has_linear_attention() else {}
 
     def _generates(self) -> bool:
         return bool(getattr(self.model.adapter, "supports_generation", True))

@@ -1,14 +1,15 @@
 """A prompt's prefix in Hugging Face's own cache: what can be kept, and copies to run on that leave the kept one as it was.
 
-Keys and values are never written to (an update concatenates), so copies share them. The states of linear attention are
-small and are written in place, so copies have their own.
+Keys and values are never written to (an update concatenates), so copies share them, and a prefix repeated for many copies of
+the batch holds them once: the copies are made when a layer is run. The states of linear attention are small and are written
+in place, so copies have their own.
 """
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # By name: which of these classes there are depends on the version of transformers.
@@ -21,39 +22,83 @@ def is_known(cache: Any) -> bool:
     return type(cache).__name__ == "DynamicCache" and all(type(layer).__name__ in _LAYERS for layer in layers)
 
 
-def to_run_on(cache: Any) -> Any:
-    """A copy that a forward may extend."""
-    return _copy(cache, lambda state: state, Tensor.clone)
-
-
-def repeated(cache: Any, times: int) -> Any:
-    """A copy for `times` copies of the batch, one after the other."""
-
-    def repeat(state: Tensor) -> Tensor:
-        return state.repeat(times, *[1] * (state.ndim - 1))
-
-    return _copy(cache, repeat, repeat)
-
-
-def _copy(cache: Any, of_keys: Callable[[Tensor], Tensor], of_state: Callable[[Tensor], Tensor]) -> Any:
+def to_run_on(cache: Any, from_layer: int = 0) -> Any:
+    """A copy that a forward of the blocks from `from_layer` on may extend."""
     copied = copy.copy(cache)
-    copied.layers = [_copy_layer(layer, of_keys, of_state) for layer in cache.layers]
+    copied.layers = [layer if i < from_layer else _own(layer) for i, layer in enumerate(cache.layers)]
     return copied
 
 
-def _copy_layer(layer: Any, of_keys: Callable[[Tensor], Tensor], of_state: Callable[[Tensor], Tensor]) -> Any:
+def repeated(cache: Any, times: int, from_layer: int = 0) -> Any:
+    """A copy for `times` copies of the batch, one after the other, and runs of the blocks from `from_layer` on.
+
+    Of the layers before nothing is left but the shape, by which Hugging Face knows how long the prefix is.
+    """
+    copied = copy.copy(cache)
+    copied.from_layer = max(from_layer, getattr(cache, "from_layer", 0))
+    copied.layers = [_repeated(layer, times, kept=i >= from_layer) for i, layer in enumerate(cache.layers)]
+    return copied
+
+
+def _repeated(layer: Any, times: int, kept: bool) -> Any:
+    """Its keys and values: shapes, and beside them, where they are kept, what is to be repeated how many times."""
+    if kept and times == 1:
+        return layer
+    copied = copy.copy(layer)
+    former = vars(layer).get("unit_kept")
+    copied.unit_kept = None
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            repeat = _repeat if kept else _shape_only
+            setattr(copied, name, {k: repeat(x, times) if isinstance(x, Tensor) else x for k, x in value.items()})
+        elif name in ("keys", "values") and isinstance(value, Tensor):
+            setattr(copied, name, _shape_only(value, times))
+    if kept and isinstance(vars(layer).get("keys"), Tensor):
+        # Rows come copy after copy, so copies of copies are just more copies.
+        keys, values, earlier = former or (layer.keys, layer.values, 1)
+        copied.unit_kept = (keys, values, earlier * times)
+    return copied
+
+
+def _own(layer: Any) -> Any:
+    """A copy of a layer that a forward may write to."""
     copied = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
-            setattr(copied, name, {key: of_state(x) if isinstance(x, Tensor) else x for key, x in value.items()})
-        elif name in ("keys", "values") and isinstance(value, Tensor):
-            setattr(copied, name, of_keys(value))
+            setattr(copied, name, {k: x.clone() if isinstance(x, Tensor) else x for k, x in value.items()})
     if hasattr(layer, "recurrent_states"):
         # Upstream copies the new state over the old one (cache_utils.py:update_recurrent_state), which autograd still needs.
         copied.update_recurrent_state = partial(_keep_recurrent_state, copied)
+    if vars(layer).get("unit_kept"):
+        copied.update = partial(_update_repeated, copied)
     return copied
 
 
 def _keep_recurrent_state(layer: Any, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
     layer.recurrent_states[state_idx] = recurrent_states
     return recurrent_states
+
+
+def _update_repeated(layer: Any, new_keys: Tensor, new_values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The first update of repeated keys and values; any further one is the layer's own."""
+    keys, values, times = layer.unit_kept
+    del layer.update
+    if type(layer).__name__ == "DynamicLayer":
+        # What its update does, in one copy instead of two.
+        layer.keys, layer.values = _appended(keys, new_keys, times), _appended(values, new_values, times)
+        return layer.keys, layer.values
+    layer.keys, layer.values = _repeat(keys, times), _repeat(values, times)
+    return layer.update(new_keys, new_values, *args, **kwargs)
+
+
+def _appended(kept: Tensor, new: Tensor, times: int) -> Tensor:
+    return torch.cat([kept.expand(times, *kept.shape), new.unflatten(0, (times, -1))], dim=-2).flatten(0, 1)
+
+
+def _repeat(state: Tensor, times: int) -> Tensor:
+    return state.repeat(times, *[1] * (state.ndim - 1))
+
+
+def _shape_only(state: Tensor, times: int) -> Tensor:
+    """As many rows as `times` copies would have, all one element; not a view, which would keep the whole alive."""
+    return state.new_zeros((1,) * state.ndim).expand(times * state.shape[0], *state.shape[1:])

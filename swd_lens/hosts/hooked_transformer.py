@@ -11,19 +11,17 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import einops
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.components import GatedMLP
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from swd_lens.hosts import Affine, Register, UnsupportedHostError, is_centered
+from swd_lens.hosts import Affine, Register, Start, UnsupportedHostError, hooked_running, is_centered
 from swd_lens.hosts.guard import refusals, shadow_methods
 from swd_lens.hosts.hooked_components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
 from swd_lens.sites import PACKED, Site, overlapping, split_name
@@ -189,43 +187,33 @@ class HookedTransformerHost:
     # ------------------------------------------------------------------ running
 
     def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-        return self._run(tokens)
+        return hooked_running.run(self.model, tokens)
 
     def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int) -> None:
-        self._run(tokens, stop_at_layer=n_blocks, return_type=None)
+        hooked_running.run(self.model, tokens, stop_at_layer=n_blocks, return_type=None)
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
-        if tokens.shape[1] == 1:
-            return None
-        cfg, prefix = self.model.cfg, tokens[:, :-1]
-        cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, len(tokens))
-        with torch.no_grad():
-            self._run(prefix, past_kv_cache=cache, stop_at_layer=cfg.n_layers)
-        cache.freeze()
-        return cache
+        return None if tokens.shape[1] == 1 else hooked_running.freeze_prefix(self.model, tokens)
 
-    def repeat_prefix(self, prefix: Any, times: int) -> Any:
-        if prefix is None or times == 1:
-            return prefix
-        entries = [
-            replace(e, past_keys=e.past_keys.repeat(times, 1, 1, 1), past_values=e.past_values.repeat(times, 1, 1, 1))
-            for e in prefix.entries
-        ]
-        return TransformerLensKeyValueCache(entries, prefix.previous_attention_mask.repeat(times, 1), frozen=True)
+    def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
+        return hooked_running.repeat_prefix(prefix, times, from_layer)
 
-    def last_logits(self, tokens: Int[Tensor, "batch pos"], prefix: Any = None) -> Float[Tensor, "batch vocab"]:
-        n_layers = self.model.cfg.n_layers
-        if prefix is None:
-            # Unembed the last position only: for long prompts the rest is most of the work and memory.
-            resid = self._run(tokens, stop_at_layer=n_layers)[:, -1:]
-        else:
-            resid = self._run(tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=n_layers)
-        return self.model(resid, start_at_layer=n_layers)[:, -1]
+    def residual(
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None
+    ) -> Float[Tensor, "batch _pos d_model"]:
+        return hooked_running.residual(self.model, tokens, layer, prefix)
 
-    def _run(self, tokens: Tensor, **how: Any) -> Tensor:
-        tokens = tokens.to(self.model.cfg.device)
-        # An explicit mask: otherwise TransformerLens guesses padding from the tokenizer's settings.
-        return self.model(tokens, attention_mask=torch.ones_like(tokens), **how)
+    def last_logits(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        prefix: Any = None,
+        *,
+        start: Start | None = None,
+        token_ids: Int[Tensor, " answer"] | None = None,
+    ) -> Float[Tensor, "batch _vocab"]:
+        # Unembed the last position only: for long prompts the rest is most of the work and memory.
+        resid = hooked_running.last_residual(self.model, tokens, prefix, start)
+        return hooked_running.unembed(self.model, resid, token_ids)[:, -1]
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
         scale = getattr(getattr(self.model, "ln_final", None), "w", None)

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from swd_lens.circuits import Comparison, CostCurve
+from swd_lens.circuits.compare import TaskComparison
 from swd_lens.files import write_text
 from swd_lens.report import plots, wording
 from swd_lens.report.cards import task_cards
@@ -141,7 +142,7 @@ def _circuits_section(run: Run) -> list[dict[str, Any]]:
     """Per surface: one figure column and one block of table rows per task."""
     sections = []
     for i, (surface, by_task) in enumerate(run.comparisons.items()):
-        methods = list(dict.fromkeys(method for comparison in by_task.values() for method in comparison.curves))
+        curves = list(dict.fromkeys(name for comparison in by_task.values() for name in comparison.curves))
         columns = []
         for j, (task, comparison) in enumerate(by_task.items()):
             if not comparison.curves:
@@ -152,12 +153,19 @@ def _circuits_section(run: Run) -> list[dict[str, Any]]:
             columns.append(
                 {"task": task, "svg": Markup(svg), "rows": _cost_rows(comparison), "curves": comparison.curves}
             )
-        legend = [(method, Markup(plots.swatch(k, f"circuit-{i}-key-{k}"))) for k, method in enumerate(methods)]
+        legend = [
+            (_called(by_task, name), Markup(plots.swatch(k, f"circuit-{i}-key-{k}"))) for k, name in enumerate(curves)
+        ]
         sections.append({"surface": surface, "columns": columns, "legend": legend})
     return sections
 
 
-def _cost_rows(comparison: Comparison) -> list[dict[str, Any]]:
+def _called(comparison: Comparison, name: str) -> str:
+    """A curve in the legend: circuits of another CE than the reference's are no fair match, so the difference stands there."""
+    return comparison.label(name) if name in comparison.methods else name
+
+
+def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
     rows = [
         {
             "method": method,
@@ -182,7 +190,7 @@ def _cost_rows(comparison: Comparison) -> list[dict[str, Any]]:
     return rows
 
 
-def _describe(comparison: Comparison) -> str:
+def _describe(comparison: TaskComparison) -> str:
     """The figure in words, for those who hear the page."""
     parts = []
     for method, curve in comparison.curves.items():

@@ -16,16 +16,16 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from swd_lens.circuits import CostCurve
-from swd_lens.circuits.frontier import draw_curves
+from swd_lens.circuits.plots import SUFFICIENCY_RANGE, compact, cost_axis, draw_curves
 from swd_lens.figures import INK, new_figure, style, svg
 from swd_lens.study.run import Replacement
 
+__all__ = ["circuit_column", "compact", "inline_svg", "relmse_dots", "swatch"]
+
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
-# Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
-SUFFICIENCY_RANGE = (-0.5, 1.6)
 EXACT = 1e-9  # relMSE below this is float32 rounding of an exact factorization; on a log axis it would push the rest together
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -38,7 +38,7 @@ def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9
     above, below = axes[:, 0]
     for ax, column in ((above, "sufficiency"), (below, "necessity_drop")):
         _draw(ax, curves, column)
-        _cost_axis(ax, curves)
+        cost_axis(ax.xaxis, pd.concat([curve.rows["edges"] for curve in curves.values()]))
     above.set_xlabel("")
     above.tick_params(labelbottom=False)
     if above.lines:
@@ -71,26 +71,6 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str) -> None:
     if column == "sufficiency":
         low, high = SUFFICIENCY_RANGE
         ax.set_ylim(max(low, min(-0.05, values.min() - 0.05)), min(high, max(1.1, values.max() + 0.05)))
-
-
-def _cost_axis(ax: Axes, curves: Mapping[str, CostCurve]) -> None:
-    costs = pd.concat([curve.rows["edges"] for curve in curves.values()])
-    if not (costs > 0).any():
-        return
-    smallest, largest = float(costs[costs > 0].min()), float(costs.max())
-    ticks = [10.0**p for p in range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)]
-    ax.xaxis.set_major_locator(FixedLocator([0, *(ticks or [smallest])]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    ax.set_xlim(-smallest * 0.06, largest * 1.25)  # the empty circuit's marker stands on the axis, whole
-
-
-def compact(value: float | int) -> str:
-    """0, 500, 10k, 2M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
 
 
 def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:

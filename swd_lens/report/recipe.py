@@ -52,6 +52,8 @@ def run_code(run: Run) -> str:
     if s.get("calibration dtype") == "float64" and s.get("model") == DEFAULT_MODEL:
         lines.append(f"    calibration_model={_load_default(run, dtype=True)},")
     lines += [f"    positions={s.get('positions', 'scoring')!r},"]
+    usual = {"ablation": "mean", "controls": ["svd"]}
+    lines += [f"    {name}={s[name]!r}," for name, value in usual.items() if s.get(name, value) != value]
     lines += [f"    {key}={value!r}," for key, value in solver.items()]
     return "\n".join([*lines, ")", 'write_report(run, "report.html")'])
 

@@ -46,7 +46,7 @@ def circuit_tables(run: Run) -> Group:
 
 
 def _cost(units: Any, edges: Any) -> str:
-    return "" if pd.isna(units) else f"{units:,} / {edges:,}"
+    return "" if pd.isna(units) else f"{units:,.0f} / {edges:,.0f}"  # of seeds: the means
 
 
 def table(title: str, frame: pd.DataFrame) -> Table:

@@ -18,11 +18,8 @@ from swd_lens.factors import Factors
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
-from swd_lens.sites import Site, split_name
+from swd_lens.sites import WRITES_RESIDUAL, Site, split_name
 from swd_lens.tasks.text import as_rows
-
-# Kinds of sites whose output is added to the residual stream as it is.
-WRITES_RESIDUAL = ("mlp_out", "attn_o")
 
 
 @dataclass(frozen=True)

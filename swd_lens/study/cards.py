@@ -35,7 +35,7 @@ class UnitCard:
 def unit_cards(
     model: Any,
     factors: Mapping[str, tuple[str, FactorSet]],
-    comparisons: Mapping[str, Mapping[str, Comparison]],
+    comparisons: Mapping[str, Comparison],
     tokens: Any,
     *,
     per_task: int = 3,
@@ -45,7 +45,7 @@ def unit_cards(
 
     Args:
         factors: surface -> (method, its factors): the replacement whose units are shown.
-        comparisons: surface -> task -> comparison that holds the method's scores and curve.
+        comparisons: surface -> comparison that holds the method's scores and curves, by task.
         tokens: (rows, pos) held-out text for the contexts.
     """
     chosen: dict[str, str] = {
@@ -67,9 +67,7 @@ def unit_cards(
     return [card for task in chosen for card in cards[task]]
 
 
-def _surface_of(
-    task: str, factors: Mapping[str, tuple[str, FactorSet]], comparisons: Mapping[str, Mapping[str, Comparison]]
-) -> str:
+def _surface_of(task: str, factors: Mapping[str, tuple[str, FactorSet]], comparisons: Mapping[str, Comparison]) -> str:
     def kept_by_nothing(surface: str) -> float:
         rows = comparisons[surface][task].curves[factors[surface][0]].rows
         kept = float(rows["sufficiency"].iloc[0])

@@ -1,8 +1,8 @@
 """run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
 
-1. For each surface (a named pattern of sites): SWD factors per sparsity, and exact SVD factors as the control.
+1. For each surface (a named pattern of sites): SWD factors per sparsity, and exact factors (SVD, Random-B) as controls.
 2. Fidelity of every replacement on held-out text.
-3. For each surface and task: `compare` all replacements (attribution on train prompts, nested prefixes on test prompts).
+3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
 The result is a `Run`: plain data that the CLI prints, `report` draws and `save` writes.
 """
@@ -22,17 +22,19 @@ import torch
 from swd_lens import baselines
 from swd_lens._version import __version__
 from swd_lens.circuits import Comparison, compare
+from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factors import FactorSet, fingerprint
 from swd_lens.files import write_json
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.plan import factorize
 from swd_lens.solver import PRESETS
 from swd_lens.study.cards import UnitCard, unit_cards
-from swd_lens.study.fidelity import Fidelity, fidelity
 from swd_lens.tasks.task import Task
 
 # The method that exact factors go by in a Run; they are the control, and are not saved.
 CONTROL = "SVD"
+CONTROLS = ("svd", "random_b")
+RANDOM_B_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Run:
 
     settings: Mapping[str, Any]
     replacements: Sequence[Replacement]
-    comparisons: Mapping[str, Mapping[str, Comparison]]
+    comparisons: Mapping[str, Comparison]
     cards: Sequence[UnitCard]
     seconds: float
 
@@ -71,11 +73,11 @@ class Run:
         return pd.DataFrame(rows)
 
     def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
-        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop."""
+        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop, and whether
+        the method's CE is matched to that of the surface's first (see `Comparison.table`)."""
         tables = [
             comparison.table(sufficiency, necessity).assign(surface=surface)
-            for surface, by_task in self.comparisons.items()
-            for comparison in by_task.values()
+            for surface, comparison in self.comparisons.items()
         ]
         table = pd.concat(tables, ignore_index=True)
         return pd.DataFrame(table, columns=["surface", *(column for column in table.columns if column != "surface")])
@@ -92,9 +94,9 @@ class Run:
             ],
             "circuits": [
                 {"surface": surface, "method": method, **curve.as_dict()}
-                for surface, by_task in self.comparisons.items()
-                for comparison in by_task.values()
-                for method, curve in comparison.curves.items()
+                for surface, comparison in self.comparisons.items()
+                for its in comparison.values()
+                for method, curve in its.curves.items()
             ],
             "units": [asdict(card) for card in self.cards],
         }
@@ -117,6 +119,8 @@ def run_study(
     heldout_tokens: Any,
     calibration_model: Any = None,
     positions: str = "scoring",
+    ablation: str = "mean",
+    controls: Sequence[str] = ("svd",),
     cards_per_task: int = 3,
     contexts_per_card: int = 6,
     on_step: Callable[[str], None] = lambda text: None,
@@ -133,7 +137,8 @@ def run_study(
         heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
         calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
             do not depend on the rounding of a float32 forward (see `swd_lens.calibration`).
-        positions: see `swd_lens.attribute`.
+        positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`.
+        controls: exact factorizations beside SWD: "svd", "random_b" (three seeds, in the circuits only), both or none.
         cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
         on_step: called with a line of text before each step; progress: bars within the steps.
         solver: options for `factorize` (preset=, calibration=, ...).
@@ -143,11 +148,13 @@ def run_study(
     """
     if not surfaces or not tasks or not sparsities:
         raise ValueError("a study needs at least one surface, one task and one sparsity")
+    if unknown := sorted(set(controls) - set(CONTROLS)):
+        raise ValueError(f"no control {', '.join(map(repr, unknown))}; there are {', '.join(CONTROLS)}")
     began = time.perf_counter()
     for pattern in surfaces.values():
         find_sites(model, pattern)  # an unknown site should fail before minutes of work
     replacements: list[Replacement] = []
-    comparisons: dict[str, dict[str, Comparison]] = {}
+    comparisons: dict[str, Comparison] = {}
     for surface, pattern in surfaces.items():
         for sparsity in sparsities:
             on_step(f"factorize {surface} at s={sparsity:g}")
@@ -161,20 +168,31 @@ def run_study(
             )
             measured = fidelity(model, factors, heldout_tokens)
             replacements.append(Replacement(surface, f"SWD s={sparsity:g}", factors, measured, seconds))
-        on_step(f"exact SVD of {surface}")
-        replacements.append(_svd(model, surface, pattern, heldout_tokens))
-        methods = {r.method: r.factors for r in replacements if r.surface == surface}
-        comparisons[surface] = {}
-        for task in tasks:
-            on_step(f"circuits of {task.name} on {surface}")
-            comparisons[surface][task.name] = compare(methods, model, task, positions=positions, progress=progress)
+        if "svd" in controls:
+            on_step(f"exact SVD of {surface}")
+            replacements.append(_svd(model, surface, pattern, heldout_tokens))
+        here = [r for r in replacements if r.surface == surface]
+        methods: dict[str, Any] = {r.method: r.factors for r in here}
+        if "random_b" in controls:
+            methods["Random-B"] = baselines.random_b_seeds(model, pattern, range(RANDOM_B_SEEDS))
+        on_step(f"circuits of {', '.join(task.name for task in tasks)} on {surface}")
+        comparisons[surface] = compare(
+            methods,
+            model,
+            tasks,
+            tokens=heldout_tokens,
+            fidelities={r.method: r.fidelity for r in here},
+            positions=positions,
+            ablation=ablation,
+            progress=progress,
+        )
     on_step("top units and their contexts")
     sparsest = {surface: _sparsest(replacements, surface) for surface in surfaces}
     shown = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
     cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
-    settings |= _settings_used(replacements, comparisons, solver)
+    settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls)}
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
 
 
@@ -227,13 +245,14 @@ def _settings(
 
 
 def _settings_used(
-    replacements: Sequence[Replacement], comparisons: Mapping[str, Mapping[str, Comparison]], solver: Mapping[str, Any]
+    replacements: Sequence[Replacement], comparisons: Mapping[str, Comparison], solver: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What solver, attribution and interventions say they used: read off their results, not repeated here."""
     factors = replacements[0].factors
     solved = next(iter(factors.values())).settings
     curve = next(iter(next(iter(comparisons.values())).values())).curves[replacements[0].method]
-    used: dict[str, Any] = {key: curve.settings[key] for key in ("positions", "mean_over", "ablation", "score")}
+    shown = ("positions", "mean_over", "ablation", "score", "sign")
+    used: dict[str, Any] = {key: curve.settings[key] for key in shown if key in curve.settings}
     used["calibration"] = factors.provenance["calibration"]
     used["solver"] = {"preset": solved["preset"], **solver}
     used["solver settings"] = {field.name: solved[field.name] for field in fields(PRESETS[solved["preset"]])}

@@ -1,8 +1,21 @@
 """Tasks: prompts with right and wrong next tokens, from our generators or public files, and token rows of text."""
 
+from swd_lens.tasks.errors import TaskError
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.loaders import load_task
-from swd_lens.tasks.task import Task, TaskError, TaskSplit
-from swd_lens.tasks.text import TokenError, pack_text
+from swd_lens.tasks.split import Bucket, TaskSplit
+from swd_lens.tasks.task import Task
+from swd_lens.tasks.text import TokenError, load_text, pack_text, stream_rows
 
-__all__ = ["Task", "TaskError", "TaskExample", "TaskSplit", "TokenError", "load_task", "pack_text"]
+__all__ = [
+    "Bucket",
+    "Task",
+    "TaskError",
+    "TaskExample",
+    "TaskSplit",
+    "TokenError",
+    "load_task",
+    "load_text",
+    "pack_text",
+    "stream_rows",
+]

@@ -1,99 +1,166 @@
-"""load_task: a task by family name (our generators) or from a file, tokenized for a host.
+"""load_task: a task by family name (our generators) or from a file or folder, tokenized for a host.
 
 1. A family name ("ioi", "docstring", "greater_than", "gendered_pronoun") generates prompts. Train and test prompts come from
-   two content splits that are disjoint from each other and from everything the embedded model was trained on.
-2. A path to an auto-circuit JSON file reads its prompts, shuffles them once (seed 42, as that library does) and takes the
-   first n_train and the next n_test.
-3. Either way the examples are tokenized for the host; unusable ones are dropped and counted.
+   two content splits that are disjoint from each other and from everything the embedded model was trained on. Prompts are
+   drawn until the asked number is usable with this tokenizer.
+2. An auto-circuit JSON file or a JSONL file is shuffled once (seed 42, as auto-circuit does): train has the first n_train
+   places, test the next n_test. A place whose example is dropped is filled from the prompts behind both.
+3. An Edge-Pruning folder has its splits already; the paper's are taken, whole.
+4. Either way the examples are tokenized for the host, unusable ones are dropped and counted, and a prompt that was there
+   before is dropped, so that none straddles train and test.
 """
 
 import difflib
-import json
+import itertools
+import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from swd_lens.tasks.errors import TaskError
 from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.generators import FAMILIES, generate
-from swd_lens.tasks.task import Task, TaskError
+from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning, read_jsonl
+from swd_lens.tasks.files.detect import AUTO_CIRCUIT, EDGE_PRUNING
+from swd_lens.tasks.generators import FAMILIES, stream
+from swd_lens.tasks.task import Task
+from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 
-# Hosts whose training documents began with BOS. Everyone else gets none by default: Hugging Face's GPT-2 and Edge-Pruning
-# add none (method.md §6.4).
-_TRAINED_WITH_BOS = {"swd-lens-default"}
+PAPER_SPLIT = (600, 200)  # IOI and docstring, app. A.4
+FILE_SEED = 42  # auto-circuit's
+# A generator whose prompts are nearly all unusable with a tokenizer is given up after this many draws per asked prompt.
+_DRAWS = 20
 
 
 def load_task(
     name: str | Path,
     model: Any,
     *,
-    n_train: int = 600,
-    n_test: int = 200,
+    n_train: int | None = None,
+    n_test: int | None = None,
     seed: int | None = None,
     prepend_bos: bool | None = None,
+    splits: tuple[str, str] | None = None,
+    inclusive: bool = False,
 ) -> Task:
     """Load a task for a host.
 
     Args:
-        name: a family ("ioi", "docstring", "greater_than", "gendered_pronoun") or a path to an auto-circuit JSON file.
+        name: a family ("ioi", "docstring", "greater_than", "gendered_pronoun"), or a path: an auto-circuit JSON file, a JSONL
+            file (prompt, answers, distractors; or Edge-Pruning's fields), or an Edge-Pruning folder.
         model: the host, with a tokenizer.
-        n_train, n_test: prompts per split; 600 / 200 are the paper's for IOI and docstring (app. A.4).
-        seed: of the generator (default 0) or of the file's shuffle (default 42, auto-circuit's).
+        n_train, n_test: prompts per split. None = the paper's: 600 and 200 of a generator or a file, everything of an
+            Edge-Pruning folder's splits. A smaller file is split in the same proportion.
+        seed: of the generator (default 0) or of a file's shuffle (default 42, auto-circuit's); a folder is shuffled only
+            where a seed is given.
         prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).
+        splits: an Edge-Pruning folder's train and test split by name; None = the paper's.
+        inclusive: Edge-Pruning's greater-than: the start year itself is among the distractors.
 
     Raises:
-        TaskError: unknown name, malformed file, n below 1, or no usable example.
+        TaskError: unknown name, malformed file, n below 1, an option that does not belong to this source, a tokenizer that
+            cannot do the task, or no usable example.
     """
-    if n_train < 1 or n_test < 1:
-        raise TaskError(f"a task needs at least one prompt in each split, got n_train={n_train}, n_test={n_test}")
-    if prepend_bos is None:
-        prepend_bos = model.cfg.model_name in _TRAINED_WITH_BOS
+    for what, n in (("n_train", n_train), ("n_test", n_test)):
+        if n is not None and n < 1:
+            raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
     path = Path(name)
-    if str(name) in FAMILIES:
-        train = generate(str(name), "validation", n_train, seed=seed or 0)
-        test = generate(str(name), "test", n_test, seed=seed or 0)
-        source = f"swd_lens generator, seed {seed or 0}"
-        return Task.from_examples(str(name), train, test, model, source=source, prepend_bos=prepend_bos, on_bad="drop")
-    if not path.is_file():
+    kind = "generator" if str(name) in FAMILIES else find_format(path) if os.path.exists(path) else None
+    if kind is None:
         near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise TaskError(f"{str(name)!r} is neither a task family ({', '.join(FAMILIES)}) nor a file.{hint}")
-    examples = read_auto_circuit(path)
-    random.Random(42 if seed is None else seed).shuffle(examples)
-    if len(examples) < 2:
-        raise TaskError(f"{path} holds {len(examples)} prompts; a train and a test split need at least two")
-    if len(examples) < n_train + n_test:
-        # Keep the asked proportion rather than leave the test split empty.
-        n_train = max(1, len(examples) * n_train // (n_train + n_test))
-        n_test = len(examples) - n_train
-    train, test = examples[:n_train], examples[n_train : n_train + n_test]
-    return Task.from_examples(
-        path.stem, train, test, model, source=f"file {path.name}", prepend_bos=prepend_bos, on_bad="drop"
-    )
-
-
-def read_auto_circuit(path: Path) -> list[TaskExample]:
-    """Prompts of an auto-circuit JSON file: {"prompts": [{"clean", "corrupt", "answers", "wrong_answers"}, ...]}.
-
-    Duplicate clean prompts are kept once, so that none straddles train and test.
-
-    Raises:
-        TaskError: not JSON, no "prompts" list, or a prompt without the needed fields (its number is named).
-    """
-    try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))["prompts"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {error!r}') from None
-    examples: dict[str, TaskExample] = {}
-    for i, prompt in enumerate(prompts):
-        try:
-            clean, answers, wrong = prompt["clean"], prompt["answers"], prompt["wrong_answers"]
-        except (KeyError, TypeError):
-            raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
-        if not isinstance(clean, str) or not all(isinstance(text, str) for text in [*answers, *wrong]):
-            raise TaskError(
-                f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
-            )
-        examples.setdefault(
-            clean, TaskExample(clean, tuple(answers), tuple(wrong), prompt.get("corrupt"), {"file": path.name})
+        raise TaskError(f"{str(name)!r} is neither a task family ({', '.join(FAMILIES)}) nor a file or folder.{hint}")
+    if splits is not None and kind != EDGE_PRUNING:
+        raise TaskError(
+            f"splits={splits} belongs to Edge-Pruning folders; {str(name)!r} is split by n_train and n_test"
         )
-    return list(examples.values())
+    if inclusive and kind in ("generator", AUTO_CIRCUIT):
+        raise TaskError(
+            f"inclusive=True belongs to Edge-Pruning's greater-than; {str(name)!r} names its distractors itself"
+        )
+    build = _Builder(path.stem if kind not in ("generator", EDGE_PRUNING) else path.name, model, prepend_bos)
+    if kind == EDGE_PRUNING:
+        return _from_folder(build, path, splits, inclusive, (n_train, n_test), seed)
+    asked = (n_train or PAPER_SPLIT[0], n_test or PAPER_SPLIT[1])
+    if kind == "generator":
+        return _generated(build, str(name), asked, seed or 0)
+    examples, dropped = (
+        (read_auto_circuit(path), Counter[str]()) if kind == AUTO_CIRCUIT else read_jsonl(path, inclusive=inclusive)
+    )
+    return _shuffled(build, examples, dropped, f"{kind} file {path.name}", asked, FILE_SEED if seed is None else seed)
+
+
+class _Builder:
+    """The two collectors of a task that is being loaded; they share what was seen."""
+
+    def __init__(self, task: str, model: Any, prepend_bos: bool | None):
+        self.tokenizer = TaskTokenizer(task, model, prepend_bos)
+        self.seen: set[str] = set()
+        self.train, self.test = (Collector(split, self.tokenizer, self.seen) for split in ("train", "test"))
+
+    def task(self, source: str, unused: int = 0, before: dict[str, Counter[str]] | None = None) -> Task:
+        before = before or {}
+        splits = (self.train.finish(before.get("train")), self.test.finish(before.get("test")))
+        return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
+
+    def reached(self, asked: tuple[int, int]) -> str:
+        """What `source` says of the asked numbers: nothing if they were reached."""
+        short = len(self.train.kept) < asked[0] or len(self.test.kept) < asked[1]
+        return f" (asked for {asked[0]} train, {asked[1]} test)" if short else ""
+
+
+def _generated(build: _Builder, family: str, asked: tuple[int, int], seed: int) -> Task:
+    for collector, content, n in ((build.train, "validation", asked[0]), (build.test, "test", asked[1])):
+        # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
+        collector.fill(itertools.islice(stream(family, content, seed), _DRAWS * n + 200), n)
+    return build.task(f"swd_lens generator, seed {seed}{build.reached(asked)}")
+
+
+def _shuffled(
+    build: _Builder,
+    examples: list[TaskExample],
+    dropped: Counter[str],
+    source: str,
+    asked: tuple[int, int],
+    seed: int,
+) -> Task:
+    different = len({example.prompt for example in examples})
+    if different < 2:
+        raise TaskError(f"{source} holds {different} different prompts; a train and a test split need at least two")
+    n_train, n_test = asked
+    if different < n_train + n_test:
+        # Keep the asked proportion rather than leave the test split empty.
+        n_train = min(max(1, different * n_train // (n_train + n_test)), different - 1)
+        n_test = different - n_train
+    random.Random(seed).shuffle(examples)
+    rest = iter(examples[n_train + n_test :])
+    build.train.fill(examples[:n_train])
+    build.test.fill(examples[n_train : n_train + n_test])
+    # Only now: places are filled up from behind, so that every other example is in the split that the shuffle gave it.
+    build.train.fill(rest, n_train)
+    build.test.fill(rest, n_test)
+    left = [example.prompt for example in rest]
+    unused = set(left) - build.seen
+    dropped = dropped + Counter({DUPLICATE: len(left) - len(unused)})
+    return build.task(f"{source}, seed {seed}{build.reached(asked)}", len(unused), {"train": dropped})
+
+
+def _from_folder(
+    build: _Builder,
+    path: Path,
+    splits: tuple[str, str] | None,
+    inclusive: bool,
+    asked: tuple[int | None, int | None],
+    seed: int | None,
+) -> Task:
+    saved = read_edge_pruning(path, splits=splits, inclusive=inclusive)
+    build.tokenizer.task = saved.task
+    unused = 0
+    for collector, examples, n in ((build.train, saved.train, asked[0]), (build.test, saved.test, asked[1])):
+        if seed is not None:
+            random.Random(seed).shuffle(examples)
+        rest = iter(examples)
+        collector.fill(rest, n)
+        unused += len(list(rest))
+    shuffled = "" if seed is None else f", seed {seed}"
+    return build.task(saved.source + shuffled, unused, saved.dropped)

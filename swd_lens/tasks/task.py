@@ -1,109 +1,36 @@
 """Task: prompts with right and wrong next tokens, tokenized for one host, in a train and a test split.
 
-1. Every prompt, answer and distractor is tokenized; an answer or distractor that is not exactly one token, or answers that
-   overlap distractors, make the example unusable: it is dropped and counted, or refused (`on_bad="raise"`).
-2. A `TaskSplit` hands out buckets of prompts of one length, so that no padding is ever needed: a batch gives, row by row,
-   what single prompts give.
-3. The margin is the paper's: mean answer logit minus mean distractor logit at the last position (app. A.3).
+1. `Task.from_prompts` takes a user's own lists, shuffles them once and splits them.
+2. `Task.from_examples` takes the two splits as they are.
+3. Either way every prompt, answer and distractor is tokenized (`swd_lens.tasks.tokenize`): an answer or distractor that is
+   not exactly one token makes the example unusable. It is refused (`on_bad="raise"`) or dropped and counted.
+4. A task says how many prompts it kept, and what became of the others.
 """
 
+import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
+from swd_lens.tasks.errors import TaskError
 from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.split import Bucket, TaskSplit
+from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 
-
-class TaskError(ValueError):
-    """A task that cannot be used with this host; the message counts the reasons."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Prompts of one length.
-
-    Attributes:
-        index: (batch,) which examples of the split these are.
-        tokens: (batch, pos).
-        answers, distractors: (batch, vocab) weights; each row sums to 1 over its tokens, so a product with logits is a mean.
-    """
-
-    index: Int[Tensor, " batch"]
-    tokens: Int[Tensor, "batch pos"]
-    answers: Float[Tensor, "batch vocab"]
-    distractors: Float[Tensor, "batch vocab"]
-
-    def margin(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, " batch"]:
-        """Mean answer logit minus mean distractor logit, per prompt (float32)."""
-        weights = (self.answers - self.distractors).to(logits.device)
-        return (logits.float() * weights).sum(-1)
-
-    def correct(self, logits: Float[Tensor, "batch vocab"]) -> Bool[Tensor, " batch"]:
-        """Whether the best answer lies above every distractor."""
-        logits = logits.float().cpu()
-        best = logits.masked_fill(self.answers == 0, -torch.inf).amax(-1)
-        return best > logits.masked_fill(self.distractors == 0, -torch.inf).amax(-1)
-
-
-@dataclass(frozen=True)
-class TaskSplit:
-    """Tokenized examples of one split.
-
-    Attributes:
-        name: "train" or "test".
-        examples: the examples that were kept, in order.
-        tokens: their prompts, one 1-D int64 tensor each; the scoring position is the last token.
-        answer_ids, distractor_ids: token ids per example.
-        d_vocab: of the host they were tokenized for.
-        dropped: reason -> how many examples were dropped for it.
-        task: the name of the task that this is a split of.
-    """
-
-    name: str
-    examples: tuple[TaskExample, ...]
-    tokens: tuple[Int[Tensor, " _pos"], ...]
-    answer_ids: tuple[tuple[int, ...], ...]
-    distractor_ids: tuple[tuple[int, ...], ...]
-    d_vocab: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    task: str = "task"
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
-        """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once."""
-        by_length: dict[int, list[int]] = {}
-        for i, prompt in enumerate(self.tokens):
-            by_length.setdefault(len(prompt), []).append(i)
-        for length in sorted(by_length):
-            members = by_length[length]
-            for start in range(0, len(members), batch_size):
-                chosen = members[start : start + batch_size]
-                yield Bucket(
-                    torch.tensor(chosen),
-                    torch.stack([self.tokens[i] for i in chosen]),
-                    self._weights(self.answer_ids, chosen),
-                    self._weights(self.distractor_ids, chosen),
-                )
-
-    def _weights(self, ids: Sequence[Sequence[int]], chosen: list[int]) -> Float[Tensor, "batch vocab"]:
-        weights = torch.zeros(len(chosen), self.d_vocab)
-        for row, i in enumerate(chosen):
-            weights[row, list(ids[i])] = 1.0 / len(ids[i])
-        return weights
+__all__ = ["Bucket", "Task", "TaskError", "TaskSplit"]
 
 
 @dataclass(frozen=True)
 class Task:
     """A task for one host: `train` gives scores and mean activations, `test` judges the circuits.
 
-    `source` says where the examples come from; it goes into every result.
+    Attributes:
+        name: of the task.
+        train, test: the tokenized splits; no prompt is in both (but see `from_examples`).
+        source: where the examples come from; it goes into every result.
+        prepend_bos: whether every prompt begins with BOS.
+        unused: prompts of the source that neither split needed.
     """
 
     name: str
@@ -111,11 +38,24 @@ class Task:
     test: TaskSplit
     source: str
     prepend_bos: bool
+    unused: int = 0
 
     def __repr__(self) -> str:
-        dropped = Counter(self.train.dropped) + Counter(self.test.dropped)
-        lost = f", dropped {dict(dropped)}" if dropped else ""
-        return f"Task({self.name}: {len(self.train)} train, {len(self.test)} test{lost}; {self.source})"
+        return f"Task({self.name}: {len(self.train)} train, {len(self.test)} test ({self.counts()}); {self.source})"
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """reason -> how many examples of both splits were dropped for it, the most frequent first."""
+        return dict((Counter(self.train.dropped) + Counter(self.test.dropped)).most_common())
+
+    def counts(self) -> str:
+        """What became of the source's prompts, in words: kept, dropped and why, not needed."""
+        kept, dropped = len(self.train) + len(self.test), self.dropped
+        total = kept + sum(dropped.values()) + self.unused
+        words = f"kept all {kept}" if kept == total else f"kept {kept} of {total}"
+        words += f", {self.unused} not needed" if self.unused else ""
+        reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items())
+        return f"{words}; dropped: {reasons}" if reasons else words
 
     @classmethod
     def from_examples(
@@ -126,87 +66,119 @@ class Task:
         model: Any,
         *,
         source: str = "the user's own examples",
-        prepend_bos: bool = False,
+        prepend_bos: bool | None = False,
         on_bad: str = "raise",
+        metric: Callable[..., Any] | None = None,
     ) -> "Task":
-        """Tokenize examples for a host.
+        """Tokenize two splits for a host. They are taken as they are: a prompt may be in both.
+
+        Args:
+            prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).
+            on_bad: "raise", or "drop" to leave unusable examples out and count them.
+            metric: see `from_prompts`.
 
         Raises:
             TaskError: the host has no tokenizer, a split is (or becomes) empty, or, with on_bad="raise", an answer or
                 distractor is not exactly one token, answers overlap distractors, or a prompt is too long.
         """
-        splits = {
-            split: _tokenize(name, split, examples, model, prepend_bos, on_bad)
-            for split, examples in (("train", train), ("test", test))
-        }
-        return cls(name, splits["train"], splits["test"], source, prepend_bos)
+        tokenizer = TaskTokenizer(name, model, prepend_bos)
+        collectors = {split: Collector(split, tokenizer, on_bad=on_bad, metric=metric) for split in ("train", "test")}
+        collectors["train"].fill(train)
+        collectors["test"].fill(test)
+        return cls(name, collectors["train"].finish(), collectors["test"].finish(), source, tokenizer.prepend_bos)
+
+    @classmethod
+    def from_prompts(
+        cls,
+        name: str,
+        model: Any,
+        prompts: Sequence[str],
+        answers: Sequence[str | Sequence[str]] | None = None,
+        distractors: Sequence[str | Sequence[str]] | None = None,
+        *,
+        corrupt: Sequence[str] | None = None,
+        test_fraction: float | int = 0.25,
+        seed: int = 0,
+        metric: Callable[..., Any] | None = None,
+        prepend_bos: bool | None = None,
+        on_bad: str = "raise",
+    ) -> "Task":
+        """A task of your own.
+
+            task = Task.from_prompts(
+                "capitals", model,
+                prompts=["The capital of France is", "The capital of Japan is"],
+                answers=[" Paris", " Tokyo"], distractors=[[" London", " Rome"], [" London", " Rome"]],
+            )
+
+        Args:
+            name: of the task.
+            model: the host, with a tokenizer.
+            prompts: each up to the scoring position; the next token is the answer.
+            answers, distractors: right and wrong next tokens of each prompt: a string, or a list of strings. Mind the leading
+                space.
+            corrupt: a corrupt prompt for each prompt.
+            test_fraction: this share of the prompts, shuffled once, is the test split; at least one is.
+            seed: of the shuffle.
+            metric: metric(logits (batch, vocab) float32, examples) -> (batch,) takes the margin's place: larger is better, and
+                it must be differentiable for attribution. Answers and distractors may then be left out; the function
+                finds them in the examples, and they are not checked.
+            prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).
+            on_bad: "raise", or "drop" to leave unusable examples and duplicate prompts out and count them.
+
+        Raises:
+            TaskError: lists of different lengths, fewer than two prompts, a share outside (0, 1), a duplicate prompt, and all
+                that `from_examples` refuses.
+        """
+        if not 0 < test_fraction < 1:
+            raise TaskError(f"test_fraction must lie between 0 and 1, got {test_fraction}")
+        examples = _examples(name, prompts, answers, distractors, corrupt, metric)
+        again = 0
+        if on_bad == "drop":  # before the split, so that both parts get their share
+            different = {example.prompt: example for example in reversed(examples)}
+            again, examples = len(examples) - len(different), list(reversed(different.values()))
+        if len(examples) < 2:
+            raise TaskError(f"task {name!r} has {len(examples)} prompts; a train and a test split need at least two")
+        random.Random(seed).shuffle(examples)
+        n_test = min(max(1, round(len(examples) * test_fraction)), len(examples) - 1)
+        tokenizer, seen = TaskTokenizer(name, model, prepend_bos), set[str]()
+        train, test = (Collector(split, tokenizer, seen, on_bad, metric) for split in ("train", "test"))
+        train.fill(examples[n_test:])
+        test.fill(examples[:n_test])
+        source = f"the user's own prompts, seed {seed}"
+        return cls(name, train.finish(Counter({DUPLICATE: again})), test.finish(), source, tokenizer.prepend_bos)
 
 
-def _tokenize(
-    task: str, split: str, examples: Sequence[TaskExample], model: Any, prepend_bos: bool, on_bad: str
-) -> TaskSplit:
-    if model.tokenizer is None:
-        raise TaskError(f"task {task!r} needs a host with a tokenizer; set one with model.set_tokenizer(...)")
-    if not examples:
-        raise TaskError(f"task {task!r} has no {split} examples; a task needs at least one prompt in each split")
-    if on_bad not in ("raise", "drop"):
-        raise ValueError(f"on_bad must be 'raise' or 'drop', got {on_bad!r}")
-    kept: list[tuple[TaskExample, Tensor, tuple[int, ...], tuple[int, ...]]] = []
-    dropped: Counter[str] = Counter()
-    for example in examples:
-        try:
-            kept.append((example, *_tokenize_one(example, model, prepend_bos)))
-        except _Unusable as why:
-            if on_bad == "raise":
-                raise TaskError(f"task {task!r}, {split} prompt {example.prompt!r}: {why}") from None
-            dropped[why.reason] += 1
-    if not kept:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
-        raise TaskError(
-            f"task {task!r} has no usable {split} example with this tokenizer: {reasons}. "
-            "Single-token answers are needed (paper, app. A.4), so a digit-by-digit tokenizer cannot do greater-than."
+def _examples(
+    name: str,
+    prompts: Sequence[str],
+    answers: Sequence[str | Sequence[str]] | None,
+    distractors: Sequence[str | Sequence[str]] | None,
+    corrupt: Sequence[str] | None,
+    metric: Callable[..., Any] | None,
+) -> list[TaskExample]:
+    if metric is None and (answers is None or distractors is None):
+        raise TaskError(f"task {name!r} needs answers and distractors for every prompt, or a metric function")
+    lists = {"prompts": prompts, "answers": answers, "distractors": distractors, "corrupt": corrupt}
+    for what, values in lists.items():
+        if isinstance(values, str):
+            raise TaskError(
+                f"task {name!r}: {what} must be a list with one entry per prompt, got the string {values!r}"
+            )
+        if values is not None and len(values) != len(prompts):
+            raise TaskError(f"task {name!r} has {len(prompts)} prompts but {len(values)} entries in {what}")
+    return [
+        TaskExample(
+            prompt,
+            () if answers is None else as_texts(answers[i]),
+            () if distractors is None else as_texts(distractors[i]),
+            None if corrupt is None else corrupt[i],
+            {"task": name},
         )
-    examples, tokens, answers, distractors = zip(*kept, strict=True)
-    return TaskSplit(split, examples, tokens, answers, distractors, model.cfg.d_vocab, dict(dropped), task)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
-class _Unusable(Exception):
-    def __init__(self, reason: str, detail: str):
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-
-
-def _tokenize_one(
-    example: TaskExample, model: Any, prepend_bos: bool
-) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    ids = _ids(model, example.prompt)
-    if prepend_bos:
-        ids = [model.tokenizer.bos_token_id, *ids]
-    if not ids:
-        raise _Unusable("empty prompt", repr(example.prompt))
-    if len(ids) > model.cfg.n_ctx:
-        raise _Unusable("prompt longer than the context", f"{len(ids)} tokens, n_ctx is {model.cfg.n_ctx}")
-    answers = tuple(_single(model, text, "answer") for text in example.answers)
-    distractors = tuple(_single(model, text, "distractor") for text in example.distractors)
-    if not answers or not distractors:
-        raise _Unusable("no answers or no distractors", f"{len(answers)} answers, {len(distractors)} distractors")
-    if set(answers) & set(distractors):
-        both = model.tokenizer.decode(sorted(set(answers) & set(distractors)))
-        raise _Unusable("an answer is also a distractor", repr(both))
-    return torch.tensor(ids), tuple(dict.fromkeys(answers)), tuple(dict.fromkeys(distractors))
-
-
-def _ids(model: Any, text: str) -> list[int]:
-    return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _single(model: Any, text: str, role: str) -> int:
-    ids = _ids(model, text)
-    if len(ids) != 1:
-        pieces = [model.tokenizer.decode([i]) for i in ids]
-        raise _Unusable(
-            f"{role} is not one token", f"{text!r} is {len(ids)} tokens {pieces}; did you mean {' ' + text.strip()!r}?"
-        )
-    if ids[0] == model.tokenizer.unk_token_id and text.strip() != model.tokenizer.unk_token:
-        raise _Unusable(f"{role} is not in the vocabulary", repr(text))
-    return ids[0]
+def as_texts(value: str | Sequence[str]) -> tuple[str, ...]:
+    """One text, or several, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value)

@@ -1,18 +1,23 @@
 """Token rows: the one form in which text reaches calibration and fidelity, (rows, pos) int64.
 
 1. `as_rows` checks what a user passed (ids in the vocabulary, enough positions, no longer than the context).
-2. `pack_text` turns a long string into rows of equal length with the host's tokenizer.
+2. `load_text` reads a file, an iterable of documents or a named dataset: documents joined by EOS and packed into rows of
+   equal length, as the paper packs FineWeb-Edu. `stream_rows` is the same, row by row and without end where the source
+   has none; nothing is kept beyond the row being filled and the document being read.
+3. `pack_text` turns one long string into rows.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.tasks.documents import TokenError, documents_of
 
-class TokenError(ValueError):
-    """Tokens that this host cannot run."""
+__all__ = ["TokenError", "as_rows", "load_text", "pack_text", "stream_rows"]
 
 
 def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
@@ -49,6 +54,101 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
     return rows
 
 
+def load_text(
+    source: Any,
+    model: Any,
+    n_tokens: int,
+    *,
+    context: int | None = None,
+    separator: str | None = "eos",
+    skip_tokens: int = 0,
+) -> Int[Tensor, "rows pos"]:
+    """Token rows of language-model text: documents joined by one EOS each, packed into rows of equal length, no BOS.
+
+    Args:
+        source: the path of a text file (one document); an iterable of documents (strings, or dicts with "text": a list, a
+            generator, a `datasets` Dataset or IterableDataset); or a name, which is streamed: "fineweb-edu" (the paper's;
+            sample-10BT), "wikitext" (WikiText-2 raw, train), "wikitext:validation", "wikitext:test".
+        model: a host with a tokenizer.
+        n_tokens: how many; rounded down to whole rows. Reading stops as soon as they are there.
+        context: tokens per row; None = min(n_ctx, 1024), the paper's sequence length.
+        separator: "eos", or None to let documents simply follow each other.
+        skip_tokens: leave out this many of the packed tokens first: how to take held-out text behind calibration text.
+
+    Raises:
+        TokenError: an unknown source, a bad document, no network for a named one, no tokenizer, no EOS token, numbers out of
+            range, or too few tokens (how many there are is said).
+    """
+    length = _row_length(model, context)
+    if n_tokens < length:
+        raise TokenError(
+            f"n_tokens={n_tokens} is less than one row of {length}; ask for more, or give a smaller context"
+        )
+    stream = stream_rows(source, model, context=length, separator=separator, skip_tokens=skip_tokens)
+    rows = list(itertools.islice(stream, n_tokens // length))
+    if len(rows) < n_tokens // length:
+        behind = f" behind the {skip_tokens} skipped ones" if skip_tokens else ""
+        raise TokenError(
+            f"{documents_of(source)[1]} holds too few tokens{behind}: {len(rows)} whole rows of {length}, that is "
+            f"{len(rows) * length} tokens, where n_tokens={n_tokens} were asked for"
+        )
+    return as_rows(torch.stack(rows), model)
+
+
+def stream_rows(
+    source: Any,
+    model: Any,
+    *,
+    context: int | None = None,
+    separator: str | None = "eos",
+    skip_tokens: int = 0,
+) -> Iterator[Int[Tensor, " pos"]]:
+    """The rows of `load_text`, one by one; what is left at the end of the source is dropped.
+
+    Raises:
+        TokenError: as `load_text`; what can be checked without reading is checked at the call.
+    """
+    length = _row_length(model, context)
+    if skip_tokens < 0:
+        raise TokenError(f"skip_tokens must not be negative, got {skip_tokens}")
+    if separator not in ("eos", None):
+        raise TokenError(f"separator must be 'eos' or None, got {separator!r}")
+    joint = None if separator is None else model.tokenizer.eos_token_id
+    if separator == "eos" and joint is None:
+        raise TokenError("this tokenizer has no EOS token to join documents with; pass separator=None")
+    documents, _ = documents_of(source)
+    return _rows(documents, model, length, joint, skip_tokens)
+
+
+def _rows(
+    documents: Iterator[tuple[bool, str]], model: Any, length: int, joint: int | None, skip: int
+) -> Iterator[Int[Tensor, " pos"]]:
+    waiting: list[int] = []
+    empty = True  # nothing was read yet, so there is nothing to join
+    for starts, text in documents:
+        # verbose=False: a document may be longer than the context, which is no reason to warn.
+        ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            continue
+        ids = [joint, *ids] if starts and joint is not None and not empty else ids
+        empty = False
+        waiting += ids[skip:]
+        skip = max(0, skip - len(ids))
+        whole = len(waiting) // length * length
+        for start in range(0, whole, length):
+            yield torch.tensor(waiting[start : start + length])
+        waiting = waiting[whole:]
+
+
+def _row_length(model: Any, context: int | None) -> int:
+    if model.tokenizer is None:
+        raise TokenError("this host has no tokenizer, so text cannot be packed; pass tokens")
+    n_ctx = int(model.cfg.n_ctx)
+    if context is not None and not 1 <= context <= n_ctx:
+        raise TokenError(f"context={context} must lie between 1 and the host's context of {n_ctx}")
+    return min(n_ctx, 1024) if context is None else context
+
+
 def pack_text(
     model: Any, text: str, context: int | None = None, n_tokens: int | None = None
 ) -> Int[Tensor, "rows pos"]:
@@ -63,9 +163,7 @@ def pack_text(
     Raises:
         TokenError: the host has no tokenizer, or the text is shorter than one row.
     """
-    if model.tokenizer is None:
-        raise TokenError("this host has no tokenizer, so text cannot be packed; pass tokens")
-    length = min(int(model.cfg.n_ctx), 1024) if context is None else context
+    length = _row_length(model, context)
     # Line by line, so that a tokenizer never sees more than a paragraph at once (and does not warn of its own limit).
     ids: list[int] = []
     for line in text.splitlines(keepends=True):

@@ -6,13 +6,11 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.circuits import attribute, compare, evaluate, prefix_grid
+from swd_lens.circuits import attribute, evaluate, prefix_grid
 from swd_lens.circuits.intervene import intervention_hooks
 from swd_lens.hosts import host_of
 from swd_lens.inject import attach
 from swd_lens.sites import hook_name
-from swd_lens.study import fidelity
-from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.micro import random_split, toy_model
 
@@ -90,7 +88,7 @@ def test_first_order_prediction_matches_finite_differences(model):
     with attach(model, factors):
         g, z = run(1.0)
         gradient = torch.autograd.grad(g, z)[0]
-        predicted = float((z * gradient).sum())
+        predicted = float((z * gradient).sum().detach())
         step = 1e-6
         measured = float((run(1 + step)[0] - run(1 - step)[0]) / (2 * step))
         assert predicted == pytest.approx(measured, rel=1e-6)
@@ -132,9 +130,9 @@ def test_units_that_no_hook_sees_are_an_error(model, factors, monkeypatch):
     kind = type(host_of(model))
     last_logits = kind.last_logits
 
-    def without_hooks(self, *arguments):
+    def without_hooks(self, *arguments, **options):
         self.model.reset_hooks()
-        return last_logits(self, *arguments)
+        return last_logits(self, *arguments, **options)
 
     monkeypatch.setattr(kind, "last_logits", without_hooks)
     with pytest.raises(swd.UnsupportedHostError, match=r"the units of blocks\.0\.attn_qkv, blocks\.0\.attn_o, "):
@@ -163,40 +161,6 @@ def test_scores_of_other_factors_are_refused(model, factors):
         evaluate(model, factors, random_split(), scores, grid=[-1])
     with pytest.raises(ValueError, match="positions must be one of"):
         attribute(model, factors, random_split(), positions="last")
-
-
-def test_compare_runs_every_method_through_the_same_code(model, factors):
-    task = Task("toy", random_split(), random_split(seed=5, name="test"), "random", False)
-    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, task)
-    table = comparison.table()
-    assert table["method"].tolist() == ["SWD", "SVD"]
-    alone = evaluate(model, factors, task, attribute(model, factors, task))
-    assert comparison.curves["SWD"].rows.equals(alone.rows)
-    with pytest.raises(ValueError, match="nothing to compare"):
-        compare({}, model, task)
-
-
-def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, factors):
-    """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for what edges are counted."""
-    site = "blocks.1.mlp_out"
-    f, bias = factors[site], model.blocks[1].mlp.b_out.detach()
-
-    class Pair:
-        def encode(self, h):
-            return h @ f.read
-
-        def decode(self, z):
-            return z @ f.write + bias
-
-    task = Task("toy", random_split(), random_split(seed=5, name="test"), "random", False)
-    comparison = compare({"factors": {site: f}, "pair": {site: Pair()}}, model, task)
-    rows = {name: curve.rows.drop(columns="edges") for name, curve in comparison.curves.items()}
-    np.testing.assert_allclose(rows["pair"].to_numpy(), rows["factors"].to_numpy(), rtol=1e-5, atol=1e-5)
-    tokens = torch.stack([split_tokens[-1:].repeat(4) for split_tokens in task.test.tokens])
-    one, other = (fidelity(model, {site: units}, tokens) for units in (f, Pair()))
-    assert one.kl == pytest.approx(other.kl, rel=1e-4) and one.relmse[site] == pytest.approx(
-        other.relmse[site], rel=1e-4
-    )
 
 
 def test_plots_draw_every_point(model, factors):

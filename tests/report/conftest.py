@@ -1,5 +1,6 @@
 """A true Run of a small random model whose vocabulary is as hostile as a tokenizer's can be, and Runs made by hand from it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from swd_lens.circuits import Comparison
+from swd_lens.circuits.compare import TaskComparison
 from swd_lens.study import Run, run_study
 from swd_lens.tasks import Task, TaskExample
 
@@ -66,13 +69,14 @@ def with_cards(run: Run, tokens: tuple[str, ...]) -> Run:
 
 def with_curve_rows(run: Run, **columns: Any) -> Run:
     """The run with these columns of every curve set to these values."""
-    comparisons = {}
-    for surface, by_task in run.comparisons.items():
-        comparisons[surface] = {}
-        for task, comparison in by_task.items():
-            curves = {
-                m: replace(curve, rows=pd.DataFrame(curve.rows).assign(**columns))
-                for m, curve in comparison.curves.items()
-            }
-            comparisons[surface][task] = replace(comparison, curves=curves)
-    return replace(run, comparisons=comparisons)
+
+    def changed(comparison: TaskComparison) -> TaskComparison:
+        curves = {m: replace(c, rows=pd.DataFrame(c.rows).assign(**columns)) for m, c in comparison.curves.items()}
+        return replace(comparison, curves=curves)
+
+    return replace(run, comparisons={surface: of_tasks(c, changed) for surface, c in run.comparisons.items()})
+
+
+def of_tasks(comparison: Comparison, change: Callable[[TaskComparison], TaskComparison]) -> Comparison:
+    """The comparison with something else in place of every task's."""
+    return replace(comparison, tasks={task: change(its) for task, its in comparison.items()})

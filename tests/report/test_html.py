@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from swd_lens.circuits import Comparison
+from swd_lens.circuits.compare import TaskComparison
 from swd_lens.report import render_report, wording, write_report
 from swd_lens.study import Run
-from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK, with_cards, with_curve_rows
+from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK, of_tasks, with_cards, with_curve_rows
 
 VOID = {"meta", "br", "link", "hr", "img", "input", "col"}
 
@@ -167,6 +169,19 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
     assert len(re.findall(r'<svg [^>]*aria-labelledby="circuit-\d+-\d+-title', html)) == 4  # two surfaces, two tasks
 
 
+def test_the_legend_names_what_is_further_off_in_ce(run: Run) -> None:
+    for comparison in run.comparisons.values():
+        assert comparison.reference == "SWD s=0.5"
+        assert set(comparison.fidelities) == {r.method for r in run.replacements}
+    near, far = (
+        replace(run, comparisons={s: replace(c, tolerance=t) for s, c in run.comparisons.items()}) for t in (1e9, 1e-12)
+    )
+    assert "(CE " not in "".join(_check(render_report(near)).text)
+    text = "".join(_check(render_report(far)).text)
+    for comparison in far.comparisons.values():
+        assert re.search(r"SVD \(CE [+-]\d\.\d{4}\)", comparison.label("SVD")) and comparison.label("SVD") in text
+
+
 def test_tokens_are_harmless_and_visible(run: Run) -> None:
     html = render_report(with_cards(run, HOSTILE))
     page = _check(html)
@@ -232,20 +247,18 @@ def test_tables_and_pictures_can_be_read_aloud(html: str, page: Page) -> None:
 def test_one_surface_one_task_one_method(run: Run, method: str) -> None:
     surface, by_task = next(iter(run.comparisons.items()))
     task, comparison = next(iter(by_task.items()))
-    single = replace(comparison, curves={method: comparison.curves[method]})
+    single = replace(by_task, tasks={task: replace(comparison, curves={method: comparison.curves[method]})})
     replacements = [r for r in run.replacements if (r.surface, r.method) == (surface, method)]
-    _check(render_report(replace(run, replacements=replacements, comparisons={surface: {task: single}}, cards=[])))
+    _check(render_report(replace(run, replacements=replacements, comparisons={surface: single}, cards=[])))
 
 
 def test_many_methods(run: Run) -> None:
     names = [f"method {i}" for i in range(12)]
-    comparisons = {
-        surface: {
-            task: replace(c, curves={name: next(iter(c.curves.values())) for name in names}, scores={})
-            for task, c in by_task.items()
-        }
-        for surface, by_task in run.comparisons.items()
-    }
+
+    def twelve(c: TaskComparison) -> TaskComparison:
+        return replace(c, curves={name: next(iter(c.curves.values())) for name in names}, scores={})
+
+    comparisons = {surface: of_tasks(c, twelve) for surface, c in run.comparisons.items()}
     replacements = [replace(run.replacements[0], method=name) for name in names]
     page = _check(render_report(replace(run, replacements=replacements, comparisons=comparisons, cards=[])))
     assert all(name in "".join(page.text) for name in names)
@@ -270,7 +283,7 @@ def test_nothing_found(run: Run) -> None:
     empty = Run({}, [], {}, [], 0.0)
     assert "nothing to report" in "".join(_check(render_report(empty)).text)
     _check(render_report(replace(run, comparisons={}, cards=[])))
-    _check(render_report(replace(run, comparisons={s: {} for s in run.comparisons}, cards=[])))
+    _check(render_report(replace(run, comparisons={s: Comparison({}) for s in run.comparisons}, cards=[])))
     _check(render_report(replace(run, cards=[replace(card, contexts=(), logits=None) for card in run.cards])))
 
 

@@ -41,6 +41,17 @@ def test_every_surface_method_and_task_is_there(run):
     assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 8}
 
 
+def test_fidelity_is_handed_on_and_matches_ce(run):
+    for surface, comparison in run.comparisons.items():
+        mine = {r.method: r.fidelity for r in run.replacements if r.surface == surface}
+        assert comparison.fidelities == mine
+        assert comparison.reference == "SWD s=0.5" and comparison.matched("SWD s=0.5") is True
+        difference = mine["SWD s=0.75"].ce - mine["SWD s=0.5"].ce
+        assert comparison.ce_difference("SWD s=0.75") == difference
+        shown = run.circuit_table().query("surface == @surface and method == 'SWD s=0.75'")["CE difference"]
+        assert shown.tolist() == [difference] * 2
+
+
 def test_cards_show_the_surface_on_which_the_task_depends(run):
     for task in ("ioi", "gendered_pronoun"):
         kept = {
@@ -86,6 +97,8 @@ def test_what_it_refuses(default_model, tasks):
     for surfaces, chosen, sparsities in (({}, tasks, (0.5,)), (SURFACES, [], (0.5,)), (SURFACES, tasks, ())):
         with pytest.raises(ValueError, match="at least one surface, one task and one sparsity"):
             swd.run_study(default_model, surfaces, chosen, sparsities=sparsities, **data)
+    with pytest.raises(ValueError, match="no control 'pca'; there are svd, random_b"):
+        swd.run_study(default_model, SURFACES, tasks, sparsities=(0.5,), controls=["svd", "pca"], **data)
     steps = []
     with pytest.raises(swd.UnknownSiteError):
         wrong = {"good": "blocks.0.mlp_out", "bad": "blocks.7.mlp_out"}

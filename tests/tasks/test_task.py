@@ -1,15 +1,12 @@
 """Tokenized tasks: buckets, margins, and every way a task can be unusable."""
 
-import json
-
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import swd_lens as swd
 from swd_lens.tasks import Task, TaskError, TaskExample, load_task
-from swd_lens.tasks.loaders import read_auto_circuit
 from tests.micro import random_split, split_of
 
 WORDS = ["<unk>", "<bos>", "the", "cat", "dog", "sat", "ran", "he", "she", "4", "2"]
@@ -18,15 +15,16 @@ WORDS = ["<unk>", "<bos>", "the", "cat", "dog", "sat", "ran", "he", "she", "4", 
 class FakeHost:
     """Only what tokenizing needs: a tokenizer and a few numbers."""
 
-    def __init__(self, words=tuple(WORDS)):
+    def __init__(self, words=tuple(WORDS), digits=r"\d", n_ctx=8):
         vocabulary = {word: i for i, word in enumerate(words)}
         backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-        # Words, and every digit by itself: a tokenizer like Qwen's, as far as greater-than is concerned.
+        # Words, and every digit by itself: a tokenizer like Qwen's, as far as greater-than is concerned. With
+        # digits=r"\d\d" they come in pairs.
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+            [pre_tokenizers.Whitespace(), pre_tokenizers.Split(Regex(digits), "isolated")]
         )
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>")
-        self.cfg = type("Cfg", (), {"d_vocab": len(words), "n_ctx": 8, "model_name": "fake"})()
+        self.cfg = type("Cfg", (), {"d_vocab": len(words), "n_ctx": n_ctx, "model_name": "fake"})()
 
 
 GOOD = TaskExample("the cat", ("sat",), ("ran",))
@@ -39,9 +37,42 @@ def test_margin_by_hand():
     logits = torch.tensor([[1.0, 3.0, 5.0]])
     # prompt 0: (1 + 3) / 2 - 5 = -3; its best answer (3) is below the distractor (5). prompt 1: 5 - (1 + 3) / 2 = 3.
     assert buckets[0].margin(logits).tolist() == [-3.0]
-    assert buckets[0].correct(logits).tolist() == [False]
+    assert buckets[0].correct(logits).tolist() == [0.0]
     assert buckets[1].margin(logits).tolist() == [3.0]
-    assert buckets[1].correct(logits).tolist() == [True]
+    assert buckets[1].correct(logits).tolist() == [1.0]
+
+
+def test_only_the_answers_of_the_split_are_columns():
+    split = split_of([[0], [1]], [[70], [3]], [[5, 900], [70]], d_vocab=1000)
+    assert split.token_ids.tolist() == [3, 5, 70, 900]
+    (bucket,) = split.buckets()
+    assert bucket.answers.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
+    assert bucket.distractors.tolist() == [[0, 0.5, 0, 0.5], [0, 0, 1, 0]]
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    chosen = logits[:, bucket.token_ids]
+    assert torch.equal(bucket.margin(logits), bucket.margin(chosen))
+    assert torch.equal(bucket.correct(logits), bucket.correct(chosen))
+    torch.testing.assert_close(bucket.margin(logits)[0], logits[0, 70] - logits[0, [5, 900]].mean())
+    with pytest.raises(TaskError, match=r"logits have 7 columns; give the 4 of bucket.token_ids, or the whole .* 1000"):
+        bucket.margin(logits[:, :7])
+
+
+def test_gradients_pass_through_whole_and_chosen_logits():
+    (bucket,) = split_of([[0]], [[2]], [[1]], d_vocab=4).buckets()
+    logits = torch.zeros(1, 4, requires_grad=True)
+    bucket.margin(logits).sum().backward()
+    assert logits.grad.tolist() == [[0, -1, 1, 0]]
+
+
+def test_corrupt_prompts_are_tokenized_and_come_with_their_rows():
+    pair = [TaskExample("the cat", ("sat",), ("ran",), corrupt="the dog ran"), TaskExample("the", ("he",), ("she",))]
+    task = Task.from_examples("mine", pair, [GOOD], FakeHost(), prepend_bos=True)
+    assert [None if ids is None else ids.tolist() for ids in task.train.corrupt] == [[1, 2, 4, 6], None]
+    short, long = task.train.buckets()
+    assert short.corrupt == (None,) and short.examples == (pair[1],)
+    assert long.corrupt[0].tolist() == [1, 2, 4, 6] and long.examples == (pair[0],)
+    (bucket,) = split_of([[0]], [[1]], [[2]], d_vocab=3).buckets()  # no example has one
+    assert bucket.corrupt == (None,)
 
 
 def test_buckets_hold_every_prompt_once_and_one_length_each():
@@ -72,6 +103,11 @@ def test_tokens_answers_and_bos():
         (TaskExample("the cat", (), ("ran",)), r"no answers or no distractors: 0 answers, 1 distractors"),
         (TaskExample("the cat", ("zebra",), ("ran",)), r"answer is not in the vocabulary: 'zebra'"),
         (TaskExample("", ("sat",), ("ran",)), r"empty prompt"),
+        (TaskExample("cat", ("sat",), ("ran",), corrupt=""), r"empty corrupt prompt"),
+        (
+            TaskExample("cat", ("sat",), ("ran",), corrupt="the " * 9),
+            r"corrupt prompt longer than the context: 9 tokens",
+        ),
         (TaskExample("the cat " * 5, ("sat",), ("ran",)), r"prompt longer than the context: 10 tokens, n_ctx is 8"),
     ],
 )
@@ -80,14 +116,28 @@ def test_unusable_examples_are_refused_or_dropped_and_counted(bad, message):
         Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost())
     task = Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), on_bad="drop")
     assert len(task.train) == 1 and sum(task.train.dropped.values()) == 1
-    assert "dropped" in repr(task)
+    (reason,) = task.train.dropped
+    assert f"1 train, 1 test (kept 2 of 3; dropped: 1 {reason})" in repr(task)
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text():
+    host = FakeHost()
+    words = ["<unk>", "\u2581", *(f"\u2581{word}" for word in ("a", "cat", "sat", "ran"))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    host.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    example = TaskExample("a cat", (" sat",), (" ran",))
+    assert len(host.tokenizer(" sat")["input_ids"]) == 2
+    task = Task.from_examples("mine", [example], [example], host)
+    assert (task.train.answer_ids, task.train.distractor_ids) == (((4,),), ((5,),))
 
 
 def test_empty_tasks_are_refused():
     with pytest.raises(TaskError, match="has no train examples"):
         Task.from_examples("mine", [], [GOOD], FakeHost())
     digits = TaskExample("the cat", ("42",), ("ran",))
-    with pytest.raises(TaskError, match=r"no usable test example .*answer is not one token \(1\).*digit-by-digit"):
+    with pytest.raises(TaskError, match=r"no usable test example .*an answer is not one token \(1\).*single tokens"):
         Task.from_examples("years", [GOOD], [digits], FakeHost(), on_bad="drop")
     host = FakeHost()
     host.tokenizer = None
@@ -102,57 +152,23 @@ def test_load_task_names_what_exists():
         load_task("greater_then", FakeHost())
     with pytest.raises(TaskError, match="n_train=0"):
         load_task("ioi", FakeHost(), n_train=0)
-
-
-def test_auto_circuit_files(tmp_path):
-    prompt = {"clean": "the cat", "corrupt": "the dog", "answers": ["sat"], "wrong_answers": ["ran"]}
-    path = tmp_path / "mine.json"
-    path.write_text(
-        json.dumps({"prompts": [prompt, prompt, {**prompt, "clean": "the dog"}, {**prompt, "clean": "cat"}]})
-    )
-    assert [example.prompt for example in read_auto_circuit(path)] == [
-        "the cat",
-        "the dog",
-        "cat",
-    ]  # the duplicate is kept once
-    task = load_task(path, FakeHost(), n_train=600, n_test=200)
-    assert (len(task.train), len(task.test)) == (2, 1)  # three prompts, in the asked proportion
-    again = load_task(path, FakeHost(), n_train=600, n_test=200)
-    assert task.train.examples == again.train.examples
-    path.write_text("no json")
-    with pytest.raises(TaskError, match="not an auto-circuit task file"):
-        load_task(path, FakeHost())
-    path.write_text(json.dumps({"prompts": [prompt, {"clean": "x"}]}))
-    with pytest.raises(TaskError, match='prompt 1 lacks "clean", "answers" or "wrong_answers"'):
-        load_task(path, FakeHost())
-    path.write_text(json.dumps({"prompts": [{**prompt, "answers": [5]}]}))
-    with pytest.raises(TaskError, match="prompt 0 holds token ids"):
-        load_task(path, FakeHost())
-
-
-@pytest.mark.parametrize("name", ["ioi", "docstring", "greaterthan"])
-def test_public_files_with_gpt2s_tokenizer(shared, name):
-    from transformers import AutoTokenizer
-
+    with pytest.raises(TaskError, match=r"splits=.* belongs to Edge-Pruning folders; 'ioi' is split by n_train"):
+        load_task("ioi", FakeHost(), splits=("a", "b"))
+    with pytest.raises(TaskError, match="inclusive=True belongs to Edge-Pruning's greater-than"):
+        load_task("greater_than", FakeHost(), inclusive=True)
     host = FakeHost()
-    host.tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "gpt2")
-    host.cfg.d_vocab, host.cfg.n_ctx = 50257, 1024
-    task = load_task(shared / "tasks" / f"autocircuit_{name}.json", host)
-    assert (len(task.train), len(task.test)) == (600, 200)  # the paper's split sizes; nothing dropped
-    prompts = {example.prompt for example in task.train.examples}
-    assert not prompts & {example.prompt for example in task.test.examples}
+    host.tokenizer.bos_token = None
+    with pytest.raises(TaskError, match="this tokenizer has no BOS token; pass prepend_bos=False"):
+        load_task("ioi", host, prepend_bos=True)
 
 
-@pytest.mark.parametrize("family", ["ioi", "docstring", "greater_than", "gendered_pronoun"])
-def test_families_with_gpt2s_tokenizer(shared, family):
-    from transformers import AutoTokenizer
-
-    host = FakeHost()
-    host.tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "gpt2")
-    host.cfg.d_vocab, host.cfg.n_ctx = 50257, 1024
-    task = load_task(family, host, n_train=100, n_test=50)
-    assert len(task.train) + sum(task.train.dropped.values()) == 100
-    assert len(task.train) >= 80 and len(task.test) >= 40
+def test_greater_than_is_refused_where_digits_are_tokens_of_their_own():
+    reason = r"several tokens of two digits \('41' -> \['4', '<unk>'\]\).* leaves greater-than out for Qwen"
+    with pytest.raises(TaskError, match=reason):
+        load_task("greater_than", FakeHost())
+    example = TaskExample("the cat", ("42", "43"), ("01",))
+    with pytest.raises(TaskError, match=reason):
+        Task.from_examples("years", [example], [example], FakeHost(), on_bad="drop")
 
 
 @pytest.mark.parametrize("family", ["ioi", "docstring", "greater_than", "gendered_pronoun"])

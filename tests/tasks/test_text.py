@@ -1,9 +1,13 @@
 """Token rows."""
 
+import itertools
+from pathlib import Path
+
+import datasets
 import pytest
 import torch
 
-from swd_lens.tasks.text import TokenError, as_rows, pack_text
+from swd_lens.tasks.text import TokenError, as_rows, load_text, pack_text, stream_rows
 from tests.micro import random_tokens, toy_model
 from tests.tasks.test_task import FakeHost
 
@@ -46,3 +50,143 @@ def test_packing():
     host.tokenizer = None
     with pytest.raises(TokenError, match="no tokenizer"):
         pack_text(host, "the cat")
+
+
+# ---------------------------------------------------------------------------------------------------------- load_text
+
+
+@pytest.fixture
+def host():
+    host = FakeHost()
+    host.tokenizer.eos_token = "<bos>"  # id 1
+    return host
+
+
+DOCUMENTS = ["the cat sat", "", "the dog ran", "he sat"]  # ids 2 3 5, nothing, 2 4 6, 7 5
+
+
+def test_documents_are_joined_by_one_eos_and_packed(host):
+    # 2 3 5 EOS 2 4 6 EOS 7 5
+    assert load_text(DOCUMENTS, host, 10, context=5).tolist() == [[2, 3, 5, 1, 2], [4, 6, 1, 7, 5]]
+    assert load_text(DOCUMENTS, host, 11, context=4).tolist() == [[2, 3, 5, 1], [2, 4, 6, 1]]
+    assert load_text(DOCUMENTS, host, 8, separator=None).tolist() == [[2, 3, 5, 2, 4, 6, 7, 5]]
+    assert load_text(DOCUMENTS, host, 4, context=4, skip_tokens=4).tolist() == [[2, 4, 6, 1]]
+    assert load_text(DOCUMENTS, host, 4, context=2, skip_tokens=5).tolist() == [[4, 6], [1, 7]]
+
+
+def test_an_endless_source_is_read_no_further_than_needed(host):
+    drawn = []
+
+    def endless():
+        for i in itertools.count():
+            drawn.append(i)
+            yield {"text": "the cat sat", "id": i}
+
+    assert load_text(endless(), host, 16).shape == (2, 8)
+    assert len(drawn) == 5  # 3 + 4 + 4 + 4 tokens are one too few
+
+
+def test_rows_are_streamed(host):
+    rows = stream_rows(itertools.repeat("the cat sat"), host, context=4)
+    assert [next(rows).tolist() for _ in range(3)] == [[2, 3, 5, 1]] * 3
+
+
+def test_a_file_is_one_document_whatever_its_length(host, tmp_path, monkeypatch):
+    path = tmp_path / "mine.txt"
+    path.write_text("the cat sat\n" * 50)
+    whole = load_text(path, host, 144)
+    assert whole.flatten().tolist() == [2, 3, 5] * 48
+    monkeypatch.setattr("swd_lens.tasks.documents._BLOCK", 30)  # several blocks: still no EOS between them
+    assert torch.equal(load_text(str(path), host, 144), whole)
+    path.write_bytes(b"the cat \xff\xfe")
+    with pytest.raises(TokenError, match=r"mine.txt is not UTF-8 text"):
+        load_text(path, host, 8)
+
+
+def test_datasets_of_the_datasets_library(host):
+    dataset = datasets.Dataset.from_dict({"text": DOCUMENTS})
+    expected = load_text(DOCUMENTS, host, 10, context=5)
+    assert torch.equal(load_text(dataset, host, 10, context=5), expected)
+    assert torch.equal(load_text(dataset.to_iterable_dataset(), host, 10, context=5), expected)
+    with pytest.raises(TokenError, match=r"DatasetDict with 'train'; pass one split of it, source\[...\]"):
+        load_text(datasets.DatasetDict(train=dataset), host, 8)
+    with pytest.raises(TokenError, match="document 0 has no 'text'; it has 'content'"):
+        load_text(dataset.rename_column("text", "content"), host, 8)
+
+
+def test_named_texts_are_streamed(host, monkeypatch):
+    asked = []
+
+    def load_dataset(*where, **how):
+        asked.append((*where, how))
+        lines = ["", " = the cat = \n", "", " the cat sat\n", " = = he = = \n", " = the dog = \n", " the dog ran\n"]
+        return [{"text": line} for line in lines]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert load_text("fineweb-edu", host, 8).shape == (1, 8)
+    # Lines of WikiText are put together to articles: one EOS, before the second title ("=" is <unk>, 0, or part of it).
+    ids = load_text("wikitext:test", host, 20, context=4).flatten().tolist()
+    assert ids.count(1) == 1 and ids[ids.index(1) + 1 :][:3] == [0, 2, 4]
+    assert asked == [
+        ("HuggingFaceFW/fineweb-edu", "sample-10BT", {"split": "train", "streaming": True}),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", {"split": "test", "streaming": True}),
+    ]
+
+
+@pytest.mark.parametrize("fails_when", ["loaded", "read"])
+def test_no_network_says_what_failed_and_what_to_do(host, monkeypatch, fails_when):
+    def rows():
+        yield {"text": "the cat sat"}
+        raise ConnectionError("Couldn't reach it")
+
+    def load_dataset(*where, **how):
+        if fails_when == "loaded":
+            raise ConnectionError("Couldn't reach it")
+        return rows()
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = (
+        r"'fineweb-edu' is streamed from huggingface.co/datasets/HuggingFaceFW/fineweb-edu, and that failed: "
+        r"ConnectionError: Couldn't reach it. HF_HUB_OFFLINE is set: unset it, or pass a local text file"
+    )
+    with pytest.raises(TokenError, match=message):
+        load_text("fineweb-edu", host, 8)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(TokenError, match="Check the network, or pass a local text file"):
+        load_text("fineweb-edu", host, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "how", "message"),
+    [
+        ("fineweb", {}, r"'fineweb' is neither a file nor a known text .* Did you mean 'fineweb-edu'\?"),
+        ("the cat sat " * 1000, {}, r"neither a file nor a known text .*; text itself is passed as \[text\]"),
+        (Path("nowhere.txt"), {}, r"'nowhere.txt' is neither a file"),
+        (3, {}, r"must be a file, a name .* or an iterable of documents, got int"),
+        (b"the cat", {}, r"or an iterable of documents, got bytes"),
+        ([5], {}, r"document 0 must be a string, or a dict with one under 'text', got int"),
+        (
+            DOCUMENTS,
+            {"n_tokens": 16},
+            r"the list that was passed holds too few tokens: 1 whole rows of 8, that is 8 tokens",
+        ),
+        (DOCUMENTS, {"skip_tokens": 99}, r"too few tokens behind the 99 skipped ones: 0 whole rows of 8"),
+        (DOCUMENTS, {"n_tokens": 7}, r"n_tokens=7 is less than one row of 8"),
+        (DOCUMENTS, {"context": 9}, r"context=9 must lie between 1 and the host's context of 8"),
+        (DOCUMENTS, {"skip_tokens": -1}, r"skip_tokens must not be negative, got -1"),
+        (DOCUMENTS, {"separator": "bos"}, r"separator must be 'eos' or None, got 'bos'"),
+    ],
+)
+def test_bad_text(host, source, how, message):
+    with pytest.raises(TokenError, match=message):
+        load_text(source, host, **{"n_tokens": 8, **how})
+
+
+def test_what_the_tokenizer_lacks():
+    with pytest.raises(TokenError, match="no EOS token to join documents with; pass separator=None"):
+        load_text(DOCUMENTS, FakeHost(), 8)
+    host = FakeHost()
+    host.tokenizer = None
+    with pytest.raises(TokenError, match="no tokenizer"):
+        load_text(DOCUMENTS, host, 8)

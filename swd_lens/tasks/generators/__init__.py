@@ -4,12 +4,14 @@
    arguments, some names) to one split.
 2. Each family module draws content of a split, writes a prompt on a seen or an unseen template, and says which next
    tokens are right and wrong.
-3. `generate` asks for n different ones, the same ones for the same seed.
+3. `stream` gives different ones without end, the same ones for the same seed; `generate` takes n of them.
 
 All text is our own wording. "unseen" templates are in no training text of the embedded model.
 """
 
+import itertools
 import random
+from collections.abc import Iterator
 
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi
@@ -35,22 +37,37 @@ def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "s
         ValueError: an unknown family, split or templates (the valid ones are listed), n < 1, or more prompts asked for
             than the split has.
     """
+    if n < 1:
+        raise ValueError(f"n is {n}; ask for at least 1 prompt")
+    examples = list(itertools.islice(stream(family, split, seed, templates), n))
+    if len(examples) < n:
+        raise ValueError(f"{family}/{split}/{templates} has about {len(examples)} different prompts; n is {n}")
+    return examples
+
+
+def stream(family: str, split: str, seed: int = 0, templates: str = "seen") -> Iterator[TaskExample]:
+    """The prompts of `generate`, one after the other, until there seem to be no more different ones.
+
+    Raises:
+        ValueError: an unknown family, split or templates.
+    """
     _check("family", family, FAMILIES)
     _check("split", split, SPLITS)
     _check("templates", templates, TEMPLATES)
-    if n < 1:
-        raise ValueError(f"n is {n}; ask for at least 1 prompt")
+    return _draw(family, split, seed, templates)
+
+
+def _draw(family: str, split: str, seed: int, templates: str) -> Iterator[TaskExample]:
     rng = random.Random(f"{family}/{split}/{templates}/{seed}")  # a string seed is the same in every process
-    examples: dict[str, TaskExample] = {}
+    prompts: set[str] = set()
     misses = 0
-    while len(examples) < n:
+    while misses <= _TRIES:
         kind = rng.choice(("seen", "unseen")) if templates == "all" else templates
         example = _MODULES[family].sample(rng, split, kind)
-        misses = misses + 1 if example.prompt in examples else 0
-        if misses > _TRIES:
-            raise ValueError(f"{family}/{split}/{templates} has about {len(examples)} different prompts; n is {n}")
-        examples.setdefault(example.prompt, example)
-    return list(examples.values())
+        misses = misses + 1 if example.prompt in prompts else 0
+        if not misses:
+            prompts.add(example.prompt)
+            yield example
 
 
 def training_document(family: str, rng: random.Random, split: str = "train") -> str:

@@ -1,0 +1,149 @@
+"""Bench: prompts of one split under attached units, ready for any number of interventions.
+
+1. Per bucket of prompts, compute once what interventions share (roads.py), and the margin of the unpruned replacement.
+2. Run the interventions, as many at once as memory allows; of each keep every prompt's margin, whether it was right, and
+   (if asked for) KL(unpruned || intervened) at the scoring position, which needs the whole vocabulary's logits.
+Memory does not grow with the number of interventions but for these few numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.circuits.reference import Reference
+from swd_lens.circuits.roads import Ground, Masks, Runner, Values, find_road
+from swd_lens.circuits.scores import UnitScores, require_same_units
+from swd_lens.hosts import Host
+from swd_lens.inject import Attachment
+from swd_lens.tasks.task import Bucket, TaskSplit
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What each run gave on each prompt of a split, in the split's order.
+
+    Attributes:
+        margins: (run, prompt) in logits.
+        correct: (run, prompt) 1.0, 0.0, or NaN where a metric knows no right and wrong.
+        kl: (run, prompt) KL(unpruned || run) at the scoring position in nats; NaN where it was not asked for.
+    """
+
+    margins: Float[Tensor, "run prompt"]
+    correct: Float[Tensor, "run prompt"]
+    kl: Float[Tensor, "run prompt"]
+
+    @classmethod
+    def empty(cls, runs: int, prompts: int) -> "Outcome":
+        return cls(*(torch.full((runs, prompts), torch.nan, dtype=torch.float64) for _ in range(3)))
+
+    def put(self, runs: slice, bucket: Bucket, logits: Tensor, log_p: Tensor | None = None) -> None:
+        """Enter a bucket's logits (run, batch, vocab); log_p: the unpruned replacement's log-probabilities, for KL."""
+        self.margins[runs, bucket.index] = bucket.margin(logits).double().cpu()
+        self.correct[runs, bucket.index] = bucket.correct(logits).double().cpu()
+        if log_p is not None:
+            for run, one in zip(range(runs.start, runs.stop), logits, strict=True):  # one vocabulary at a time
+                self.kl[run, bucket.index] = _kl(log_p, one.float().log_softmax(-1)).double().cpu()
+
+    @property
+    def q(self) -> Float[Tensor, " run"]:
+        """Mean margin per run (Q of the paper, §3.2)."""
+        return self.margins.mean(1)
+
+
+class Bench:
+    """Interventions on one split of prompts, with everything shared between them computed once.
+
+    Args:
+        scores: whose positions and means the interventions use.
+        ablation: see `Reference`.
+        batch_size: prompts per bucket.
+        tokens_per_forward: prompts x positions x interventions at once; bounds memory.
+        keep: keep what is shared between calls of `run` (for searches, which call it often).
+
+    Raises:
+        ValueError: scores of other units than those attached.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        attachment: Attachment,
+        split: TaskSplit,
+        scores: UnitScores,
+        ablation: str,
+        *,
+        batch_size: int = 256,
+        tokens_per_forward: int = 16_384,
+        keep: bool = False,
+        progress: bool = False,
+    ):
+        require_same_units(scores.settings, attachment.factors, "this ranking")
+        self.host, self.attachment, self.split = host, attachment, split
+        self.batch_size, self.tokens_per_forward, self.keep, self.progress = (
+            batch_size,
+            tokens_per_forward,
+            keep,
+            progress,
+        )
+        positions = scores.settings["positions"]
+        self.reference = Reference(host, attachment.sites, scores, ablation, split)
+        road = find_road(host, attachment.sites, attachment.factors, split, positions)
+        self.runner = Runner(host, attachment.factors, road)
+        self._kept: list[tuple[Bucket, Ground, Values]] = []
+        self._unpruned: Outcome | None = None
+
+    def run(self, n: int, masks: Callable[[slice], Masks], *, kl: bool = False) -> tuple[Outcome, Outcome]:
+        """Run n interventions on every prompt.
+
+        Args:
+            masks: gives the masks of a slice of the n interventions: site -> (circuit, unit), True where replaced.
+            kl: whether to compute KL.
+
+        Returns:
+            The outcomes of the interventions, and that of the unpruned replacement (a single run).
+        """
+        found, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
+        nothing = {site: torch.zeros(1, u.n_units, dtype=torch.bool) for site, u in self.attachment.factors.items()}
+        with torch.no_grad():
+            for bucket, ground, values in self._prepared():
+                ids, log_p = None if kl else bucket.token_ids, None
+                if self._unpruned is None or kl:
+                    whole = self.runner.logits(ground, nothing, values, ids)
+                    log_p = whole[0].float().log_softmax(-1) if kl else None
+                    unpruned.put(slice(0, 1), bucket, whole, log_p)
+                at_once = max(1, self.tokens_per_forward // bucket.tokens.numel())
+                for start in range(0, n, at_once):
+                    chunk = slice(start, min(start + at_once, n))
+                    found.put(chunk, bucket, self.runner.logits(ground, masks(chunk), values, ids), log_p)
+        self._unpruned = unpruned
+        return found, unpruned
+
+    def dense(self) -> Outcome:
+        """The dense host on every prompt."""
+        found = Outcome.empty(1, len(self.split))
+        with torch.no_grad(), self.attachment.suspended():
+            for bucket in self.split.buckets(self.batch_size):
+                logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
+                found.put(slice(0, 1), bucket, logits[None])
+        return found
+
+    def _prepared(self) -> Iterator[tuple[Bucket, Ground, Values]]:
+        if self._kept:
+            yield from self._kept
+            return
+        kept: list[tuple[Bucket, Ground, Values]] = []
+        buckets = list(self.split.buckets(self.batch_size))
+        for bucket in tqdm(buckets, desc="circuits", unit="batch", disable=not self.progress, leave=False):
+            prepared = bucket, self.runner.ground(bucket.tokens), self.reference(bucket)
+            if self.keep:
+                kept.append(prepared)
+            yield prepared
+        self._kept = kept
+
+
+def _kl(log_p: Float[Tensor, "batch vocab"], log_q: Float[Tensor, "batch vocab"]) -> Float[Tensor, " batch"]:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

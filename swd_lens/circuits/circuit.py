@@ -1,0 +1,211 @@
+"""Circuit: a set of units with the scores and means it came from, so that it can be attached, compared, saved and shown.
+
+A circuit is kept (every other unit gets its reference activation) or ablated (its own units do). Both need the reference of
+all units, so a circuit carries the `UnitScores` that it was chosen by; they also say whose units these are.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swd_lens._version import __version__
+from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
+from swd_lens.circuits.scores import UnitScores, require_same_units
+from swd_lens.files import atomic, plain
+from swd_lens.inject import Attachment, Units, attach
+from swd_lens.sites import parse_unit
+
+_FORMAT, _VERSION = "swd_lens circuit", 1
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Circuit:
+    """A set of units of attached sites.
+
+    Attributes:
+        units: (site, unit) pairs, each once, in the order in which they were chosen.
+        scores: of all units of these sites, with their means and settings.
+        edges: site -> (unit,) active edges of every unit (0 where it reads or writes nothing).
+        provenance: how it was chosen; plain JSON values.
+    """
+
+    units: tuple[tuple[str, int], ...]
+    scores: UnitScores
+    edges: Mapping[str, Int[Tensor, " _unit"]]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, factors: Any, scores: UnitScores, units: Iterable[str | tuple[str, int]], **provenance: Any
+    ) -> "Circuit":
+        """A circuit of the user's own choice.
+
+        Args:
+            factors: what the scores are of: a FactorSet or a dict site -> Factors.
+            units: names ("blocks.2.mlp_out/17") or (site, index) pairs.
+
+        Raises:
+            ValueError: a unit that the scores do not cover, or one named twice; scores of other factors.
+        """
+        found = dict(factors)
+        require_same_units(scores.settings, found, "this ranking")
+        chosen = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
+        replaced_masks(scores, chosen, "ablate")  # refuses what is not there
+        twice = [unit for unit in set(chosen) if chosen.count(unit) > 1]
+        if twice:
+            raise ValueError(f"unit {twice[0][0]}/{twice[0][1]} is named {chosen.count(twice[0])} times; name it once")
+        return cls(tuple(chosen), scores, active_edges(found), provenance)
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def n_units(self) -> int:
+        """C_unit of the paper (§3.2): every unit, valid or not."""
+        return len(self.units)
+
+    @property
+    def n_edges(self) -> int:
+        """C_edge of the paper (§3.2): read and write nonzeros of the units that have both."""
+        return sum(int(self.edges[site][unit]) for site, unit in self.units)
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{site}/{unit}" for site, unit in self.units]
+
+    def frame(self) -> pd.DataFrame:
+        """One row per unit: site, unit, rank among all units, score, mean z, active edges."""
+        ranks = self.scores.ranks()
+        means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.scores.means.items()}
+        return pd.DataFrame(
+            {
+                "site": [site for site, _ in self.units],
+                "unit": [unit for _, unit in self.units],
+                "rank": [int(ranks[site][unit]) for site, unit in self.units],
+                "score": [float(self.scores.scores[site][unit]) for site, unit in self.units],
+                "mean z": [float(means[site][unit]) for site, unit in self.units],
+                "edges": [int(self.edges[site][unit]) for site, unit in self.units],
+            }
+        )
+
+    def overlap(self, other: "Circuit") -> dict[str, float]:
+        """How much two circuits of the same factors share: shared units, |A and B| / |A or B| in units and in edges, and the
+        shares of this one's and the other's units that are shared.
+
+        Raises:
+            ValueError: circuits of other factors, whose unit i is another unit.
+        """
+        for key in ("units", "factors"):
+            if self.scores.settings.get(key) != other.scores.settings.get(key):
+                raise ValueError(
+                    "these circuits are of different factors, so equal numbers do not name equal units; compare circuits that "
+                    "were found with the same FactorSet"
+                )
+        shared, either = set(self.units) & set(other.units), set(self.units) | set(other.units)
+        edges = {unit: int(self.edges[unit[0]][unit[1]]) for unit in either}
+        both, any_ = sum(edges[unit] for unit in shared), sum(edges.values())
+        return {
+            "shared": float(len(shared)),
+            "jaccard": len(shared) / len(either) if either else 1.0,
+            "edge jaccard": both / any_ if any_ else 1.0,
+            "share of this": len(shared) / self.n_units if self.units else 1.0,
+            "share of other": len(shared) / other.n_units if other.units else 1.0,
+        }
+
+    def __repr__(self) -> str:
+        sites = len({site for site, _ in self.units})
+        task = self.scores.settings.get("task", "a task")
+        return (
+            f"Circuit({task}: {self.n_units} of {self.scores.n_units} units in {sites} sites, {self.n_edges:,} edges)"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>{self.frame().to_html(index=False)}"
+
+    # ------------------------------------------------------------------ at work
+
+    def masks(self, mode: str = "keep") -> dict[str, Bool[Tensor, " _unit"]]:
+        """site -> (unit,), True where a unit is replaced when the circuit is kept or ablated."""
+        return replaced_masks(self.scores, self.units, mode)
+
+    def hooks(self, mode: str = "keep", *, ablation: str = "mean") -> list[tuple[str, Any]]:
+        """For `model.run_with_hooks(tokens, fwd_hooks=...)` while the factors are attached, see `intervention_hooks`."""
+        return intervention_hooks(self.scores, self.units, mode, ablation=ablation)
+
+    @contextmanager
+    def attach(self, model: Any, factors: Any, mode: str = "keep", *, ablation: str = "mean") -> Iterator[Attachment]:
+        """The host as this circuit alone (keep) or without it (ablate), for any tool that runs the host.
+
+        The interventions act at the last position of what is run, or at all, as the scores were taken.
+
+        Raises:
+            ValueError: factors other than those that the circuit is of.
+            AttachError: see `swd_lens.attach`.
+        """
+        with attach(model, factors) as attachment:
+            require_same_units(self.scores.settings, attachment.factors, "this circuit")
+            with model.hooks(fwd_hooks=self.hooks(mode, ablation=ablation)):
+                yield attachment
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, whole or not at all."""
+        tensors = {f"scores/{site}": value for site, value in self.scores.scores.items()}
+        tensors |= {f"means/{site}": value for site, value in self.scores.means.items()}
+        tensors |= {f"edges/{site}": value.to(torch.int64) for site, value in self.edges.items()}
+        about = {
+            "version": _VERSION,
+            "swd_lens": __version__,
+            "units": [list(unit) for unit in self.units],
+            "sites": list(self.scores.scores),
+            "settings": dict(self.scores.settings),
+            "provenance": dict(self.provenance),
+        }
+        with atomic(Path(path)) as temporary:
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                temporary,
+                {"format": _FORMAT, "about": json.dumps(plain(about))},
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: not a circuit file, or of a later format.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no circuit file {path}")
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                if header.get("format") != _FORMAT:
+                    raise ValueError(f"{path} is not a circuit file (its format is {header.get('format')!r})")
+                about = json.loads(header["about"])
+                if about["version"] > _VERSION:
+                    raise ValueError(
+                        f"{path} has circuit format {about['version']}, this swd_lens reads up to {_VERSION}; update swd_lens"
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a circuit file: {error}") from None
+        parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
+        scores = UnitScores(parts[0], parts[1], about["settings"])
+        return cls(tuple((site, unit) for site, unit in about["units"]), scores, parts[2], about["provenance"])
+
+
+def active_edges(factors: Mapping[str, Units]) -> dict[str, Int[Tensor, " _unit"]]:
+    """site -> (unit,) read plus write nonzeros of every unit; 0 for units that lack either (paper §3.2, S_eff)."""
+    return {site: torch.where(f.valid_units, f.edges_per_unit, 0).to("cpu", torch.int64) for site, f in factors.items()}

@@ -1,0 +1,224 @@
+"""CostCurve: what nested prefixes of a ranking cost and do, and what one reads off them.
+
+1. `rows` has one row per prefix; curves need not be monotone, so costs are minima over the prefixes that reach a value.
+2. `cost_at` gives the least cost at a threshold, `min_cost` the whole curve of least costs (the paper's figures),
+   `cost_interval` how far the least cost moves with the draw of test prompts.
+3. `circuit_at` gives the cheapest circuit itself.
+4. `mib` gives the circuit track's areas, CPR and CMD.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.circuits.bootstrap import resampled
+from swd_lens.circuits.circuit import Circuit
+from swd_lens.circuits.scores import UnitScores
+
+COSTS = ("edges", "units")
+VALUES = ("sufficiency", "necessity_drop")
+# Of all units or edges; the fractions that the Mechanistic Interpretability Benchmark's circuit track evaluates.
+MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """What nested prefixes of a ranking cost and do, on one task.
+
+    Attributes:
+        rows: one row per prefix: units, edges, sufficiency, necessity_drop (logits), both also as _low and _high, the ends of
+            the 95 % bootstrap interval over prompts, q_keep, q_ablate (mean margins, logits), accuracy_keep, accuracy_ablate
+            (best answer above every distractor), and kl_keep, kl_ablate (KL from the unpruned replacement at the scoring
+            position, nats) where they were asked for.
+        task: the task's name.
+        q_dense, q_unpruned: mean test margin of the dense host and of the unpruned replacement, in logits.
+        accuracy_dense, accuracy_unpruned: the same for accuracy.
+        settings: the scores' settings plus ablation, split and number of prompts.
+        scores: what ranked the units; edges: site -> (unit,) their active edges.
+        margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "unpruned" and "dense" (prompt,).
+    """
+
+    rows: pd.DataFrame
+    task: str
+    q_dense: float
+    q_unpruned: float
+    accuracy_dense: float
+    accuracy_unpruned: float
+    settings: Mapping[str, Any]
+    scores: UnitScores | None = None
+    edges: Mapping[str, Int[Tensor, " _unit"]] = field(default_factory=dict)
+    margins: Mapping[str, Float[Tensor, "*_prefix _prompt"]] = field(default_factory=dict)
+
+    def table(self) -> pd.DataFrame:
+        """A copy of the rows."""
+        return self.rows.copy()
+
+    def cost_at(
+        self, *, sufficiency: float | int | None = None, necessity: float | int | None = None, cost: str = "edges"
+    ) -> int | None:
+        """The least cost among prefixes that reach a threshold; None if none does.
+
+        Args:
+            sufficiency: reach Q(keep) / Q(unpruned) >= this.
+            necessity: reach a necessity drop >= this fraction of the drop that ablating every unit causes.
+            cost: "edges" or "units".
+
+        Raises:
+            ValueError: not exactly one threshold, or an unknown cost.
+        """
+        _check_cost(cost)
+        reached = self._reached(sufficiency, necessity)
+        return int(self.rows.loc[reached, cost].min()) if reached.any() else None
+
+    def _reached(self, sufficiency: float | int | None, necessity: float | int | None) -> pd.Series:
+        if (sufficiency is None) == (necessity is None):
+            raise ValueError("give exactly one threshold: sufficiency=0.9 or necessity=0.5")
+        if sufficiency is not None:
+            return self.rows["sufficiency"] >= sufficiency
+        whole = self.rows["necessity_drop"].iloc[-1]
+        # Ablating everything helps (or does nothing): there is no drop to take a fraction of.
+        return (self.rows["necessity_drop"] >= (necessity or 0.0) * whole) & (whole > 0)
+
+    def cost_interval(
+        self,
+        *,
+        sufficiency: float | int | None = None,
+        necessity: float | int | None = None,
+        cost: str = "edges",
+        level: float = 0.95,
+        times: int = 1000,
+        seed: int = 0,
+    ) -> tuple[int | None, int | None]:
+        """How far `cost_at` moves when the test prompts are drawn again: the percentile interval over bootstrap draws.
+
+        Returns:
+            (low, high); None where that end is not reached by any prefix.
+
+        Raises:
+            ValueError: see `cost_at`; or a curve without the prompts' margins.
+        """
+        _check_cost(cost)
+        self._reached(sufficiency, necessity)  # refuses what cost_at refuses
+        self._require("margins", self.margins)
+        q = {name: resampled(torch.atleast_2d(values), times, seed) for name, values in self.margins.items()}
+        if sufficiency is not None:
+            reached = (q["keep"] >= sufficiency * q["unpruned"]) & (q["unpruned"] > 0)
+        else:
+            drop = q["unpruned"] - q["ablate"]
+            reached = (drop >= (necessity or 0.0) * drop[:, -1:]) & (drop[:, -1:] > 0)
+        costs = torch.tensor(self.rows[cost].tolist(), dtype=torch.float64)
+        least = torch.where(reached, costs, torch.inf).amin(1).sort().values
+        ends = (least[int((1 - level) / 2 * (times - 1))], least[-1 - int((1 - level) / 2 * (times - 1))])
+        low, high = (int(end) if bool(end.isfinite()) else None for end in ends)
+        return low, high
+
+    def circuit_at(
+        self, *, sufficiency: float | int | None = None, necessity: float | int | None = None, cost: str = "edges"
+    ) -> Circuit:
+        """The prefix that `cost_at` prices.
+
+        Raises:
+            ValueError: see `cost_at`; or no prefix reaches the threshold.
+        """
+        _check_cost(cost)
+        reached = self._reached(sufficiency, necessity)
+        if not reached.any():
+            of = "sufficiency" if sufficiency is not None else "necessity_drop"
+            raise ValueError(
+                f"no prefix of {self.task!r} reaches {sufficiency if sufficiency is not None else necessity}; the highest "
+                f"{of} is {self.rows[of].max():.3f}"
+            )
+        # Of equal costs (units without edges cost none) the shortest prefix.
+        best = self.rows.loc[reached].sort_values(by=[cost, "units"]).iloc[0]
+        value = {"sufficiency": sufficiency} if sufficiency is not None else {"necessity": necessity}
+        return self.circuit(int(best["units"]), chosen_at={**value, "cost": cost})
+
+    def circuit(self, n_units: int, **provenance: Any) -> Circuit:
+        """The prefix of this many units.
+
+        Raises:
+            ValueError: not in 0 .. number of units, or a curve made without its scores.
+        """
+        self._require("scores", self.scores)
+        assert self.scores is not None
+        if not 0 <= n_units <= self.scores.n_units:
+            raise ValueError(f"n_units must lie in 0 .. {self.scores.n_units}, got {n_units}")
+        units = tuple(self.scores.ranking()[:n_units])
+        return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance})
+
+    def _require(self, what: str, value: Any) -> None:
+        if not value:
+            raise ValueError(f"this curve carries no {what} (it was made by hand, not by evaluate)")
+
+    def mib(self, cost: str = "units") -> dict[str, float]:
+        """Areas of the circuit track of the Mechanistic Interpretability Benchmark over its ten fractions of all units or edges.
+
+        f = (m - m_empty) / (m_full - m_empty), with m the margin of the kept prefix. CPR is the area under f (higher is
+        better), CMD that under |1 - f| (lower is better), by trapezoids from the first fraction to the last.
+
+        Raises:
+            ValueError: an unknown cost, or a grid without the prefixes: evaluate with grid="mib".
+        """
+        _check_cost(cost)
+        rows = self.rows.sort_values(by="units")
+        total = int(rows[cost].iloc[-1])
+        empty, full = float(rows["q_keep"].iloc[0]), self.q_unpruned
+        if int(rows["units"].iloc[0]) != 0 or self.settings.get("grid") != "mib":
+            raise ValueError('mib() needs the prefixes of its fractions: evaluate(..., grid="mib")')
+        if full == empty:
+            return {"CPR": float("nan"), "CMD": float("nan")}
+        f = [
+            (float(rows.loc[rows[cost] <= fraction * total, "q_keep"].to_numpy()[-1]) - empty) / (full - empty)
+            for fraction in MIB_FRACTIONS
+        ]
+        return {"CPR": _area(f), "CMD": _area([abs(1.0 - value) for value in f])}
+
+    def min_cost(self, of: str = "sufficiency", cost: str = "edges") -> pd.DataFrame:
+        """The least cost of reaching each value that some prefix reaches: columns `of` and `cost`, both ascending.
+
+        Args:
+            of: "sufficiency" or "necessity_drop" (logits).
+            cost: "edges" or "units".
+
+        Raises:
+            ValueError: an unknown value or cost.
+        """
+        _check_cost(cost)
+        if of not in VALUES:
+            raise ValueError(f"of must be one of {VALUES}, got {of!r}")
+        best = self.rows.loc[:, [of, cost]].dropna().sort_values(by=[of, cost], ascending=[False, True])
+        # From the highest value down: a prefix counts where none that reaches as much costs less.
+        best = best[best[cost] < best[cost].cummin().shift(fill_value=best[cost].max() + 1)]
+        return best.iloc[::-1].reset_index(drop=True)
+
+    def plot(self, cost: str = "edges"):
+        """Sufficiency and necessity drop against cost; a matplotlib Figure."""
+        from swd_lens.circuits.plots import plot_curves
+
+        return plot_curves({"": self}, cost=cost)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "q_dense": self.q_dense,
+            "q_unpruned": self.q_unpruned,
+            "accuracy_dense": self.accuracy_dense,
+            "accuracy_unpruned": self.accuracy_unpruned,
+            "settings": dict(self.settings),
+            "rows": self.rows.to_dict("records"),
+        }
+
+
+def _check_cost(cost: str) -> None:
+    if cost not in COSTS:
+        raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
+
+
+def _area(values: list[float]) -> float:
+    """Trapezoids over MIB_FRACTIONS."""
+    return float(torch.trapezoid(torch.tensor(values), torch.tensor(MIB_FRACTIONS)))

@@ -1,0 +1,149 @@
+"""Figures of circuits.
+
+1. `plot_curves`: every prefix of one task's curves, sufficiency and necessity drop against what a circuit costs.
+2. `plot_frontiers`: the paper's figure, the least cost of every value: columns tasks, rows sufficiency and necessity drop.
+   Seeds of one method are drawn as their mean in a band of one standard deviation.
+
+Costs stand on a log axis that still shows the empty circuit (cost 0).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import Any
+
+import pandas as pd
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from swd_lens.circuits.curve import COSTS, VALUES, CostCurve
+from swd_lens.circuits.seeds import mean_min_cost
+from swd_lens.figures import INK, new_figure, style
+
+_AXIS = {"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}
+# Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
+SUFFICIENCY_RANGE = (-0.5, 1.6)
+
+
+def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
+    """Sufficiency (left) and necessity drop (right) against cost, one line per named curve; a matplotlib Figure."""
+    figure, axes = new_figure(1, 2)
+    for ax, column in zip(axes[0], VALUES, strict=True):
+        draw_curves(ax, curves, column, cost)
+    if len(curves) > 1:
+        axes[0, 0].legend(fontsize=8, frameon=False)
+    task = next(iter(curves.values())).task
+    figure.suptitle(_literal(task.replace("_", " ")), fontsize=10)
+    return figure
+
+
+def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str) -> None:
+    """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0)."""
+    for index, (label, curve) in enumerate(curves.items()):
+        ax.plot(
+            curve.rows[cost], curve.rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **style(index)
+        )
+    costs = pd.concat([curve.rows[cost] for curve in curves.values()])
+    if (costs > 0).any():
+        ax.set_xscale("symlog", linthresh=costs[costs > 0].min())
+    ax.set_xlim(left=0)
+    ax.set_xlabel(f"active {cost}" if cost == "edges" else "units", fontsize=9)
+    ax.set_ylabel(_AXIS[column], fontsize=9)
+    if column == "sufficiency":
+        ax.axhline(1.0, color="#888888", linewidth=0.8)
+
+
+def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost: str = "edges", note: str = ""):
+    """The least cost of reaching each sufficiency (above) and necessity drop (below); one column per task.
+
+    Args:
+        panels: task -> method, as the legend calls it -> its curve, or one per seed.
+        cost: "edges" or "units".
+        note: written above the panels.
+
+    Raises:
+        ValueError: an unknown cost.
+    """
+    if cost not in COSTS:
+        raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
+    figure, axes = new_figure(2, len(panels), width=2.7, height=2.3)
+    drawn: dict[str, Any] = {}
+    for place, (task, methods) in enumerate(panels.items()):
+        for ax, of in zip(axes[:, place], VALUES, strict=True):
+            drawn = _draw_frontiers(ax, methods, of, cost) | drawn
+        axes[0, place].set_title(_literal(task.replace("_", " ")), fontsize=10, color=INK)
+    # One cost axis for all panels, so that tasks can be compared; its numbers stand at the left only.
+    everything = [curve.rows[cost] for methods in panels.values() for curves in methods.values() for curve in curves]
+    for ax in axes.flat:
+        cost_axis(ax.yaxis, pd.concat(everything))
+        ax.tick_params(labelleft=ax.get_subplotspec().is_first_col())
+    for ax in axes[:, 0]:
+        ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}", fontsize=9, color=INK)
+    _legend(figure, drawn, next(iter(panels.values())), per_row=len(panels))
+    if note:
+        figure.suptitle(_literal(fill(note, 42 * len(panels))), fontsize=8, color=INK)
+    return figure
+
+
+def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], per_row: int) -> None:
+    labels = [
+        _literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds")
+        for label, curves in methods.items()
+    ]
+    handles = [drawn[label] for label in methods]
+    columns = min(len(labels), per_row)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+
+
+def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[CostCurve]], of: str, cost: str) -> dict[str, Any]:
+    """One panel; legend label -> the line drawn."""
+    lines: dict[str, Any] = {}
+    reached: list[float] = []
+    for index, (label, curves) in enumerate(methods.items()):
+        found = mean_min_cost(curves, of, cost)
+        reached += found[of].tolist()
+        # A cost holds from the next smaller value (which something cheaper reaches) up to its own: a step to the left.
+        look = {"drawstyle": "steps-pre", "linewidth": 1.4, "markersize": 2.5, **style(index)}
+        # A single curve's points are prefixes; a mean over seeds has none of its own.
+        (lines[label],) = ax.plot(found[of], found["mean"], marker="o" if len(curves) == 1 else "", **look)
+        if len(curves) > 1:
+            sd, colour = found["sd"].fillna(0.0), lines[label].get_color()
+            low = (found["mean"] - sd).clip(lower=0.0)
+            ax.fill_between(found[of], low, found["mean"] + sd, step="pre", color=colour, alpha=0.18, linewidth=0)
+    ax.set_xlabel(_AXIS[of], fontsize=9, color=INK)
+    if not reached:
+        text = "not defined: the unpruned\nmargin is not positive"
+        ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=8)
+        ax.set_xticks([])
+        return lines
+    low, high = SUFFICIENCY_RANGE if of == "sufficiency" else (-math.inf, math.inf)
+    left, right = max(low, min(0.0, *reached, 0.0)), min(high, max(reached))
+    room = 0.04 * max(right - left, 1e-9)
+    ax.set_xlim(left - room, right + room)
+    return lines
+
+
+def cost_axis(axis: Any, costs: pd.Series) -> None:
+    """A log axis with 0 on it: ticks at 0 and the powers of ten, room for the empty circuit's marker."""
+    if not (costs > 0).any():
+        return
+    smallest, largest = float(costs[costs > 0].min()), float(costs.max())
+    ticks = [10.0**p for p in range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)]
+    limits = {"x": axis.axes.set_xlim, "y": axis.axes.set_ylim}[axis.axis_name]
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("symlog", linthresh=smallest)
+    axis.set_major_locator(FixedLocator([0, *(ticks or [smallest])]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    limits(-smallest * 0.06, largest * 1.25)
+
+
+def compact(value: float | int) -> str:
+    """0, 500, 10k, 2M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _literal(text: Any) -> str:
+    """Text in which matplotlib finds no formula."""
+    return str(text).replace("$", r"\$")

@@ -1,0 +1,213 @@
+"""Roads: how interventions on a bucket of prompts are run without computing again what they share.
+
+1. Nothing before the first replaced layer depends on an intervention: what enters that layer is computed once per bucket.
+2. With positions="scoring" only the last position changes, so the keys and values of all others are kept, too. That is
+   exact, because attention is causal.
+3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
+   residual stream: what leaves the layer is the shared residual plus (z' - z) @ write, and runs start a layer later.
+4. Many interventions are run at once: the prompts are repeated, one copy per intervention.
+
+Each is exact where a host is built as most are, but not every host is (a norm may follow the MLP, attention may look both
+ways). So `find_road` runs a few prompts plainly and by each road, and takes the shortest one that agrees.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from swd_lens.factors import Factors
+from swd_lens.hosts import Host, Start
+from swd_lens.inject.coder import CoderUnits, Units
+from swd_lens.sites import Site, hook_name
+from swd_lens.tasks.task import TaskSplit
+
+_CHECKED_PROMPTS = 4
+# Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong road by a good part of it.
+_AGREES = 1e-4
+
+# What is put in place of z: per site (batch or 1, pos or 1, unit).
+Values = Mapping[str, Float[Tensor, "_batch _pos _unit"]]
+# Which units are replaced: per site one row per intervention.
+Masks = Mapping[str, Bool[Tensor, "circuit _unit"]]
+
+
+@dataclass(frozen=True)
+class Road:
+    """How runs are shortened.
+
+    Attributes:
+        positions: "scoring" (only the last position is intervened on) or "all".
+        layer: runs start at this block; 0: from the tokens.
+        known: the one site of block layer - 1, whose z is known before a run starts; or None.
+        keeps_prefix: whether all positions but the last are run once (positions="scoring" only).
+    """
+
+    positions: str
+    layer: int = 0
+    known: Site | None = None
+    keeps_prefix: bool = False
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all interventions on the same prompts share."""
+
+    tokens: Int[Tensor, "batch pos"]
+    prefix: Any = None
+    start: Start | None = None
+    z: Float[Tensor, "batch _pos unit"] | None = None
+
+
+class Runner:
+    """Runs interventions on attached units by one road."""
+
+    def __init__(self, host: Host, units: Mapping[str, Units], road: Road):
+        self.host, self.units, self.road = host, units, road
+
+    def ground(self, tokens: Int[Tensor, "batch pos"]) -> Ground:
+        """Compute once what interventions on these prompts share."""
+        host, road = self.host, self.road
+        with torch.no_grad():
+            prefix = host.freeze_prefix(tokens) if road.keeps_prefix else None
+            if not road.layer:
+                return Ground(tokens, prefix)
+            seen: dict[str, Tensor] = {}
+            with _watching(host, road.known, seen):
+                residual = host.residual(tokens, road.layer, prefix)
+            kept = host.repeat_prefix(prefix, 1, road.layer) if prefix is not None else None
+            z = seen[road.known.name] if road.known else None
+            return Ground(tokens, kept, Start(road.layer, residual), z)
+
+    def logits(
+        self, ground: Ground, masks: Masks, values: Values, token_ids: Int[Tensor, " answer"] | None = None
+    ) -> Float[Tensor, "circuit batch _vocab"]:
+        """Last-position logits of every prompt under every intervention, in one forward.
+
+        Args:
+            masks: site -> (circuit, unit), True where a unit is replaced.
+            values: site -> what replaced units are set to, broadcast over prompts and positions.
+            token_ids: only these tokens' logits; None = all.
+        """
+        host, known, start = self.host, self.road.known, ground.start
+        circuits, batch = len(next(iter(masks.values()))), len(ground.tokens)
+        if start is not None:
+            residual = start.residual.expand(circuits, *start.residual.shape)
+            if known is not None and ground.z is not None:
+                residual = self._moved(residual, ground.z, masks[known.name], values[known.name])
+            start = Start(start.layer, residual.flatten(0, 1))
+        hooks = [
+            (hook_name(site), self._replace(mask, values[site]))
+            for site, mask in masks.items()
+            if (known is None or site != known.name) and mask.any()
+        ]
+        tokens = ground.tokens.repeat(circuits, 1)
+        prefix = host.repeat_prefix(ground.prefix, circuits, self.road.layer) if ground.prefix is not None else None
+        with host.model.hooks(fwd_hooks=hooks):
+            logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids)
+        return logits.view(circuits, batch, -1)
+
+    def _moved(self, residual: Tensor, z: Tensor, mask: Tensor, value: Tensor) -> Float[Tensor, "circuit batch pos d"]:
+        """The residual stream after the known site wrote z' in place of z (in float32: z' - z may be small)."""
+        assert self.road.known is not None
+        change = torch.where(mask[:, None, None].to(z.device), value.to(z).float() - z.float(), 0.0)
+        if self.road.positions == "scoring":
+            change = torch.cat([torch.zeros_like(change[:, :, :-1]), change[:, :, -1:]], dim=2)
+        units = self.units[self.road.known.name]
+        if isinstance(units, Factors):
+            written = change @ units.write.to(change)
+        else:
+            assert isinstance(units, CoderUnits)
+            written = units.decode((z + change).to(z)).float() - units.decode(z).float()
+        return (residual.float() + written).to(residual)
+
+    def _replace(self, mask: Tensor, value: Tensor) -> Callable[..., Tensor]:
+        circuits, last_only = len(mask), self.road.positions == "scoring"
+
+        def hook_fn(z: Float[Tensor, "rows pos unit"], hook: Any) -> Float[Tensor, "rows pos unit"]:
+            by_circuit = z.view(circuits, -1, *z.shape[1:])
+            where, mu = mask[:, None, None].to(z.device), value.to(z)
+            if last_only:
+                last = torch.where(where, mu[:, -1:], by_circuit[:, :, -1:])
+                changed = last if z.shape[1] == 1 else torch.cat([by_circuit[:, :, :-1], last], dim=2)
+            else:
+                changed = torch.where(where, mu, by_circuit)
+            return changed.flatten(0, 1)
+
+        return hook_fn
+
+
+@contextmanager
+def _watching(host: Host, site: Site | None, seen: dict[str, Tensor]) -> Iterator[None]:
+    if site is None:
+        yield
+        return
+    with host.model.hooks(fwd_hooks=[(site.hook_name, lambda z, hook: seen.update({site.name: z.detach()}))]):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------- which road
+
+
+def find_road(
+    host: Host, sites: list[Site], units: Mapping[str, Units], split: TaskSplit, positions: str, known: bool = True
+) -> Road:
+    """The shortest road on which a few prompts of the split give what they give plainly, with half of the units set to zero.
+
+    Args:
+        sites, units: what is attached now.
+        known: whether the first site's z may be taken as known beforehand (not for gradients by z).
+
+    Warns:
+        UserWarning: not even the plainest shortcut agrees, so every run will be a whole one.
+    """
+    layer = min(site.layer for site in sites)
+    keeps = positions == "scoring"
+    roads = [Road(positions, layer, None, keeps), Road(positions, 0, None, keeps), Road(positions)]
+    first = [site for site in sites if site.layer == layer]
+    if known and len(first) == 1 and first[0].kind == "mlp_out" and _adds(units[first[0].name]):
+        roads.insert(0, Road(positions, layer + 1, first[0], keeps))
+    # The first bucket whose prompts have more than one token, else whatever there is.
+    buckets = list(split.buckets(_CHECKED_PROMPTS))
+    tokens = next((bucket for bucket in buckets if bucket.tokens.shape[1] > 1), buckets[0]).tokens
+    masks = {site.name: torch.arange(units[site.name].n_units)[None] % 2 == 0 for site in sites}
+    values = {site.name: torch.zeros(1, 1, units[site.name].n_units) for site in sites}
+    plain: Tensor | None = None
+    for road in reversed(roads):
+        found = _try(host, units, road, tokens, masks, values)
+        if plain is None:
+            plain, best = found, road
+            assert plain is not None
+        elif found is not None and _agree(found, plain):
+            best = road
+        else:
+            break
+    if best is roads[-1] and len(roads[-1:]) < len(roads):
+        warnings.warn(
+            "this host gives other logits when a run takes up midway than when it runs whole, so every run will be a whole "
+            "one: slower, but right. Please report the model",
+            stacklevel=3,
+        )
+    return best
+
+
+def _try(host: Host, units: Mapping[str, Units], road: Road, *what: Any) -> Tensor | None:
+    runner = Runner(host, units, road)
+    tokens, masks, values = what
+    with torch.no_grad():
+        return runner.logits(runner.ground(tokens), masks, values)
+
+
+def _adds(units: Units) -> bool:
+    """Whether the output is a function of z alone."""
+    return isinstance(units, Factors) or (isinstance(units, CoderUnits) and units.writes == "output")
+
+
+def _agree(found: Tensor, plain: Tensor) -> bool:
+    tolerance = max(_AGREES, 8 * torch.finfo(plain.dtype).eps)
+    return bool((found - plain).abs().max() <= tolerance * plain.abs().max())

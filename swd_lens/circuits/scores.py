@@ -1,0 +1,94 @@
+"""UnitScores: what each unit of the attached sites is worth to a task, the ranking that follows, and whose units they are."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from swd_lens.factors import Factors
+from swd_lens.inject.coder import CoderUnits, Units
+from swd_lens.passport import fingerprint
+
+
+@dataclass(frozen=True)
+class UnitScores:
+    """Scores and mean activations of every unit of every attached site.
+
+    Attributes:
+        scores: site -> (unit,) in logits of margin.
+        means: site -> (unit,) mean activation, what ablation puts in; (pos, unit) with mean_over="per_position", where the
+            last row is the scoring position.
+        settings: every choice that the scores depend on.
+    """
+
+    scores: Mapping[str, Float[Tensor, " _unit"]]
+    means: Mapping[str, Float[Tensor, "*_pos _unit"]]
+    settings: Mapping[str, Any]
+
+    @property
+    def n_units(self) -> int:
+        return sum(len(s) for s in self.scores.values())
+
+    def ranking(self) -> list[tuple[str, int]]:
+        """All units, best (highest score) first; equal scores in the order of sites, then units."""
+        flat = torch.cat([s.cpu() for s in self.scores.values()])
+        names = [(site, unit) for site, s in self.scores.items() for unit in range(len(s))]
+        return [names[i] for i in torch.sort(flat, descending=True, stable=True).indices.tolist()]
+
+    def ranks(self) -> dict[str, Tensor]:
+        """site -> (unit,) global rank of each unit, 0 the best."""
+        ranks = {site: torch.zeros(len(s), dtype=torch.int64) for site, s in self.scores.items()}
+        for rank, (site, unit) in enumerate(self.ranking()):
+            ranks[site][unit] = rank
+        return ranks
+
+    def top(self, n: int = 10) -> pd.DataFrame:
+        """The n best units: name, score, mean activation (at the scoring position, where there is one per position)."""
+        means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.means.items()}
+        rows = [
+            {"unit": f"{site}/{unit}", "score": float(self.scores[site][unit]), "mean z": float(means[site][unit])}
+            for site, unit in self.ranking()[:n]
+        ]
+        return pd.DataFrame(rows)
+
+
+def identities(units: Mapping[str, Units]) -> dict[str, str]:
+    """site -> what tells these units from others of the same shape: a hash of their weights ("" where a coder shows none)."""
+    return {site: _identity(one) for site, one in units.items()}
+
+
+def require_same_units(settings: Mapping[str, Any], units: Mapping[str, Units], what: str) -> None:
+    """Do nothing if `what`, with these settings, was made for exactly these units.
+
+    Raises:
+        ValueError: other sites, other numbers of units, or the same numbers but other factors.
+    """
+    made_for = dict(settings.get("units", {}))
+    attached = {site: one.n_units for site, one in units.items()}
+    if made_for and made_for != attached:
+        raise ValueError(
+            f"{what} is of {made_for}, the factors are {attached} (site: units); attribute these factors first"
+        )
+    known = dict(settings.get("factors", {}))
+    others = [site for site, identity in identities(units).items() if known.get(site, identity) != identity]
+    if others:
+        raise ValueError(
+            f"{what} was made with other factors of {', '.join(others)} (same number of units, other weights), where unit i is "
+            "another unit; attribute these factors first"
+        )
+
+
+def _identity(units: Units) -> str:
+    if isinstance(units, Factors):
+        weights = [units.read, units.write]
+    elif isinstance(units, CoderUnits) and isinstance(units.coder, nn.Module):
+        weights = list(units.coder.state_dict().values())
+    else:
+        weights = [t for t in getattr(getattr(units, "coder", units), "__dict__", {}).values() if isinstance(t, Tensor)]
+    weights = [w.reshape(w.shape[0] if w.ndim else 1, -1) for w in weights if w.is_floating_point()]
+    return hashlib.sha256("".join(map(fingerprint, weights)).encode()).hexdigest() if weights else ""

@@ -1,0 +1,256 @@
+"""sweep: sparsity against everything it buys and costs, zero-data and calibrated (paper §zero-data, app. zero-data-setting).
+
+1. For each s, zero-data (G = I) and calibrated: SWD factors of the sites.
+2. The two notions of fidelity: relative Frobenius norm ||W - AB||_F / ||W||_F in parameter space, CE delta, KL, top-1 and
+   relMSE in behaviour, on held-out text.
+3. Circuits of every task, and what they cost at fixed targets.
+
+Circuits are comparable only where the replacements behave alike: "CE matched" says whether a point is within the tolerance of
+the dense host.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from swd_lens.circuits import CostCurve, compare
+from swd_lens.circuits.compare import TOLERANCE, check_tasks
+from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.plots import cost_axis
+from swd_lens.factors import FactorSet
+from swd_lens.figures import INK, new_figure, style
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.plan import factorize
+from swd_lens.resources import estimate
+from swd_lens.sites import Pattern
+from swd_lens.tasks.task import Task
+from swd_lens.tasks.text import as_rows
+
+SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # paper §zero-data
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One sparsity, zero-data or calibrated.
+
+    Attributes:
+        edges, units: of the whole replacement.
+        relative_frobenius: ||W - AB||_F / ||W||_F over the entries of all sites together.
+        curves: task -> its cost curve.
+    """
+
+    sparsity: float
+    zero_data: bool
+    edges: int
+    units: int
+    relative_frobenius: float
+    fidelity: Fidelity
+    curves: Mapping[str, CostCurve]
+
+    @property
+    def calibration(self) -> str:
+        return "zero-data" if self.zero_data else "calibrated"
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep:
+    """Every point, and the targets at which circuits are priced."""
+
+    points: Sequence[SweepPoint]
+    sufficiency: Sequence[float | int]
+    necessity: Sequence[float | int]
+    tolerance: float | int
+    settings: Mapping[str, Any]
+
+    def matched(self, point: SweepPoint) -> bool:
+        """Whether |CE delta| is within the tolerance."""
+        return abs(point.fidelity.ce_delta) <= self.tolerance
+
+    def table(self) -> pd.DataFrame:
+        """One row per sparsity and calibration; circuit costs are empty where a target is never reached."""
+        rows = []
+        for point in self.points:
+            its, errors = point.fidelity, list(point.fidelity.relmse.values())
+            row: dict[str, Any] = {"s": point.sparsity, "calibration": point.calibration}
+            row |= {"edges": point.edges, "units": point.units, "relative Frobenius": point.relative_frobenius}
+            row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": its.ce_delta}
+            row |= {"CE matched": self.matched(point), "KL": its.kl, "top-1 agreement": its.top1_agreement}
+            rows.append(row | self._costs(point))
+        return pd.DataFrame(rows).convert_dtypes()
+
+    def _costs(self, point: SweepPoint) -> dict[str, int | None]:
+        targets = [("sufficiency", value) for value in self.sufficiency]
+        targets += [("necessity", value) for value in self.necessity]
+        return {
+            f"{task}: {cost} at {what} {value:g}": curve.cost_at(**{what: value}, cost=cost)
+            for task, curve in point.curves.items()
+            for what, value in targets
+            for cost in ("units", "edges")
+        }
+
+    def plot(self, sufficiency: float | int = 0.9, cost: str = "edges"):
+        """Relative Frobenius norm, CE delta, and each task's least cost at a sufficiency, against s; a matplotlib Figure.
+
+        Hollow markers: CE is not matched, so that circuits are not comparable with those of filled ones.
+        """
+        panels: dict[tuple[str, str], Callable[[SweepPoint], float | int | None]] = {
+            ("weights", "relative Frobenius norm"): lambda point: point.relative_frobenius,
+            ("behaviour", "CE delta (nats)"): lambda point: point.fidelity.ce_delta,
+        }
+        for task in self.points[0].curves:
+            least = f"{cost} at sufficiency {sufficiency:g}"
+            panels[task.replace("_", " ").replace("$", r"\$"), least] = lambda point, task=task: point.curves[
+                task
+            ].cost_at(sufficiency=sufficiency, cost=cost)
+        figure, axes = new_figure(1, len(panels), width=2.7, height=2.7)
+        for place, ((title, axis), value) in enumerate(panels.items()):
+            ax = axes[0, place]
+            self._draw(ax, value)
+            ax.set_title(title, fontsize=10, color=INK)
+            ax.set_xlabel("sparsity s", fontsize=9, color=INK)
+            ax.set_ylabel(axis, fontsize=9, color=INK)
+            if place > 1:
+                cost_axis(ax.yaxis, pd.Series([value(point) for point in self.points], dtype=float).dropna())
+        axes[0, 0].set_ylim(bottom=0)
+        # Deltas span decades and may be negative: linear within the tolerance, logarithmic beyond.
+        axes[0, 1].set_yscale("symlog", linthresh=self.tolerance or TOLERANCE)
+        axes[0, 1].axhspan(-self.tolerance, self.tolerance, color="#888888", alpha=0.15, linewidth=0)
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+        hollow = f"Hollow: |CE delta| above {self.tolerance:g} nats (outside the grey band), circuits not comparable"
+        figure.suptitle(hollow, fontsize=8, color=INK)
+        return figure
+
+    def _draw(self, ax: Any, value: Callable[[SweepPoint], float | int | None]) -> None:
+        for index, calibration in enumerate(dict.fromkeys(point.calibration for point in self.points)):
+            points = [p for p in self.points if p.calibration == calibration and value(p) is not None]
+            x, y = [p.sparsity for p in points], [value(p) for p in points]
+            look = style(index)
+            ax.plot(x, y, label=calibration, linewidth=1.4, **look)
+            faces = [look["color"] if self.matched(p) else "white" for p in points]
+            ax.scatter(x, y, s=18, facecolors=faces, edgecolors=look["color"], linewidths=1.0, zorder=3)
+        sparsities = sorted({p.sparsity for p in self.points})
+        ax.set_xlim(sparsities[0] - 0.05, sparsities[-1] + 0.05)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: settings, targets, every point with its fidelity and its curves."""
+        return {
+            "settings": dict(self.settings),
+            "targets": {"sufficiency": list(self.sufficiency), "necessity": list(self.necessity)},
+            "tolerance": self.tolerance,
+            "points": [
+                {"s": p.sparsity, "calibration": p.calibration, "edges": p.edges, "units": p.units}
+                | {"relative_frobenius": p.relative_frobenius, "ce_matched": self.matched(p)}
+                | {"fidelity": p.fidelity.as_dict(), "circuits": [curve.as_dict() for curve in p.curves.values()]}
+                for p in self.points
+            ],
+        }
+
+    def __repr__(self) -> str:
+        return self.table().to_string(index=False, na_rep="")
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(index=False, na_rep="", border=0)
+
+
+def sweep(
+    model: Any,
+    sites: Pattern,
+    tasks: Task | Sequence[Task],
+    *,
+    tokens: Any = None,
+    heldout: Any,
+    sparsities: Sequence[float | int] = SPARSITIES,
+    zero_data: Sequence[bool] = (True, False),
+    sufficiency: Sequence[float | int] = (0.5, 0.9),
+    necessity: Sequence[float | int] = (0.5,),
+    tolerance: float | int = TOLERANCE,
+    units: int | float | str | None = None,
+    attribution: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    positions: str = "scoring",
+    ablation: str = "mean",
+    on_step: Callable[[str], None] = lambda text: None,
+    progress: bool = False,
+    **solver: Any,
+) -> Sweep:
+    """Factorize at every sparsity, zero-data and calibrated, and measure fidelity and circuits (paper §zero-data).
+
+    Args:
+        model: the host, with these sites not attached.
+        sites: the surface: a pattern or several, replaced together.
+        tasks: one or several, tokenized for this host.
+        tokens: (rows, pos) calibration ids; not needed for zero-data alone.
+        heldout: (rows, pos) ids that calibration did not see, for fidelity.
+        sparsities: each inside (0, 1).
+        zero_data: True: without calibration (G = I); False: with `tokens`; both by default.
+        sufficiency, necessity: targets at which circuits are priced: levels, and fractions of the whole necessity drop.
+        tolerance: nats of |CE delta| up to which a point's circuits count as comparable.
+        units, solver: see `swd_lens.factorize`.
+        attribution, evaluation, positions, ablation: see `swd_lens.compare`.
+        on_step: called with a line of text before each step; progress: bars within the steps.
+
+    Raises:
+        ValueError: no sparsity, task or kind of calibration, one of them twice, a sparsity outside (0, 1), a bad solver
+            option, calibration without tokens, or whatever `compare` refuses of tasks; all before any work.
+        UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
+    """
+    tasks, heldout = check_tasks(tasks), as_rows(heldout, model)
+    _check(model, sites, tokens, sparsities, zero_data, {"units": units, **solver})
+    points = []
+    for without in zero_data:
+        for s in sparsities:
+            kind = "zero-data" if without else "calibrated"
+            on_step(f"{kind} s={s:g}")
+            used = None if without else tokens
+            factors = factorize(model, sites, sparsity=float(s), tokens=used, units=units, progress=progress, **solver)
+            measured = fidelity(model, factors, heldout, progress=progress)
+            name = f"{kind} s={s:g}"
+            circuits = compare(
+                {name: factors},
+                model,
+                tasks,
+                fidelities={name: measured},
+                attribution=attribution,
+                evaluation=evaluation,
+                positions=positions,
+                ablation=ablation,
+                progress=progress,
+            )
+            curves = {task: its.curves[name] for task, its in circuits.items()}
+            norm = _relative_frobenius(model, factors)
+            points.append(SweepPoint(float(s), without, factors.edges, factors.n_units, norm, measured, curves))
+    settings = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
+    settings |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
+    return Sweep(points, tuple(sufficiency), tuple(necessity), tolerance, settings)
+
+
+def _check(
+    model: Any,
+    sites: Pattern,
+    tokens: Any,
+    sparsities: Sequence[float | int],
+    zero_data: Sequence[bool],
+    options: Mapping[str, Any],
+) -> None:
+    for what, values in (("sparsities", sparsities), ("zero_data", zero_data)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"a sweep takes one or more different {what}, got {list(values)}")
+    if tokens is None and not all(zero_data):
+        raise ValueError("calibrated factors need tokens=; zero_data=(True,) sweeps without calibration alone")
+    for s in sparsities:
+        for without in zero_data:
+            # Refuses what the solver would refuse, but for every point at once and before the first is made.
+            estimate(model, sites, sparsity=s, tokens=None if without else tokens, **options)
+
+
+def _relative_frobenius(model: Any, factors: FactorSet) -> float:
+    """||W - AB||_F / ||W||_F over the entries of all sites together."""
+    host, error, norm = host_of(model), 0.0, 0.0
+    for site in find_sites(model, list(factors)):
+        weight = host.weight(site).double().cpu()
+        error += float((weight - factors[site.name].product().double().cpu()).square().sum())
+        norm += float(weight.square().sum())
+    return (error / norm) ** 0.5

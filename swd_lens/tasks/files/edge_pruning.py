@@ -1,0 +1,156 @@
+"""Edge-Pruning's datasets: DatasetDict folders of greater-than, gendered pronoun and IOI.
+
+1. A row's fields say which task it is (`FIELDS`).
+2. `row_example` makes an example of a row. Greater-than: the candidates are "00" to "99" without a space, right are those
+   above the start year's two digits, wrong those below; the year itself is in neither, unless `inclusive`. A year that
+   leaves a side empty cannot be scored. Pronoun: the row's, against the other one. IOI: the sentence's last word, against
+   the name that is said twice before it.
+3. `read_edge_pruning` reads the two splits that the paper used, or the small ones where a folder lacks those.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swd_lens.tasks.errors import TaskError, Unusable
+from swd_lens.tasks.example import TaskExample
+
+# task -> the fields that tell it from the others, then the paper's train split (None: it did not use this one).
+FIELDS = {
+    "greater_than": ("prefix", "corr_prefix", "digits"),
+    "gendered_pronoun": ("prefix", "corr_prefix", "pronoun", "corr_pronoun"),
+    "ioi": ("ioi_sentences", "corr_ioi_sentences"),
+}
+PAPER_TRAIN = {"greater_than": "train_80k", "gendered_pronoun": "train_3k"}
+OTHER_PRONOUN = {"he": "she", "she": "he"}
+# Shared by all examples: 80,000 of them have about 99 candidates each.
+_LATER = [tuple(f"{later:02d}" for later in range(year + 1, 100)) for year in range(101)]
+_EARLIER = [tuple(f"{earlier:02d}" for earlier in range(year)) for year in range(101)]
+
+
+@dataclass(frozen=True)
+class SavedSplits:
+    """Train and test examples of a folder.
+
+    Attributes:
+        task: "greater_than", "gendered_pronoun" or "ioi".
+        train, test: in the folder's order.
+        dropped: split ("train" or "test") -> reason -> count, of the rows that no tokenizer could make usable.
+        source: which splits were read, in words.
+    """
+
+    task: str
+    train: list[TaskExample]
+    test: list[TaskExample]
+    dropped: dict[str, Counter[str]]
+    source: str
+
+
+def read_edge_pruning(path: Path, *, splits: tuple[str, str] | None = None, inclusive: bool = False) -> SavedSplits:
+    """Read a folder that datasets' `DatasetDict.save_to_disk` wrote.
+
+    Args:
+        path: the folder, with dataset_dict.json in it.
+        splits: names of the train and the test split; None = the paper's ("train_80k" for greater-than, "train_3k" for the
+            pronoun, both with "test"), or "train" and "test" where the folder lacks the large one.
+        inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file), not as neither.
+
+    Raises:
+        TaskError: no such folder, a split that is missing (those that are there are named), unknown fields, a bad row.
+    """
+    import datasets  # half a second, so only where it is needed
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise TaskError(f"{path} cannot be read by datasets.load_from_disk: {error}") from None
+    if not isinstance(saved, datasets.DatasetDict):
+        raise TaskError(f"{path} holds one split; pass the folder that holds all of them (with dataset_dict.json)")
+    task = task_of_fields(next(iter(saved.values())).column_names, str(path))
+    names, note = _splits(path, task, [str(name) for name in saved], splits)
+    rows: dict[str, list[TaskExample]] = {"train": [], "test": []}
+    dropped: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
+    for split, name in zip(rows, names, strict=True):
+        for i, row in enumerate(saved[name]):
+            try:
+                rows[split].append(row_example(task, dict(row), f"{path}: {name}, row {i}", inclusive))
+            except Unusable as why:
+                dropped[split][why.reason] += 1
+    source = f"Edge-Pruning folder {path.name}, splits {names[0]} and {names[1]}{note}"
+    return SavedSplits(task, rows["train"], rows["test"], dropped, source + (", inclusive" if inclusive else ""))
+
+
+def _splits(path: Path, task: str, has: list[str], asked: tuple[str, str] | None) -> tuple[tuple[str, str], str]:
+    names, note = asked or (PAPER_TRAIN.get(task, "train"), "test"), ""
+    if asked is None and names[0] not in has and "train" in has:
+        names, note = ("train", "test"), f" (the paper's {names[0]} is not there)"
+    if missing := [name for name in names if name not in has]:
+        raise TaskError(
+            f"{path} has no split {missing[0]!r}; it has {', '.join(has)}. Name two of them: splits=(train, test)"
+        )
+    return names, note
+
+
+def task_of_fields(fields: list[str], where: str) -> str:
+    """Which of Edge-Pruning's tasks a row with these fields belongs to.
+
+    Raises:
+        TaskError: none of them.
+    """
+    for task, needed in FIELDS.items():
+        if set(needed) <= set(fields):
+            return task
+    known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
+    raise TaskError(
+        f"{where} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})"
+    )
+
+
+def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:
+    """One row as an example.
+
+    Raises:
+        TaskError: a value that the task does not allow; `where` and the value are named.
+        Unusable: a row that is in order but cannot be scored.
+    """
+    if inclusive and task != "greater_than":
+        raise TaskError(f"inclusive=True is about greater-than's start year, but {where} is of {task}")
+    for field in FIELDS[task]:
+        if not isinstance(row[field], str) and field != "digits":
+            raise TaskError(f"{where}: {field!r} must be text, got {row[field]!r}")
+    meta = {"family": f"edge_pruning_{task}"}
+    if task == "greater_than":
+        return _greater_than(row, where, inclusive, meta)
+    if task == "gendered_pronoun":
+        pronoun = row["pronoun"].strip().lower()
+        if pronoun not in OTHER_PRONOUN:
+            raise TaskError(f"{where}: 'pronoun' must be he or she, got {row['pronoun']!r}")
+        return TaskExample(row["prefix"], (f" {pronoun}",), (f" {OTHER_PRONOUN[pronoun]}",), row["corr_prefix"], meta)
+    return _ioi(row, where, meta)
+
+
+def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Mapping[str, str]) -> TaskExample:
+    try:
+        year = int(row["digits"])
+    except (TypeError, ValueError):
+        year = -1
+    if not 0 <= year < 100:
+        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {row['digits']!r}")
+    later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
+    if not later or not earlier:
+        raise Unusable("no year on one side of the start year", f"digits {year:02d}")
+    return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
+
+
+def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:
+    prompt, _, name = row["ioi_sentences"].strip().rpartition(" ")
+    if not prompt:
+        raise TaskError(f"{where}: 'ioi_sentences' must end in a name, got {row['ioi_sentences']!r}")
+    said = Counter(word.strip(".,;:!?") for word in prompt.split() if word[:1].isupper())
+    twice = [word for word, count in said.items() if count == 2 and word != name]
+    if len(twice) != 1 or said[name] != 1:
+        raise Unusable("no name said twice beside one said once", repr(row["ioi_sentences"]))
+    corrupt = row["corr_ioi_sentences"].strip().rpartition(" ")[0]
+    return TaskExample(prompt, (f" {name}",), (f" {twice[0]}",), corrupt or None, meta)

@@ -1,0 +1,159 @@
+"""TaskSplit: the tokenized prompts of one split, handed out in buckets of one length.
+
+1. No padding is ever needed, because a `Bucket` holds prompts of one length: a batch gives, row by row, what single prompts
+   give.
+2. The margin is the paper's: mean answer logit minus mean distractor logit at the last position (app. A.3). It needs the
+   logits of the split's answers and distractors only (`token_ids`), a few hundred columns at most instead of a vocabulary.
+3. A metric function takes the margin's place: it sees whole-vocabulary logits, and `token_ids` is None.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.tasks.errors import TaskError
+from swd_lens.tasks.example import TaskExample
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Prompts of one length.
+
+    Attributes:
+        index: (batch,) which examples of the split these are.
+        tokens: (batch, pos).
+        answers, distractors: (batch, answer) weights over `token_ids`; each row sums to 1 over its tokens, so a product with
+            logits is a mean. With a metric they have no columns.
+        token_ids: (answer,) the tokens whose logits the margin needs: pass them to `host.last_logits(tokens, token_ids=...)`.
+            None with a metric, which needs the whole vocabulary.
+        d_vocab: of the host that the prompts were tokenized for.
+        corrupt: tokens of each row's corrupt prompt, None where it has none; their lengths may differ from `tokens`.
+        examples: the rows' examples.
+        metric: the function that stands in for the margin, or None.
+    """
+
+    index: Int[Tensor, " batch"]
+    tokens: Int[Tensor, "batch pos"]
+    answers: Float[Tensor, "batch answer"]
+    distractors: Float[Tensor, "batch answer"]
+    token_ids: Int[Tensor, " answer"] | None
+    d_vocab: int
+    corrupt: tuple[Int[Tensor, " _pos"] | None, ...]
+    examples: tuple[TaskExample, ...]
+    metric: Callable[..., Any] | None = None
+
+    def margin(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
+        """Mean answer logit minus mean distractor logit, per prompt (float32), or what the metric gives.
+
+        Args:
+            logits: at the scoring position, of exactly `token_ids` or of the whole vocabulary; of one run, or of several.
+
+        Raises:
+            TaskError: logits of neither width, or a metric that does not give one number per prompt.
+        """
+        chosen = self._columns(logits).float()
+        if self.metric is not None:
+            if chosen.ndim > 2:
+                return torch.stack([self.margin(run) for run in chosen])
+            return self._measured(self.metric(chosen, list(self.examples)), len(chosen))
+        return (chosen * (self.answers - self.distractors).to(chosen.device)).sum(-1)
+
+    def correct(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
+        """1.0 where the best answer lies above every distractor, else 0.0; NaN with a metric, which knows no right and wrong."""
+        if self.metric is not None:
+            return torch.full(logits.shape[:-1], torch.nan)
+        chosen = self._columns(logits).detach().float().cpu()
+        best = chosen.masked_fill(self.answers == 0, -torch.inf).amax(-1)
+        return (best > chosen.masked_fill(self.distractors == 0, -torch.inf).amax(-1)).float()
+
+    def _columns(self, logits: Tensor) -> Tensor:
+        if self.token_ids is not None and logits.shape[-1] == len(self.token_ids):
+            return logits
+        if logits.shape[-1] != self.d_vocab:
+            few = "" if self.token_ids is None else f"the {len(self.token_ids)} of bucket.token_ids, or "
+            raise TaskError(f"logits have {logits.shape[-1]} columns; give {few}the whole vocabulary's {self.d_vocab}")
+        return logits if self.token_ids is None else logits[..., self.token_ids.to(logits.device)]
+
+    def _measured(self, values: Any, batch: int) -> Tensor:
+        if isinstance(values, Tensor) and values.shape == (batch,) and values.is_floating_point():
+            return values.float()
+        got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise TaskError(
+            f"metric {getattr(self.metric, '__name__', self.metric)!r} must give one float per prompt, a tensor of shape "
+            f"({batch},); it gave {got}. It is called as metric(logits, examples) with logits (batch, vocab)"
+        )
+
+
+@dataclass(frozen=True)
+class TaskSplit:
+    """Tokenized examples of one split.
+
+    Attributes:
+        name: "train" or "test".
+        examples: the examples that were kept, in order.
+        tokens: their prompts, one 1-D int64 tensor each; the scoring position is the last token.
+        answer_ids, distractor_ids: token ids per example.
+        d_vocab: of the host they were tokenized for.
+        dropped: reason -> how many examples were dropped for it.
+        task: the name of the task that this is a split of.
+        corrupt: tokens of each example's corrupt prompt, None where it has none; () where no example has one.
+        metric: metric(logits (batch, vocab) float32, examples) -> (batch,), in the margin's place; None = the margin.
+    """
+
+    name: str
+    examples: tuple[TaskExample, ...]
+    tokens: tuple[Int[Tensor, " _pos"], ...]
+    answer_ids: tuple[tuple[int, ...], ...]
+    distractor_ids: tuple[tuple[int, ...], ...]
+    d_vocab: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    task: str = "task"
+    corrupt: tuple[Int[Tensor, " _pos"] | None, ...] = ()
+    metric: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @functools.cached_property
+    def token_ids(self) -> Int[Tensor, " answer"] | None:
+        """The different answers and distractors of the whole split, ascending; None with a metric."""
+        if self.metric is not None:
+            return None
+        return torch.tensor(sorted({i for ids in (*self.answer_ids, *self.distractor_ids) for i in ids}))
+
+    def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
+        """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once."""
+        by_length: dict[int, list[int]] = {}
+        for i, prompt in enumerate(self.tokens):
+            by_length.setdefault(len(prompt), []).append(i)
+        for length in sorted(by_length):
+            members = by_length[length]
+            for start in range(0, len(members), batch_size):
+                yield self._bucket(members[start : start + batch_size])
+
+    def _bucket(self, chosen: list[int]) -> Bucket:
+        return Bucket(
+            torch.tensor(chosen),
+            torch.stack([self.tokens[i] for i in chosen]),
+            self._weights(self.answer_ids, chosen),
+            self._weights(self.distractor_ids, chosen),
+            self.token_ids,
+            self.d_vocab,
+            tuple(self.corrupt[i] if self.corrupt else None for i in chosen),
+            tuple(self.examples[i] for i in chosen),
+            self.metric,
+        )
+
+    def _weights(self, ids: Sequence[Sequence[int]], chosen: list[int]) -> Float[Tensor, "batch answer"]:
+        if self.token_ids is None:
+            return torch.zeros(len(chosen), 0)
+        weights = torch.zeros(len(chosen), len(self.token_ids))
+        for row, i in enumerate(chosen):
+            columns = torch.searchsorted(self.token_ids, torch.tensor(list(ids[i])))
+            weights[row, columns] = 1.0 / len(ids[i])
+        return weights

@@ -1,0 +1,229 @@
+"""Examples become token ids: the single-token checks that keep, drop and count.
+
+1. A `Collector` is offered examples one by one and keeps those that this host's tokenizer can score: every answer and
+   distractor one token, no overlap between them, a prompt that fits the context. The others are counted by reason, or
+   refused (`on_bad="raise"`). A prompt that was kept before, in this split or in the other one, is a duplicate.
+2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason; and a
+   prompt of our own generator needs the tokens [century, two digits] in it, or "later" would not be about one token.
+3. What was kept becomes a `TaskSplit`.
+"""
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.tasks.errors import TaskError, Unusable
+from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.generators import greater_than
+from swd_lens.tasks.split import TaskSplit
+
+TWO_DIGITS = dict.fromkeys(f"{number:02d}" for number in range(100))  # in order, and quick to look up
+DUPLICATE = "duplicate prompt"
+
+# Hosts whose training documents began with BOS. Everyone else gets none by default: Hugging Face's GPT-2 and Edge-Pruning
+# add none (method.md 6.4).
+_TRAINED_WITH_BOS = {"swd-lens-default"}
+
+
+class TaskTokenizer:
+    """A host's tokenizer as tasks need it; answers that come again and again are looked up once.
+
+    Raises:
+        TaskError: the host has no tokenizer, or a BOS is asked of a tokenizer that has none.
+    """
+
+    def __init__(self, task: str, model: Any, prepend_bos: bool | None = None):
+        if model.tokenizer is None:
+            raise TaskError(f"task {task!r} needs a host with a tokenizer; set one with model.set_tokenizer(...)")
+        if prepend_bos is None:
+            prepend_bos = getattr(model.cfg, "model_name", None) in _TRAINED_WITH_BOS
+        if prepend_bos and model.tokenizer.bos_token_id is None:
+            raise TaskError(
+                f"task {task!r}: prepend_bos=True, but this tokenizer has no BOS token; pass prepend_bos=False"
+            )
+        self.task, self.prepend_bos = task, prepend_bos
+        self.tokenizer, self.n_ctx, self.d_vocab = model.tokenizer, int(model.cfg.n_ctx), int(model.cfg.d_vocab)
+        self.single = functools.cache(self._single)
+        self.side = functools.cache(self._side)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def pieces(self, text: str) -> list[str]:
+        return [self.tokenizer.decode([i]) for i in self.ids(text)]
+
+    def prompt(self, text: str, what: str = "prompt") -> Int[Tensor, " _pos"]:
+        """The tokens of a prompt, BOS included.
+
+        Raises:
+            Unusable: nothing to score, or more tokens than the context holds.
+        """
+        ids = self.ids(text)
+        if not ids:
+            raise Unusable(f"empty {what}", repr(text))
+        ids = [self.tokenizer.bos_token_id, *ids] if self.prepend_bos else ids
+        if len(ids) > self.n_ctx:
+            raise Unusable(f"{what} longer than the context", f"{len(ids)} tokens, n_ctx is {self.n_ctx}")
+        return torch.tensor(ids)
+
+    def _side(self, texts: tuple[str, ...], role: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.single(text, role) for text in texts))
+
+    def _single(self, text: str, role: str) -> int:
+        ids = self.ids(text)
+        if len(ids) != 1 and text.startswith(" "):
+            # SentencePiece puts a space before every text: " Mary" alone is then two tokens, and one behind a word.
+            word = self.ids("a")
+            behind = self.ids("a" + text)
+            ids = behind[len(word) :] if behind[: len(word)] == word and len(behind) == len(word) + 1 else ids
+        if len(ids) != 1:
+            hint = "" if text.startswith(" ") else f"; did you mean {' ' + text.strip()!r}?"
+            raise Unusable(f"{role} is not one token", f"{text!r} is {len(ids)} tokens {self.pieces(text)}{hint}")
+        if ids[0] == self.tokenizer.unk_token_id and text.strip() != self.tokenizer.unk_token:
+            raise Unusable(f"{role} is not in the vocabulary", repr(text))
+        return ids[0]
+
+    @functools.cached_property
+    def splits_two_digits(self) -> str | None:
+        """How a two-digit number is split, if most of them are; None where they are single tokens."""
+        split = [text for text in TWO_DIGITS if len(self.ids(text)) != 1]
+        if len(split) <= len(TWO_DIGITS) // 2:
+            return None
+        shown = "41" if "41" in split else split[-1]
+        return f"{shown!r} -> {self.pieces(shown)}"
+
+
+class Collector:
+    """Keeps the usable examples of one split.
+
+    Args:
+        split: "train" or "test".
+        tokenizer: of the host.
+        seen: prompts kept so far, shared by the collectors of a task, so that none straddles; None = duplicates are kept.
+        on_bad: "raise" or "drop".
+        metric: of the task; with one, answers and distractors are not looked at.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        tokenizer: TaskTokenizer,
+        seen: set[str] | None = None,
+        on_bad: str = "drop",
+        metric: Callable[..., Any] | None = None,
+    ):
+        if on_bad not in ("raise", "drop"):
+            raise ValueError(f"on_bad must be 'raise' or 'drop', got {on_bad!r}")
+        self.split, self.tokenizer, self.seen, self.on_bad, self.metric = split, tokenizer, seen, on_bad, metric
+        self.kept: list[tuple[TaskExample, Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]] = []
+        self.dropped: Counter[str] = Counter()
+
+    def offer(self, example: TaskExample) -> None:
+        """Keep an example, or drop and count it.
+
+        Raises:
+            TaskError: it is unusable and on_bad is "raise", or it asks for two digits in one token of a tokenizer that
+                splits them.
+        """
+        try:
+            row = self._tokenize(example)
+        except Unusable as why:
+            if self.on_bad == "raise":
+                where = f"task {self.tokenizer.task!r}, {self.split} prompt {example.prompt!r}"
+                raise TaskError(f"{where}: {why} (on_bad='drop' leaves such examples out and counts them)") from None
+            self.dropped[why.reason] += 1
+            return
+        self.kept.append((example, *row))
+        if self.seen is not None:
+            self.seen.add(example.prompt)
+
+    def fill(self, examples: Iterable[TaskExample], n: int | None = None) -> None:
+        """Offer examples until n are kept; no more are drawn than that takes."""
+        examples = iter(examples)
+        while n is None or len(self.kept) < n:
+            example = next(examples, None)
+            if example is None:
+                return
+            self.offer(example)
+
+    def finish(self, before: Counter[str] | None = None) -> TaskSplit:
+        """The split of what was kept.
+
+        Args:
+            before: what a reader dropped of this split before it got here.
+
+        Raises:
+            TaskError: nothing was kept; the reasons are counted.
+        """
+        dropped = self.dropped + (before or Counter())
+        task, name = self.tokenizer.task, self.split
+        if not self.kept and not dropped:
+            raise TaskError(f"task {task!r} has no {name} examples; a task needs at least one prompt in each split")
+        if not self.kept:
+            reasons = "; ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
+            hint = (
+                ". Answers and distractors must be single tokens (paper, app. A.4)"
+                if "not one token" in reasons
+                else ""
+            )
+            raise TaskError(f"task {task!r} has no usable {name} example with this tokenizer: {reasons}{hint}")
+        examples, tokens, answers, distractors, corrupt = zip(*self.kept, strict=True)
+        return TaskSplit(
+            name,
+            examples,
+            tokens,
+            answers,
+            distractors,
+            self.tokenizer.d_vocab,
+            dict(dropped),
+            task,
+            corrupt,
+            self.metric,
+        )
+
+    def _tokenize(self, example: TaskExample) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]:
+        if self.seen is not None and example.prompt in self.seen:
+            raise Unusable(DUPLICATE, "it was there before, and a prompt must not be in both splits")
+        tokenizer = self.tokenizer
+        tokens = tokenizer.prompt(example.prompt)
+        corrupt = None if example.corrupt is None else tokenizer.prompt(example.corrupt, "corrupt prompt")
+        if self.metric is not None:
+            return tokens, (), (), corrupt
+        if not example.answers or not example.distractors:
+            counts = f"{len(example.answers)} answers, {len(example.distractors)} distractors"
+            raise Unusable("no answers or no distractors", counts)
+        _refuse_split_years(example, tokenizer)
+        answers = tokenizer.side(example.answers, "an answer")
+        distractors = tokenizer.side(example.distractors, "a distractor")
+        if both := set(answers) & set(distractors):
+            raise Unusable("an answer is also a distractor", repr(tokenizer.tokenizer.decode(sorted(both))))
+        if example.meta.get("family") == greater_than.FAMILY:
+            _check_year_tokens(example, tokenizer)
+        return tokens, answers, distractors, corrupt
+
+
+def _refuse_split_years(example: TaskExample, tokenizer: TaskTokenizer) -> None:
+    # Not dropped one by one: with such a tokenizer no greater-than prompt is usable, and the user should read why.
+    is_year = example.answers[0] in TWO_DIGITS and all(text in TWO_DIGITS for text in example.distractors)
+    if is_year and tokenizer.splits_two_digits is not None:
+        raise TaskError(
+            f"task {tokenizer.task!r} asks which two-digit year comes next, and this tokenizer makes several tokens of two "
+            f"digits ({tokenizer.splits_two_digits}), so no answer is one token. The paper leaves greater-than out for Qwen "
+            "for that reason (app. A.4); use ioi, docstring or gendered_pronoun with this host"
+        )
+
+
+def _check_year_tokens(example: TaskExample, tokenizer: TaskTokenizer) -> None:
+    start = example.meta["content"]
+    century, year = start[:-2], start[-2:]
+    pieces = [piece.strip() for piece in tokenizer.pieces(example.prompt)]
+    if (century, year) not in itertools.pairwise(pieces):
+        raise Unusable("start year is not the tokens [century, two digits]", f"{start!r} in {pieces}")
+    if pieces[-1] != century:
+        raise Unusable("final century is not a token of its own", f"{century!r} in {pieces}")

@@ -1,0 +1,320 @@
+"""compare: one road for every method, CE that is matched or said not to be, seeds, tables worked by hand, the figure's data."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.circuits import CostCurve, attribute, compare, evaluate
+from swd_lens.circuits.compare import Comparison, TaskComparison
+from swd_lens.circuits.seeds import mean_min_cost, summary
+from swd_lens.study import fidelity
+from swd_lens.tasks.task import Task
+from tests.contract import swd_zero_data
+from tests.micro import random_split, random_tokens, toy_model
+
+SITE = "blocks.1.mlp_out"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def factors(model):
+    return swd_zero_data(model, "all")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return random_tokens(9, 8)
+
+
+def task_named(name, seed):
+    return Task(name, random_split(seed=0), random_split(seed=seed, name="test"), "random", False)
+
+
+TOY, OTHER = task_named("toy", 6), task_named("other", 8)  # test prompts on which the toy model's margin is positive
+
+
+def by_hand(units, edges, sufficiency, drop, task="toy", q=2.0):
+    """A curve of these numbers."""
+    rows = pd.DataFrame({"units": units, "edges": edges, "sufficiency": sufficiency, "necessity_drop": drop})
+    return CostCurve(rows, task, q, q, 1.0, 1.0, {})
+
+
+@pytest.fixture
+def worked():
+    """One method of one curve, and one of three seeds, of which one never reaches sufficiency 0.9."""
+    curves = {
+        "one": by_hand([0, 1, 4], [0, 5, 30], [0.1, 0.95, 1.0], [0.0, 1.0, 1.5]),
+        "many/0": by_hand([0, 2, 4], [0, 20, 40], [0.1, 0.90, 1.0], [0.0, 0.5, 2.0]),
+        "many/1": by_hand([0, 2, 4], [0, 20, 40], [0.1, 0.50, 1.1], [0.0, 1.2, 2.0]),
+        "many/2": by_hand([0, 2, 4], [0, 20, 40], [0.1, 0.60, 0.8], [0.0, 1.0, 2.0], q=5.0),
+    }
+    groups = {"many": ("many/0", "many/1", "many/2")}
+    return Comparison({"toy": TaskComparison("toy", curves, {})}, groups, {}, "one")
+
+
+def measured(comparison, **ce):
+    """The comparison with these CEs, the dense host's being 1."""
+    found = {
+        name.replace("_", "/"): SimpleNamespace(ce=value, ce_delta=value - 1, kl=0.01) for name, value in ce.items()
+    }
+    return replace(comparison, fidelities=found)
+
+
+# ---------------------------------------------------------------------------------------------- the road
+
+
+def test_compare_runs_every_method_through_the_same_code(model, factors):
+    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, TOY)
+    assert comparison.table()["method"].tolist() == ["SWD", "SVD"]
+    alone = evaluate(model, factors, TOY, attribute(model, factors, TOY))
+    assert comparison["toy"].curves["SWD"].rows.equals(alone.rows)
+    assert comparison["toy"].scores["SVD"].n_units == baselines.svd(model, "all").n_units
+    assert comparison["toy"].table()["margin"].tolist() == comparison.table()["margin"].tolist()
+
+
+def test_several_tasks_are_kept_by_name(model, factors):
+    comparison = compare({"SWD": factors}, model, [TOY, OTHER])
+    assert list(comparison) == ["toy", "other"] and len(comparison) == 2
+    assert (
+        comparison["other"]
+        .curves["SWD"]
+        .rows.equals(compare({"SWD": factors}, model, OTHER)["other"].curves["SWD"].rows)
+    )
+    frame = comparison.frame()
+    assert frame.groupby("task", sort=False).size().tolist() == [len(c.curves["SWD"].rows) for c in comparison.values()]
+    assert list(frame.columns[:5]) == ["task", "method", "seed", "units", "edges"] and frame["seed"].isna().all()
+
+
+def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, factors):
+    """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for what edges are counted."""
+    f, bias = factors[SITE], model.blocks[1].mlp.b_out.detach()
+
+    class Pair:
+        def encode(self, h):
+            return h @ f.read
+
+        def decode(self, z):
+            return z @ f.write + bias
+
+    comparison = compare({"factors": {SITE: f}, "pair": {SITE: Pair()}}, model, TOY)
+    rows = {name: curve.rows.drop(columns="edges") for name, curve in comparison["toy"].curves.items()}
+    np.testing.assert_allclose(rows["pair"].to_numpy(), rows["factors"].to_numpy(), rtol=1e-5, atol=1e-5)
+    text = torch.stack([prompt[-1:].repeat(4) for prompt in TOY.test.tokens])
+    one, other = (fidelity(model, {SITE: units}, text) for units in (f, Pair()))
+    assert one.kl == pytest.approx(other.kl, rel=1e-4) and one.relmse[SITE] == pytest.approx(
+        other.relmse[SITE], rel=1e-4
+    )
+
+
+def test_what_makes_factors_is_called_once_and_when_its_turn_comes(model, factors, tokens):
+    called = []
+
+    def maker(name):
+        def make():
+            called.append(name)
+            return {SITE: factors[SITE]}
+
+        return make
+
+    methods = {"lazy": maker("lazy"), "plain": {SITE: factors[SITE]}, "seeds": [maker("first"), maker("second")]}
+    comparison = compare(methods, model, [TOY, OTHER], tokens=tokens)
+    assert called == ["lazy", "first", "second"]
+    assert list(comparison["toy"].curves) == ["lazy", "plain", "seeds/0", "seeds/1"]
+    assert comparison.groups == {"seeds": ("seeds/0", "seeds/1")}
+    assert comparison.methods == {"lazy": ("lazy",), "plain": ("plain",), "seeds": ("seeds/0", "seeds/1")}
+    assert comparison["toy"].curves["seeds/1"].rows.equals(comparison["toy"].curves["plain"].rows)
+
+
+def test_random_b_seeds_are_those_of_random_b(model):
+    comparison = compare({"Random-B": baselines.random_b_seeds(model, SITE, seeds=[3, 1])}, model, TOY)
+    for name, seed in (("Random-B/0", 3), ("Random-B/1", 1)):
+        alone = compare({"alone": baselines.random_b(model, SITE, seed)}, model, TOY)["toy"].curves["alone"]
+        assert comparison["toy"].curves[name].rows.equals(alone.rows)
+    for seeds in ([], [1, 1]):
+        with pytest.raises(ValueError, match="one or more different seeds"):
+            baselines.random_b_seeds(model, SITE, seeds=seeds)
+    with pytest.raises(swd.UnknownSiteError):
+        baselines.random_b_seeds(model, "blocks.9.mlp_out")
+
+
+def test_options_reach_attribution_and_evaluation(model, factors):
+    comparison = compare(
+        {"SWD": factors},
+        model,
+        TOY,
+        attribution={"batch_size": 5},
+        evaluation={"grid": [0, 3]},
+        positions="all",
+        ablation="zero",
+    )
+    curve = comparison["toy"].curves["SWD"]
+    assert curve.rows["units"].tolist() == [0, 3, factors.n_units]
+    assert (curve.settings["positions"], curve.settings["ablation"]) == ("all", "zero")
+
+
+def test_what_it_refuses(model, factors):
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare({}, model, TOY)
+    with pytest.raises(ValueError, match="no task to compare on"):
+        compare({"SWD": factors}, model, [])
+    with pytest.raises(ValueError, match="two tasks are called 'toy'"):
+        compare({"SWD": factors}, model, [TOY, TOY])
+    with pytest.raises(ValueError, match="reference 'svd' is not among the methods: 'SWD', 'SVD'"):
+        compare({"SWD": factors, "SVD": factors}, model, TOY, reference="svd")
+    with pytest.raises(ValueError, match="'Random-B' has no seeds"):
+        compare({"Random-B": []}, model, TOY)
+    with pytest.raises(ValueError, match="two curves are called 'R/0'"):
+        compare({"R": [factors], "R/0": factors}, model, TOY)
+
+
+# ---------------------------------------------------------------------------------------------- matched CE
+
+
+def test_ce_is_measured_and_what_is_further_off_is_named(model, factors, tokens):
+    methods = {"SVD": baselines.svd(model, "all"), "Random-B": baselines.random_b_seeds(model, "all", range(2))}
+    comparison = compare({**methods, "SWD": factors}, model, TOY, tokens=tokens)
+    alone = fidelity(model, factors, tokens)
+    off = alone.ce - fidelity(model, methods["SVD"], tokens).ce
+    assert abs(off) > 0.001  # or this model shows nothing
+    assert comparison.reference == "SVD"
+    assert comparison.ce_difference("SWD") == pytest.approx(off, abs=1e-9)
+    assert [comparison.matched(method) for method in comparison.methods] == [True, True, False]
+    assert comparison.label("SWD") == f"SWD (CE {off:+.4f})" and comparison.label("SVD") == "SVD"
+    legend = [text.get_text() for text in comparison.plot().legends[0].get_texts()]
+    assert legend == ["SVD", "Random-B, mean ± sd of 2 seeds", f"SWD (CE {off:+.4f})"]
+    assert comparison.table()["CE matched"].tolist() == [True, True, False]
+    table = comparison.fidelity()
+    assert table["method"].tolist() == ["SVD", "Random-B", "Random-B", "SWD"]
+    assert table["seed"].tolist() == [pd.NA, 0, 1, pd.NA]
+    assert table["CE"].iloc[-1] == alone.ce and table["KL"].iloc[-1] == alone.kl
+    assert table["CE delta"].iloc[-1] == alone.ce_delta
+    for shown in (repr(comparison), comparison._repr_html_()):
+        assert f"SWD (CE {off:+.4f})" in shown
+    other = compare({"SVD": methods["SVD"], "SWD": factors}, model, TOY, tokens=tokens, reference="SWD", tolerance=1e9)
+    assert other.ce_difference("SVD") == pytest.approx(-off, abs=1e-9) and other.matched("SVD") is True
+    assert other.matching() == "CE is matched, all within 1e+09 nats of SWD."
+
+
+def test_without_tokens_nothing_is_called_matched(model, factors):
+    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, TOY)
+    assert comparison.matched("SWD") is None and comparison.ce_difference("SVD") is None
+    assert comparison.table()["CE matched"].isna().all() and comparison.fidelity()["CE"].isna().all()
+    assert comparison.matching() == "CE was not matched: not measured for SWD, SVD (pass tokens=)."
+    assert comparison.matching() in repr(comparison)
+    assert comparison.plot()._suptitle.get_text().replace("\n", " ") == comparison.matching()
+
+
+def test_fidelity_that_was_measured_already_is_not_measured_again(model, factors, tokens, monkeypatch):
+    found = fidelity(model, factors, tokens)
+    calls = []
+    module = sys.modules["swd_lens.circuits.compare"]  # as an attribute of the package it is the function
+    monkeypatch.setattr(module, "fidelity", lambda *given: calls.append(given) or found)
+    comparison = compare({"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found, "c": found})
+    assert len(calls) == 1 and calls[0][1] is factors
+    assert comparison.fidelities == {"a": found, "b": found} and comparison.matched("b") is True
+
+
+def test_the_reference_of_seeds_is_their_mean_and_a_group_is_as_far_off_as_its_worst(worked):
+    comparison = measured(worked, one=1.5, many_0=1.5004, many_1=1.4996, many_2=1.498)
+    assert comparison.ce_difference("many") == pytest.approx(-0.002)
+    assert comparison.label("many") == "many (CE -0.0020)"
+    back = replace(comparison, reference="many")  # mean 1.4993333
+    assert back.ce_difference("one") == pytest.approx(0.0006667, abs=1e-6) and back.matched("one") is True
+    assert back.ce_difference("many") == pytest.approx(-0.0013333, abs=1e-6)
+    missing = measured(worked, one=1.5, many_0=1.5, many_1=1.5)
+    assert missing.matched("many") is None and "not measured for many" in missing.matching()
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def test_table_over_seeds_by_hand(worked):
+    one, many = worked.table().to_dict("records")
+    # Sufficiency 0.9: seeds 0 and 1 reach it with 2 and 4 units, 20 and 40 edges; seed 2 never does.
+    assert many["units at sufficiency 0.9"] == 3 and many["edges at sufficiency 0.9"] == 30
+    assert many["edges at sufficiency 0.9 sd"] == pytest.approx(200**0.5)
+    assert many["edges at sufficiency 0.9 min"] == 20 and many["reached sufficiency 0.9"] == 2
+    # Half of the whole drop (2): 1. Seed 0 needs all (40 edges), seeds 1 and 2 the first prefix (20): mean 80 / 3.
+    assert many["edges at necessity 0.5"] == pytest.approx(80 / 3) and many["reached necessity 0.5"] == 3
+    assert many["edges at necessity 0.5 sd"] == pytest.approx((400 / 3) ** 0.5)
+    assert many["seeds"] == 3 and many["margin"] == pytest.approx(3.0)
+    # Half of 1.5 is 0.75: the first prefix of one unit.
+    assert (one["units at sufficiency 0.9"], one["edges at sufficiency 0.9"]) == (1, 5)
+    assert (one["edges at necessity 0.5"], one["edges at necessity 0.5 min"], one["reached necessity 0.5"]) == (5, 5, 1)
+    assert pd.isna(one["edges at necessity 0.5 sd"]) and one["seeds"] == 1
+
+
+def test_a_threshold_that_none_reaches(worked):
+    many = worked.table(sufficiency=5.0).to_dict("records")[1]
+    assert pd.isna(many["edges at sufficiency 5"]) and pd.isna(many["edges at sufficiency 5 min"])
+    assert many["reached sufficiency 5"] == 0
+    assert summary([None, 4]) == {"mean": 4.0, "sd": None, "min": 4, "reached": 1}
+
+
+def test_mean_of_least_costs_by_hand(worked):
+    curves = [worked["toy"].curves[name] for name in worked.groups["many"]]
+    table = mean_min_cost(curves, "sufficiency", "edges")
+    assert table["sufficiency"].tolist() == [0.1, 0.5, 0.6, 0.8, 0.9, 1.0, 1.1]
+    #                         0.1  0.5  0.6     0.8             0.9 (0, 1)  1.0   1.1 (1 only)
+    expected = [0.0, 20.0, (20 + 40 + 20) / 3, (20 + 40 + 40) / 3, 30.0, 40.0, 40.0]
+    assert table["mean"].tolist() == pytest.approx(expected)
+    assert table["reached"].tolist() == [3, 3, 3, 3, 2, 2, 1]
+    assert table["sd"].iloc[4] == pytest.approx(200**0.5) and np.isnan(table["sd"].iloc[-1])
+
+
+def test_one_curve_alone_is_its_own_mean(worked):
+    curve = worked["toy"].curves["one"]
+    for of in ("sufficiency", "necessity_drop"):
+        alone, least = mean_min_cost([curve], of, "units"), curve.min_cost(of, "units")
+        assert alone[of].tolist() == least[of].tolist() and alone["mean"].tolist() == least["units"].tolist()
+
+
+# ---------------------------------------------------------------------------------------------- the figure
+
+
+@pytest.mark.parametrize("cost", ["edges", "units"])
+def test_the_figure_shows_the_least_costs(model, factors, cost):
+    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, [TOY, OTHER])
+    figure = comparison.plot(cost)
+    above, below = figure.axes[:2], figure.axes[2:4]
+    assert [ax.get_title() for ax in above] == ["toy", "other"]
+    for of, row in (("sufficiency", above), ("necessity_drop", below)):
+        for task, ax in zip(comparison, row, strict=True):
+            lines = [line for line in ax.lines if line.get_drawstyle() == "steps-pre"]
+            for line, curve in zip(lines, comparison[task].curves.values(), strict=True):
+                least = curve.min_cost(of, cost)
+                assert list(line.get_xdata()) == least[of].tolist() and list(line.get_ydata()) == least[cost].tolist()
+            assert ax.get_ylim()[0] <= 0  # the empty circuit is on the axis
+
+
+def test_the_band_is_one_standard_deviation_over_the_seeds_that_reach(worked):
+    ax = worked.plot().axes[0]
+    (band,) = ax.collections
+    table = mean_min_cost([worked["toy"].curves[name] for name in worked.groups["many"]], "sufficiency", "edges")
+    corners = {(round(x, 6), round(y, 6)) for x, y in band.get_paths()[0].vertices}
+    for row in table.fillna(0.0).itertuples():
+        for y in (max(0.0, row.mean - row.sd), row.mean + row.sd):
+            assert (round(row.sufficiency, 6), round(y, 6)) in corners
+    assert list(ax.lines[1].get_ydata()) == table["mean"].tolist()
+
+
+def test_odd_curves_are_drawn_too(worked):
+    nothing = by_hand([0, 1], [0, 0], [np.nan, np.nan], [0.0, 0.0])
+    comparison = Comparison({"$odd_": TaskComparison("$odd_", {"$a_": nothing}, {})}, {}, {}, "$a_")
+    for cost in ("edges", "units"):
+        figure = comparison.plot(cost)
+        figure.draw_without_rendering()
+        assert "not defined" in figure.axes[0].texts[0].get_text()
+    with pytest.raises(ValueError, match="cost must be one of"):
+        worked.plot("tokens")

@@ -1,0 +1,377 @@
+"""Runs that start at a block, stop before one, unembed a few tokens, and prefixes of some layers only: numbers of the whole run.
+
+Runs on transformer_lens 3.9 (HookedTransformer and bridge) and on 4.x (bridge only).
+"""
+
+import copy
+import warnings
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.hosts import Start, host_of
+from swd_lens.inject.watch import SiteDidNotRunWarning
+from swd_lens.sites import hook_name, split_name
+from tests import families
+from tests.hosts.test_families import HAS_HOOKED, HOSTS, relative
+from tests.hosts.test_interrupts import everything, run_to_line
+
+TOYS = [("hooked", "toy"), ("hooked", "capped")] if HAS_HOOKED else []
+every_host = pytest.mark.parametrize(("kind", "family"), [*HOSTS, *TOYS])
+two_hosts = pytest.mark.parametrize(("kind", "family"), [("bridge", "llama"), ("hooked", "gpt2")][: 1 + HAS_HOOKED])
+both_ways = pytest.mark.parametrize("kept", [False, True], ids=["whole prompts", "kept prefix"])
+IDS = torch.tensor([7, 2, 19, 2])
+
+
+def load(kind, family):
+    if (kind, family) in TOYS:
+        from tests.micro import toy_model  # needs HookedTransformer
+
+        return toy_model(output_logits_soft_cap=5.0 if family == "capped" else -1.0)
+    return getattr(families, kind)(family)
+
+
+@cache
+def loaded(kind, family):
+    """A model that its tests leave as they found it, SVD factors at every site, and tokens."""
+    model = load(kind, family)
+    return (
+        model,
+        baselines.svd(model, "all"),
+        families.some_tokens(2, 9) % (20 if family in ("toy", "capped") else 10**6),
+    )
+
+
+@contextmanager
+def changed(model, layers, seen=None):
+    """Hooks on every unit's z that note the layer; the last unit of some layers is scaled, at the last position."""
+    sites = [site.name for site in host_of(model).sites()]
+    last = {split_name(name)[0]: name for name in sites}
+
+    def hook_of(name):
+        layer = split_name(name)[0]
+
+        def hook(z, hook):
+            if seen is not None:
+                seen.add(layer)
+            if layer in layers and name == last[layer]:
+                return torch.cat([z[:, :-1], z[:, -1:] * 0.25 + 0.5], dim=1)
+            return z
+
+        return hook
+
+    with model.hooks(fwd_hooks=[(hook_name(name), hook_of(name)) for name in sites]), warnings.catch_warnings():
+        warnings.simplefilter("error", SiteDidNotRunWarning)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+@every_host
+@both_ways
+def test_a_run_that_starts_at_a_block_ends_as_the_whole_run(kind, family, kept):
+    model, factors, tokens = loaded(kind, family)
+    host, n_layers, ids = host_of(model), len(model.blocks), IDS
+    with torch.no_grad(), swd.attach(model, factors):
+        dense = host.run(tokens)[:, -1]
+        prefix = host.freeze_prefix(tokens) if kept else None
+        with changed(model, {0, n_layers - 1}):
+            whole = host.run(tokens)[:, -1]
+            assert relative(whole, dense) > 1e-2  # the hooks matter
+            assert relative(host.last_logits(tokens, prefix), whole) < 1e-5
+            assert relative(host.last_logits(tokens, prefix, token_ids=ids), whole[:, ids]) < 1e-5
+        for layer in range(n_layers + 1):
+            seen = set()
+            with changed(model, {0, n_layers - 1}, seen):
+                resid = host.residual(tokens, layer, prefix)
+            assert seen == set(range(layer))
+            assert resid.shape[:2] == (2, 1 if prefix is not None else 9) and type(resid) is torch.Tensor
+            seen.clear()
+            with changed(model, {0, n_layers - 1}, seen):
+                start = Start(layer, resid)
+                logits = host.last_logits(tokens, prefix, start=start)
+                some = host.last_logits(tokens, prefix, start=start, token_ids=ids)
+                assert seen == set(range(layer, n_layers))
+                assert relative(logits, whole) < 1e-5
+                assert some.shape == (2, 4) and relative(some, logits[:, ids]) < 1e-6
+                alone = host.repeat_prefix(prefix, 1, from_layer=layer)
+                assert relative(host.last_logits(tokens, alone, start=start), whole) < 1e-5
+                thrice = host.repeat_prefix(prefix, 3, from_layer=layer)
+                start = Start(layer, resid.repeat(3, 1, 1))
+                for _ in range(2):  # the prefix is left as it was
+                    logits = host.last_logits(tokens.repeat(3, 1), thrice, start=start)
+                    assert relative(logits, whole.repeat(3, 1)) < 1e-5
+                six = host.repeat_prefix(thrice, 2, from_layer=layer)
+                start = Start(layer, resid.repeat(6, 1, 1))
+                logits = host.last_logits(tokens.repeat(6, 1), six, start=start, token_ids=ids)
+                assert relative(logits, whole.repeat(6, 1)[:, ids]) < 1e-5
+
+
+@every_host
+@both_ways
+def test_copies_of_the_batch_keep_to_their_own_prefix(kind, family, kept):
+    model, _, tokens = loaded(kind, family)
+    host, last = host_of(model), torch.tensor([[3], [5], [8]])
+    copies = torch.cat([tokens.repeat(3, 1)[:, :-1], last.repeat_interleave(2, 0)], dim=1)
+    with torch.no_grad():
+        prefix = host.repeat_prefix(host.freeze_prefix(tokens), 3) if kept else None
+        whole = host.run(copies)[:, -1]
+        assert relative(host.last_logits(copies, prefix), whole) < 1e-5
+        resid = host.residual(copies, 1, prefix)
+        assert relative(host.last_logits(copies, prefix, start=Start(1, resid)), whole) < 1e-5
+
+
+@every_host
+@both_ways
+def test_gradients_are_those_of_the_whole_run(kind, family, kept):
+    model, factors, tokens = loaded(kind, family)
+    host, layer = host_of(model), len(model.blocks) - 1
+    names = [site.hook_name for site in host.sites() if site.layer == layer]
+    entry = f"blocks.{layer}.hook_resid_pre" if kind == "hooked" else f"blocks.{layer}.hook_in"
+
+    def gradients(run):
+        kept_z = {}
+
+        def keep(z, hook):
+            kept_z[hook.name] = z if z.requires_grad else z.requires_grad_()
+            kept_z[hook.name].retain_grad()
+            return kept_z[hook.name]
+
+        with model.hooks(fwd_hooks=[(name, keep) for name in [*names, entry]]):
+            logits = run()
+            (logits[:, 0] - logits[:, 1]).sum().backward()
+        model.zero_grad()
+        return {name: z.grad[:, -1] for name, z in kept_z.items()}
+
+    with swd.attach(model, factors):
+        prefix = host.freeze_prefix(tokens) if kept else None
+        whole = gradients(lambda: host.run(tokens)[:, -1][:, IDS])
+        resid = host.residual(tokens, layer, prefix).detach().requires_grad_()
+        short = host.repeat_prefix(prefix, 1, from_layer=layer)
+        got = gradients(lambda: host.last_logits(tokens, short, start=Start(layer, resid), token_ids=IDS))
+        assert got.keys() == whole.keys() == {*names, entry}
+        assert all(relative(got[name], whole[name]) < 1e-5 for name in whole)
+        assert resid.grad is not None and relative(resid.grad[:, -1], whole[entry]) < 1e-5
+
+        end = host.residual(tokens, layer + 1, prefix).detach().requires_grad_()
+        logits = host.last_logits(tokens, prefix, start=Start(layer + 1, end), token_ids=IDS)
+        (logits[:, 0] - logits[:, 1]).sum().backward()
+        assert end.grad is not None and end.grad[:, -1].abs().max() > 0
+        twice = host.repeat_prefix(prefix, 2, from_layer=layer)
+        both = resid.detach().repeat(2, 1, 1).requires_grad_()
+        logits = host.last_logits(tokens.repeat(2, 1), twice, start=Start(layer, both), token_ids=IDS)
+        (logits[:, 0] - logits[:, 1]).sum().backward()
+        assert both.grad is not None and relative(both.grad[:, -1], whole[entry].repeat(2, 1)) < 1e-5
+    model.zero_grad()
+
+
+@every_host
+def test_prompts_of_one_token(kind, family):
+    model, _, tokens = loaded(kind, family)
+    host, tokens = host_of(model), tokens[:, :1]
+    assert host.freeze_prefix(tokens) is None and host.repeat_prefix(None, 3, from_layer=1) is None
+    with torch.no_grad():
+        whole = host.run(tokens)[:, -1]
+        for layer in range(len(model.blocks) + 1):
+            resid = host.residual(tokens, layer)
+            assert relative(host.last_logits(tokens, start=Start(layer, resid)), whole) < 1e-5
+
+
+@two_hosts
+def test_the_residual_is_what_hooks_see(kind, family):
+    model, _, tokens = loaded(kind, family)
+    host, seen, n_layers = host_of(model), [], len(model.blocks)
+    names = ["hook_resid_pre", "hook_resid_post"] if kind == "hooked" else ["hook_in", "hook_out"]
+    points = [*(f"blocks.{layer}.{names[0]}" for layer in range(n_layers)), f"blocks.{n_layers - 1}.{names[1]}"]
+    with torch.no_grad():
+        with model.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x) or x) for name in points]):
+            host.run(tokens)
+        for layer, resid in enumerate(seen):
+            assert relative(host.residual(tokens, layer), resid) < 1e-6
+
+
+@every_host
+def test_another_residual_is_taken_up(kind, family):
+    model, _, tokens = loaded(kind, family)
+    host, n_layers = host_of(model), len(model.blocks)
+    pre, post = ("hook_resid_pre", "hook_resid_post") if kind == "hooked" else ("hook_in", "hook_out")
+    with torch.no_grad():
+        for layer in range(n_layers + 1):
+            point = f"blocks.{layer}.{pre}" if layer < n_layers else f"blocks.{layer - 1}.{post}"
+            with model.hooks(fwd_hooks=[(point, lambda x, hook: x.flip(0) * 0.5)]):
+                whole = host.run(tokens)[:, -1]
+            start = Start(layer, host.residual(tokens, layer).flip(0) * 0.5)
+            assert relative(host.last_logits(tokens, start=start), whole) < 1e-5
+
+
+@two_hosts
+def test_hooks_behind_the_last_block_see_plain_tensors(kind, family):
+    model, _, tokens = loaded(kind, family)
+    host, n_layers, seen = host_of(model), len(model.blocks), []
+    with torch.no_grad():
+        end = host.residual(tokens, n_layers)
+        name = "ln_final.hook_normalized" if kind == "hooked" else "ln_final.hook_in"
+        with model.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x) or x)]):
+            host.last_logits(tokens, start=Start(n_layers, end))
+    assert [type(x) for x in seen] == [torch.Tensor] and seen[0][0].shape == (1, seen[0].shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------- what is not done
+
+
+@every_host
+@both_ways
+def test_few_tokens_do_not_cost_the_vocabulary(kind, family, kept):
+    model, _, tokens = loaded(kind, family)
+    host, n_layers = host_of(model), len(model.blocks)
+    prefix = host.freeze_prefix(tokens) if kept else None
+
+    def operations(**how):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            host.last_logits(tokens, prefix, **how)
+        return counter.get_total_flops()
+
+    with torch.no_grad():
+        start = Start(n_layers, host.residual(tokens, n_layers, prefix))
+    d_model, d_vocab = host.readout()[1].shape if family != "bert" else (16, families.D_VOCAB)
+    vocabulary = 2 * 2 * d_model * d_vocab
+    assert operations() - operations(token_ids=IDS) >= vocabulary * (1 - 4 / d_vocab)
+    assert operations(start=start) >= vocabulary
+    few = operations(start=start, token_ids=IDS)
+    assert few <= 2 * 2 * d_model * (4 + (d_model if family == "bert" else 0))  # BERT's head has a matrix of its own
+
+
+def tensors_in(thing, found=None):
+    """Every storage that an object holds on to: address -> bytes."""
+    found = {} if found is None else found
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(thing, list | tuple):
+        [tensors_in(one, found) for one in thing]
+    elif isinstance(thing, dict):
+        [tensors_in(one, found) for one in thing.values()]
+    elif hasattr(thing, "__dict__"):
+        tensors_in(vars(thing), found)
+    return found
+
+
+@every_host
+def test_a_prefix_from_a_layer_on_drops_the_earlier_layers_and_repeating_copies_no_keys(kind, family):
+    model, _, _ = loaded(kind, family)
+    host, n_layers = host_of(model), len(model.blocks)
+    tokens = families.some_tokens(4, 30) % 20
+    prefix = host.freeze_prefix(tokens)
+    if prefix is None:
+        assert family == "bert"
+        return
+    whole = sum(tensors_in(prefix).values())
+    mine = sum(tensors_in(host.repeat_prefix(prefix, 1, from_layer=n_layers - 1)).values())
+    assert 0 < mine < whole * (1 / n_layers + 0.2)
+    assert sum(tensors_in(host.repeat_prefix(prefix, 1, from_layer=n_layers)).values()) < whole * 0.2
+    repeated = sum(tensors_in(host.repeat_prefix(prefix, 8, from_layer=n_layers - 1)).values())
+    assert repeated < 2 * mine
+    assert host.repeat_prefix(prefix, 1) is prefix
+
+
+@every_host
+def test_a_prefix_that_lacks_the_layer_is_refused(kind, family):
+    model, _, tokens = loaded(kind, family)
+    host = host_of(model)
+    prefix = host.freeze_prefix(tokens)
+    if prefix is None:
+        return
+    late = host.repeat_prefix(host.repeat_prefix(prefix, 1, from_layer=2), 1, from_layer=1)
+    resid = host.residual(tokens, 1, prefix)
+    for use in (
+        lambda: host.last_logits(tokens, late),
+        lambda: host.residual(tokens, 2, late),
+        lambda: host.last_logits(tokens, late, start=Start(1, resid)),
+    ):
+        with pytest.raises(ValueError, match="keeps layers from 2 on only"):
+            use()
+
+
+# ---------------------------------------------------------------------------------------------- nothing is left behind
+
+
+@every_host
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_inside_leaves_the_host_as_it_was(kind, family, error):
+    model, factors, tokens = loaded(kind, family)
+    host, n_layers = host_of(model), len(model.blocks)
+
+    def fail(z, hook):
+        raise error
+
+    def failing(layer):
+        return model.hooks(fwd_hooks=[(next(s.hook_name for s in host.sites() if s.layer == layer), fail)])
+
+    with torch.no_grad(), swd.attach(model, factors):
+        whole = host.run(tokens)
+        resid = host.residual(tokens, 1)
+        host.last_logits(tokens, start=Start(1, resid), token_ids=IDS)
+        before = everything(model)
+        with failing(n_layers - 1), pytest.raises(error):
+            host.last_logits(tokens, start=Start(1, resid), token_ids=IDS)
+        with failing(n_layers - 1), pytest.raises(error):
+            host.residual(tokens, n_layers)
+        assert everything(model) == before
+        assert torch.equal(host.run(tokens), whole)
+
+
+@two_hosts
+def test_ctrl_c_at_any_line_leaves_the_host_as_it_was(kind, family):
+    model, factors, tokens = loaded(kind, family)
+    host = host_of(model)
+    with torch.no_grad(), swd.attach(model, factors):
+        prefix = host.freeze_prefix(tokens)
+
+        def there_and_back():
+            resid = host.residual(tokens, 1, prefix)
+            host.last_logits(tokens, prefix, start=Start(1, resid), token_ids=IDS)
+
+        there_and_back()
+        before = everything(model)
+        lines = run_to_line(there_and_back, None)
+        assert lines > 20 and everything(model) == before
+        for at in range(1, lines + 1):
+            with pytest.raises(KeyboardInterrupt):
+                run_to_line(there_and_back, at)
+            assert everything(model) == before, f"interrupted before line {at} of {lines}"
+
+
+def test_a_run_within_a_run_of_a_bridge_is_refused():
+    model, _, tokens = loaded("bridge", "llama")
+    host = host_of(model)
+    with torch.no_grad():
+        resid, before = host.residual(tokens, 1), everything(model)
+        for inside in (lambda: host.last_logits(tokens), lambda: host.residual(tokens, 0)):
+            again = [("blocks.1.hook_in", lambda z, hook, inside=inside: inside())]
+            with model.hooks(fwd_hooks=again), pytest.raises(RuntimeError, match="in the middle of one of its runs"):
+                host.last_logits(tokens, start=Start(1, resid), token_ids=IDS)
+            assert everything(model) == before
+
+
+@two_hosts
+def test_copied_and_frozen_hosts(kind, family):
+    model, factors, tokens = loaded(kind, family)
+    with torch.no_grad():
+        whole = host_of(model).run(tokens)[:, -1]
+    clone = copy.deepcopy(model).requires_grad_(False)
+    host = host_of(clone)
+    with swd.attach(clone, factors):
+        prefix = host.freeze_prefix(tokens)
+        resid = host.residual(tokens, 1, prefix)
+        assert not resid.requires_grad
+        logits = host.last_logits(tokens, prefix, start=Start(1, resid), token_ids=IDS)
+        assert relative(logits, whole[:, IDS]) < 1e-5
+        start = Start(1, resid.requires_grad_())
+        host.last_logits(tokens, prefix, start=start, token_ids=IDS).sum().backward()
+        assert resid.grad is not None and resid.grad.abs().max() > 0

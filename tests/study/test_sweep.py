@@ -1,0 +1,113 @@
+"""sweep on a toy model: budgets, both notions of fidelity, circuits, what it refuses before any work."""
+
+import json
+
+import pytest
+
+import swd_lens as swd
+from swd_lens.files import plain
+from swd_lens.study import fidelity
+from swd_lens.study.sweep import sweep
+from swd_lens.tasks.task import Task
+from tests.micro import random_split, random_tokens, toy_model
+
+SITES, SPARSITIES = "mlp_out", (0.25, 0.5, 0.75)
+QUICK = {"outer_iterations": 4}
+TASK = Task("toy_task", random_split(), random_split(seed=6, name="test"), "random", False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def text():
+    return {"tokens": random_tokens(40, 24), "heldout": random_tokens(10, 24, seed=1)}
+
+
+@pytest.fixture(scope="module")
+def found(model, text):
+    return sweep(model, SITES, TASK, sparsities=SPARSITIES, **text, **QUICK)
+
+
+def test_one_row_per_sparsity_and_calibration(found):
+    table = found.table()
+    assert table["s"].tolist() == [*SPARSITIES] * 2
+    assert table["calibration"].tolist() == ["zero-data"] * 3 + ["calibrated"] * 3
+    for cost in ("units", "edges"):
+        for target in ("sufficiency 0.5", "sufficiency 0.9", "necessity 0.5"):
+            assert f"toy_task: {cost} at {target}" in table
+
+
+def test_edges_are_the_budget(found):
+    for point in found.points:
+        assert point.edges == 2 * int((1 - point.sparsity) * 32 * 16)
+
+
+def test_more_edges_come_closer_to_the_weights(found):
+    for kind in ("zero-data", "calibrated"):
+        norms = [point.relative_frobenius for point in found.points if point.calibration == kind]
+        assert norms == sorted(norms) and norms[0] > 0
+
+
+def test_a_point_is_what_the_parts_find_alone(model, text, found):
+    point = found.points[-1]
+    factors = swd.factorize(model, SITES, sparsity=0.75, tokens=text["tokens"], progress=False, **QUICK)
+    assert point.fidelity == fidelity(model, factors, text["heldout"])
+    error = sum(float((f.weight - f.product()).square().sum()) for f in factors.values())
+    norm = sum(float(f.weight.square().sum()) for f in factors.values())
+    assert point.relative_frobenius == pytest.approx((error / norm) ** 0.5, rel=1e-5)
+    curve = swd.evaluate(model, factors, TASK, swd.attribute(model, factors, TASK))
+    assert point.curves["toy_task"].rows.equals(curve.rows)
+    row = found.table().iloc[-1]
+    assert row["toy_task: edges at necessity 0.5"] == curve.cost_at(necessity=0.5, cost="edges")
+    assert row["CE delta"] == point.fidelity.ce_delta and row["max relMSE"] == max(point.fidelity.relmse.values())
+
+
+def test_it_says_which_points_are_matched(model, text):
+    one = {"sparsities": (0.5,), "zero_data": (True,), "heldout": text["heldout"], **QUICK}
+    found = sweep(model, SITES, TASK, tolerance=0.0, **one)
+    assert found.table()["CE matched"].tolist() == [False]
+    assert sweep(model, SITES, TASK, tolerance=1e9, **one).table()["CE matched"].tolist() == [True]
+    assert "above 0 nats" in found.plot()._suptitle.get_text()
+
+
+def test_figure_shows_the_table(found):
+    table, figure = found.table(), found.plot()
+    figure.draw_without_rendering()
+    columns = ("relative Frobenius", "CE delta", "toy_task: edges at sufficiency 0.9")
+    for ax, column in zip(figure.axes, columns, strict=True):
+        for line, kind in zip(ax.lines, ("zero-data", "calibrated"), strict=True):
+            rows = table[(table["calibration"] == kind) & table[column].notna()]
+            assert list(line.get_xdata()) == rows["s"].tolist() and list(line.get_ydata()) == rows[column].tolist()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["zero-data", "calibrated"]
+
+
+def test_plain_values(found):
+    saved = json.loads(json.dumps(plain(found.as_dict()), allow_nan=False))
+    assert len(saved["points"]) == 6 and saved["targets"] == {"sufficiency": [0.5, 0.9], "necessity": [0.5]}
+    assert saved["points"][0]["circuits"][0]["rows"][0]["units"] == 0
+    assert "toy_task: units at sufficiency 0.5" in repr(found) and "<table" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sparsities": (0.5, 1.0)}, "sparsity"),
+        ({"sparsities": (0.0,)}, "sparsity"),
+        ({"sparsities": ()}, "different sparsities"),
+        ({"sparsities": (0.5, 0.5)}, "different sparsities"),
+        ({"zero_data": ()}, "different zero_data"),
+        ({"tokens": None}, "need tokens="),
+        ({"tasks": []}, "no task"),
+        ({"heldout": [[1, 200]]}, "outside the vocabulary"),
+        ({"outer_iteration": 3}, "outer_iteration"),
+    ],
+)
+def test_what_it_refuses_before_any_work(model, text, change, message):
+    steps = []
+    arguments = {"tasks": TASK, **text, "on_step": steps.append, **change}
+    with pytest.raises(ValueError, match=message):
+        sweep(model, SITES, **arguments)
+    assert steps == []

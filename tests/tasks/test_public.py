@@ -1,0 +1,73 @@
+"""The public task files and our generators with GPT-2's own tokenizer: counts, splits, year tokens."""
+
+import itertools
+import json
+import random
+import re
+
+import pytest
+
+from swd_lens.tasks import load_task
+from swd_lens.tasks.generators import FAMILIES
+from tests.tasks.test_task import FakeHost
+
+
+@pytest.fixture(scope="module")
+def gpt2(shared):
+    from transformers import AutoTokenizer
+
+    folder = shared / "tokenizers" / "gpt2"
+    if not folder.is_dir():
+        pytest.skip(f"needs GPT-2's tokenizer in {folder}, which is not there")
+    host = FakeHost(n_ctx=1024)
+    host.tokenizer = AutoTokenizer.from_pretrained(folder)
+    host.cfg.d_vocab = 50257
+    return host
+
+
+COUNTS = {
+    "ioi": "kept 800 of 1000, 199 not needed; dropped: 1 duplicate prompt",
+    "docstring": "kept 800 of 1000, 200 not needed",
+    "greaterthan": "kept 800 of 1000, 188 not needed; dropped: 12 duplicate prompt",
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_public_files(shared, gpt2, name):
+    path = shared / "tasks" / f"autocircuit_{name}.json"
+    task = load_task(path, gpt2)
+    assert (len(task.train), len(task.test)) == (600, 200)
+    assert f"600 train, 200 test ({COUNTS[name]});" in repr(task)
+    train, test = ([example.prompt for example in split.examples] for split in (task.train, task.test))
+    assert len({*train, *test}) == 800
+    # The places of the shuffle: all but those of dropped examples.
+    order = [prompt["clean"] for prompt in json.loads(path.read_text())["prompts"]]
+    random.Random(42).shuffle(order)
+    first = list(dict.fromkeys(order[:600]))
+    assert train[: len(first)] == first
+    assert set(order[600:800]) - set(first) <= set(test)
+    again = load_task(path, gpt2)
+    assert [e.prompt for e in again.train.examples] == train and [e.prompt for e in again.test.examples] == test
+    assert [e.prompt for e in load_task(path, gpt2, seed=1).train.examples] != train
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_reach_the_papers_numbers(gpt2, family):
+    task = load_task(family, gpt2)
+    assert (len(task.train), len(task.test)) == (600, 200)
+    small = load_task(family, gpt2, n_train=50, n_test=20)
+    assert small.train.examples == task.train.examples[:50] and small.test.examples == task.test.examples[:20]
+
+
+def test_generated_years_are_the_tokens_century_and_two_digits(gpt2):
+    task = load_task("greater_than", gpt2, n_train=200, n_test=100)
+    assert set(task.dropped) <= {
+        "start year is not the tokens [century, two digits]",
+        "final century is not a token of its own",
+    }
+    assert "start year is not the tokens [century, two digits]" in task.dropped
+    for example, tokens in zip(task.test.examples, task.test.tokens, strict=True):
+        start, century = re.findall(r"\d+", example.prompt)
+        pieces = [gpt2.tokenizer.decode([i]) for i in tokens]
+        assert (f" {century}", start[2:]) in itertools.pairwise(pieces) or start == example.prompt[:4]
+        assert pieces[-1] == f" {century}"
