@@ -21,6 +21,7 @@ KINDS = (
 # These are made of those; one layer holds units at one or the other. "mlp" is no matrix: only transcoders go there.
 PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp": ("mlp_gate", "mlp_in", "mlp_out")}
 
+READS_ATTENTION_INPUT = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay")
 # Their output goes to the residual stream.
 WRITES_RESIDUAL = ("attn_o", "mlp_out", "mlp")
 

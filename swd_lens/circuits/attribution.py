@@ -87,7 +87,7 @@ def attribute(
     with attach(model, factors) as attachment:
         units, sites = attachment.factors, attachment.sites
         road = find_road(host, sites, units, split, positions, known=score == "ablation")
-        means = Means(host, sites, split, positions, mean_over)
+        means = Means(host, sites, split, positions, mean_over, batch_size)
         turn = Pass(host, sites, units, road, means, steps)
         contributions = CONTRIBUTIONS[score](turn)
         totals = {site.name: torch.zeros(units[site.name].n_units, dtype=torch.float64) for site in sites}
@@ -96,7 +96,7 @@ def attribute(
         ):
             for name, contribution in contributions(bucket).items():
                 totals[name] += SIGNS[sign](contribution).sum(0).cpu()
-        found = means.finished(batch_size)
+        found = means.finished()
     settings = {
         "score": score,
         "sign": sign,
@@ -110,6 +110,8 @@ def attribute(
         "factors": identities(units),
         "swd_lens": __version__,
     }
+    if score == "direct_logit":
+        settings["note"] = "swd_lens' reading of NaNA's score, which the paper describes in words only"
     if score == "integrated_gradients":
         settings["steps"] = steps
     return UnitScores({name: (total / len(split)).float() for name, total in totals.items()}, found, settings)

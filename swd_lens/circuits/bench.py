@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -40,13 +40,19 @@ class Outcome:
     def empty(cls, runs: int, prompts: int) -> "Outcome":
         return cls(*(torch.full((runs, prompts), torch.nan, dtype=torch.float64) for _ in range(3)))
 
-    def put(self, runs: slice, bucket: Bucket, logits: Tensor, log_p: Tensor | None = None) -> None:
+    def put(self, runs: Int[Tensor, " _run"], bucket: Bucket, logits: Tensor, log_p: Tensor | None = None) -> None:
         """Enter a bucket's logits (run, batch, vocab); log_p: the unpruned replacement's log-probabilities, for KL."""
-        self.margins[runs, bucket.index] = bucket.margin(logits).double().cpu()
-        self.correct[runs, bucket.index] = bucket.correct(logits).double().cpu()
+        rows = runs[:, None]
+        self.margins[rows, bucket.index] = bucket.margin(logits).double().cpu()
+        self.correct[rows, bucket.index] = bucket.correct(logits).double().cpu()
         if log_p is not None:
-            for run, one in zip(range(runs.start, runs.stop), logits, strict=True):  # one vocabulary at a time
+            for run, one in zip(runs.tolist(), logits, strict=True):  # one vocabulary at a time
                 self.kl[run, bucket.index] = _kl(log_p, one.float().log_softmax(-1)).double().cpu()
+
+    def copy(self, runs: Int[Tensor, " _run"], bucket: Bucket, single: "Outcome") -> None:
+        """Enter a single run's outcome on a bucket for all of these."""
+        for mine, other in ((self.margins, single.margins), (self.correct, single.correct), (self.kl, single.kl)):
+            mine[runs[:, None], bucket.index] = other[0, bucket.index].expand(len(runs), -1)
 
     @property
     def q(self) -> Float[Tensor, " run"]:
@@ -77,7 +83,7 @@ class Bench:
         ablation: str,
         *,
         batch_size: int = 256,
-        tokens_per_forward: int = 16_384,
+        tokens_per_forward: int = 8_192,
         keep: bool = False,
         progress: bool = False,
     ):
@@ -114,13 +120,32 @@ class Bench:
                 if self._unpruned is None or kl:
                     whole = self.runner.logits(ground, nothing, values, ids)
                     log_p = whole[0].float().log_softmax(-1) if kl else None
-                    unpruned.put(slice(0, 1), bucket, whole, log_p)
+                    unpruned.put(torch.zeros(1, dtype=torch.int64), bucket, whole, log_p)
                 at_once = max(1, self.tokens_per_forward // bucket.tokens.numel())
                 for start in range(0, n, at_once):
                     chunk = slice(start, min(start + at_once, n))
-                    found.put(chunk, bucket, self.runner.logits(ground, masks(chunk), values, ids), log_p)
+                    self._run_chunk(found, unpruned, chunk, masks(chunk), (bucket, ground, values), ids, log_p)
         self._unpruned = unpruned
         return found, unpruned
+
+    def _run_chunk(
+        self,
+        found: Outcome,
+        unpruned: Outcome,
+        chunk: slice,
+        masks: Masks,
+        prepared: tuple[Bucket, Ground, Values],
+        ids: Tensor | None,
+        log_p: Tensor | None,
+    ) -> None:
+        bucket, ground, values = prepared
+        runs = torch.arange(chunk.start, chunk.stop)
+        acts = torch.stack([mask.any(1) for mask in masks.values()]).any(0)
+        # Replacing nothing is the unpruned replacement, to the bit: batches of another size round otherwise.
+        found.copy(runs[~acts], bucket, unpruned)
+        if bool(acts.any()):
+            logits = self.runner.logits(ground, {site: mask[acts] for site, mask in masks.items()}, values, ids)
+            found.put(runs[acts], bucket, logits, log_p)
 
     def dense(self) -> Outcome:
         """The dense host on every prompt."""
@@ -128,7 +153,7 @@ class Bench:
         with torch.no_grad(), self.attachment.suspended():
             for bucket in self.split.buckets(self.batch_size):
                 logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
-                found.put(slice(0, 1), bucket, logits[None])
+                found.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
         return found
 
     def _prepared(self) -> Iterator[tuple[Bucket, Ground, Values]]:

@@ -14,7 +14,13 @@ _AT_ONCE = 128  # draws: (draws, prompts) weights are held at a time
 
 
 def resampled(values: Float[Tensor, "run prompt"], times: int, seed: int = 0) -> Float[Tensor, "times run"]:
-    """Means of every run over `times` bootstrap draws of the prompts, the same draws for all runs."""
+    """Means of every run over `times` bootstrap draws of the prompts, the same draws for all runs.
+
+    Raises:
+        ValueError: times below 1.
+    """
+    if times < 1:
+        raise ValueError(f"the bootstrap needs at least 1 draw of the prompts, got {times}")
     return torch.cat([weights @ values.T for weights in _draws(values.shape[1], times, seed)])
 
 
@@ -23,8 +29,11 @@ def interval(
 ) -> tuple[Float[Tensor, "*runs"], Float[Tensor, "*runs"]]:
     """Lower and upper end of the percentile interval; NaN where a sample is NaN."""
     tail = (1.0 - level) / 2.0
-    low, high = torch.quantile(samples, torch.tensor([tail, 1.0 - tail], dtype=samples.dtype), dim=0)
-    return low, high
+    ends = torch.tensor([tail, 1.0 - tail], dtype=samples.dtype)
+    # A few columns at a time: torch.quantile refuses more than 2^24 numbers.
+    flat = samples.flatten(1).split(1024, dim=1)
+    low, high = torch.cat([torch.quantile(columns, ends, dim=0) for columns in flat], dim=1)
+    return low.view(samples.shape[1:]), high.view(samples.shape[1:])
 
 
 def _draws(prompts: int, times: int, seed: int) -> Iterator[Float[Tensor, "draw prompt"]]:

@@ -59,7 +59,8 @@ class Circuit:
         """
         found = dict(factors)
         require_same_units(scores.settings, found, "this ranking")
-        chosen = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
+        pairs = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
+        chosen = [(site, int(index)) for site, index in pairs]  # what a table gives is NumPy's
         replaced_masks(scores, chosen, "ablate")  # refuses what is not there
         twice = [unit for unit in set(chosen) if chosen.count(unit) > 1]
         if twice:

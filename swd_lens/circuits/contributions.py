@@ -64,7 +64,7 @@ def first_order(turn: Pass) -> Callable[[Bucket], PerSite]:
 
 def integrated_gradients(turn: Pass) -> Callable[[Bucket], PerSite]:
     """(z - mu) * mean over the way from mu to z of dg/dz."""
-    means, chosen = _means(turn), turn.chosen
+    means, chosen = turn.means.finished(), turn.chosen
     runner = Runner(turn.host, turn.units, turn.road)
 
     def contributions(bucket: Bucket) -> PerSite:
@@ -85,7 +85,7 @@ def integrated_gradients(turn: Pass) -> Callable[[Bucket], PerSite]:
 
 def ablation(turn: Pass) -> Callable[[Bucket], PerSite]:
     """margin - margin with the unit alone at mu."""
-    means = _means(turn)
+    means = turn.means.finished()
     runner = Runner(turn.host, turn.units, turn.road)
     names = [(name, unit) for name, units in turn.units.items() for unit in range(units.n_units)]
 
@@ -197,10 +197,6 @@ def _hand_over(turn: Pass, bucket: Bucket, z: dict[str, Tensor]) -> None:
     whole = next(iter(z.values())).shape[1] == bucket.tokens.shape[1]
     if whole or turn.means.last_suffices:
         turn.means.add(bucket, z)
-
-
-def _means(turn: Pass) -> dict[str, Tensor]:
-    return turn.means.finished()
 
 
 def _mu(mean: Tensor, like: Tensor) -> Float[Tensor, "_batch _pos _unit"]:

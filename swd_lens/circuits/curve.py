@@ -221,4 +221,5 @@ def _check_cost(cost: str) -> None:
 
 def _area(values: list[float]) -> float:
     """Trapezoids over MIB_FRACTIONS."""
-    return float(torch.trapezoid(torch.tensor(values), torch.tensor(MIB_FRACTIONS)))
+    x = torch.tensor(MIB_FRACTIONS, dtype=torch.float64)
+    return float(torch.trapezoid(torch.tensor(values, dtype=torch.float64), x))

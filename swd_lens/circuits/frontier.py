@@ -156,7 +156,7 @@ def judge(
     if not named:
         raise ValueError('nothing to judge: pass a circuit, or {"name": circuit, ...}')
     scores = next(iter(named.values())).scores
-    if any(circuit.scores is not scores and circuit.scores.settings != scores.settings for circuit in named.values()):
+    if not all(_same_scores(circuit.scores, scores) for circuit in named.values()):
         raise ValueError("these circuits were found with different scores; judge them in separate calls")
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
@@ -172,6 +172,11 @@ def judge(
         }
     )
     return pd.concat([head, _rows(found, unpruned, bootstrap, seed, split.task)], axis=1)
+
+
+def _same_scores(a: UnitScores, b: UnitScores) -> bool:
+    """Whether two circuits' scores are the same, or the same again (read from a file): settings do not say which prompts."""
+    return a is b or (a.settings == b.settings and all(torch.equal(a.means[site], b.means[site]) for site in a.means))
 
 
 def stacked(masks: Sequence[Mapping[str, Tensor]]) -> Masks:

@@ -23,8 +23,11 @@ MEAN_OVER = ("scoring", "all_tokens", "per_position")
 class Means:
     """Running means of z at some sites over the prompts of a split."""
 
-    def __init__(self, host: Host, sites: Sequence[Site], split: TaskSplit, positions: str, mean_over: str):
+    def __init__(
+        self, host: Host, sites: Sequence[Site], split: TaskSplit, positions: str, mean_over: str, batch_size: int
+    ):
         self.host, self.sites, self.split, self.mean_over = host, list(sites), split, mean_over
+        self.batch_size = batch_size
         # With positions="scoring" only the last position's mean will ever be used.
         self.last_suffices = mean_over == "scoring" or (positions == "scoring" and mean_over == "per_position")
         longest = max(len(tokens) for tokens in split.tokens)
@@ -54,10 +57,10 @@ class Means:
             self._counts += n * (positions if self.mean_over == "all_tokens" else 1)
         self._done[bucket.index] = True
 
-    def finished(self, batch_size: int = 128) -> dict[str, Float[Tensor, "*_pos _unit"]]:
+    def finished(self) -> dict[str, Float[Tensor, "*_pos _unit"]]:
         """The means, after running the prompts that were not added; (unit,), or (pos, unit) per position."""
         if self._finished is None:
-            for bucket in self.split.buckets(batch_size):
+            for bucket in self.split.buckets(self.batch_size):
                 if not bool(self._done[bucket.index].all()):
                     self.add(bucket, self._run(bucket))
             counts = self._counts.clamp(min=1)[:, None]

@@ -109,11 +109,12 @@ def _require_corrupt(split: TaskSplit, positions: str) -> None:
             f"of {split.task!r} have none, the first is {split.examples[without[0]].prompt!r}. Take ablation='mean'"
         )
     if positions == "all":
-        other = [i for i, c in enumerate(corrupt) if c is not None and len(c) != len(split.tokens[i])]
+        lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
+        other = [i for i, length in enumerate(lengths) if length != len(split.tokens[i])]
         if other:
             i = other[0]
             raise TaskError(
                 f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of {len(split)} "
                 f"{split.name} prompts of {split.task!r} differ, the first has {len(split.tokens[i])} tokens and its corrupt one "
-                f"{len(corrupt[i] or ())}. Take positions='scoring' or ablation='mean'"
+                f"{lengths[i]}. Take positions='scoring' or ablation='mean'"
             )

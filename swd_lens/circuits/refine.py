@@ -3,7 +3,7 @@
 1. The best prefix: of all prefixes of the ranking that were tried on training prompts, the cheapest that is sufficient.
    Beside the grid, those between its last insufficient and its first sufficient length are tried.
 2. Remove: measure what each unit of the circuit adds to Q(keep); remove together as many as possible of those that add
-   least per cost while the rest stays sufficient; measure again, until no unit can go.
+   least per cost while the rest stays sufficient, or else the dearest single one that can go; measure again, until none can.
 3. Exchange: add the few outside units that would add most per cost, and remove again; keep the outcome if it is cheaper.
    Stop after `rounds` exchanges, or when none helps.
 4. Judge prefix and refined circuit on the test prompts. The search chose among many sets on the training prompts, so there
@@ -132,7 +132,9 @@ def refine(
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about})
         for kind, kept in (("prefix", prefix), ("refined", best))
     }
-    test = judge(model, factors, task, circuits, ablation=ablation) if isinstance(task, Task) else pd.DataFrame()
+    test = pd.DataFrame()
+    if isinstance(task, Task):
+        test = judge(model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward)
     return Refinement(circuits["prefix"], circuits["refined"], train, test, float(sufficiency))
 
 
@@ -189,7 +191,7 @@ class _Search:
             also = self.sufficiency(self._prefixes(between)) >= self.target
             lengths, reached = torch.cat([lengths, between]), torch.cat([reached, also])
         prefixes = self._prefixes(lengths[reached])
-        return min(prefixes, key=self.price)
+        return min(prefixes, key=lambda kept: (self.price(kept), int(kept.sum())))
 
     def removed(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
         """The circuit after removing whatever can go."""
@@ -199,16 +201,22 @@ class _Search:
                 return kept
             without = kept.repeat(len(inside), 1)
             without[torch.arange(len(inside)), inside] = False
-            lost = (float(self.sufficiency(kept[None])) - self.sufficiency(without)) / self.per[inside]
+            alone = self.sufficiency(without)
+            lost = (float(self.sufficiency(kept[None])) - alone) / self.per[inside]
             order = inside[torch.sort(lost, stable=True).indices]
             sizes = torch.linspace(1, len(order), min(_GROUPS, len(order))).long().unique()
             smaller = kept.repeat(len(sizes), 1)
             for row, size in enumerate(sizes.tolist()):
                 smaller[row, order[:size]] = False
             good = (self.sufficiency(smaller) >= self.target).nonzero()[:, 0]
-            if not len(good):
+            if len(good):
+                kept = smaller[int(good[-1])]
+                continue
+            # What adds least per cost cannot go, but a unit that costs less in all might.
+            can_go = (alone >= self.target).nonzero()[:, 0]
+            if not len(can_go):
                 return kept
-            kept = smaller[int(good[-1])]
+            kept = without[int(can_go[self.costs[inside[can_go]].argmax()])]
 
     def exchanged(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
         """The cheapest circuit after adding a few units and removing again."""

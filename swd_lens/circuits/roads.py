@@ -5,7 +5,8 @@
    exact, because attention is causal.
 3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
    residual stream: what leaves the layer is the shared residual plus (z' - z) @ write, and runs start a layer later.
-4. Many interventions are run at once: the prompts are repeated, one copy per intervention.
+4. Only the last position's logits are wanted: the last block computes of the others keys and values alone.
+5. Many interventions are run at once: the prompts are repeated, one copy per intervention.
 
 Each is exact where a host is built as most are, but not every host is (a norm may follow the MLP, attention may look both
 ways). So `find_road` runs a few prompts plainly and by each road, and takes the shortest one that agrees.
@@ -14,7 +15,7 @@ ways). So `find_road` runs a few prompts plainly and by each road, and takes the
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from swd_lens.factors import Factors
 from swd_lens.hosts import Host, Start
 from swd_lens.inject.coder import CoderUnits, Units
-from swd_lens.sites import Site, hook_name
+from swd_lens.sites import READS_ATTENTION_INPUT, Site, hook_name
 from swd_lens.tasks.task import TaskSplit
 
 _CHECKED_PROMPTS = 4
@@ -46,12 +47,14 @@ class Road:
         layer: runs start at this block; 0: from the tokens.
         known: the one site of block layer - 1, whose z is known before a run starts; or None.
         keeps_prefix: whether all positions but the last are run once (positions="scoring" only).
+        short: whether the last block computes of all positions but the last only keys and values.
     """
 
     positions: str
     layer: int = 0
     known: Site | None = None
     keeps_prefix: bool = False
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,15 +112,20 @@ class Runner:
         tokens = ground.tokens.repeat(circuits, 1)
         prefix = host.repeat_prefix(ground.prefix, circuits, self.road.layer) if ground.prefix is not None else None
         with host.model.hooks(fwd_hooks=hooks):
-            logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids)
+            logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids, short=self.road.short)
         return logits.view(circuits, batch, -1)
 
     def _moved(self, residual: Tensor, z: Tensor, mask: Tensor, value: Tensor) -> Float[Tensor, "circuit batch pos d"]:
         """The residual stream after the known site wrote z' in place of z (in float32: z' - z may be small)."""
         assert self.road.known is not None
-        change = torch.where(mask[:, None, None].to(z.device), value.to(z).float() - z.float(), 0.0)
-        if self.road.positions == "scoring":
-            change = torch.cat([torch.zeros_like(change[:, :, :-1]), change[:, :, -1:]], dim=2)
+        last_only = self.road.positions == "scoring"
+        chosen = slice(-1, None) if last_only else slice(None)
+        change = torch.where(
+            mask[:, None, None].to(z.device), value.to(z).float()[:, chosen] - z.float()[:, chosen], 0.0
+        )
+        if last_only and z.shape[1] > 1:
+            earlier = change.new_zeros(*change.shape[:2], z.shape[1] - 1, change.shape[3])
+            change = torch.cat([earlier, change], dim=2)
         units = self.units[self.road.known.name]
         if isinstance(units, Factors):
             written = change @ units.write.to(change)
@@ -136,7 +144,8 @@ class Runner:
                 last = torch.where(where, mu[:, -1:], by_circuit[:, :, -1:])
                 changed = last if z.shape[1] == 1 else torch.cat([by_circuit[:, :, :-1], last], dim=2)
             else:
-                changed = torch.where(where, mu, by_circuit)
+                # In a short last block there is the last position only.
+                changed = torch.where(where, mu[:, -z.shape[1] :], by_circuit)
             return changed.flatten(0, 1)
 
         return hook_fn
@@ -161,33 +170,23 @@ def find_road(
 
     Args:
         sites, units: what is attached now.
-        known: whether the first site's z may be taken as known beforehand (not for gradients by z).
+        known: whether the first site's z may be taken as known beforehand, and the last block cut short (not where z is
+            wanted at all positions, or gradients by it).
 
     Warns:
         UserWarning: not even the plainest shortcut agrees, so every run will be a whole one.
     """
-    layer = min(site.layer for site in sites)
-    keeps = positions == "scoring"
-    roads = [Road(positions, layer, None, keeps), Road(positions, 0, None, keeps), Road(positions)]
-    first = [site for site in sites if site.layer == layer]
-    if known and len(first) == 1 and first[0].kind == "mlp_out" and _adds(units[first[0].name]):
-        roads.insert(0, Road(positions, layer + 1, first[0], keeps))
-    # The first bucket whose prompts have more than one token, else whatever there is.
-    buckets = list(split.buckets(_CHECKED_PROMPTS))
-    tokens = next((bucket for bucket in buckets if bucket.tokens.shape[1] > 1), buckets[0]).tokens
+    roads = _roads(host, sites, units, positions, known)
+    # Of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
+    tokens = list(split.buckets(_CHECKED_PROMPTS))[-1].tokens
     masks = {site.name: torch.arange(units[site.name].n_units)[None] % 2 == 0 for site in sites}
     values = {site.name: torch.zeros(1, 1, units[site.name].n_units) for site in sites}
-    plain: Tensor | None = None
-    for road in reversed(roads):
-        found = _try(host, units, road, tokens, masks, values)
-        if plain is None:
-            plain, best = found, road
-            assert plain is not None
-        elif found is not None and _agree(found, plain):
-            best = road
-        else:
+    best, plain = roads[0], _run(host, units, roads[0], tokens, masks, values)
+    for road in roads[1:]:
+        if not _agree(_run(host, units, road, tokens, masks, values), plain):
             break
-    if best is roads[-1] and len(roads[-1:]) < len(roads):
+        best = road
+    if best is roads[0] and len(roads) > 1:
         warnings.warn(
             "this host gives other logits when a run takes up midway than when it runs whole, so every run will be a whole "
             "one: slower, but right. Please report the model",
@@ -196,9 +195,26 @@ def find_road(
     return best
 
 
-def _try(host: Host, units: Mapping[str, Units], road: Road, *what: Any) -> Tensor | None:
+def _roads(host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool) -> list[Road]:
+    """From the plain one to the shortest, each with one more thing left out."""
+    layer, keeps = min(site.layer for site in sites), positions == "scoring"
+    roads = [Road(positions)]
+    roads.append(replace(roads[-1], keeps_prefix=keeps))
+    roads.append(replace(roads[-1], layer=layer))
+    first = [site for site in sites if site.layer == layer]
+    if known and len(first) == 1 and first[0].kind == "mlp_out" and _adds(units[first[0].name]):
+        roads.append(replace(roads[-1], layer=layer + 1, known=first[0]))
+    last = host.model.cfg.n_layers - 1
+    # Units that read the attention's input would see the last block's positions in two parts.
+    if known and not keeps and not any(site.layer == last and site.kind in READS_ATTENTION_INPUT for site in sites):
+        roads.append(replace(roads[-1], short=True))
+    return list(dict.fromkeys(roads))
+
+
+def _run(
+    host: Host, units: Mapping[str, Units], road: Road, tokens: Tensor, masks: Masks, values: Values
+) -> Float[Tensor, "circuit batch vocab"]:
     runner = Runner(host, units, road)
-    tokens, masks, values = what
     with torch.no_grad():
         return runner.logits(runner.ground(tokens), masks, values)
 

@@ -126,6 +126,7 @@ class Host(Protocol):
         *,
         start: Start | None = None,
         token_ids: Int[Tensor, " answer"] | None = None,
+        short: bool = False,
     ) -> Float[Tensor, "batch _vocab"]:
         """Logits at the last position; with a prefix only that position is run (exact, since attention is causal).
 
@@ -134,6 +135,9 @@ class Host(Protocol):
         Args:
             start: take up from there; what enters earlier blocks is not computed, their units and hooks do not run.
             token_ids: only these tokens' logits, in this order; None = the whole vocabulary.
+            short: in the last block compute keys and values of all positions, and the rest of the last position only. Hooks
+                there see it in two parts, all positions but the last and the last, or see the last one only. A host may
+                ignore it; without hooks in the last block the logits are the same.
         """
         ...
 

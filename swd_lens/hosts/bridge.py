@@ -238,6 +238,7 @@ class BridgeHost:
         *,
         start: Start | None = None,
         token_ids: Int[Tensor, " answer"] | None = None,
+        short: bool = False,
     ) -> Float[Tensor, "batch _vocab"]:
         stand_ins, first, pick = [], 0, None
         if start is not None:

@@ -1,5 +1,7 @@
 """Running parts of a HookedTransformer: prefixes that are kept, starting at a block, and unembedding a few tokens only."""
 
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,9 +84,43 @@ def residual(model: Any, tokens: Tensor, layer: int, prefix: Any) -> Tensor:
     return run(model, tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
 
 
-def last_residual(model: Any, tokens: Tensor, prefix: Any, start: Start | None) -> Tensor:
+class _Filled(Exception):
+    """An attention forward has handed over its keys and values: nothing else was wanted of it."""
+
+
+@dataclass
+class _KeysAndValues(TransformerLensKeyValueCacheEntry):
+    """A cache entry that takes keys and values and ends the forward."""
+
+    def append(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        self.past_keys, self.past_values = new_keys, new_values
+        raise _Filled
+
+
+def _short_last_block(model: Any, resid: Tensor) -> Tensor:
+    """What leaves the last block at the last position, (batch, 1, d_model): of the others only keys and values are computed."""
+    cfg, layer = model.cfg, model.cfg.n_layers - 1
+    if resid.shape[1] == 1:
+        return model(resid, start_at_layer=layer, stop_at_layer=layer + 1)
+    empty = TransformerLensKeyValueCacheEntry.init_cache_entry(cfg, resid.device, len(resid))
+    entry = _KeysAndValues(empty.past_keys, empty.past_values)
+    with suppress(_Filled):
+        model.blocks[layer](resid[:, :-1], past_kv_cache_entry=entry, attention_mask=_ones(model, resid[:, :-1]))
+    kept = TransformerLensKeyValueCacheEntry(entry.past_keys, entry.past_values, frozen=True)
+    cache = TransformerLensKeyValueCache([kept] * (layer + 1), _ones(model, resid[:, :-1]), frozen=True)
+    how = {"past_kv_cache": cache, "attention_mask": _ones(model, resid)}
+    return model(resid[:, -1:], start_at_layer=layer, stop_at_layer=layer + 1, **how)
+
+
+def last_residual(model: Any, tokens: Tensor, prefix: Any, start: Start | None, short: bool = False) -> Tensor:
     """What leaves the last block at the last position, (batch, 1, d_model)."""
     n_layers = model.cfg.n_layers
+    if short and prefix is None and (start is None or start.layer < n_layers):
+        if start is None:
+            resid = run(model, tokens, stop_at_layer=n_layers - 1)
+        else:
+            resid = model(start.residual, start_at_layer=start.layer, stop_at_layer=n_layers - 1)
+        return _short_last_block(model, resid)
     if start is None:
         return residual(model, tokens, n_layers, prefix)[:, -1:]
     require_kept(prefix, start.layer)

@@ -210,9 +210,10 @@ class HookedTransformerHost:
         *,
         start: Start | None = None,
         token_ids: Int[Tensor, " answer"] | None = None,
+        short: bool = False,
     ) -> Float[Tensor, "batch _vocab"]:
         # Unembed the last position only: for long prompts the rest is most of the work and memory.
-        resid = hooked_running.last_residual(self.model, tokens, prefix, start)
+        resid = hooked_running.last_residual(self.model, tokens, prefix, start, short)
         return hooked_running.unembed(self.model, resid, token_ids)[:, -1]
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:

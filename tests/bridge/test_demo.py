@@ -162,7 +162,9 @@ def test_a_bridge_that_keeps_no_prefix_gives_the_same_scores_and_curves(bridge, 
 def test_units_that_no_hook_sees_are_an_error(bridge, walked, monkeypatch):
     kind = type(host_of(bridge))
     last_logits = kind.last_logits
-    monkeypatch.setattr(kind, "last_logits", lambda self, *a, **k: (self.model.reset_hooks(), last_logits(self, *a, **k))[1])
+    monkeypatch.setattr(
+        kind, "last_logits", lambda self, *a, **k: (self.model.reset_hooks(), last_logits(self, *a, **k))[1]
+    )
     task = swd.load_task("greater_than", bridge, n_train=4, n_test=4)
     with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.3\.mlp_out"):
         swd.attribute(bridge, walked[0], task)

@@ -375,3 +375,19 @@ def test_copied_and_frozen_hosts(kind, family):
         start = Start(1, resid.requires_grad_())
         host.last_logits(tokens, prefix, start=start, token_ids=IDS).sum().backward()
         assert resid.grad is not None and resid.grad.abs().max() > 0
+
+
+@every_host
+def test_a_short_last_block_gives_the_same_logits_and_leaves_nothing_behind(kind, family):
+    model, factors, tokens = loaded(kind, family)
+    host = host_of(model)
+    host.run(tokens)  # a bridge notes a few things in its first forward
+    before = everything(model)
+    with torch.no_grad(), swd.attach(model, factors):
+        plain = host.last_logits(tokens)
+        for layer in range(model.cfg.n_layers):
+            start = Start(layer, host.residual(tokens, layer))
+            assert relative(host.last_logits(tokens, start=start, short=True), plain) < 1e-5, layer
+        assert relative(host.last_logits(tokens, short=True), plain) < 1e-5
+        assert relative(host.last_logits(tokens[:, :1], short=True), host.last_logits(tokens[:, :1])) < 1e-5
+    assert everything(model) == before

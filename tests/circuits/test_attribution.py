@@ -1,0 +1,271 @@
+"""attribute, in every combination of its options, against whole prompts run one by one (slow.py); and what calculus says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.circuits import attribute
+from swd_lens.circuits.attribution import POSITIONS, SCORES, SIGNS
+from swd_lens.circuits.means import MEAN_OVER
+from swd_lens.hosts import host_of
+from swd_lens.inject import attach
+from swd_lens.sites import hook_name
+from tests.circuits.slow import activations, margin_of, margin_with, rows_for, slow_contributions, slow_means
+from tests.contract import swd_zero_data
+from tests.micro import random_split, split_of, toy_model
+
+MLP = ["blocks.0.mlp_out", "blocks.1.mlp_out"]
+STEPS = 3
+SPLIT = random_split(7, seed=1)
+LENGTHS = {len(prompt) for prompt in SPLIT.tokens}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def every(model):
+    return swd_zero_data(model, "all")
+
+
+@pytest.fixture(scope="module")
+def few(every):
+    """Three sites that write to the residual stream, the one in the middle alone in no block."""
+    return {site: every[site] for site in (MLP[0], "blocks.1.attn_o", MLP[1])}
+
+
+@pytest.fixture(scope="module")
+def slow(model, few):
+    """(score, positions, mean_over) -> what slow_contributions give for every prompt, computed once."""
+    kept = {}
+    with attach(model, few):
+        seen = [activations(model, few, prompt) for prompt in SPLIT.tokens]
+
+    def get(score, positions, mean_over):
+        # First-order and direct contributions do not depend on the means.
+        key = (score, positions, mean_over if score in ("integrated_gradients", "ablation") else None)
+        means = slow_means(seen, mean_over)
+        if key not in kept:
+            with attach(model, few):
+                kept[key] = [
+                    slow_contributions(model, few, SPLIT, i, score, positions, means, STEPS) for i in range(len(SPLIT))
+                ]
+        return kept[key], means
+
+    return get
+
+
+# ---------------------------------------------------------------------------------------------- slow and fast
+
+
+@pytest.mark.parametrize("mean_over", MEAN_OVER)
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_is_that_of_whole_prompts_one_by_one(model, few, slow, score, positions, mean_over):
+    assert min(LENGTHS) == 1 and len(LENGTHS) > 3
+    contributions, means = slow(score, positions, mean_over)
+    reduce = {"positive": lambda c: c.clamp(min=0), "signed": lambda c: c, "absolute": lambda c: c.abs()}
+    assert reduce.keys() == SIGNS.keys()
+    for sign in SIGNS:
+        how = {"score": score, "sign": sign, "positions": positions, "mean_over": mean_over}
+        fast = attribute(model, few, SPLIT, **how, steps=STEPS, batch_size=2)
+        for site in few:
+            expected = torch.stack([reduce[sign](one[site].double()) for one in contributions]).mean(0).float()
+            torch.testing.assert_close(fast.scores[site], expected, rtol=1e-4, atol=2e-5)
+            found, mean = fast.means[site], means[site]
+            if positions == "scoring" and mean_over == "per_position":
+                mean = mean[-1:]  # the only row that is ever used
+            torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-6)
+        assert {key: fast.settings[key] for key in how} == how
+
+
+def test_all_sites_share_one_ranking(model, every):
+    scores = attribute(model, every, SPLIT)
+    assert set(scores.scores) == set(every) and scores.n_units == sum(f.n_units for f in every.values())
+    by_score = sorted(
+        (-float(scores.scores[site][unit]), place, unit)
+        for place, site in enumerate(scores.scores)
+        for unit in range(every[site].n_units)
+    )
+    names = list(scores.scores)
+    assert scores.ranking() == [(names[place], unit) for _, place, unit in by_score]
+    assert len({site for site, _ in scores.ranking()[:20]}) > 2
+    ranks = scores.ranks()
+    assert all(int(ranks[site][unit]) == rank for rank, (site, unit) in enumerate(scores.ranking()))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_ties_go_by_site_in_execution_order_then_by_unit_however_the_sites_are_given(model, every, score):
+    # Answer = distractor: every margin is 0, and so is every score.
+    nothing = split_of([[1, 2], [3]], [[4], [5]], [[4], [5]], d_vocab=20)
+    given = {site: every[site] for site in (MLP[1], MLP[0])}
+    ranking = attribute(model, given, nothing, score=score, steps=1).ranking()
+    assert ranking == [(site, unit) for site in MLP for unit in range(every[site].n_units)]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_no_site_is_treated_as_another_however_the_sites_are_given(model, few, score):
+    how = {"score": score, "steps": 1, "positions": "all"}
+    forward, backward = (
+        attribute(model, given, SPLIT, **how) for given in (few, {site: few[site] for site in reversed(few)})
+    )
+    assert forward.ranking() == backward.ranking()
+    for site in few:
+        assert torch.equal(forward.scores[site], backward.scores[site])
+        assert torch.equal(forward.means[site], backward.means[site])
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_batches_and_frozen_parameters_change_nothing(few, score):
+    frozen = toy_model()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    how = {"score": score, "steps": 2, "positions": "all"}
+    whole, single = (attribute(frozen, few, SPLIT, **how, batch_size=size) for size in (128, 1))
+    for site in few:
+        torch.testing.assert_close(whole.scores[site], single.scores[site], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(whole.means[site], single.means[site], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_no_forward_holds_more_prompts_than_batch_size(model, few, score, monkeypatch):
+    kind, rows = type(host_of(model)), []
+
+    def count(name):
+        plain = getattr(kind, name)
+
+        def counted(self, tokens, *arguments, **options):
+            rows.append(len(tokens))
+            return plain(self, tokens, *arguments, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    for name in ("run_blocks", "freeze_prefix", "residual"):
+        count(name)
+    long = split_of([[1, 2, 3]] * 9, [[1]] * 9, [[2]] * 9, 20)
+    attribute(model, few, long, score=score, mean_over="all_tokens", steps=1, batch_size=2)
+    assert max(rows) <= 4  # find_road tries four prompts
+
+
+# ---------------------------------------------------------------------------------------------- calculus
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_integrated_gradients_of_a_site_add_up_to_what_the_site_gives(few, positions):
+    """Completeness: sum over units = margin(z) - margin(site at mu), in float64; the midpoint error falls as 1 / steps^2."""
+    model = toy_model(dtype=torch.float64)
+    split = split_of([[1, 5, 7, 2], [3, 9], [4, 4, 1, 0]], [[3], [8], [6]], [[4], [2], [1]], 20)
+    one = {steps: attribute(model, few, split, score="integrated_gradients", sign="signed", positions=positions,
+                            steps=steps) for steps in (8, 64)}  # fmt: skip
+    with attach(model, few):
+        for site in few:
+            given = 0.0
+            for i, prompt in enumerate(split.tokens):
+                values = {site: rows_for(one[8].means[site], len(prompt))}
+                everything = {site: torch.ones(few[site].n_units, dtype=torch.bool)}
+                nothing = {site: ~everything[site]}
+                given += margin_with(model, split, i, nothing, values, positions)
+                given -= margin_with(model, split, i, everything, values, positions)
+            given /= len(split)
+            error = {steps: abs(float(scores.scores[site].double().sum()) - given) for steps, scores in one.items()}
+            assert error[64] < 2e-4 * max(1.0, abs(given))
+            assert error[64] < max(0.1 * error[8], 2e-6)
+
+
+def test_first_order_scores_agree_with_finite_differences(model):
+    """Every single unit's z dg/dz, by central differences along its own z, in float64 and without autograd."""
+    model = toy_model(dtype=torch.float64)
+    factors, split = baselines.svd(model, "blocks.0.mlp_out"), split_of([[1, 5, 7, 2]], [[3]], [[4]], 20)
+    signed = attribute(model, factors, split, sign="signed", positions="all").scores["blocks.0.mlp_out"]
+    step = 1e-5
+    with attach(model, factors), torch.no_grad():
+        for unit in range(len(signed)):
+
+            def run(scale, unit=unit):
+                def hook_fn(z, hook):
+                    z = z.clone()
+                    z[..., unit] *= scale
+                    return z
+
+                logits = model.run_with_hooks(split.tokens[0][None], fwd_hooks=[(hook_name(MLP[0]), hook_fn)])
+                return float(margin_of(logits[0, -1], split, 0))
+
+            measured = (run(1 + step) - run(1 - step)) / (2 * step)
+            assert float(signed[unit]) == pytest.approx(measured, rel=1e-5, abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- metrics, settings, errors
+
+
+def test_a_metric_takes_the_margins_place(model, few):
+    """A metric that is the margin gives the margin's scores; another one is differentiated as it is."""
+    place = {example.prompt: i for i, example in enumerate(SPLIT.examples)}
+
+    def same(logits, examples):
+        return torch.stack([margin_of(row, SPLIT, place[e.prompt]) for row, e in zip(logits, examples, strict=True)])
+
+    def squared(logits, examples):
+        return same(logits, examples) ** 2
+
+    for score in SCORES:
+        plain, measured = (
+            attribute(model, few, split, score=score, sign="signed", steps=2, batch_size=3)
+            for split in (SPLIT, replace(SPLIT, metric=same))
+        )
+        for site in few:
+            torch.testing.assert_close(measured.scores[site], plain.scores[site], rtol=1e-4, atol=1e-5)
+    split = replace(SPLIT, metric=squared)
+    found = attribute(model, few, split, sign="absolute")
+    with attach(model, few):
+        slow = [slow_contributions(model, few, split, i, "first_order", "scoring", found.means, 1) for i in range(7)]
+    for site in few:
+        expected = torch.stack([one[site].abs() for one in slow]).mean(0)
+        torch.testing.assert_close(found.scores[site], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_settings_record_every_choice(model, few):
+    settings = attribute(model, few, SPLIT).settings
+    assert {k: v for k, v in settings.items() if k != "factors"} == {
+        "score": "first_order",
+        "sign": "positive",
+        "ranking": "descending score over all sites; ties by (site, unit)",
+        "positions": "scoring",
+        "mean_over": "scoring",
+        "split": "train",
+        "n_examples": 7,
+        "task": "by hand",
+        "units": {site: f.n_units for site, f in few.items()},
+        "swd_lens": swd.__version__,
+    }
+    assert len(set(settings["factors"].values())) == len(few)
+    assert attribute(model, few, SPLIT, positions="all").settings["mean_over"] == "all_tokens"
+    assert attribute(model, few, SPLIT, score="integrated_gradients", steps=5).settings["steps"] == 5
+
+
+def test_bad_options_are_refused_before_anything_is_attached(model, few, every):
+    for name in ("score", "sign", "positions", "mean_over"):
+        with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'last'"):
+            attribute(model, few, SPLIT, **{name: "last"})
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        attribute(model, few, SPLIT, score="integrated_gradients", steps=0)
+    with pytest.raises(ValueError, match=r"write to the residual stream .*; blocks\.0\.attn_qkv does not"):
+        attribute(model, every, SPLIT, score="direct_logit")
+    assert not any(hasattr(block, "hook_mlp_out_unit") for block in model.blocks)
+
+
+def test_units_that_no_hook_sees_are_an_error(model, every, monkeypatch):
+    kind = type(host_of(model))
+    last_logits = kind.last_logits
+
+    def without_hooks(self, *arguments, **options):
+        self.model.reset_hooks()
+        return last_logits(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, "last_logits", without_hooks)
+    with pytest.raises(swd.UnsupportedHostError, match=r"the units of blocks\.0\.attn_qkv, blocks\.0\.attn_o, "):
+        attribute(model, every, SPLIT)

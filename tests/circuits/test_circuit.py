@@ -1,0 +1,208 @@
+"""Circuit: counts and overlap by hand, files that are whole or not there, attached as it was judged."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import swd_lens as swd
+from swd_lens.circuits import Circuit, UnitScores, attribute, evaluate, judge
+from swd_lens.circuits import circuit as module
+from tests.circuits.slow import able_split, last_logits, margin_of
+from tests.contract import swd_zero_data
+from tests.micro import toy_model
+
+# Edges 5 and 7; 1, 2 and 0. Ranking: b/2 (4), a/0 (3), a/1 (2), b/0 (1), b/1 (0).
+SCORES = UnitScores(
+    {"a": torch.tensor([3.0, 2.0]), "b": torch.tensor([1.0, 0.0, 4.0])},
+    {"a": torch.tensor([0.5, 0.25]), "b": torch.tensor([[9.0, 9.0, 9.0], [1.0, 2.0, 3.0]])},
+    {"task": "by hand", "units": {"a": 2, "b": 3}, "factors": {"a": "x", "b": "y"}, "positions": "scoring"},
+)
+EDGES = {"a": torch.tensor([5, 7]), "b": torch.tensor([1, 2, 0])}
+
+
+def by_hand(*units, scores=SCORES):
+    return Circuit(units, scores, EDGES, {"kind": "own"})
+
+
+ONE, OTHER = by_hand(("b", 2), ("a", 0), ("b", 0)), by_hand(("a", 0), ("a", 1), ("b", 2))
+
+
+@pytest.fixture(scope="module")
+def toy():
+    model, train = toy_model(), able_split(12, seed=3, name="train")
+    factors = swd_zero_data(model, "all")
+    return model, factors, train
+
+
+# ---------------------------------------------------------------------------------------------- by hand
+
+
+def test_counts_masks_and_names():
+    assert (ONE.n_units, ONE.n_edges) == (3, 0 + 5 + 1)
+    assert ONE.names == ["b/2", "a/0", "b/0"]
+    assert {site: mask.tolist() for site, mask in ONE.masks("ablate").items()} == {
+        "a": [True, False],
+        "b": [True, False, True],
+    }
+    assert ONE.masks("keep")["b"].tolist() == [False, True, False]
+    assert repr(ONE) == "Circuit(by hand: 3 of 5 units in 2 sites, 6 edges)" and "b" in ONE._repr_html_()
+
+
+def test_frame():
+    assert ONE.frame().to_dict("list") == {
+        "site": ["b", "a", "b"],
+        "unit": [2, 0, 0],
+        "rank": [0, 1, 3],
+        "score": [4.0, 3.0, 1.0],
+        "mean z": [3.0, 0.5, 1.0],  # per position: that of the last
+        "edges": [0, 5, 1],
+    }
+    assert by_hand().frame().empty
+
+
+def test_overlap():
+    # Shared b/2 (0 edges) and a/0 (5); either has b/0 (1) and a/1 (7), too.
+    assert ONE.overlap(OTHER) == {
+        "shared": 2.0,
+        "jaccard": 2 / 4,
+        "edge jaccard": 5 / 13,
+        "share of this": 2 / 3,
+        "share of other": 2 / 3,
+    }
+    small = by_hand(("a", 0))
+    assert (small.overlap(ONE)["share of this"], small.overlap(ONE)["share of other"]) == (1.0, 1 / 3)
+    assert set(ONE.overlap(ONE).values()) == {3.0, 1.0}
+    assert by_hand().overlap(ONE)["jaccard"] == 0.0 and by_hand().overlap(by_hand())["jaccard"] == 1.0
+    other_factors = UnitScores(SCORES.scores, SCORES.means, {**SCORES.settings, "factors": {"a": "x", "b": "z"}})
+    with pytest.raises(ValueError, match="of different factors"):
+        ONE.overlap(by_hand(("a", 0), scores=other_factors))
+    # Another task's scores of the same factors may be compared.
+    other_task = UnitScores(SCORES.scores, SCORES.means, {**SCORES.settings, "task": "another"})
+    assert ONE.overlap(by_hand(("a", 0), scores=other_task))["shared"] == 1.0
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def same(a, b):
+    assert a.units == b.units and dict(a.provenance) == dict(b.provenance)
+    assert dict(a.scores.settings) == dict(b.scores.settings)
+    for x, y in ((a.scores.scores, b.scores.scores), (a.scores.means, b.scores.means), (a.edges, b.edges)):
+        assert list(x) == list(y) and all(torch.equal(x[site], y[site]) for site in x)
+
+
+def test_a_file_gives_back_the_circuit(tmp_path):
+    for i, circuit in enumerate((ONE, by_hand())):
+        circuit.save(tmp_path / "new folder" / f"{i}.safetensors")
+        same(Circuit.load(tmp_path / "new folder" / f"{i}.safetensors"), circuit)
+    assert sorted(path.name for path in (tmp_path / "new folder").iterdir()) == ["0.safetensors", "1.safetensors"]
+
+
+@pytest.mark.parametrize("mean_over", ["all_tokens", "per_position"])
+def test_a_circuit_of_a_curve_does_from_its_file_what_it_did(tmp_path, toy, mean_over):
+    model, factors, train = toy
+    scores = attribute(model, factors, train, positions="all", mean_over=mean_over)
+    circuit = evaluate(model, factors, able_split(), scores).circuit_at(sufficiency=0.9)
+    circuit.save(tmp_path / "c.safetensors")
+    loaded = Circuit.load(str(tmp_path / "c.safetensors"))
+    same(loaded, circuit)
+    assert loaded.overlap(circuit)["jaccard"] == 1.0
+    both = judge(model, factors, able_split(), {"made": circuit, "loaded": loaded})
+    made, again = (both.loc[row].drop("circuit").to_dict() for row in (0, 1))
+    assert made == pytest.approx(again, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch, error):
+    path = tmp_path / "c.safetensors"
+    ONE.save(path)
+
+    def half(tensors, file, metadata):
+        file.write_bytes(b"half a fi")
+        raise error("stop")
+
+    monkeypatch.setattr(module, "save_file", half)
+    with pytest.raises(error):
+        OTHER.save(path)
+    same(Circuit.load(path), ONE)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "c.safetensors"
+    with pytest.raises(FileNotFoundError, match="there is no circuit file"):
+        Circuit.load(path)
+    path.write_bytes(b"not safetensors at all")
+    with pytest.raises(ValueError, match="is not a circuit file"):
+        Circuit.load(path)
+    save_file({"w": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="is not a circuit file"):
+        Circuit.load(path)
+    ONE.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match="is not a circuit file"):
+        Circuit.load(path)
+    save_file({"w": torch.zeros(2)}, path, {"format": "swd_lens circuit", "about": json.dumps({"version": 2})})
+    with pytest.raises(ValueError, match="has circuit format 2, this swd_lens reads up to 1"):
+        Circuit.load(path)
+
+
+# ---------------------------------------------------------------------------------------------- of and attach
+
+
+def test_a_circuit_of_ones_own_choice(toy, tmp_path):
+    model, factors, train = toy
+    scores = attribute(model, factors, train)
+    circuit = Circuit.of(factors, scores, ["blocks.1.mlp_out/3", ("blocks.0.attn_o", 2)], why="a hunch")
+    assert circuit.units == (("blocks.1.mlp_out", 3), ("blocks.0.attn_o", 2))
+    assert circuit.provenance == {"why": "a hunch"}
+    f = factors["blocks.1.mlp_out"]
+    assert int(circuit.edges["blocks.1.mlp_out"][3]) == int((f.read[:, 3] != 0).sum() + (f.write[3] != 0).sum())
+    # Indices as a table has them.
+    frame = circuit.frame()
+    again = Circuit.of(factors, scores, zip(frame["site"], np.asarray(frame["unit"]).tolist(), strict=True))
+    assert again.units == circuit.units
+    again.save(tmp_path / "again.safetensors")
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp_out/99 is not among"):
+        Circuit.of(factors, scores, ["blocks.1.mlp_out/99"])
+    with pytest.raises(ValueError, match=r"unit blocks\.1\.mlp_out/3 is named 2 times"):
+        Circuit.of(factors, scores, ["blocks.1.mlp_out/3", ("blocks.1.mlp_out", 3)])
+    other = {site: type(f)(f.read.flip(1), f.write.flip(0)) for site, f in factors.items()}
+    with pytest.raises(ValueError, match="with other factors of"):
+        Circuit.of(other, scores, [])
+    with pytest.raises(ValueError, match="with other factors of"), circuit.attach(model, other):
+        raise AssertionError("attached")
+    assert not hasattr(model.blocks[1], "hook_mlp_out_unit")
+
+
+@pytest.mark.parametrize(
+    ("positions", "mean_over"), [("scoring", "scoring"), ("all", "all_tokens"), ("all", "per_position")]
+)
+@pytest.mark.parametrize("ablation", ["mean", "zero"])
+def test_attached_it_does_what_it_was_judged_by_and_leaves_no_trace(toy, positions, mean_over, ablation):
+    model, factors, train = toy
+    split = able_split()
+    scores = attribute(model, factors, train, positions=positions, mean_over=mean_over)
+    curve = evaluate(model, factors, split, scores, grid=[20], ablation=ablation)
+    circuit = curve.circuit(20)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks, prompt = set(model.hook_dict), split.tokens[0]
+    with torch.no_grad():
+        before = last_logits(model, prompt)
+    for mode in ("keep", "ablate"):
+        with circuit.attach(model, factors, mode, ablation=ablation) as attachment, torch.no_grad():
+            assert isinstance(attachment, swd.Attachment) and attachment.attached
+            slow = [float(margin_of(last_logits(model, p), split, i)) for i, p in enumerate(split.tokens)]
+        assert curve.rows[f"q_{mode}"][0] == pytest.approx(sum(slow) / len(slow), abs=2e-5)
+    with pytest.raises(RuntimeError, match="from within"), circuit.attach(model, factors):
+        raise RuntimeError("from within")
+    with torch.no_grad():
+        assert torch.equal(last_logits(model, prompt), before)
+    assert set(model.hook_dict) == hooks and not any(point.fwd_hooks for point in model.hook_dict.values())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="resampled values belong to prompts"):
+        circuit.hooks(ablation="resample")

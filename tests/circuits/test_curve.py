@@ -1,0 +1,216 @@
+"""CostCurve by hand: what is read off a small curve, its plot, and the benchmark's areas."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from swd_lens.circuits import CostCurve, UnitScores, attribute, evaluate
+from swd_lens.circuits.curve import MIB_FRACTIONS
+from tests.circuits.slow import able_split
+from tests.contract import swd_zero_data
+from tests.micro import identity_factors, micro_model, random_split, split_of, toy_model
+
+# Not monotone: 2 units reach more than 3 do. Unit 3 of the ranking has no edges.
+#   k  edges  sufficiency  drop
+#   0      0          0.1   0.0
+#   1     10          0.5   1.0
+#   2     14          0.9   1.5
+#   3     14          0.8   3.0
+#   4     30          1.0   2.0
+ROWS = pd.DataFrame(
+    {
+        "units": [0, 1, 2, 3, 4],
+        "edges": [0, 10, 14, 14, 30],
+        "sufficiency": [0.1, 0.5, 0.9, 0.8, 1.0],
+        "necessity_drop": [0.0, 1.0, 1.5, 3.0, 2.0],
+        "q_keep": [1.0, 5.0, 9.0, 8.0, 10.0],
+    }
+)
+SCORES = UnitScores({"s": torch.tensor([1.0, 4.0, 2.0, 3.0])}, {"s": torch.zeros(4)}, {"task": "t", "units": {"s": 4}})
+EDGES = {"s": torch.tensor([16, 10, 0, 4])}  # ranking: units 1, 3, 2, 0
+
+
+def curve(rows=ROWS, settings=None, **more):
+    return CostCurve(rows, "t", 11.0, 10.0, 1.0, 1.0, settings or {}, SCORES, EDGES, **more)
+
+
+# ---------------------------------------------------------------------------------------------- cost_at
+
+
+@pytest.mark.parametrize(
+    ("how", "edges", "units"),
+    [
+        ({"sufficiency": 0.05}, 0, 0),
+        ({"sufficiency": 0.1}, 0, 0),
+        ({"sufficiency": 0.11}, 10, 1),
+        ({"sufficiency": 0.8}, 14, 2),
+        ({"sufficiency": 0.95}, 30, 4),
+        ({"sufficiency": 1.01}, None, None),
+        # Fractions of the drop of ablating every unit, 2: not of the largest drop, 3.
+        ({"necessity": 0.5}, 10, 1),
+        ({"necessity": 0.75}, 14, 2),
+        ({"necessity": 1.0}, 14, 3),
+        ({"necessity": 1.6}, None, None),
+        ({"necessity": 0}, 0, 0),
+    ],
+)
+def test_cost_at(how, edges, units):
+    assert curve().cost_at(**how) == edges
+    assert curve().cost_at(**how, cost="units") == units
+    if units is None:
+        with pytest.raises(ValueError, match=r"no prefix of 't' reaches 1\.\d+; the highest \w+ is [13]\.000"):
+            curve().circuit_at(**how)
+    else:
+        assert curve().circuit_at(**how, cost="units").n_units == units
+
+
+def test_no_fraction_of_a_drop_that_is_not_there():
+    helps = ROWS.assign(necessity_drop=[0.0, 1.0, 1.0, 1.0, -0.5])
+    assert curve(helps).cost_at(necessity=0.5) is None
+
+
+def test_circuit_at_is_the_prefix_that_cost_at_prices():
+    circuit = curve().circuit_at(sufficiency=0.8)
+    # Of the two prefixes of 14 edges the shorter one.
+    assert circuit.units == (("s", 1), ("s", 3)) and circuit.n_edges == 14
+    assert circuit.provenance["kind"] == "prefix"
+    assert circuit.provenance["chosen_at"] == {"sufficiency": 0.8, "cost": "edges"}
+    assert curve().circuit(4).n_edges == 30 and curve().circuit(0).units == ()
+    with pytest.raises(ValueError, match=r"n_units must lie in 0 \.\. 4, got 5"):
+        curve().circuit(5)
+
+
+def test_min_cost():
+    # From above: 1.0 costs 30, 0.9 costs 14 (2 units), 0.8 costs 14 too, so it adds nothing; 0.5 costs 10; 0.1 nothing.
+    table = curve().min_cost()
+    assert table.values.tolist() == [[0.1, 0], [0.5, 10], [0.9, 14], [1.0, 30]]
+    # Drops: 3 costs 3 units, less than 2 does (4); 1.5 costs 2, 1 costs 1, 0 nothing.
+    table = curve().min_cost("necessity_drop", "units")
+    assert table.values.tolist() == [[0.0, 0], [1.0, 1], [1.5, 2], [3.0, 3]]
+    for value, cost in curve().min_cost().values.tolist():
+        assert curve().cost_at(sufficiency=value) == cost
+
+
+def test_cost_interval_is_that_of_a_loop_over_draws():
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(5, 30, dtype=torch.float64, generator=generator)
+    keep = torch.tensor(ROWS["q_keep"].tolist(), dtype=torch.float64)[:, None] + 2 * noise
+    whole, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["necessity_drop"].tolist())[:, None].double() + noise
+    one = curve(margins={"keep": keep, "ablate": ablate, "unpruned": whole, "dense": whole})
+    generator = torch.Generator().manual_seed(5)
+    draws = torch.cat([torch.randint(30, (n, 30), generator=generator) for n in (128, 72)])
+    for how in ({"sufficiency": 0.85}, {"necessity": 0.6}, {"sufficiency": 1.02}, {"sufficiency": 9}):
+        costs = []
+        for index in draws:
+            k, a, w = keep[:, index].mean(1), ablate[:, index].mean(1), whole[index].mean()
+            drawn = ROWS.assign(sufficiency=(k / w).numpy(), necessity_drop=(w - a).numpy())
+            costs.append(curve(drawn).cost_at(**how))
+        costs = sorted(np.inf if cost is None else cost for cost in costs)
+        # 2.5 % of 200 on either side.
+        expected = tuple(None if np.isinf(costs[i]) else costs[i] for i in (4, -5))
+        assert one.cost_interval(**how, times=200, seed=5) == expected
+    assert one.cost_interval(sufficiency=9) == (None, None)
+
+
+def test_what_is_refused():
+    for call in (curve().cost_at, curve().circuit_at, curve().cost_interval):
+        with pytest.raises(ValueError, match="exactly one threshold"):
+            call()
+        with pytest.raises(ValueError, match="exactly one threshold"):
+            call(sufficiency=0.5, necessity=0.5)
+        with pytest.raises(ValueError, match="cost must be one of"):
+            call(sufficiency=0.5, cost="tokens")
+    with pytest.raises(ValueError, match="carries no margins"):
+        curve().cost_interval(sufficiency=0.5)
+    with pytest.raises(ValueError, match="carries no scores"):
+        CostCurve(ROWS, "t", 1.0, 1.0, 1.0, 1.0, {}).circuit_at(sufficiency=0.5)
+    with pytest.raises(ValueError, match="of must be one of"):
+        curve().min_cost("accuracy")
+
+
+def test_cost_at_reads_the_micro_models_curve():
+    train = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
+    test = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
+    model = micro_model()
+    found = evaluate(model, identity_factors(), test, attribute(model, identity_factors(), train))
+    # Sufficiency 0.5, 0.8, 1; drop 0, 3, 5; edges 0, 3, 6 (test_micro.py).
+    assert found.cost_at(sufficiency=0.75) == 3
+    assert found.cost_at(sufficiency=0.9, cost="units") == 2
+    assert found.cost_at(sufficiency=0.5) == 0
+    assert found.cost_at(sufficiency=1.1) is None
+    assert found.cost_at(necessity=0.5, cost="units") == 1  # drop 3 >= half of 5
+    # One prompt: every draw is that prompt.
+    assert found.cost_interval(sufficiency=0.75) == (3, 3)
+
+
+# ---------------------------------------------------------------------------------------------- the benchmark's areas
+
+
+def test_cpr_and_cmd_by_hand():
+    rows = pd.DataFrame(
+        {"units": [0, 1, 2, 5, 10], "edges": [0, 20, 20, 90, 100], "q_keep": [2.0, 4.0, 6.0, 14.0, 12.0]}
+    )
+    one = curve(rows, {"grid": "mib"})
+    one = CostCurve(**{**one.__dict__, "q_unpruned": 12.0})
+    # f = (q - 2) / 10: 0, .2, .4, 1.2, 1. Of 10 units the fractions allow 0, 0, 0, 0, 0, 0, 1, 2, 5, 10:
+    #   f = 0 up to .05, .2 at .1, .4 at .2, 1.2 at .5, 1 at 1.
+    # Trapezoids: (.05)(.1) + (.1)(.3) + (.3)(.8) + (.5)(1.1) = .005 + .03 + .24 + .55 = .825
+    # |1 - f| = 1 up to .05, .8, .6, .2, 0: (.049)(1) + (.05)(.9) + (.1)(.7) + (.3)(.4) + (.5)(.1) = .334
+    assert one.mib() == pytest.approx({"CPR": 0.825, "CMD": 0.334}, rel=1e-12)
+    # Of 100 edges they allow 0 .. 10 -> prefix 0; 20 -> prefix 2 (not 1); 50 -> prefix 2; 100 -> prefix 10.
+    #   f = 0 up to .1, .4 at .2, .4 at .5, 1 at 1: (.1)(.2) + (.3)(.4) + (.5)(.7) = .49
+    #   |1 - f| = 1, .6, .6, 0: (.099)(1) + (.1)(.8) + (.3)(.6) + (.5)(.3) = .509
+    assert one.mib("edges") == pytest.approx({"CPR": 0.49, "CMD": 0.509}, rel=1e-12)
+
+
+def test_areas_need_their_grid_and_a_full_circuit_that_differs_from_the_empty_one():
+    with pytest.raises(ValueError, match='grid="mib"'):
+        curve().mib()
+    with pytest.raises(ValueError, match="cost must be one of"):
+        curve(settings={"grid": "mib"}).mib("tokens")
+    flat = curve(ROWS.assign(q_keep=10.0), {"grid": "mib"})
+    assert all(np.isnan(value) for value in flat.mib().values())
+
+
+@pytest.mark.parametrize("cost", ["units", "edges"])
+def test_areas_of_a_curve_are_those_of_all_prefixes(cost):
+    """On the grid of evaluate(grid="mib") as with every single prefix evaluated: none that is larger fits a fraction."""
+    model = toy_model()
+    factors = swd_zero_data(model, "all")
+    scores, split = attribute(model, factors, random_split()), able_split(n=24)
+    found = evaluate(model, factors, split, scores, grid="mib", bootstrap=0)
+    every = evaluate(model, factors, split, scores, grid=range(scores.n_units + 1), bootstrap=0).rows
+    empty, full = every["q_keep"].iloc[0], every["q_keep"].iloc[-1]
+    f = []
+    for fraction in MIB_FRACTIONS:
+        fits = every[every[cost] <= fraction * every[cost].iloc[-1]]
+        f.append((fits["q_keep"].iloc[-1] - empty) / (full - empty))
+    f, x = np.array(f), np.array(MIB_FRACTIONS)
+    expected = {"CPR": float(np.trapezoid(f, x)), "CMD": float(np.trapezoid(np.abs(1 - f), x))}
+    assert found.mib(cost) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- shown and kept
+
+
+def test_plots_draw_every_point():
+    figure = curve().plot()
+    for ax, column in zip(figure.axes, ("sufficiency", "necessity_drop"), strict=True):
+        line = ax.lines[0]
+        assert line.get_xdata().tolist() == ROWS["edges"].tolist()
+        np.testing.assert_array_equal(line.get_ydata(), ROWS[column])
+
+
+def test_tables_are_copies_and_settings_record_every_choice():
+    one = curve()
+    table = one.table()
+    table.loc[0, "units"] = 7
+    assert one.rows["units"].tolist() == [0, 1, 2, 3, 4]
+    model = micro_model()
+    train = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
+    scores = attribute(model, identity_factors(), train)
+    found = evaluate(model, identity_factors(), train, scores, grid=[1], ablation="zero", bootstrap=7, seed=2)
+    own = {"ablation": "zero", "test_split": "train", "n_test": 2, "grid": "own", "bootstrap": 7, "bootstrap_seed": 2}
+    assert found.settings == {**scores.settings, **own, "replacement": {}}
+    assert found.as_dict()["settings"] == found.settings and len(found.as_dict()["rows"]) == 2

@@ -1,0 +1,265 @@
+"""evaluate and judge against whole prompts run one by one (slow.py), and what must hold exactly."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from swd_lens.circuits import Circuit, UndefinedSufficiencyWarning, attribute, evaluate, judge, prefix_grid
+from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths
+from swd_lens.circuits.reference import ABLATIONS
+from swd_lens.hosts import host_of
+from swd_lens.inject import attach
+from swd_lens.tasks.task import Task, TaskError
+from tests.circuits.slow import able_split, activations, last_logits, margin_of, margin_with, replacing, rows_for
+from tests.contract import swd_zero_data
+from tests.micro import random_split, split_of, toy_model
+
+TRAIN = random_split()
+
+
+TEST = able_split()
+KNOWN, SURFACES = "blocks.1.mlp_out", ("blocks.0.mlp_out", "blocks.1.mlp_out", "*.attn_o", "*.mlp_in", "all")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def sets(model):
+    return {pattern: swd_zero_data(model, pattern) for pattern in SURFACES}
+
+
+def slow_rows(model, factors, split, scores, sets_of_units, mode, ablation):
+    """margins (set, prompt), correct, KL to unpruned: all plain."""
+    positions, found = scores.settings["positions"], {"margin": [], "correct": [], "kl": []}
+    plain_logits = {}
+    with attach(model, factors), torch.no_grad():
+        for chosen in sets_of_units:
+            inside = {site: torch.zeros(f.n_units, dtype=torch.bool) for site, f in factors.items()}
+            for site, unit in chosen:
+                inside[site][unit] = True
+            masks = inside if mode == "ablate" else {site: ~mask for site, mask in inside.items()}
+            row = {name: [] for name in found}
+            for i, prompt in enumerate(split.tokens):
+                if ablation == "resample":
+                    z = activations(model, factors, split.corrupt[i])
+                    # At the scoring position: z at the end of the corrupt prompt, whatever its length.
+                    last = positions == "scoring"
+                    values = {site: one[-1].expand(len(prompt), -1) if last else one for site, one in z.items()}
+                else:
+                    means = scores.means if ablation == "mean" else {s: m * 0 for s, m in scores.means.items()}
+                    values = {site: rows_for(means[site], len(prompt)) for site in factors}
+                hooks = [replacing(site, masks[site], values[site], positions) for site in factors]
+                plain = plain_logits[i] if i in plain_logits else last_logits(model, prompt)
+                plain_logits[i] = plain
+                changed = last_logits(model, prompt, hooks)
+                row["margin"].append(float(margin_of(changed, split, i)))
+                right, wrong = changed[list(split.answer_ids[i])].max(), changed[list(split.distractor_ids[i])].max()
+                row["correct"].append(float(right > wrong))
+                p, q = plain.softmax(-1), changed.softmax(-1)
+                row["kl"].append(float((p * (p / q).log()).sum()))
+            for name, values in row.items():
+                found[name].append(values)
+    return {name: np.array(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+@pytest.mark.parametrize("pattern", SURFACES)
+def test_every_number_is_that_of_whole_prompts_one_by_one(model, sets, pattern, positions, ablation):
+    factors, split = sets[pattern], able_split(same_lengths=positions == "all")
+    scores = attribute(model, factors, TRAIN, positions=positions)
+    k = [0, 1, 7, scores.n_units]
+    curve = evaluate(model, factors, split, scores, grid=k, ablation=ablation, kl=True, batch_size=3,
+                     tokens_per_forward=30)  # fmt: skip
+    assert curve.rows["units"].tolist() == k
+    for mode in ("keep", "ablate"):
+        slow = slow_rows(model, factors, split, scores, [scores.ranking()[:n] for n in k], mode, ablation)
+        np.testing.assert_allclose(curve.margins[mode], slow["margin"], atol=5e-5)  # logits reach 10
+        np.testing.assert_allclose(curve.rows[f"q_{mode}"], slow["margin"].mean(1), atol=2e-5)
+        np.testing.assert_allclose(curve.rows[f"kl_{mode}"], slow["kl"].mean(1), rtol=1e-4, atol=1e-6)
+        assert curve.rows[f"accuracy_{mode}"].tolist() == slow["correct"].mean(1).tolist()
+        if mode == "keep":
+            assert curve.q_unpruned == pytest.approx(slow["margin"][-1].mean(), abs=1e-5)
+            ratio = slow["margin"].mean(1) / slow["margin"][-1].mean()
+            np.testing.assert_allclose(curve.rows["sufficiency"], ratio, atol=2e-5)
+        else:
+            drop = slow["margin"][0].mean() - slow["margin"].mean(1)
+            np.testing.assert_allclose(curve.rows["necessity_drop"], drop, atol=2e-5)
+    edges = {site: f.edges_per_unit * f.valid_units for site, f in factors.items()}
+    assert curve.rows["edges"].tolist() == [sum(int(edges[s][u]) for s, u in scores.ranking()[:n]) for n in k]
+    with torch.no_grad():
+        dense = [float(margin_of(last_logits(model, p), split, i)) for i, p in enumerate(split.tokens)]
+    np.testing.assert_allclose(curve.margins["dense"], dense, atol=1e-5)
+
+
+@pytest.mark.parametrize("mean_over", ["scoring", "all_tokens", "per_position"])
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+def test_means_of_every_kind_are_put_in_also_in_prompts_longer_than_any_of_training(model, sets, positions, mean_over):
+    factors = sets["all"]
+    short = [i for i, prompt in enumerate(TRAIN.tokens) if len(prompt) <= 5]
+    few = replace(TRAIN, **{name: tuple(getattr(TRAIN, name)[i] for i in short)
+                            for name in ("examples", "tokens", "answer_ids", "distractor_ids")})  # fmt: skip
+    assert max(map(len, TEST.tokens)) > 5 > min(map(len, TEST.tokens))
+    scores = attribute(model, factors, few, positions=positions, mean_over=mean_over)
+    curve = evaluate(model, factors, TEST, scores, grid=[0, 9])
+    for mode in ("keep", "ablate"):
+        chosen = [scores.ranking()[:n] for n in (0, 9, scores.n_units)]
+        slow = slow_rows(model, factors, TEST, scores, chosen, mode, "mean")
+        np.testing.assert_allclose(curve.margins[mode], slow["margin"], atol=5e-5)
+
+
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_keep_all_and_ablate_none_are_unpruned_and_keep_is_ablating_the_complement(model, sets, positions, ablation):
+    for pattern in (KNOWN, "all"):
+        factors = sets[pattern]
+        scores = attribute(model, factors, TRAIN, positions=positions)
+        ranking = scores.ranking()
+        circuit, rest = (Circuit.of(factors, scores, units) for units in (ranking[3:11], ranking[:3] + ranking[11:]))
+        whole, empty = (Circuit.of(factors, scores, units) for units in (ranking, []))
+        named = {"circuit": circuit, "rest": rest, "whole": whole, "empty": empty}
+        rows = judge(model, factors, TEST, named, ablation=ablation, kl=True).set_index("circuit")
+        for one, other in (("circuit", "rest"), ("rest", "circuit"), ("whole", "empty"), ("empty", "whole")):
+            # The same run of the same list of interventions, at another place of it.
+            for name in ("q", "accuracy", "kl"):
+                assert rows.loc[one, f"{name}_keep"] == pytest.approx(rows.loc[other, f"{name}_ablate"], abs=1e-6)
+        assert rows.loc["whole", "sufficiency"] == pytest.approx(1.0, abs=1e-5)
+        assert rows.loc["empty", "necessity_drop"] == pytest.approx(0.0, abs=1e-6)
+        assert rows.loc["whole", "kl_keep"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_prefixes_judged_as_circuits_have_the_rows_of_the_curve(model, sets):
+    factors = sets["all"]
+    scores = attribute(model, factors, TRAIN)
+    curve = evaluate(model, factors, TEST, scores, kl=True)
+    named = {str(n): curve.circuit(n) for n in curve.rows["units"]}
+    rows = judge(model, factors, Task("t", TRAIN, TEST, "", False), named, kl=True)
+    assert rows["circuit"].tolist() == list(named)
+    numbers = rows.drop(columns="circuit")
+    assert list(numbers.columns) == list(curve.rows.columns)
+    np.testing.assert_allclose(numbers.to_numpy(), curve.rows.to_numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_inputs_give_the_same_bits(model, sets):
+    first, second = (evaluate(model, sets["all"], TEST, attribute(model, sets["all"], TRAIN)) for _ in range(2))
+    assert first.rows.equals(second.rows)
+
+
+def test_the_number_of_interventions_does_not_change_the_size_of_a_run(model, sets, monkeypatch):
+    factors, kind, rows = sets["all"], type(host_of(model)), []
+    plain = kind.last_logits
+
+    def counted(self, tokens, *arguments, **options):
+        rows.append(tokens.numel())
+        return plain(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(kind, "last_logits", counted)
+    scores = attribute(model, factors, TRAIN, positions="all")
+    largest, calls = [], []
+    for grid in ([0], list(range(100))):
+        rows.clear()
+        evaluate(model, factors, TEST, scores, grid=grid, tokens_per_forward=64, batch_size=2)
+        largest.append(max(rows))
+        calls.append(len(rows))
+    assert largest[0] <= largest[1] <= 64 and calls[1] > 10 * calls[0] / 2
+
+
+def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
+    factors = sets[KNOWN]
+    scores = attribute(model, factors, TRAIN)
+    wrong = replace(TEST, answer_ids=TEST.distractor_ids, distractor_ids=TEST.answer_ids)
+    with pytest.warns(UndefinedSufficiencyWarning, match=r"mean margin on 'by hand' is -\d\.\d+, not positive"):
+        curve = evaluate(model, factors, wrong, scores)
+    assert curve.rows[["sufficiency", "sufficiency_low", "sufficiency_high"]].isna().all().all()
+    assert curve.rows["necessity_drop"].notna().all() and curve.cost_at(sufficiency=0.5) is None
+    zero = split_of([[1, 2]], [[3]], [[3]], 20)  # right = wrong: a margin of exactly zero
+    with pytest.warns(UndefinedSufficiencyWarning):
+        assert judge(model, factors, zero, Circuit.of(factors, scores, []))["sufficiency"].isna().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UndefinedSufficiencyWarning)
+        assert evaluate(model, factors, TEST, scores).rows["sufficiency"].notna().all()
+
+
+def test_a_metric_takes_the_margins_place(model, sets):
+    factors = sets["all"]
+    place = {example.prompt: i for i, example in enumerate(TEST.examples)}
+
+    def metric(logits, examples):
+        return torch.stack([logits[r, place[e.prompt]] - logits[r].mean() + 3 for r, e in enumerate(examples)])
+
+    split = replace(TEST, metric=metric)
+    scores = attribute(model, factors, TRAIN)
+    curve = evaluate(model, factors, split, scores, grid=[5], tokens_per_forward=50)
+    with attach(model, factors):
+        for row, n in enumerate([5, scores.n_units]):
+            masks = {site: rank >= n for site, rank in scores.ranks().items()}
+            values = {site: mean.expand(8, -1) for site, mean in scores.means.items()}
+            slow = [margin_with(model, split, i, masks, values, "scoring") for i in range(len(split))]
+            np.testing.assert_allclose(curve.margins["keep"][row], slow, atol=5e-5)
+    assert pd.isna(curve.accuracy_unpruned) and curve.rows["accuracy_keep"].isna().all()
+
+
+def test_what_is_refused(model, sets):
+    factors, other = sets[KNOWN], swd_zero_data(toy_model(), KNOWN)
+    scores = attribute(model, factors, TRAIN)
+    different = {KNOWN: replace_factors(factors[KNOWN])}
+    assert different[KNOWN].n_units == other[KNOWN].n_units
+    theirs = attribute(model, different, TRAIN)
+    evaluate(model, other, TEST, scores)  # made again from the same weights: the same units
+    for call in (evaluate, lambda m, f, t, s: judge(m, f, t, Circuit.of(factors, s, [(KNOWN, 0)]))):
+        with pytest.raises(ValueError, match=r"with other factors of blocks\.1\.mlp_out \(same number of units"):
+            call(model, different, TEST, scores)
+        with pytest.raises(ValueError, match=r"\(site: units\); attribute these factors first"):
+            call(model, sets["blocks.0.mlp_out"], TEST, scores)
+    pair = {"a": Circuit.of(factors, scores, []), "b": Circuit.of(different, theirs, [])}
+    with pytest.raises(ValueError, match="found with different scores"):
+        judge(model, factors, TEST, pair)
+    # Same settings, but other training prompts, so other means.
+    moved = attribute(model, factors, random_split(seed=8))
+    assert moved.settings == scores.settings
+    with pytest.raises(ValueError, match="found with different scores"):
+        judge(model, factors, TEST, {"a": pair["a"], "b": Circuit.of(factors, moved, [])})
+    with pytest.raises(ValueError, match="nothing to judge"):
+        judge(model, factors, TEST, {})
+    for bad in ([-1], [scores.n_units + 1]):
+        with pytest.raises(ValueError, match=r"prefix lengths must lie in 0 \.\. 16"):
+            evaluate(model, factors, TEST, scores, grid=bad)
+    with pytest.raises(ValueError, match="\"mib\", got 'all'"):
+        evaluate(model, factors, TEST, scores, grid="all")
+    with pytest.raises(ValueError, match="bootstrap must be 0 or more"):
+        evaluate(model, factors, TEST, scores, bootstrap=-1)
+    with pytest.raises(ValueError, match=r"ablation must be one of .* got 'median'"):
+        evaluate(model, factors, TEST, scores, ablation="median")
+    with pytest.raises(TaskError, match="24 of 24 train prompts of 'by hand' have none, the first is 'prompt 0'"):
+        evaluate(model, factors, TRAIN, scores, ablation="resample")
+    assert not hasattr(model.blocks[1], "hook_mlp_out_unit")
+
+
+def replace_factors(f):
+    """The same matrices with units in another order."""
+    order = torch.arange(f.n_units).flip(0)
+    return type(f)(f.read[:, order], f.write[order], weight=f.read @ f.write)
+
+
+def test_grids():
+    assert prefix_grid(20) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 20]
+    assert prefix_grid(1) == [0, 1]
+    assert 48 in prefix_grid(3072)  # method.md §0.5
+    assert prefix_grid(768)[-3:] == [384, 512, 768]
+
+
+def test_the_mib_grid_holds_the_largest_prefix_that_fits_each_fraction(model, sets):
+    scores = attribute(model, sets["all"], TRAIN)
+    edges = {site: f.edges_per_unit * f.valid_units for site, f in sets["all"].items()}
+    costs = np.cumsum([0, *(int(edges[site][unit]) for site, unit in scores.ranking())])
+    lengths = _lengths("mib", scores, edges)
+    for fraction in MIB_FRACTIONS:
+        assert max(k for k in range(len(costs)) if costs[k] <= fraction * costs[-1]) in lengths
+        assert int(fraction * scores.n_units) in lengths

@@ -1,0 +1,203 @@
+"""Roads: each gives what whole runs give, find_road takes the shortest that does, and a host that lies changes no number."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from swd_lens.circuits import attribute, evaluate
+from swd_lens.circuits.roads import Road, Runner, find_road
+from swd_lens.hosts import host_of
+from swd_lens.inject import attach
+from tests.circuits.slow import able_split, last_logits, replacing
+from tests.contract import swd_zero_data
+from tests.micro import random_tokens, split_of, toy_model
+
+FIRST, LAST = "blocks.0.mlp_out", "blocks.1.mlp_out"
+SPLIT, TRAIN = able_split(), able_split(12, seed=3, name="train")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def every(model):
+    return swd_zero_data(model, "all")
+
+
+def some_masks(factors, circuits=5):
+    generator = torch.Generator().manual_seed(0)
+    masks = {site: torch.rand(circuits, f.n_units, generator=generator) < 0.5 for site, f in factors.items()}
+    masks[next(iter(masks))][0] = False
+    masks[next(iter(masks))][1] = True
+    return masks
+
+
+def slow_logits(model, tokens, masks, values, positions):
+    rows = []
+    with torch.no_grad():
+        for circuit in range(len(next(iter(masks.values())))):
+            for row, prompt in enumerate(tokens):
+                at = {s: v.expand(len(tokens), tokens.shape[1], -1)[row] for s, v in values.items()}
+                hooks = [replacing(s, mask[circuit], at[s], positions) for s, mask in masks.items()]
+                rows.append(last_logits(model, prompt, hooks))
+    return torch.stack(rows).unflatten(0, (-1, len(tokens)))
+
+
+@pytest.mark.parametrize("pos", [1, 6])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("positions", "keeps"), [("scoring", True), ("scoring", False), ("all", False)])
+def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keeps, layer, known, pos):
+    """Sites of block `layer` on, or the block's mlp_out alone and the sites of later blocks."""
+    chosen = [
+        s for s in every if int(s[7]) > layer or (s == f"blocks.{layer}.mlp_out" if known else int(s[7]) == layer)
+    ]
+    factors, tokens = {site: every[site] for site in chosen}, random_tokens(3, pos)
+    masks, generator = some_masks(factors), torch.Generator().manual_seed(1)
+    shapes = (
+        (1, 1),
+        (1, pos),
+        (3, 1),
+        (3, pos),
+    )  # of values: one for all, one per position, one per prompt, one for each
+    with attach(model, factors) as attachment:
+        host, first = host_of(model), next(site for site in attachment.sites if site.layer == layer)
+        road = Road(positions, layer + known, first if known else None, keeps)
+        runner = Runner(host, attachment.factors, road)
+        for batch, at in shapes:
+            if positions == "all" and (batch, at) == (3, 1):
+                continue
+            values = {
+                site: torch.randn(batch, at, f.n_units, generator=generator) for site, f in attachment.factors.items()
+            }
+            with torch.no_grad():
+                found = runner.logits(runner.ground(tokens), masks, values)
+                ids = torch.tensor([7, 2, 11])
+                some = runner.logits(runner.ground(tokens), masks, values, ids)
+            slow = slow_logits(model, tokens, masks, values, positions)
+            assert float((found - slow).abs().max()) < 1e-5 * float(slow.abs().max())
+            torch.testing.assert_close(some, found[..., ids], rtol=1e-5, atol=1e-5)
+
+
+def test_what_interventions_share_is_left_as_it_was(model, every):
+    """The same ground gives the same logits again, after any other intervention."""
+    factors, tokens = {LAST: every[LAST], "blocks.1.attn_o": every["blocks.1.attn_o"]}, random_tokens(3, 6)
+    with attach(model, factors) as attachment, torch.no_grad():
+        runner = Runner(host_of(model), attachment.factors, Road("scoring", 1, None, True))
+        ground, masks = runner.ground(tokens), some_masks(factors)
+        values = {site: torch.zeros(1, 1, f.n_units) for site, f in factors.items()}
+        first = runner.logits(ground, masks, values)
+        runner.logits(ground, {site: ~mask for site, mask in masks.items()}, values)
+        assert torch.equal(runner.logits(ground, masks, values), first)
+
+
+# ---------------------------------------------------------------------------------------------- which road
+
+
+@pytest.mark.parametrize(
+    ("sites", "layer", "known"),
+    [
+        ([FIRST], 1, FIRST),
+        ([LAST], 2, LAST),
+        ([FIRST, LAST], 1, FIRST),
+        ([FIRST, "blocks.0.attn_o"], 0, None),
+        (["blocks.1.attn_o", "blocks.1.mlp_in"], 1, None),
+    ],
+)
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+def test_the_shortest_road_is_taken(model, every, positions, sites, layer, known):
+    with attach(model, {site: every[site] for site in sites}) as attachment, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        road = find_road(host_of(model), attachment.sites, attachment.factors, SPLIT, positions)
+        plain = find_road(host_of(model), attachment.sites, attachment.factors, SPLIT, positions, known=False)
+    assert (road.positions, road.layer, road.known and road.known.name) == (positions, layer, known)
+    assert road.keeps_prefix == plain.keeps_prefix == (positions == "scoring")
+    assert (plain.layer, plain.known) == (min(int(site[7]) for site in sites), None)
+
+
+def lie(monkeypatch, model, name):
+    """A host whose `name` gives something else than it should."""
+    kind = type(host_of(model))
+    honest = getattr(kind, name)
+
+    def residual(self, *arguments, **options):
+        found = honest(self, *arguments, **options)
+        return found + 0.1 * torch.arange(found.shape[-1])  # not a constant, which layer norm would take out
+
+    def freeze_prefix(self, tokens):
+        return honest(self, (tokens + 1) % 20)
+
+    monkeypatch.setattr(kind, name, {"residual": residual, "freeze_prefix": freeze_prefix}[name])
+
+
+@pytest.mark.parametrize("name", ["residual", "freeze_prefix"])
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+@pytest.mark.parametrize("site", [LAST, "blocks.1.attn_o"])
+def test_a_host_that_lies_changes_no_number(model, every, monkeypatch, positions, site, name):
+    factors = {site: every[site]}
+    how = {"score": "ablation", "positions": positions, "sign": "signed"}
+    scores = attribute(model, factors, TRAIN, **how)
+    first = attribute(model, factors, TRAIN, positions=positions)
+    curve = evaluate(model, factors, SPLIT, scores, grid=[5])
+    lie(monkeypatch, model, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = attribute(model, factors, TRAIN, **how)
+        second = attribute(model, factors, TRAIN, positions=positions)
+        rows = evaluate(model, factors, SPLIT, scores, grid=[5]).rows
+    torch.testing.assert_close(again.scores[site], scores.scores[site], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(second.scores[site], first.scores[site], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(again.means[site], scores.means[site])
+    assert rows["q_keep"].tolist() == pytest.approx(curve.rows["q_keep"].tolist(), abs=1e-5)
+    assert rows["q_ablate"].tolist() == pytest.approx(curve.rows["q_ablate"].tolist(), abs=1e-5)
+
+
+def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, every, monkeypatch):
+    kept = attribute(model, every, TRAIN)
+    curve = evaluate(model, every, SPLIT, kept, kl=True)
+    monkeypatch.setattr(type(host_of(model)), "freeze_prefix", lambda self, tokens: None)
+    whole = attribute(model, every, TRAIN)
+    assert whole.settings == kept.settings
+    for site in every:
+        torch.testing.assert_close(whole.scores[site], kept.scores[site], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole.means[site], kept.means[site], rtol=1e-5, atol=1e-6)
+    # The same scores again, so that both judge the same prefixes.
+    again = evaluate(model, every, SPLIT, kept, kl=True)
+    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("positions", "name"), [("scoring", "freeze_prefix"), ("all", "residual")])
+def test_where_nothing_is_left_to_shorten_it_says_so(model, every, monkeypatch, positions, name):
+    scores = attribute(model, {LAST: every[LAST]}, TRAIN, positions=positions)
+    lie(monkeypatch, model, name)
+    with pytest.warns(UserWarning, match="every run will be a whole one"):
+        evaluate(model, {LAST: every[LAST]}, SPLIT, scores)
+
+
+def test_one_token_prompts_have_a_road(model, every):
+    factors = {LAST: every[LAST]}
+    short = split_of([[1], [2], [3]], [[4]] * 3, [[5]] * 3, 20)
+    scores = attribute(model, factors, short)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        curve = evaluate(model, factors, short, scores, bootstrap=0)
+    assert curve.rows["q_keep"].iloc[-1] == pytest.approx(curve.q_unpruned, abs=1e-6)
+
+
+@pytest.mark.parametrize("sites", [[FIRST], ["blocks.1.attn_o", "blocks.1.mlp_in", LAST], ["blocks.0.attn_qkv", LAST]])
+def test_a_short_last_block_gives_the_logits_of_whole_runs(model, every, sites):
+    factors, tokens = {site: every[site] for site in sites}, random_tokens(3, 6)
+    masks, generator = some_masks(factors), torch.Generator().manual_seed(1)
+    with attach(model, factors) as attachment, torch.no_grad():
+        road = find_road(host_of(model), attachment.sites, attachment.factors, SPLIT, "all")
+        assert road.short
+        runner = Runner(host_of(model), attachment.factors, road)
+        for batch, pos in ((1, 1), (1, 6), (3, 6)):
+            values = {site: torch.randn(batch, pos, f.n_units, generator=generator) for site, f in factors.items()}
+            found = runner.logits(runner.ground(tokens), masks, values)
+            slow = slow_logits(model, tokens, masks, values, "all")
+            assert float((found - slow).abs().max()) < 1e-5 * float(slow.abs().max())

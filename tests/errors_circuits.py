@@ -1,0 +1,165 @@
+"""Triggers of the section "Circuits" of swd_lens/ERRORS.md; tests/test_errors.py runs them."""
+
+import dataclasses
+import json
+from functools import cache
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.hosts import Start, host_of
+from swd_lens.tasks.task import Task
+from tests import families
+
+SITE, OTHER = "blocks.0.mlp_out", "blocks.1.mlp_out"
+TRIGGERS = {}
+NEEDS_HOOKED: set[str] = set()
+
+
+def trigger(function):
+    name = function.__name__.replace("_", "-")
+    TRIGGERS[name] = function
+    NEEDS_HOOKED.add(name)
+    return function
+
+
+@cache
+def setting():
+    """A toy host, SVD factors of two sites, a task whose margin is positive, and scores at one site."""
+    from tests.micro import random_split, toy_model  # needs HookedTransformer
+
+    model = toy_model()
+    with torch.no_grad():  # the answers of prompt i are token i: a bias makes the margin positive
+        model.unembed.b_U.copy_(torch.linspace(20.0, 0.0, model.cfg.d_vocab))
+    train, test = random_split(12), random_split(12, seed=5, name="test")
+    task = Task("toy", train, test, "random", False)
+    factors = {site: baselines.svd(model, site) for site in (SITE, OTHER)}
+    return model, factors, task, swd.attribute(model, factors[SITE], task)
+
+
+def other_factors(model):
+    return baselines.random_b(model, SITE, seed=1)
+
+
+@trigger
+def ranking_of_other_sites(folder, patch):
+    model, factors, task, scores = setting()
+    swd.evaluate(model, factors[OTHER], task, scores)
+
+
+@trigger
+def ranking_of_other_factors(folder, patch):
+    model, _, task, scores = setting()
+    swd.evaluate(model, other_factors(model), task, scores)
+
+
+@trigger
+def circuit_of_other_factors(folder, patch):
+    model, factors, _, scores = setting()
+    with swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"]).attach(model, other_factors(model)):
+        pass
+
+
+@trigger
+def overlap_of_other_factors(folder, patch):
+    model, factors, task, scores = setting()
+    other = other_factors(model)
+    ours = swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"])
+    ours.overlap(swd.Circuit.of(other, swd.attribute(model, other, task), [f"{SITE}/0"]))
+
+
+@trigger
+def unit_not_scored(folder, patch):
+    _, factors, _, scores = setting()
+    swd.Circuit.of(factors[SITE], scores, [f"{SITE}/999"])
+
+
+def reversed_task():
+    model, factors, task, scores = setting()
+    swapped = {"answer_ids": task.test.distractor_ids, "distractor_ids": task.test.answer_ids}
+    return model, factors[SITE], dataclasses.replace(task.test, **swapped), scores
+
+
+@trigger
+def undefined_sufficiency(folder, patch):
+    model, factors, split, scores = reversed_task()
+    swd.evaluate(model, factors, split, scores, grid=[0])
+
+
+@trigger
+def nothing_to_refine(folder, patch):
+    model, factors, split, scores = reversed_task()
+    swd.refine(model, factors, split, scores)
+
+
+@trigger
+def prefix_never_reaches(folder, patch):
+    model, factors, task, scores = setting()
+    swd.evaluate(model, factors[SITE], task, scores, grid=[0]).circuit_at(sufficiency=99.0)
+
+
+@trigger
+def mib_without_its_prefixes(folder, patch):
+    model, factors, task, scores = setting()
+    swd.evaluate(model, factors[SITE], task, scores).mib()
+
+
+@trigger
+def resample_without_corrupt(folder, patch):
+    model, factors, task, scores = setting()
+    swd.evaluate(model, factors[SITE], task, scores, ablation="resample")
+
+
+@trigger
+def resample_other_length(folder, patch):
+    model, factors, task, _ = setting()
+    longer = tuple(torch.cat([tokens, tokens[-1:]]) for tokens in task.test.tokens)
+    scores = swd.attribute(model, factors[SITE], task, positions="all")
+    swd.evaluate(model, factors[SITE], dataclasses.replace(task.test, corrupt=longer), scores, ablation="resample")
+
+
+@trigger
+def direct_logit_elsewhere(folder, patch):
+    model, _, task, _ = setting()
+    swd.attribute(model, baselines.svd(model, "blocks.0.mlp_in"), task, score="direct_logit")
+
+
+@trigger
+def not_a_circuit_file(folder, patch):
+    save_file({"x": torch.zeros(1)}, folder / "x.safetensors")
+    swd.Circuit.load(folder / "x.safetensors")
+
+
+@trigger
+def circuit_file_of_the_future(folder, patch):
+    _, factors, _, scores = setting()
+    path = folder / "circuit.safetensors"
+    swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"]).save(path)
+    with safe_open(path, "pt") as file:
+        header = dict(file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    header["about"] = json.dumps({**json.loads(header["about"]), "version": 99})
+    save_file(tensors, path, header)
+    swd.Circuit.load(path)
+
+
+@trigger
+def prefix_of_later_layers(folder, patch):
+    model, *_ = setting()
+    host, tokens = host_of(model), torch.tensor([[1, 2, 3]])
+    prefix = host.repeat_prefix(host.freeze_prefix(tokens), 1, from_layer=1)
+    host.last_logits(tokens, prefix, start=Start(0, host.residual(tokens, 0)))
+
+
+def run_within_a_run(folder, patch):
+    model = families.bridge("gpt2")
+    host, tokens = host_of(model), torch.tensor([[1, 2, 3]])
+    start = Start(1, host.residual(tokens, 1))
+    with model.hooks(fwd_hooks=[("blocks.1.hook_out", lambda x, hook: host.last_logits(tokens, start=start) and x)]):
+        host.last_logits(tokens, start=start)
+
+
+TRIGGERS["run-within-a-run"] = run_within_a_run
