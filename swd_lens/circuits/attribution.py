@@ -82,6 +82,11 @@ def attribute(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     split = prompts.train if isinstance(prompts, Task) else prompts
+    if not isinstance(split, TaskSplit):
+        raise TypeError(
+            f"prompts must be a Task or a TaskSplit, got {type(split).__name__}; load_task(name, model) makes one"
+        )
+    split.require_vocabulary(model.cfg.d_vocab)
     require_no_dropout(model)
     host = host_of(model)
     with attach(model, factors) as attachment:
@@ -106,6 +111,8 @@ def attribute(
         "split": split.name,
         "n_examples": len(split),
         "task": split.task,
+        "task_source": split.source,
+        "prepend_bos": split.prepend_bos,
         "units": {site.name: units[site.name].n_units for site in sites},
         "factors": identities(units),
         "swd_lens": __version__,

@@ -21,6 +21,8 @@ from swd_lens.hosts import Host
 from swd_lens.inject import Attachment
 from swd_lens.tasks.task import Bucket, TaskSplit
 
+_LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -71,7 +73,8 @@ class Bench:
         keep: keep what is shared between calls of `run` (for searches, which call it often).
 
     Raises:
-        ValueError: scores of other units than those attached.
+        ValueError: scores of other units than those attached, or of prompts with BOS where these have none (or the reverse).
+        TaskError: prompts tokenized for another host.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Bench:
         progress: bool = False,
     ):
         require_same_units(scores.settings, attachment.factors, "this ranking")
+        split.require_vocabulary(host.model.cfg.d_vocab)
+        _require_same_beginning(scores.settings.get("prepend_bos"), split)
         self.host, self.attachment, self.split = host, attachment, split
         self.batch_size, self.tokens_per_forward, self.keep, self.progress = (
             batch_size,
@@ -122,6 +127,8 @@ class Bench:
                     log_p = whole[0].float().log_softmax(-1) if kl else None
                     unpruned.put(torch.zeros(1, dtype=torch.int64), bucket, whole, log_p)
                 at_once = max(1, self.tokens_per_forward // bucket.tokens.numel())
+                if ids is None:  # whole vocabularies, which may outgrow everything else
+                    at_once = max(1, min(at_once, _LOGITS_AT_ONCE // (len(bucket.index) * bucket.d_vocab)))
                 for start in range(0, n, at_once):
                     chunk = slice(start, min(start + at_once, n))
                     self._run_chunk(found, unpruned, chunk, masks(chunk), (bucket, ground, values), ids, log_p)
@@ -172,3 +179,12 @@ class Bench:
 
 def _kl(log_p: Float[Tensor, "batch vocab"], log_q: Float[Tensor, "batch vocab"]) -> Float[Tensor, " batch"]:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _require_same_beginning(scored: bool | None, split: TaskSplit) -> None:
+    if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
+        how = {True: "with", False: "without"}
+        raise ValueError(
+            f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {split.task!r} are "
+            f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
+        )

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores, require_same_units
 from swd_lens.files import atomic, plain
 from swd_lens.inject import Attachment, Units, attach
+from swd_lens.inject.attach import by_site
 from swd_lens.sites import parse_unit
 
 _FORMAT, _VERSION = "swd_lens circuit", 1
@@ -51,13 +53,20 @@ class Circuit:
         """A circuit of the user's own choice.
 
         Args:
-            factors: what the scores are of: a FactorSet or a dict site -> Factors.
+            factors: what the scores are of, by site name: a FactorSet, or what else `swd_lens.attach` takes.
             units: names ("blocks.2.mlp_out/17") or (site, index) pairs.
 
         Raises:
             ValueError: a unit that the scores do not cover, or one named twice; scores of other factors.
+            TypeError: a unit source whose edges cannot be counted by itself.
         """
-        found = dict(factors)
+        found = by_site(factors)
+        for site, one in found.items():
+            if not isinstance(one, Units):
+                raise TypeError(
+                    f"the units of {site} are a {type(one).__name__}, whose edges are not counted before it is attached; take "
+                    "a circuit from the curve: evaluate(...).circuit(n_units)"
+                )
         require_same_units(scores.settings, found, "this ranking")
         pairs = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
         chosen = [(site, int(index)) for site, index in pairs]  # what a table gives is NumPy's
@@ -130,7 +139,7 @@ class Circuit:
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>{self.frame().to_html(index=False)}"
+        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
 
     # ------------------------------------------------------------------ at work
 

@@ -7,7 +7,9 @@
 3. The result (comparison.py) says which replacements behave alike enough for their circuits to be compared.
 """
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -56,17 +58,23 @@ def compare(
         progress: show a bar over replacements.
 
     Raises:
-        ValueError: no method, no task, two tasks of one name, two curves of one name, or an unknown reference.
+        TypeError: methods that are no mapping, something among the tasks that is no Task, or an unknown option.
+        ValueError: no method, no task, two tasks of one name, two curves of one name, an unknown reference, or a fidelity of
+            no curve.
         AttachError: see `swd_lens.attach`.
     """
     chosen = check_tasks(tasks)
+    check_options(attribution, evaluation)
     sources, groups = _sources(methods)
+    measured = dict(fidelities or {})
+    if unknown := [name for name in measured if name not in sources]:
+        names = ", ".join(map(repr, sources))
+        raise ValueError(f"fidelities are of {', '.join(map(repr, unknown))}, but the curves are called {names}")
     reference = next(iter(methods)) if reference is None else reference
     if reference not in methods:
         raise ValueError(f"reference {reference!r} is not among the methods: {', '.join(map(repr, methods))}")
     scores: dict[str, dict[str, UnitScores]] = {task.name: {} for task in chosen}
     curves: dict[str, dict[str, CostCurve]] = {task.name: {} for task in chosen}
-    measured = {name: found for name, found in (fidelities or {}).items() if name in sources}
     for name, source in tqdm(sources.items(), desc="compare", unit="replacement", disable=not progress, leave=False):
         factors = source() if _makes(source) else source
         if tokens is not None and name not in measured:
@@ -81,9 +89,21 @@ def compare(
     return Comparison(by_task, groups, measured, reference, tolerance)
 
 
-def check_tasks(tasks: Task | Sequence[Task]) -> list[Task]:
-    """One task or several as a list; a ValueError where there is none, or two of one name."""
+def check_tasks(tasks: Any) -> list[Task]:
+    """One task or several as a list.
+
+    Raises:
+        TypeError: something else than tasks.
+        ValueError: none, or two of one name.
+    """
+    if isinstance(tasks, Mapping | str) or not isinstance(tasks, Iterable | Task):
+        hint = "; pass list(tasks.values())" if isinstance(tasks, Mapping) else ""
+        raise TypeError(f"tasks must be a Task or a list of them, got {reprlib.repr(tasks)}{hint}")
     chosen = [tasks] if isinstance(tasks, Task) else list(tasks)
+    for task in chosen:
+        if not isinstance(task, Task):
+            made = "swd_lens.load_task(name, model) or Task.from_prompts(...)"
+            raise TypeError(f"every task must be a Task, got {reprlib.repr(task)}; make one with {made}")
     names = [task.name for task in chosen]
     if not names:
         raise ValueError("no task to compare on: pass a Task, or several")
@@ -92,8 +112,19 @@ def check_tasks(tasks: Task | Sequence[Task]) -> list[Task]:
     return chosen
 
 
-def _sources(methods: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+def check_options(attribution: Mapping[str, Any] | None, evaluation: Mapping[str, Any] | None) -> None:
+    """A TypeError where `attribute` or `evaluate` has no such option; before any work, rather than after the first method."""
+    for what, options, of in (("attribution", attribution, attribute), ("evaluation", evaluation, evaluate)):
+        valid = [name for name, its in signature(of).parameters.items() if its.kind is Parameter.KEYWORD_ONLY]
+        if unknown := [name for name in options or {} if name not in valid]:
+            named = ", ".join(map(repr, unknown))
+            raise TypeError(f"{what}= has no option {named}; {of.__name__} takes {', '.join(valid)}")
+
+
+def _sources(methods: Any) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Name of a curve -> factors or what makes them, and the methods that have seeds."""
+    if not isinstance(methods, Mapping):
+        raise TypeError(f'methods must be a mapping {{"name": factors, ...}}, got a {type(methods).__name__}')
     if not methods:
         raise ValueError('nothing to compare: pass {"name": factors, ...}')
     sources: dict[str, Any] = {}

@@ -30,12 +30,12 @@ class TaskComparison:
     scores: Mapping[str, UnitScores]
 
     def table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
-        """Least cost per replacement at a sufficiency and at a fraction of the whole necessity drop; empty: never reached."""
+        """Least cost per replacement at a sufficiency and at a fraction of the whole necessity drop; NA: never reached."""
         rows = [
             {"task": self.task, "method": name, "margin": curve.q_unpruned, **_costs(curve, sufficiency, necessity)}
             for name, curve in self.curves.items()
         ]
-        return pd.DataFrame(rows).convert_dtypes()
+        return typed(pd.DataFrame(rows))
 
     def plot(self, cost: str = "edges"):
         """Sufficiency and necessity drop of every replacement against cost; a matplotlib Figure."""
@@ -146,7 +146,7 @@ class Comparison(Mapping[str, TaskComparison]):
             for task, its in self.items()
             for method, names in self.methods.items()
         ]
-        return _typed(pd.DataFrame(rows).convert_dtypes())
+        return typed(pd.DataFrame(rows))
 
     def _over_seeds(self, found: Sequence[Mapping[str, int | None]]) -> dict[str, float | int | None]:
         row: dict[str, float | int | None] = {}
@@ -167,7 +167,7 @@ class Comparison(Mapping[str, TaskComparison]):
             row = {"CE": row["ce"], "CE delta": row["ce_delta"], "KL": row["kl"]}
             row |= {"CE difference": difference, "CE matched": self._within(difference)}
             rows.append({"method": method, "seed": seed, **row})
-        return _typed(pd.DataFrame(rows))
+        return typed(pd.DataFrame(rows))
 
     def _replacements(self) -> Iterator[tuple[str, int | None, str]]:
         """(method, seed, name of the curve); a method of one has no seed."""
@@ -216,8 +216,18 @@ def _costs(curve: CostCurve, sufficiency: float | int, necessity: float | int) -
     }
 
 
-def _typed(table: pd.DataFrame) -> pd.DataFrame:
-    """A column in which nothing was measured has a type all the same, and says NA."""
-    types = dict.fromkeys(("CE", "CE delta", "CE difference", "KL"), "Float64")
-    types |= {"seed": "Int64", "CE matched": "boolean"}
-    return table.astype({column: kind for column, kind in types.items() if column in table})
+def typed(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns that hold NA where nothing was measured or reached, of the same type whether anything was or not.
+
+    Costs are Int64, means and standard deviations over seeds Float64.
+    """
+    # By name where a column may be all None; other floats stay floats, even if they happen to be whole.
+    types = dict.fromkeys((*table.select_dtypes("float"), "CE", "CE delta", "CE difference", "KL"), "Float64")
+    types |= {"seed": "Int64", "seeds": "Int64", "CE matched": "boolean"}
+    for column in table:
+        if " at sufficiency " in column or " at necessity " in column:
+            mean = "seeds" in table and not column.endswith(" min")
+            types[column] = "Float64" if mean else "Int64"
+        elif column.startswith("reached "):
+            types[column] = "Int64"
+    return table.convert_dtypes().astype({column: kind for column, kind in types.items() if column in table})

@@ -21,7 +21,7 @@ from torch import Tensor
 from swd_lens.circuits.means import Means
 from swd_lens.circuits.roads import Ground, Road, Runner
 from swd_lens.factors import Factors
-from swd_lens.hosts import Host, Start
+from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject.coder import Units
 from swd_lens.sites import WRITES_RESIDUAL, Site
@@ -123,6 +123,11 @@ def direct_logit(turn: Pass) -> Callable[[Bucket], PerSite]:
                 f"score='direct_logit' is for sites that write to the residual stream ({', '.join(WRITES_RESIDUAL)}); "
                 f"{site.name} does not. Leave it out, or take score='first_order'"
             )
+        if norms_output(turn.host, site):
+            raise ValueError(
+                f"score='direct_logit' follows a write vector to the logits as it is, but in this host a norm stands between "
+                f"{site.name} and the residual stream. Take score='first_order'"
+            )
     host, last = turn.host, turn.host.model.cfg.n_layers
 
     def contributions(bucket: Bucket) -> PerSite:
@@ -188,6 +193,11 @@ def _margin_gradients(
         logits = turn.host.last_logits(bucket.tokens, ground.prefix, start=ground.start, token_ids=bucket.token_ids)
         margins = bucket.margin(logits)
         require_seen(sites, captured, "units")
+        if not margins.requires_grad:
+            raise ValueError(
+                "the margin has no gradient by the units: a metric function must be differentiable (argmax or a comparison is "
+                "not), and torch.inference_mode must be off. score='ablation' needs no gradient"
+            )
         gradients = torch.autograd.grad(margins.sum(), list(captured.values()))
     return found, {name: g.float() for name, g in zip(captured, gradients, strict=True)}
 

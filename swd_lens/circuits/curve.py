@@ -9,6 +9,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import pandas as pd
@@ -26,7 +27,7 @@ VALUES = ("sufficiency", "necessity_drop")
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CostCurve:
     """What nested prefixes of a ranking cost and do, on one task.
 
@@ -90,7 +91,7 @@ class CostCurve:
         sufficiency: float | int | None = None,
         necessity: float | int | None = None,
         cost: str = "edges",
-        level: float = 0.95,
+        level: float | int = 0.95,
         times: int = 1000,
         seed: int = 0,
     ) -> tuple[int | None, int | None]:
@@ -103,6 +104,8 @@ class CostCurve:
             ValueError: see `cost_at`; or a curve without the prompts' margins.
         """
         _check_cost(cost)
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie in (0, 1), got {level}; 0.95 is a 95 % interval")
         self._reached(sufficiency, necessity)  # refuses what cost_at refuses
         self._require("margins", self.margins)
         q = {name: resampled(torch.atleast_2d(values), times, seed) for name, values in self.margins.items()}
@@ -150,6 +153,15 @@ class CostCurve:
             raise ValueError(f"n_units must lie in 0 .. {self.scores.n_units}, got {n_units}")
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance})
+
+    def __repr__(self) -> str:
+        return (
+            f"CostCurve({self.task}: {len(self.rows)} prefixes of {self.rows['units'].max():,} units; margin dense "
+            f"{self.q_dense:.3f}, unpruned {self.q_unpruned:.3f})"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.rows.to_html(index=False, float_format=lambda x: f'{x:.3f}')}"
 
     def _require(self, what: str, value: Any) -> None:
         if not value:

@@ -11,8 +11,9 @@
 """
 
 import math
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -47,7 +48,7 @@ def evaluate(
     prompts: TaskSplit | Task,
     scores: UnitScores,
     *,
-    grid: Sequence[int] | str | None = None,
+    grid: Iterable[Any] | str | None = None,
     ablation: str = "mean",
     kl: bool = False,
     bootstrap: int = 1000,
@@ -184,7 +185,7 @@ def stacked(masks: Sequence[Mapping[str, Tensor]]) -> Masks:
     return {site: torch.stack([mask[site] for mask in masks]) for site in masks[0]}
 
 
-def _lengths(grid: Sequence[int] | str | None, scores: UnitScores, edges: Mapping[str, Tensor]) -> list[int]:
+def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mapping[str, Tensor]) -> list[int]:
     n_units = scores.n_units
     if isinstance(grid, str):
         if grid != "mib":
@@ -194,11 +195,18 @@ def _lengths(grid: Sequence[int] | str | None, scores: UnitScores, edges: Mappin
         by_edges = [int((costs <= fraction * whole).sum()) for fraction in MIB_FRACTIONS]
         wanted = {*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges}
     else:
-        wanted = {*prefix_grid(n_units)} if grid is None else {*grid, n_units}
+        wanted = {*prefix_grid(n_units)} if grid is None else {*map(_length, grid), n_units}
     lengths = sorted(wanted)
     if lengths[0] < 0 or lengths[-1] > n_units:
         raise ValueError(f"prefix lengths must lie in 0 .. {n_units}, got {lengths[0]} .. {lengths[-1]}")
     return lengths
+
+
+def _length(k: Any) -> int:
+    try:
+        return operator.index(k)
+    except TypeError:
+        raise ValueError(f"prefix lengths must be whole numbers, got {k!r}") from None
 
 
 def _rows(found: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: str) -> pd.DataFrame:

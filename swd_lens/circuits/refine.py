@@ -32,10 +32,12 @@ from swd_lens.inject import attach
 from swd_lens.tasks.task import Task, TaskSplit
 
 # Group sizes tried at once in one removal, and units added at once in one exchange.
-_GROUPS, _ADDED = 24, (1, 2, 4, 8, 16)
+_GROUPS, _ADDED = 24, (1, 4, 16)
 # Units whose single effect is measured in one step: of larger circuits those of lowest score, of outside units those of
 # highest.
 _MOST_TRIED = 256
+# A circuit of more units is not measured again for the sake of a last unit: a step must save this part of its cost.
+_LARGE, _WORTH = 64, 0.01
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -83,11 +85,11 @@ def refine(
     task: Task | TaskSplit,
     scores: UnitScores,
     *,
-    sufficiency: float = 0.9,
+    sufficiency: float | int = 0.9,
     cost: str = "edges",
     ablation: str = "mean",
-    rounds: int = 4,
-    max_prompts: int = 256,
+    rounds: int = 2,
+    max_prompts: int = 128,
     tokens_per_forward: int = 16_384,
     progress: bool = False,
 ) -> Refinement:
@@ -194,7 +196,7 @@ class _Search:
         return min(prefixes, key=lambda kept: (self.price(kept), int(kept.sum())))
 
     def removed(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
-        """The circuit after removing whatever can go."""
+        """The circuit after removing whatever can go; of large ones, until a step saves little."""
         while True:
             inside = kept.nonzero()[:, 0].flip(0)[:_MOST_TRIED]  # lowest scores first
             if not len(inside):
@@ -204,19 +206,40 @@ class _Search:
             alone = self.sufficiency(without)
             lost = (float(self.sufficiency(kept[None])) - alone) / self.per[inside]
             order = inside[torch.sort(lost, stable=True).indices]
-            sizes = torch.linspace(1, len(order), min(_GROUPS, len(order))).long().unique()
+            smaller = self._without_most(kept, order)
+            if smaller is None:
+                # What adds least per cost cannot go, but a unit that costs less in all might.
+                can_go = (alone >= self.target).nonzero()[:, 0]
+                if not len(can_go):
+                    return kept
+                smaller = without[int(can_go[self.costs[inside[can_go]].argmax()])]
+            saved = self.price(kept) - self.price(smaller)
+            kept = smaller
+            if int(kept.sum()) > _LARGE and saved < _WORTH * self.price(kept):
+                return kept
+
+    def _without_most(
+        self, kept: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]
+    ) -> Bool[Tensor, " unit"] | None:
+        """Without as many of the first candidates as can go together (to the unit, by two grids); None if not even one."""
+        low, high = 0, len(order)
+        while high > low:
+            sizes = torch.linspace(low + 1, high, min(_GROUPS, high - low)).long().unique()
             smaller = kept.repeat(len(sizes), 1)
             for row, size in enumerate(sizes.tolist()):
                 smaller[row, order[:size]] = False
             good = (self.sufficiency(smaller) >= self.target).nonzero()[:, 0]
             if len(good):
-                kept = smaller[int(good[-1])]
-                continue
-            # What adds least per cost cannot go, but a unit that costs less in all might.
-            can_go = (alone >= self.target).nonzero()[:, 0]
-            if not len(can_go):
-                return kept
-            kept = without[int(can_go[self.costs[inside[can_go]].argmax()])]
+                best = int(good[-1])
+                # Between this size and the next, which was too many.
+                low, high = int(sizes[best]), int(sizes[best + 1]) - 1 if best + 1 < len(sizes) else int(sizes[best])
+            else:
+                high = int(sizes[0]) - 1
+        if low == 0:
+            return None
+        found = kept.clone()
+        found[order[:low]] = False
+        return found
 
     def exchanged(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
         """The cheapest circuit after adding a few units and removing again."""

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.factors import Factors
-from swd_lens.hosts import Host, Start
+from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.inject.coder import CoderUnits, Units
 from swd_lens.sites import READS_ATTENTION_INPUT, Site, hook_name
 from swd_lens.tasks.task import TaskSplit
@@ -31,6 +31,8 @@ from swd_lens.tasks.task import TaskSplit
 _CHECKED_PROMPTS = 4
 # Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong road by a good part of it.
 _AGREES = 1e-4
+# Of the largest change of a logit that half of the known site's units make.
+_EFFECT = 0.02
 
 # What is put in place of z: per site (batch or 1, pos or 1, unit).
 Values = Mapping[str, Float[Tensor, "_batch _pos _unit"]]
@@ -174,56 +176,91 @@ def find_road(
             wanted at all positions, or gradients by it).
 
     Warns:
-        UserWarning: not even the plainest shortcut agrees, so every run will be a whole one.
+        UserWarning: a shortcut that should hold on every host does not.
     """
-    roads = _roads(host, sites, units, positions, known)
-    # Of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
-    tokens = list(split.buckets(_CHECKED_PROMPTS))[-1].tokens
-    masks = {site.name: torch.arange(units[site.name].n_units)[None] % 2 == 0 for site in sites}
-    values = {site.name: torch.zeros(1, 1, units[site.name].n_units) for site in sites}
-    best, plain = roads[0], _run(host, units, roads[0], tokens, masks, values)
-    for road in roads[1:]:
-        if not _agree(_run(host, units, road, tokens, masks, values), plain):
-            break
-        best = road
-    if best is roads[0] and len(roads) > 1:
-        warnings.warn(
-            "this host gives other logits when a run takes up midway than when it runs whole, so every run will be a whole "
-            "one: slower, but right. Please report the model",
-            stacklevel=3,
-        )
+    tokens = _longest(split)
+    half = {site.name: torch.arange(units[site.name].n_units)[None] % 2 == 0 for site in sites}
+    best = Road(positions)
+    plain = _run(host, units, best, tokens, half)
+    for shortcut in _shortcuts(host, sites, units, positions, known):
+        road = replace(best, **shortcut)
+        agrees = _agree(_try(host, units, road, tokens, half), plain)
+        if agrees and (road.known is best.known or _moves_rightly(host, units, road, tokens, half)):
+            best = road
+        elif not agrees and road.known is best.known:
+            warnings.warn(
+                f"this host gives other logits when a run is shortened ({shortcut}) than when it is not, so it will not be: "
+                "slower, but right. Please report the model",
+                stacklevel=3,
+            )
     return best
 
 
-def _roads(host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool) -> list[Road]:
-    """From the plain one to the shortest, each with one more thing left out."""
-    layer, keeps = min(site.layer for site in sites), positions == "scoring"
-    roads = [Road(positions)]
-    roads.append(replace(roads[-1], keeps_prefix=keeps))
-    roads.append(replace(roads[-1], layer=layer))
+def _shortcuts(
+    host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool
+) -> Iterator[dict[str, Any]]:
+    """What may be left out, one thing after the other."""
+    layer = min(site.layer for site in sites)
+    if positions == "scoring":
+        yield {"keeps_prefix": True}
+    if layer:
+        yield {"layer": layer}
     first = [site for site in sites if site.layer == layer]
-    if known and len(first) == 1 and first[0].kind == "mlp_out" and _adds(units[first[0].name]):
-        roads.append(replace(roads[-1], layer=layer + 1, known=first[0]))
-    last = host.model.cfg.n_layers - 1
+    if known and len(first) == 1 and first[0].kind == "mlp_out" and _adds(host, first[0], units[first[0].name]):
+        yield {"layer": layer + 1, "known": first[0]}
     # Units that read the attention's input would see the last block's positions in two parts.
-    if known and not keeps and not any(site.layer == last and site.kind in READS_ATTENTION_INPUT for site in sites):
-        roads.append(replace(roads[-1], short=True))
-    return list(dict.fromkeys(roads))
+    last = host.model.cfg.n_layers - 1
+    splits = any(site.layer == last and site.kind in READS_ATTENTION_INPUT for site in sites)
+    if known and positions == "all" and not splits:
+        yield {"short": True}
+
+
+def _longest(split: TaskSplit) -> Int[Tensor, "batch pos"]:
+    """A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there."""
+    length = max(len(tokens) for tokens in split.tokens)
+    return torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
 
 
 def _run(
-    host: Host, units: Mapping[str, Units], road: Road, tokens: Tensor, masks: Masks, values: Values
+    host: Host, units: Mapping[str, Units], road: Road, tokens: Tensor, masks: Masks
 ) -> Float[Tensor, "circuit batch vocab"]:
+    """Last-position logits with the masked units at zero."""
+    values = {name: torch.zeros(1, 1, mask.shape[1]) for name, mask in masks.items()}
     runner = Runner(host, units, road)
     with torch.no_grad():
         return runner.logits(runner.ground(tokens), masks, values)
 
 
-def _adds(units: Units) -> bool:
-    """Whether the output is a function of z alone."""
-    return isinstance(units, Factors) or (isinstance(units, CoderUnits) and units.writes == "output")
+def _try(host: Host, units: Mapping[str, Units], road: Road, tokens: Tensor, masks: Masks) -> Tensor | None:
+    """`_run`, or None where it fails: a user's hook may want more positions than a short run has."""
+    try:
+        return _run(host, units, road, tokens, masks)
+    except Exception:
+        return None
 
 
-def _agree(found: Tensor, plain: Tensor) -> bool:
+def _adds(host: Host, site: Site, units: Units) -> bool:
+    """Whether what the site adds to the residual stream is a function of z alone."""
+    of_z = isinstance(units, Factors) or (isinstance(units, CoderUnits) and units.writes == "output")
+    return of_z and not norms_output(host, site)
+
+
+def _agree(found: Tensor | None, plain: Tensor) -> bool:
     tolerance = max(_AGREES, 8 * torch.finfo(plain.dtype).eps)
-    return bool((found - plain).abs().max() <= tolerance * plain.abs().max())
+    return found is not None and bool((found - plain).abs().max() <= tolerance * plain.abs().max())
+
+
+def _moves_rightly(host: Host, units: Mapping[str, Units], road: Road, tokens: Tensor, half: Masks) -> bool:
+    """Whether the known site's units alone do by this road what they do plainly, judged by the size of what they do.
+
+    Beside the logits a wrong effect may look like rounding, where the site does little; then the road is not taken.
+    """
+    assert road.known is not None
+    alone = {name: mask if name == road.known.name else torch.zeros_like(mask) for name, mask in half.items()}
+    nothing = {name: torch.zeros_like(mask) for name, mask in half.items()}
+    plain, whole = (_run(host, units, Road(road.positions), tokens, masks) for masks in (alone, nothing))
+    found = _try(host, units, road, tokens, alone)
+    if found is None:
+        return False
+    effect = (plain - whole).abs().max()
+    return bool((found - plain).abs().max() <= _EFFECT * effect) and _agree(found, plain)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.sites import Pattern, Site, select_sites
+from swd_lens.sites import WRITES_RESIDUAL, Pattern, Site, select_sites
 
 Undo = Callable[[], None]
 Register = Callable[[Undo], None]
@@ -206,9 +206,28 @@ def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
     return bool(weight.mean(1).abs().max() < 1e-5 * weight.abs().max())
 
 
+def norms_output(host: Host, site: Site) -> bool:
+    """Whether a norm stands between the site's output and the residual stream (Gemma 2's second norms, OLMo 2, BERT)."""
+    if {"ln1_post", "ln2_post"} & host.model.blocks[site.layer]._modules.keys():
+        return True
+    reads = [one for one in host.sites() if one.layer == site.layer and one.kind not in WRITES_RESIDUAL]
+    # Where no norm comes before the matrices, it comes after them.
+    return bool(reads) and host.affine(reads[0]) is None
+
+
+# What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).
+_RATES = ("attention_dropout", "dropout", "dropout_p", "hidden_dropout", "activation_dropout")
+
+
 def drops_out(model: Any) -> bool:
     """Whether a forward is random: dropout in train mode. (A HookedTransformer has none, whatever its mode.)"""
-    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+    for module in model.modules():
+        if not module.training:
+            continue
+        rates = [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in _RATES]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            return True
+    return False
 
 
 def require_no_dropout(model: Any) -> None:

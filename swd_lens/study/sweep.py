@@ -9,14 +9,16 @@ Circuits are comparable only where the replacements behave alike: "CE matched" s
 the dense host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from swd_lens.circuits import CostCurve, compare
-from swd_lens.circuits.compare import TOLERANCE, check_tasks
+from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
+from swd_lens.circuits.comparison import typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.plots import cost_axis
 from swd_lens.factors import FactorSet
@@ -78,7 +80,7 @@ class Sweep:
             row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": its.ce_delta}
             row |= {"CE matched": self.matched(point), "KL": its.kl, "top-1 agreement": its.top1_agreement}
             rows.append(row | self._costs(point))
-        return pd.DataFrame(rows).convert_dtypes()
+        return typed(pd.DataFrame(rows))
 
     def _costs(self, point: SweepPoint) -> dict[str, int | None]:
         targets = [("sufficiency", value) for value in self.sufficiency]
@@ -162,8 +164,8 @@ def sweep(
     *,
     tokens: Any = None,
     heldout: Any,
-    sparsities: Sequence[float | int] = SPARSITIES,
-    zero_data: Sequence[bool] = (True, False),
+    sparsities: float | int | Sequence[float | int] | np.ndarray = SPARSITIES,
+    zero_data: bool | Sequence[bool] = (True, False),
     sufficiency: Sequence[float | int] = (0.5, 0.9),
     necessity: Sequence[float | int] = (0.5,),
     tolerance: float | int = TOLERANCE,
@@ -185,7 +187,7 @@ def sweep(
         tokens: (rows, pos) calibration ids; not needed for zero-data alone.
         heldout: (rows, pos) ids that calibration did not see, for fidelity.
         sparsities: each inside (0, 1).
-        zero_data: True: without calibration (G = I); False: with `tokens`; both by default.
+        zero_data: True: without calibration (G = I); False: with `tokens`; one of them or, by default, both.
         sufficiency, necessity: targets at which circuits are priced: levels, and fractions of the whole necessity drop.
         tolerance: nats of |CE delta| up to which a point's circuits count as comparable.
         units, solver: see `swd_lens.factorize`.
@@ -195,9 +197,12 @@ def sweep(
     Raises:
         ValueError: no sparsity, task or kind of calibration, one of them twice, a sparsity outside (0, 1), a bad solver
             option, calibration without tokens, or whatever `compare` refuses of tasks; all before any work.
+        TypeError: as `compare`, before any work.
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
     """
     tasks, heldout = check_tasks(tasks), as_rows(heldout, model)
+    check_options(attribution, evaluation)
+    sparsities, zero_data = _listed(sparsities), _listed(zero_data)
     _check(model, sites, tokens, sparsities, zero_data, {"units": units, **solver})
     points = []
     for without in zero_data:
@@ -227,6 +232,12 @@ def sweep(
     return Sweep(points, tuple(sufficiency), tuple(necessity), tolerance, settings)
 
 
+def _listed(values: Any) -> list[Any]:
+    """One value or several (an array, too) as a list of Python's own numbers."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return list(values) if isinstance(values, Iterable) else [values]
+
+
 def _check(
     model: Any,
     sites: Pattern,
@@ -239,7 +250,7 @@ def _check(
         if not values or len(set(values)) < len(values):
             raise ValueError(f"a sweep takes one or more different {what}, got {list(values)}")
     if tokens is None and not all(zero_data):
-        raise ValueError("calibrated factors need tokens=; zero_data=(True,) sweeps without calibration alone")
+        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
     for s in sparsities:
         for without in zero_data:
             # Refuses what the solver would refuse, but for every point at once and before the first is made.

@@ -2,7 +2,7 @@
 
 1. A family name ("ioi", "docstring", "greater_than", "gendered_pronoun") generates prompts. Train and test prompts come from
    two content splits that are disjoint from each other and from everything the embedded model was trained on. Prompts are
-   drawn until the asked number is usable with this tokenizer.
+   drawn until the asked number is usable with this tokenizer, corrupt prompts until they are as long as theirs.
 2. An auto-circuit JSON file or a JSONL file is shuffled once (seed 42, as auto-circuit does): train has the first n_train
    places, test the next n_test. A place whose example is dropped is filled from the prompts behind both.
 3. An Edge-Pruning folder has its splits already; the paper's are taken, whole.
@@ -10,6 +10,7 @@
    before is dropped, so that none straddles train and test.
 """
 
+import dataclasses
 import difflib
 import itertools
 import os
@@ -22,7 +23,7 @@ from swd_lens.tasks.errors import TaskError
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning, read_jsonl
 from swd_lens.tasks.files.detect import AUTO_CIRCUIT, EDGE_PRUNING
-from swd_lens.tasks.generators import FAMILIES, stream
+from swd_lens.tasks.generators import FAMILIES, corrupts, stream
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 
@@ -30,6 +31,7 @@ PAPER_SPLIT = (600, 200)  # IOI and docstring, app. A.4
 FILE_SEED = 42  # auto-circuit's
 # A generator whose prompts are nearly all unusable with a tokenizer is given up after this many draws per asked prompt.
 _DRAWS = 20
+_REDRAWS = 100  # of a corrupt prompt that is not as long as its prompt
 
 
 def load_task(
@@ -53,17 +55,16 @@ def load_task(
             Edge-Pruning folder's splits. A smaller file is split in the same proportion.
         seed: of the generator (default 0) or of a file's shuffle (default 42, auto-circuit's); a folder is shuffled only
             where a seed is given.
-        prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).
+        prepend_bos: None = BOS for the embedded model, which was trained with it, and none for every other host (method.md
+            6.4). Hosts such as Llama and Gemma, which were trained with BOS as well, want True.
         splits: an Edge-Pruning folder's train and test split by name; None = the paper's.
         inclusive: Edge-Pruning's greater-than: the start year itself is among the distractors.
 
     Raises:
-        TaskError: unknown name, malformed file, n below 1, an option that does not belong to this source, a tokenizer that
-            cannot do the task, or no usable example.
+        TaskError: unknown name, malformed file, n below 1 or not whole, an option that does not belong to this source, a
+            tokenizer that cannot do the task, or no usable example.
     """
-    for what, n in (("n_train", n_train), ("n_test", n_test)):
-        if n is not None and n < 1:
-            raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
+    _check_numbers(n_train=n_train, n_test=n_test)
     path = Path(name)
     kind = "generator" if str(name) in FAMILIES else find_format(path) if os.path.exists(path) else None
     if kind is None:
@@ -90,6 +91,14 @@ def load_task(
     return _shuffled(build, examples, dropped, f"{kind} file {path.name}", asked, FILE_SEED if seed is None else seed)
 
 
+def _check_numbers(**numbers: Any) -> None:
+    for what, n in numbers.items():
+        if n is not None and not hasattr(n, "__index__"):
+            raise TaskError(f"{what} must be a whole number, got {n!r}")
+        if n is not None and n < 1:
+            raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
+
+
 class _Builder:
     """The two collectors of a task that is being loaded; they share what was seen."""
 
@@ -112,8 +121,20 @@ class _Builder:
 def _generated(build: _Builder, family: str, asked: tuple[int, int], seed: int) -> Task:
     for collector, content, n in ((build.train, "validation", asked[0]), (build.test, "test", asked[1])):
         # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
-        collector.fill(itertools.islice(stream(family, content, seed), _DRAWS * n + 200), n)
+        drawn = itertools.islice(stream(family, content, seed), _DRAWS * n + 200)
+        collector.fill((_with_even_corrupt(example, build.tokenizer) for example in drawn), n)
     return build.task(f"swd_lens generator, seed {seed}{build.reached(asked)}")
+
+
+def _with_even_corrupt(example: TaskExample, tokenizer: TaskTokenizer) -> TaskExample:
+    """The example with a corrupt prompt of as many tokens as the prompt, which resampling at all positions needs.
+
+    Names differ in their number of tokens. Where no redraw fits, the corrupt prompt stays as it is.
+    """
+    length = len(tokenizer.ids(example.prompt))
+    others = itertools.chain([example.corrupt], itertools.islice(corrupts(example), _REDRAWS))
+    even = next((text for text in others if text is not None and len(tokenizer.ids(text)) == length), example.corrupt)
+    return dataclasses.replace(example, corrupt=even)
 
 
 def _shuffled(

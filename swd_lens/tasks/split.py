@@ -60,7 +60,8 @@ class Bucket:
         if self.metric is not None:
             if chosen.ndim > 2:
                 return torch.stack([self.margin(run) for run in chosen])
-            return self._measured(self.metric(chosen, list(self.examples)), len(chosen))
+            # A copy: a metric may write into what it is given.
+            return self._measured(self.metric(chosen.clone(), list(self.examples)), len(chosen))
         return (chosen * (self.answers - self.distractors).to(chosen.device)).sum(-1)
 
     def correct(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
@@ -103,6 +104,8 @@ class TaskSplit:
         task: the name of the task that this is a split of.
         corrupt: tokens of each example's corrupt prompt, None where it has none; () where no example has one.
         metric: metric(logits (batch, vocab) float32, examples) -> (batch,), in the margin's place; None = the margin.
+        source: where the examples come from; prepend_bos: whether prompts begin with BOS (None: not known). Both go into every
+            result.
     """
 
     name: str
@@ -115,9 +118,23 @@ class TaskSplit:
     task: str = "task"
     corrupt: tuple[Int[Tensor, " _pos"] | None, ...] = ()
     metric: Callable[..., Any] | None = None
+    source: str = ""
+    prepend_bos: bool | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def require_vocabulary(self, d_vocab: int) -> None:
+        """Do nothing if the prompts were tokenized for a host with this vocabulary.
+
+        Raises:
+            TaskError: for another one.
+        """
+        if self.d_vocab != d_vocab:
+            raise TaskError(
+                f"task {self.task!r} was tokenized for a host with {self.d_vocab} tokens, this one has {d_vocab}: its ids mean "
+                "other words here. Load the task for this host: load_task(name, model)"
+            )
 
     @functools.cached_property
     def token_ids(self) -> Int[Tensor, " answer"] | None:
@@ -128,6 +145,8 @@ class TaskSplit:
 
     def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
         """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         by_length: dict[int, list[int]] = {}
         for i, prompt in enumerate(self.tokens):
             by_length.setdefault(len(prompt), []).append(i)

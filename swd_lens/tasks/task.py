@@ -9,8 +9,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swd_lens.tasks.errors import TaskError
@@ -39,6 +39,12 @@ class Task:
     source: str
     prepend_bos: bool
     unused: int = 0
+
+    def __post_init__(self) -> None:
+        # Results are made from splits, and are to say where their prompts come from.
+        about = {"source": self.source, "prepend_bos": self.prepend_bos}
+        for name in ("train", "test"):
+            object.__setattr__(self, name, replace(getattr(self, name), **about))
 
     def __repr__(self) -> str:
         return f"Task({self.name}: {len(self.train)} train, {len(self.test)} test ({self.counts()}); {self.source})"
@@ -73,7 +79,7 @@ class Task:
         """Tokenize two splits for a host. They are taken as they are: a prompt may be in both.
 
         Args:
-            prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).
+            prepend_bos: see `load_task`.
             on_bad: "raise", or "drop" to leave unusable examples out and count them.
             metric: see `from_prompts`.
 
@@ -92,11 +98,11 @@ class Task:
         cls,
         name: str,
         model: Any,
-        prompts: Sequence[str],
-        answers: Sequence[str | Sequence[str]] | None = None,
-        distractors: Sequence[str | Sequence[str]] | None = None,
+        prompts: Iterable[str],
+        answers: Iterable[str | Iterable[str]] | None = None,
+        distractors: Iterable[str | Iterable[str]] | None = None,
         *,
-        corrupt: Sequence[str] | None = None,
+        corrupt: Iterable[str] | None = None,
         test_fraction: float | int = 0.25,
         seed: int = 0,
         metric: Callable[..., Any] | None = None,
@@ -123,12 +129,12 @@ class Task:
             metric: metric(logits (batch, vocab) float32, examples) -> (batch,) takes the margin's place: larger is better, and
                 it must be differentiable for attribution. Answers and distractors may then be left out; the function
                 finds them in the examples, and they are not checked.
-            prepend_bos: None = as the host was trained (yes for the embedded model, no otherwise).
+            prepend_bos: see `load_task`.
             on_bad: "raise", or "drop" to leave unusable examples and duplicate prompts out and count them.
 
         Raises:
-            TaskError: lists of different lengths, fewer than two prompts, a share outside (0, 1), a duplicate prompt, and all
-                that `from_examples` refuses.
+            TaskError: something else than texts, lists of different lengths, fewer than two prompts, a share outside (0, 1), a
+                duplicate prompt, and all that `from_examples` refuses.
         """
         if not 0 < test_fraction < 1:
             raise TaskError(f"test_fraction must lie between 0 and 1, got {test_fraction}")
@@ -151,34 +157,51 @@ class Task:
 
 def _examples(
     name: str,
-    prompts: Sequence[str],
-    answers: Sequence[str | Sequence[str]] | None,
-    distractors: Sequence[str | Sequence[str]] | None,
-    corrupt: Sequence[str] | None,
+    prompts: Any,
+    answers: Any,
+    distractors: Any,
+    corrupt: Any,
     metric: Callable[..., Any] | None,
 ) -> list[TaskExample]:
     if metric is None and (answers is None or distractors is None):
         raise TaskError(f"task {name!r} needs answers and distractors for every prompt, or a metric function")
-    lists = {"prompts": prompts, "answers": answers, "distractors": distractors, "corrupt": corrupt}
-    for what, values in lists.items():
-        if isinstance(values, str):
-            raise TaskError(
-                f"task {name!r}: {what} must be a list with one entry per prompt, got the string {values!r}"
-            )
-        if values is not None and len(values) != len(prompts):
-            raise TaskError(f"task {name!r} has {len(prompts)} prompts but {len(values)} entries in {what}")
+    texts = _listed(name, "prompts", prompts)
+    n = len(texts)
+    right = [()] * n if answers is None else _listed(name, "answers", answers, n)
+    wrong = [()] * n if distractors is None else _listed(name, "distractors", distractors, n)
+    others = [None] * n if corrupt is None else _listed(name, "corrupt", corrupt, n)
     return [
         TaskExample(
-            prompt,
-            () if answers is None else as_texts(answers[i]),
-            () if distractors is None else as_texts(distractors[i]),
-            None if corrupt is None else corrupt[i],
+            _text(name, f"prompt {i}", texts[i]),
+            _texts(name, f"answers of prompt {i}", right[i]),
+            _texts(name, f"distractors of prompt {i}", wrong[i]),
+            None if others[i] is None else _text(name, f"corrupt prompt {i}", others[i]),
             {"task": name},
         )
-        for i, prompt in enumerate(prompts)
+        for i in range(n)
     ]
 
 
-def as_texts(value: str | Sequence[str]) -> tuple[str, ...]:
+def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any]:
+    """Any iterable as a list, of n entries where n is given."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        got = f"the string {values!r}" if isinstance(values, str) else repr(values)
+        raise TaskError(f"task {name!r}: {what} must be a list with one entry per prompt, got {got}")
+    values = list(values)
+    if n is not None and len(values) != n:
+        raise TaskError(f"task {name!r} has {n} prompts but {len(values)} entries in {what}")
+    return values
+
+
+def _text(name: str, what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TaskError(f"task {name!r}: {what} must be a string, got {value!r}")
+    return value
+
+
+def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
     """One text, or several, as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value)
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+    if texts is None or not all(isinstance(text, str) for text in texts):
+        raise TaskError(f"task {name!r}: {what} must be a string or a list of strings, got {value!r}")
+    return texts

@@ -19,6 +19,8 @@ from swd_lens.tasks.documents import TokenError, documents_of
 
 __all__ = ["TokenError", "as_rows", "load_text", "pack_text", "stream_rows"]
 
+_BOM = "\ufeff"  # the mark with which Windows begins a file; it is no text
+
 
 def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
     """Check tokens against a host and give them as (rows, pos) int64 on the CPU.
@@ -73,13 +75,16 @@ def load_text(
         n_tokens: how many; rounded down to whole rows. Reading stops as soon as they are there.
         context: tokens per row; None = min(n_ctx, 1024), the paper's sequence length.
         separator: "eos", or None to let documents simply follow each other.
-        skip_tokens: leave out this many of the packed tokens first: how to take held-out text behind calibration text.
+        skip_tokens: leave out this many of the packed tokens first: how to take held-out text behind calibration text. Not
+            for an iterator (a generator, an open file): passed a second time, it goes on where the first call stopped
+            reading, without any skipping.
 
     Raises:
         TokenError: an unknown source, a bad document, no network for a named one, no tokenizer, no EOS token, numbers out of
             range, or too few tokens (how many there are is said).
     """
     length = _row_length(model, context)
+    _check_whole(n_tokens=n_tokens)
     if n_tokens < length:
         raise TokenError(
             f"n_tokens={n_tokens} is less than one row of {length}; ask for more, or give a smaller context"
@@ -109,8 +114,15 @@ def stream_rows(
         TokenError: as `load_text`; what can be checked without reading is checked at the call.
     """
     length = _row_length(model, context)
+    _check_whole(skip_tokens=skip_tokens)
     if skip_tokens < 0:
         raise TokenError(f"skip_tokens must not be negative, got {skip_tokens}")
+    if skip_tokens and isinstance(source, Iterator):
+        # One that was read before goes on where that stopped: other tokens than asked for, and nothing would show it.
+        raise TokenError(
+            f"skip_tokens={skip_tokens} would count from wherever this {type(source).__name__} stands, which cannot be known; "
+            "pass a list, or a dataset that starts anew each time, or skip documents by hand (next, itertools.islice)"
+        )
     if separator not in ("eos", None):
         raise TokenError(f"separator must be 'eos' or None, got {separator!r}")
     joint = None if separator is None else model.tokenizer.eos_token_id
@@ -127,6 +139,7 @@ def _rows(
     empty = True  # nothing was read yet, so there is nothing to join
     for starts, text in documents:
         # verbose=False: a document may be longer than the context, which is no reason to warn.
+        text = text.removeprefix(_BOM) if starts else text
         ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             continue
@@ -140,10 +153,18 @@ def _rows(
         waiting = waiting[whole:]
 
 
+def _check_whole(**numbers: Any) -> None:
+    for what, n in numbers.items():
+        if not hasattr(n, "__index__"):
+            raise TokenError(f"{what} must be a whole number, got {n!r}")
+
+
 def _row_length(model: Any, context: int | None) -> int:
     if model.tokenizer is None:
         raise TokenError("this host has no tokenizer, so text cannot be packed; pass tokens")
     n_ctx = int(model.cfg.n_ctx)
+    if context is not None:
+        _check_whole(context=context)
     if context is not None and not 1 <= context <= n_ctx:
         raise TokenError(f"context={context} must lie between 1 and the host's context of {n_ctx}")
     return min(n_ctx, 1024) if context is None else context
@@ -166,7 +187,7 @@ def pack_text(
     length = _row_length(model, context)
     # Line by line, so that a tokenizer never sees more than a paragraph at once (and does not warn of its own limit).
     ids: list[int] = []
-    for line in text.splitlines(keepends=True):
+    for line in text.removeprefix(_BOM).splitlines(keepends=True):
         ids.extend(model.tokenizer(line, add_special_tokens=False)["input_ids"])
         if n_tokens is not None and len(ids) >= n_tokens:
             break

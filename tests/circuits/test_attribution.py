@@ -239,6 +239,8 @@ def test_settings_record_every_choice(model, few):
         "split": "train",
         "n_examples": 7,
         "task": "by hand",
+        "task_source": "",
+        "prepend_bos": None,
         "units": {site: f.n_units for site, f in few.items()},
         "swd_lens": swd.__version__,
     }

@@ -12,7 +12,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import CostCurve, attribute, compare, evaluate
-from swd_lens.circuits.compare import Comparison, TaskComparison
+from swd_lens.circuits.compare import Comparison, TaskComparison, _sources, check_tasks
 from swd_lens.circuits.seeds import mean_min_cost, summary
 from swd_lens.study import fidelity
 from swd_lens.tasks.task import Task
@@ -176,6 +176,32 @@ def test_what_it_refuses(model, factors):
         compare({"Random-B": []}, model, TOY)
     with pytest.raises(ValueError, match="two curves are called 'R/0'"):
         compare({"R": [factors], "R/0": factors}, model, TOY)
+    with pytest.raises(ValueError, match="fidelities are of 'SVD', but the curves are called 'SWD'"):
+        compare({"SWD": factors}, model, TOY, fidelities={"SVD": None})
+
+
+def test_what_is_of_another_kind_is_named(factors):
+    # Of the parts of compare, since beartype, in tests alone, lets nothing of the kind reach compare.
+    with pytest.raises(TypeError, match=r"every task must be a Task, got 'ioi'; make one with swd_lens\.load_task"):
+        check_tasks(["ioi"])
+    with pytest.raises(TypeError, match="must be a Task or a list of them, got 'ioi'"):
+        check_tasks("ioi")
+    with pytest.raises(
+        TypeError, match=r"must be a Task or a list of them, got \{'toy'.*pass list\(tasks.values\(\)\)"
+    ):
+        check_tasks({"toy": TOY})
+    with pytest.raises(TypeError, match=r'methods must be a mapping \{"name": factors, \.\.\.\}, got a list'):
+        _sources([factors])
+
+
+def test_unknown_options_are_refused_before_any_work(model):
+    def never():
+        raise AssertionError("made before the check")
+
+    with pytest.raises(TypeError, match="evaluation= has no option 'ablaton'; evaluate takes grid, ablation"):
+        compare({"SWD": never}, model, TOY, evaluation={"ablaton": "zero"})
+    with pytest.raises(TypeError, match="attribution= has no option 'model'; attribute takes score, sign"):
+        compare({"SWD": never}, model, TOY, attribution={"model": model})
 
 
 # ---------------------------------------------------------------------------------------------- matched CE
@@ -220,7 +246,7 @@ def test_fidelity_that_was_measured_already_is_not_measured_again(model, factors
     calls = []
     module = sys.modules["swd_lens.circuits.compare"]  # as an attribute of the package it is the function
     monkeypatch.setattr(module, "fidelity", lambda *given: calls.append(given) or found)
-    comparison = compare({"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found, "c": found})
+    comparison = compare({"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found})
     assert len(calls) == 1 and calls[0][1] is factors
     assert comparison.fidelities == {"a": found, "b": found} and comparison.matched("b") is True
 
@@ -260,6 +286,17 @@ def test_a_threshold_that_none_reaches(worked):
     assert pd.isna(many["edges at sufficiency 5"]) and pd.isna(many["edges at sufficiency 5 min"])
     assert many["reached sufficiency 5"] == 0
     assert summary([None, 4]) == {"mean": 4.0, "sd": None, "min": 4, "reached": 1}
+
+
+def test_columns_are_of_the_same_type_whatever_was_reached(worked):
+    alone = Comparison({"toy": TaskComparison("toy", {"one": worked["toy"].curves["one"]}, {})}, reference="one")
+    for table in (alone.table, alone["toy"].table, worked.table):
+        kinds = [list(table(sufficiency=level).dtypes.astype(str)) for level in (0.9, 5.0)]
+        assert kinds[0] == kinds[1] and "object" not in kinds[0]
+    costs = "edges at sufficiency 5"
+    assert alone.table(sufficiency=5.0)[costs].dtype == "Int64" and alone["toy"].table()["margin"].dtype == "Float64"
+    seeds = worked.table(sufficiency=5.0)
+    assert (seeds[costs].dtype, seeds[f"{costs} min"].dtype) == ("Float64", "Int64")
 
 
 def test_mean_of_least_costs_by_hand(worked):

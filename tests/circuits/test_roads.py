@@ -174,7 +174,7 @@ def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, eve
 def test_where_nothing_is_left_to_shorten_it_says_so(model, every, monkeypatch, positions, name):
     scores = attribute(model, {LAST: every[LAST]}, TRAIN, positions=positions)
     lie(monkeypatch, model, name)
-    with pytest.warns(UserWarning, match="every run will be a whole one"):
+    with pytest.warns(UserWarning, match="slower, but right"):
         evaluate(model, {LAST: every[LAST]}, SPLIT, scores)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import swd_lens as swd
@@ -73,6 +74,14 @@ def test_it_says_which_points_are_matched(model, text):
     assert "above 0 nats" in found.plot()._suptitle.get_text()
 
 
+def test_arrays_and_single_values(model, text):
+    one = {"heldout": text["heldout"], "zero_data": True, **QUICK}
+    found = sweep(model, SITES, TASK, sparsities=np.array([0.5, 0.75]), **one)
+    assert [(point.sparsity, point.zero_data) for point in found.points] == [(0.5, True), (0.75, True)]
+    json.dumps(plain(found.as_dict()))
+    assert sweep(model, SITES, TASK, sparsities=0.5, **one).table().equals(found.table().iloc[:1])
+
+
 def test_figure_shows_the_table(found):
     table, figure = found.table(), found.plot()
     figure.draw_without_rendering()
@@ -89,6 +98,13 @@ def test_plain_values(found):
     assert len(saved["points"]) == 6 and saved["targets"] == {"sufficiency": [0.5, 0.9], "necessity": [0.5]}
     assert saved["points"][0]["circuits"][0]["rows"][0]["units"] == 0
     assert "toy_task: units at sufficiency 0.5" in repr(found) and "<table" in found._repr_html_()
+
+
+def test_options_that_compare_does_not_have_are_refused_before_any_work(model, text):
+    steps = []
+    with pytest.raises(TypeError, match="evaluation= has no option 'ablaton'"):
+        sweep(model, SITES, TASK, **text, evaluation={"ablaton": "zero"}, on_step=steps.append)
+    assert steps == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from swd_lens.tasks import TaskError, load_task
-from swd_lens.tasks.files import find_format, read_auto_circuit
+from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning
 from swd_lens.tasks.files.edge_pruning import row_example
 from tests.tasks.test_task import FakeHost
 
@@ -84,6 +84,7 @@ def test_duplicates_never_straddle(tmp_path):
     [
         ("no json", "not an auto-circuit task file"),
         ("", "is empty"),
+        ("[" * 100_000, "not an auto-circuit task file .* RecursionError"),
         (json.dumps({"prompts": 3}), '"prompts" must be a list, got int'),
         (json.dumps({"prompts": [PROMPT, {"clean": "x"}]}), 'prompt 1 lacks "clean", "answers" or "wrong_answers"'),
         (json.dumps({"prompts": [{**PROMPT, "answers": [5]}]}), "prompt 0 holds token ids"),
@@ -97,6 +98,24 @@ def test_bad_auto_circuit_files(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(TaskError, match=message):
         load_task(path, FakeHost())
+
+
+def test_a_file_that_is_not_text_is_not_shown_whole(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(bytes(range(256)) * 100)
+    with pytest.raises(TaskError, match=r"not an auto-circuit task file .*UnicodeDecodeError") as found:
+        load_task(path, FakeHost())
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "auto.json"])
+def test_windows_byte_order_mark(tmp_path, name):
+    records = [{**OURS, "prompt": text} for text in PHRASES[:20]]
+    path = tmp_path / name
+    write_prompts(path, PHRASES[:20]) if name == "auto.json" else write_lines(path, records)
+    plain = load_task(path, FakeHost())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_task(path, FakeHost()).train.examples == plain.train.examples
 
 
 # -------------------------------------------------------------------------------------------------------------- JSONL
@@ -131,13 +150,22 @@ def test_jsonl_of_edge_prunings_fields(tmp_path):
         (json.dumps({**OURS, "answers": [3]}), r"line 3: 'answers' must be a string or a list of strings, got \[3\]"),
         (json.dumps({**OURS, "prompt": None}), r"line 3: 'prompt' and 'corrupt' must be text"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": "12o"}', r"line 3: 'digits' must be .* got '12o'"),
+        ('{"prefix": "a", "corr_prefix": "b", "digits": 41.9}', r"line 3: 'digits' must be .* got 41.9"),
+        ('{"prefix": "a", "corr_prefix": "b", "digits": Infinity}', r"line 3: 'digits' must be .* got inf"),
+        ('{"prefix": "a", "corr_prefix": "b", "digits": NaN}', r"line 3: 'digits' must be .* got nan"),
+        (
+            '{"prefix": "a", "corr_prefix": "b", "digits": ' + "9" * 5000 + "}",
+            r"line 3 is not JSON \(Exceeds the limit",
+        ),
+        ("[" * 100_000, r"line 3 is not JSON \(.*recursion"),
+        (b'{"prompt": "caf\xe9"}', r"line 3 is not UTF-8 text .* save the file as UTF-8"),
         ('{"prefix": "a", "corr_prefix": "b", "digits": 100}', r"line 3: 'digits' must be .* got 100"),
         ('{"prefix": 1, "corr_prefix": "b", "digits": 10}', r"line 3: 'prefix' must be text, got 1"),
     ],
 )
 def test_bad_lines_are_named_by_their_number(tmp_path, line, message):
     path = tmp_path / "mine.jsonl"
-    path.write_text(f"{json.dumps(OURS)}\n\n{line}\n")
+    path.write_bytes(f"{json.dumps(OURS)}\n\n".encode() + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(TaskError, match=message):
         load_task(path, FakeHost())
     path.write_text("\n".join(json.dumps({**OURS, "prompt": text}) for text in NOUNS))
@@ -183,6 +211,9 @@ def test_greater_than_folder(tmp_path):
     few = load_task(path, years_host(), n_train=5, n_test=3)
     assert prompts(few.train) == prompts(task.train)[:5] and "not needed" in repr(few)
     assert prompts(load_task(path, years_host(), n_train=5, seed=0).train) != prompts(few.train)
+    for splits in (("train_80k",), ("train_80k", "test", "test")):
+        with pytest.raises(TaskError, match=r"splits=.* must be two names, one to train on .*: splits=\(train, test\)"):
+            read_edge_pruning(path, splits=splits)
     with pytest.raises(TaskError, match=r"several tokens of two digits \('41' -> \['4', '<unk>'\]\)"):
         load_task(path, FakeHost(n_ctx=16))
 

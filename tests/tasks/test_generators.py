@@ -1,5 +1,6 @@
 """The four task families: content splits, determinism, answers that follow from the prompt, GPT-2's tokens."""
 
+import itertools
 import random
 import re
 from itertools import pairwise
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swd_lens.tasks.generators import FAMILIES, TEMPLATES, generate, greater_than, training_document, words
+from swd_lens.tasks.generators import FAMILIES, TEMPLATES, corrupts, generate, greater_than, training_document, words
 from swd_lens.tasks.generators.words import SPLITS
 
 GPT2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "gpt2"
@@ -73,6 +74,25 @@ def test_ioi_answer_is_the_name_said_once():
         assert len(corrupt) == len(set(corrupt)) == 3
         first_is_answer = said[0] == answer.strip()
         assert e.meta["order"] == ("ABBA" if first_is_answer else "BABA")
+
+
+@pytest.mark.parametrize("family", ["ioi", "gendered_pronoun"])
+def test_further_corrupt_prompts_differ_in_the_names_alone(family):
+    people = {*words.FEMALE, *words.MALE}
+
+    def parts(text):
+        said = [word.strip(".,") for word in text.split()]
+        return [word for word in said if word in people], [word for word in said if word not in people]
+
+    for split, templates in itertools.product(SPLITS, ("seen", "unseen")):
+        for example in generate(family, split, 150, templates=templates):
+            further = list(itertools.islice(corrupts(example), 3))
+            assert further == list(itertools.islice(corrupts(example), 3))
+            for text in (example.corrupt, *further):
+                (names, rest), (clean, its_rest) = parts(text), parts(example.prompt)
+                assert rest == its_rest and len(names) == len(clean)
+                assert len({*names}) == 3 if family == "ioi" else not {*names} & {*clean}
+    assert list(corrupts(generate("docstring", "train", 1)[0])) == []
 
 
 def test_docstring_answer_is_the_next_argument():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from swd_lens.tasks import Task, TaskError
+from swd_lens.tasks.task import _examples
 from tests.tasks.test_task import FakeHost
 
 NOUNS = ["cat", "dog", "he", "she", "the"]
@@ -38,6 +39,14 @@ def test_splits_are_those_of_the_seed():
     assert prompts() == (train, test) and prompts(seed=1) != (train, test)
     assert [len(part) for part in prompts(test_fraction=0.001)] == [24, 1]
     assert [len(part) for part in prompts(test_fraction=0.999)] == [1, 24]
+
+
+def test_any_iterable_will_do():
+    lists = Task.from_prompts("mine", FakeHost(), PROMPTS, **LISTS, corrupt=PROMPTS[::-1])
+    answers, distractors = (({text} for text in texts) for texts in (["sat"] * 25, ["ran"] * 25))
+    drawn = Task.from_prompts("mine", FakeHost(), iter(PROMPTS), answers, distractors, corrupt=iter(PROMPTS[::-1]))
+    assert [e.prompt for e in drawn.train.examples] == [e.prompt for e in lists.train.examples]
+    assert [e.corrupt for e in drawn.test.examples] == [e.corrupt for e in lists.test.examples]
 
 
 def test_duplicates_are_refused_or_dropped():
@@ -101,3 +110,18 @@ def test_a_metric_must_give_one_float_per_prompt(value, message):
 def test_bad_input_is_named(changes, message):
     with pytest.raises(TaskError, match=message):
         Task.from_prompts("mine", FakeHost(), **{"prompts": PROMPTS, **LISTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [None, *PROMPTS[1:]]}, "prompt 0 must be a string, got None"),
+        ({"prompts": 3}, "prompts must be a list with one entry per prompt, got 3"),
+        ({"answers": ["sat", None, *["he"] * 23]}, "answers of prompt 1 .* got None"),
+        ({"distractors": [[41]] * 25}, r"distractors of prompt 0 must be a string or a list of strings, got \[41\]"),
+        ({"corrupt": [5] * 25}, "corrupt prompt 0 must be a string, got 5"),
+    ],
+)
+def test_what_is_no_text_is_named(changes, message):
+    with pytest.raises(TaskError, match=message):  # beartype, here alone, lets little of the kind reach from_prompts
+        _examples("mine", **{"prompts": PROMPTS, **LISTS, "corrupt": None, "metric": None, **changes})

@@ -59,6 +59,13 @@ def test_families_reach_the_papers_numbers(gpt2, family):
     assert small.train.examples == task.train.examples[:50] and small.test.examples == task.test.examples[:20]
 
 
+@pytest.mark.parametrize("family", ["ioi", "gendered_pronoun"])
+def test_generated_corrupt_prompts_are_as_long_as_theirs(gpt2, family):
+    task = load_task(family, gpt2, n_train=200, n_test=200)
+    for split in (task.train, task.test):
+        assert [len(tokens) for tokens in split.corrupt] == [len(tokens) for tokens in split.tokens]
+
+
 def test_generated_years_are_the_tokens_century_and_two_digits(gpt2):
     task = load_task("greater_than", gpt2, n_train=200, n_test=100)
     assert set(task.dropped) <= {

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 import swd_lens as swd
 from swd_lens.tasks import Task, TaskError, TaskExample, load_task
+from swd_lens.tasks.loaders import _check_numbers
 from tests.micro import random_split, split_of
 
 WORDS = ["<unk>", "<bos>", "the", "cat", "dog", "sat", "ran", "he", "she", "4", "2"]
@@ -160,6 +161,12 @@ def test_load_task_names_what_exists():
     host.tokenizer.bos_token = None
     with pytest.raises(TaskError, match="this tokenizer has no BOS token; pass prepend_bos=False"):
         load_task("ioi", host, prepend_bos=True)
+
+
+@pytest.mark.parametrize("n", [2.5, "3"])
+def test_numbers_of_prompts_are_whole(n):
+    with pytest.raises(TaskError, match=f"n_train must be a whole number, got {n!r}"):
+        _check_numbers(n_train=n)  # beartype, here alone, lets nothing of the kind reach load_task
 
 
 def test_greater_than_is_refused_where_digits_are_tokens_of_their_own():

@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 
-from swd_lens.tasks.text import TokenError, as_rows, load_text, pack_text, stream_rows
+from swd_lens.tasks.text import TokenError, _check_whole, as_rows, load_text, pack_text, stream_rows
 from tests.micro import random_tokens, toy_model
 from tests.tasks.test_task import FakeHost
 
@@ -98,6 +98,8 @@ def test_a_file_is_one_document_whatever_its_length(host, tmp_path, monkeypatch)
     assert whole.flatten().tolist() == [2, 3, 5] * 48
     monkeypatch.setattr("swd_lens.tasks.documents._BLOCK", 30)  # several blocks: still no EOS between them
     assert torch.equal(load_text(str(path), host, 144), whole)
+    path.write_bytes(b"\xef\xbb\xbf" + b"the cat sat\n" * 50)  # as Windows writes it
+    assert torch.equal(load_text(path, host, 144), whole)
     path.write_bytes(b"the cat \xff\xfe")
     with pytest.raises(TokenError, match=r"mine.txt is not UTF-8 text"):
         load_text(path, host, 8)
@@ -175,12 +177,19 @@ def test_no_network_says_what_failed_and_what_to_do(host, monkeypatch, fails_whe
         (DOCUMENTS, {"n_tokens": 7}, r"n_tokens=7 is less than one row of 8"),
         (DOCUMENTS, {"context": 9}, r"context=9 must lie between 1 and the host's context of 8"),
         (DOCUMENTS, {"skip_tokens": -1}, r"skip_tokens must not be negative, got -1"),
+        (iter(DOCUMENTS), {"skip_tokens": 3}, r"skip_tokens=3 would count from wherever this list_iterator stands"),
         (DOCUMENTS, {"separator": "bos"}, r"separator must be 'eos' or None, got 'bos'"),
     ],
 )
 def test_bad_text(host, source, how, message):
     with pytest.raises(TokenError, match=message):
         load_text(source, host, **{"n_tokens": 8, **how})
+
+
+@pytest.mark.parametrize("n", [128.0, "128"])
+def test_numbers_of_tokens_are_whole(n):
+    with pytest.raises(TokenError, match=f"n_tokens must be a whole number, got {n!r}"):
+        _check_whole(n_tokens=n)  # beartype, here alone, lets nothing of the kind reach load_text
 
 
 def test_what_the_tokenizer_lacks():

@@ -14,9 +14,10 @@ def read_auto_circuit(path: Path) -> list[TaskExample]:
         TaskError: not JSON, no "prompts" list, or a prompt without the needed fields (its number is named).
     """
     try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))["prompts"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {error!r}') from None
+        prompts = json.loads(path.read_text(encoding="utf-8-sig"))["prompts"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"  # not repr, which holds the whole file where it is not UTF-8
+        raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {why}') from None
     if not isinstance(prompts, list):
         raise TaskError(f'{path}: "prompts" must be a list, got {type(prompts).__name__}')
     return [_example(path, i, prompt) for i, prompt in enumerate(prompts)]

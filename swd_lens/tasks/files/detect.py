@@ -24,12 +24,12 @@ def find_format(path: Path) -> str:
         raise TaskError(f"{path} is not a folder saved by DatasetDict.save_to_disk: it has no dataset_dict.json.{hint}")
     if path.suffix in (".jsonl", ".ndjson"):
         return JSON_LINES
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = next((line for line in file if line.strip()), None)
     if first is None:
         raise TaskError(f"{path} is empty")
     try:
         record = json.loads(first)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return AUTO_CIRCUIT  # one object over many lines, or no JSON at all: its reader says which
     return JSON_LINES if isinstance(record, dict) and "prompts" not in record else AUTO_CIRCUIT

@@ -8,8 +8,9 @@
 3. `read_edge_pruning` reads the two splits that the paper used, or the small ones where a folder lacks those.
 """
 
+import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class SavedSplits:
     source: str
 
 
-def read_edge_pruning(path: Path, *, splits: tuple[str, str] | None = None, inclusive: bool = False) -> SavedSplits:
+def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclusive: bool = False) -> SavedSplits:
     """Read a folder that datasets' `DatasetDict.save_to_disk` wrote.
 
     Args:
@@ -58,10 +59,15 @@ def read_edge_pruning(path: Path, *, splits: tuple[str, str] | None = None, incl
         inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file), not as neither.
 
     Raises:
-        TaskError: no such folder, a split that is missing (those that are there are named), unknown fields, a bad row.
+        TaskError: no such folder, not two splits, a split that is missing (those that are there are named), unknown
+            fields, a bad row.
     """
     import datasets  # half a second, so only where it is needed
 
+    if splits is not None and (isinstance(splits, str) or len(splits) != 2):
+        raise TaskError(
+            f"splits={splits!r} must be two names, one to train on and one to test on: splits=(train, test)"
+        )
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:
@@ -82,7 +88,7 @@ def read_edge_pruning(path: Path, *, splits: tuple[str, str] | None = None, incl
     return SavedSplits(task, rows["train"], rows["test"], dropped, source + (", inclusive" if inclusive else ""))
 
 
-def _splits(path: Path, task: str, has: list[str], asked: tuple[str, str] | None) -> tuple[tuple[str, str], str]:
+def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[tuple[str, str], str]:
     names, note = asked or (PAPER_TRAIN.get(task, "train"), "test"), ""
     if asked is None and names[0] not in has and "train" in has:
         names, note = ("train", "test"), f" (the paper's {names[0]} is not there)"
@@ -90,7 +96,7 @@ def _splits(path: Path, task: str, has: list[str], asked: tuple[str, str] | None
         raise TaskError(
             f"{path} has no split {missing[0]!r}; it has {', '.join(has)}. Name two of them: splits=(train, test)"
         )
-    return names, note
+    return (names[0], names[1]), note
 
 
 def task_of_fields(fields: list[str], where: str) -> str:
@@ -132,16 +138,24 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
 
 
 def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Mapping[str, str]) -> TaskExample:
-    try:
-        year = int(row["digits"])
-    except (TypeError, ValueError):
-        year = -1
+    year = _year(row["digits"])
     if not 0 <= year < 100:
-        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {row['digits']!r}")
+        shown = reprlib.repr(row["digits"])
+        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
     later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
     if not later or not earlier:
         raise Unusable("no year on one side of the start year", f"digits {year:02d}")
     return TaskExample(row["prefix"], later, earlier, row["corr_prefix"], {**meta, "content": f"{year:02d}"})
+
+
+def _year(digits: Any) -> int:
+    """The two digits, written as text or as a number; -1 where they are no whole number."""
+    if isinstance(digits, float) and not digits.is_integer():
+        return -1
+    try:
+        return int(digits)
+    except (TypeError, ValueError):
+        return -1
 
 
 def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:

@@ -20,14 +20,15 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
         inclusive: see `read_edge_pruning`.
 
     Raises:
-        TaskError: a line that is no JSON object, lacks fields or has a bad value; its number is named.
+        TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
     """
     examples, dropped = [], Counter[str]()
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    with path.open("rb") as file:  # bytes, so that a line that is not text can be named
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            line = _text(raw, where)
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
             try:
                 examples.append(_example(_record(line, where), where, path, inclusive))
             except Unusable as why:
@@ -35,10 +36,17 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
     return examples, dropped
 
 
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where} is not UTF-8 text ({error}); save the file as UTF-8") from None
+
+
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a ValueError, too, for a number of thousands of digits
         raise TaskError(f"{where} is not JSON ({error}): {line.strip()[:60]!r}") from None
     if not isinstance(record, dict):
         raise TaskError(f"{where} must hold a JSON object, got {line.strip()[:60]!r}")

@@ -70,6 +70,19 @@ def _draw(family: str, split: str, seed: int, templates: str) -> Iterator[TaskEx
             yield example
 
 
+def corrupts(example: TaskExample) -> Iterator[str]:
+    """Further corrupt prompts of a generated example, drawn like the one it has, the same ones every time.
+
+    Without end for ioi and gendered_pronoun; none for the other families, whose corrupt prompts differ in other ways than
+    names.
+    """
+    family = example.meta["family"]
+    redraw = {"ioi": ioi.corrupt, "gendered_pronoun": gendered_pronoun.corrupt}.get(family)
+    rng = random.Random(f"{family}/corrupt/{example.prompt}")
+    while redraw is not None:
+        yield redraw(rng, example)
+
+
 def training_document(family: str, rng: random.Random, split: str = "train") -> str:
     """One complete text of a family (prompt, answer and what follows) with content of `split`, on seen templates."""
     _check("family", family, FAMILIES)

@@ -7,6 +7,7 @@
 """
 
 import random
+import re
 
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators.words import ADJECTIVES, PLACES, ROLES, loose_words, pronoun_names
@@ -57,6 +58,13 @@ def _example(rng: random.Random, split: str, templates: str) -> TaskExample:
 def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
     """One prompt of `split`; `templates` is "seen" or "unseen"."""
     return _example(rng, split, templates)
+
+
+def corrupt(rng: random.Random, example: TaskExample) -> str:
+    """The prompt of an example about another name of the other gender."""
+    name, gender = example.meta["content"], example.distractors[0].strip()
+    other = rng.choice(pronoun_names(example.meta["split"], gender))
+    return re.sub(rf"\b{name}\b", other, example.prompt)
 
 
 def document(rng: random.Random, split: str) -> str:

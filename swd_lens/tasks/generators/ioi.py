@@ -7,6 +7,7 @@
 """
 
 import random
+import re
 
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, split_of
@@ -124,13 +125,12 @@ def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
     # "\0" holds the place of the names, so that the corrupt prompt differs from the clean one in nothing else.
     frame = _opener(rng, templates, opener, ("\0a", "\0b"), place, _other_object(rng, thing))
     frame += " " + ACTIONS[templates][action].format(s="\0s", object=thing)
-    corrupt_pair = draw_pair(rng, split)
-    corrupt_giver = rng.choice([name for name in NAMES if name not in (*pair, *corrupt_pair)])
+    others = _unrelated(rng, split, pair)
     return TaskExample(
         prompt=_fill(frame, *pair, giver),
         answers=(" " + receiver,),
         distractors=(" " + giver,),
-        corrupt=_fill(frame, *corrupt_pair, corrupt_giver),
+        corrupt=_fill(frame, *others),
         meta={
             "family": FAMILY,
             "split": split,
@@ -140,6 +140,13 @@ def sample(rng: random.Random, split: str, templates: str) -> TaskExample:
             "content_2": f"{thing}|{place}",
         },
     )
+
+
+def corrupt(rng: random.Random, example: TaskExample) -> str:
+    """The prompt of an example with three other unrelated names."""
+    pair = example.meta["content"].split("|")
+    others = iter(_unrelated(rng, example.meta["split"], (pair[0], pair[1])))  # in order: two, and the giver last
+    return re.sub(rf"\b({'|'.join(pair)})\b", lambda _: next(others), example.prompt)
 
 
 def document(rng: random.Random, split: str) -> str:
@@ -184,6 +191,12 @@ def _three_names(rng: random.Random, split: str) -> tuple[tuple[str, ...], str, 
     giver, receiver = rng.sample(names, 2)
     text = _opener(rng, "seen", rng.randrange(len(THREE)), names, place, _other_object(rng, thing))
     return names, place, f"{text} {rng.choice(ACTIONS['seen']).format(s=giver, object=thing)} {receiver}."
+
+
+def _unrelated(rng: random.Random, split: str, pair: tuple[str, str]) -> tuple[str, str, str]:
+    """A pair of names of the split and a giver who is in neither pair."""
+    others = draw_pair(rng, split)
+    return (*others, rng.choice([name for name in NAMES if name not in (*pair, *others)]))
 
 
 def _other_object(rng: random.Random, thing: str) -> str:

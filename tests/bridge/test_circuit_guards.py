@@ -1,0 +1,133 @@
+"""What circuits refuse or take care of, on bridges: norms behind the MLP, dropout, other hosts' prompts, metrics, hooks."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.circuits.roads import find_road
+from swd_lens.hosts import host_of
+from tests import families
+
+SITE_0 = "blocks.0.mlp_out"
+
+
+def small_split(d_vocab=families.D_VOCAB, **more):
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 300, (n,), generator=generator) for n in (5, 5, 7, 7)]
+    examples = tuple(swd.TaskExample(f"prompt {i}", ("right",), ("wrong",)) for i in range(4))
+    ids = [((i,), (i + 1,)) for i in range(4)]
+    answers, distractors = zip(*ids, strict=True)
+    return swd.tasks.TaskSplit("train", examples, tuple(prompts), answers, distractors, d_vocab, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_behind_the_mlp_closes_the_road_of_known_z(dtype):
+    """Gemma 2 normalizes what its MLP writes, so the residual stream does not move by (z' - z) @ write."""
+    model = families.bridge("gemma2").to(dtype)
+    factors, split = swd.baselines.svd(model, SITE_0), small_split()
+    with swd.attach(model, factors) as attachment, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nor is that a fault of the host to be reported
+        for positions in ("scoring", "all"):
+            road = find_road(host_of(model), attachment.sites, attachment.factors, split, positions)
+            assert road.known is None
+    with pytest.raises(ValueError, match=r"a norm stands between blocks\.0\.mlp_out and the residual stream"):
+        swd.attribute(model, factors, split, score="direct_logit")
+
+
+def test_direct_effects_in_the_last_layer_are_all_effects():
+    """mlp_out of the last layer has no other way to the logits than the direct one."""
+    model = families.bridge("llama")
+    factors, split = swd.baselines.svd(model, "blocks.1.mlp_out"), small_split()
+    direct, first = (
+        swd.attribute(model, factors, split, score=score, sign="signed") for score in ("direct_logit", "first_order")
+    )
+    torch.testing.assert_close(
+        direct.scores["blocks.1.mlp_out"], first.scores["blocks.1.mlp_out"], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_dropout_that_is_a_function_is_seen():
+    model = families.bridge("llama")
+    attention = next(m for m in model.modules() if "attention_dropout" in vars(m))
+    attention.attention_dropout = 0.5
+    factors, split = swd.baselines.svd(model, SITE_0), small_split()
+    swd.attribute(model, factors, split)  # in eval mode nothing is dropped
+    model.train()
+    with pytest.raises(ValueError, match="in train mode and drops activations out"):
+        swd.attribute(model, factors, split)
+
+
+def test_prompts_of_another_host_and_of_another_beginning_are_refused():
+    model = families.bridge("llama")
+    factors = swd.baselines.svd(model, SITE_0)
+    with pytest.raises(swd.TaskError, match=r"tokenized for a host with 999 tokens, this one has 1366"):
+        swd.attribute(model, factors, small_split(d_vocab=999))
+    scores = swd.attribute(model, factors, small_split(prepend_bos=True, source="here"))
+    assert scores.settings["prepend_bos"] is True and scores.settings["task_source"] == "here"
+    with pytest.raises(ValueError, match="the scores are of prompts with BOS, the train prompts of 'task' are without"):
+        swd.evaluate(model, factors, small_split(prepend_bos=False), scores)
+
+
+def test_metrics_may_write_into_their_logits_but_must_have_a_gradient():
+    model = families.bridge("llama")
+    factors = swd.baselines.svd(model, SITE_0)
+
+    def writes(logits, examples):
+        logits[:, 7:] = -1e9
+        return logits[:, 5] - logits[:, 6]
+
+    def plain(logits, examples):
+        return logits[:, 5] - logits[:, 6]
+
+    found = []
+    for metric in (writes, plain):
+        split = small_split(metric=metric)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
+            scores = swd.attribute(model, factors, split)
+            found.append(swd.evaluate(model, factors, split, scores, kl=True, bootstrap=0).rows)
+    np.testing.assert_allclose(found[0]["kl_keep"], found[1]["kl_keep"], rtol=1e-6, atol=1e-9)
+
+    def right(logits, examples):
+        return (logits.argmax(-1) == 5).float()
+
+    with pytest.raises(ValueError, match="score='ablation' needs no gradient"):
+        swd.attribute(model, factors, small_split(metric=right))
+    assert swd.attribute(model, factors, small_split(metric=right), score="ablation").settings["score"] == "ablation"
+
+
+def test_grids_are_whole_numbers_and_curves_show_themselves():
+    model = families.bridge("llama")
+    factors, split = swd.baselines.svd(model, SITE_0), small_split(task="<b>t</b>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
+        scores = swd.attribute(model, factors, split)
+        curve = swd.evaluate(model, factors, split, scores, grid=torch.tensor([1, 2, 5, 5]), bootstrap=0)
+        assert curve.rows["units"].tolist() == [1, 2, 5, scores.n_units]
+        with pytest.raises(ValueError, match=r"prefix lengths must be whole numbers, got 1\.5"):
+            swd.evaluate(model, factors, split, scores, grid=[1.5])
+        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+            swd.evaluate(model, factors, split, scores, batch_size=0)
+    assert "<b>t</b>" in repr(curve) and "&lt;b&gt;t&lt;/b&gt;" in curve._repr_html_()
+    assert "<b>" not in curve.circuit(2)._repr_html_()
+    with pytest.raises(ValueError, match="level must lie in"):
+        curve.cost_interval(sufficiency=0.9, level=95)
+
+
+def test_a_users_hook_that_wants_all_positions_keeps_the_runs_whole():
+    model = families.bridge("llama")
+    factors, split = swd.baselines.svd(model, SITE_0), small_split()
+    scores = swd.attribute(model, factors, split)
+    plain = swd.evaluate(model, factors, split, scores, bootstrap=0).rows
+
+    def wants_position_3(x, hook):
+        assert x[:, 3].shape[0]
+        return x
+
+    with model.hooks(fwd_hooks=[("blocks.1.hook_in", wants_position_3)]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hooked = swd.evaluate(model, factors, split, scores, bootstrap=0).rows
+    np.testing.assert_allclose(hooked.to_numpy(float), plain.to_numpy(float), rtol=1e-4, atol=1e-5)
