@@ -23,7 +23,7 @@ from swd_lens.circuits.roads import Ground, Road, Runner
 from swd_lens.factors import Factors
 from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.hosts.seen import require_seen
-from swd_lens.inject.coder import Units
+from swd_lens.inject.coder import CoderUnits, Units
 from swd_lens.sites import WRITES_RESIDUAL, Site
 from swd_lens.tasks.task import Bucket
 
@@ -230,6 +230,7 @@ def _written_effect(
     """write @ gradient per prompt; of a coder, by differentiating what it decodes."""
     if isinstance(units, Factors):
         return gradient.float() @ units.write.to(gradient.device).float().T
+    assert isinstance(units, CoderUnits)  # attach lets nothing else through
     with torch.enable_grad():
         leaf = z.detach().requires_grad_(True)
-        return torch.autograd.grad((units.decode(leaf) * gradient).sum(), leaf)[0]  # type: ignore[attr-defined]
+        return torch.autograd.grad((units.decode(leaf) * gradient).sum(), leaf)[0]

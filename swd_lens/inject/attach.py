@@ -83,9 +83,16 @@ class Attachment:
         return [(p.data_ptr(), p._version) for p in self._host.model.parameters()]
 
     def __enter__(self) -> "Attachment":
-        if not self.attached:
-            raise AttachError("this attachment was detached; call swd_lens.attach(model, factors) again for a new one")
-        return self
+        try:
+            if not self.attached:
+                raise AttachError(
+                    "this attachment was detached; call swd_lens.attach(model, factors) again for a new one"
+                )
+            return self
+        except BaseException:
+            # A Ctrl-C in here: the with statement does not leave what it has not entered.
+            self._take_out()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
