@@ -263,3 +263,14 @@ def test_the_mib_grid_holds_the_largest_prefix_that_fits_each_fraction(model, se
     for fraction in MIB_FRACTIONS:
         assert max(k for k in range(len(costs)) if costs[k] <= fraction * costs[-1]) in lengths
         assert int(fraction * scores.n_units) in lengths
+
+
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+def test_keeping_all_and_ablating_none_are_the_unpruned_replacement_to_the_bit(model, sets, positions):
+    factors = sets["all"]
+    scores = attribute(model, factors, TRAIN, positions=positions)
+    curve = evaluate(model, factors, TEST, scores, bootstrap=0)
+    assert torch.equal(curve.margins["keep"][-1], curve.margins["unpruned"])
+    assert torch.equal(curve.margins["ablate"][0], curve.margins["unpruned"])
+    assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["necessity_drop"].iloc[0] == 0.0
+    assert curve.cost_at(sufficiency=1.0) is not None
