@@ -128,6 +128,36 @@ def direct_logit_elsewhere(folder, patch):
 
 
 @trigger
+def direct_logit_behind_a_norm(folder, patch):
+    split = dataclasses.replace(setting()[2].train, d_vocab=families.D_VOCAB)
+    model = families.bridge("gemma2")
+    swd.attribute(model, baselines.svd(model, SITE), split, score="direct_logit")
+
+
+@trigger
+def prompts_of_another_host(folder, patch):
+    model, factors, task, _ = setting()
+    swd.attribute(model, factors[SITE], dataclasses.replace(task.train, d_vocab=999))
+
+
+@trigger
+def scores_with_another_beginning(folder, patch):
+    model, factors, task, _ = setting()
+    scores = swd.attribute(model, factors[SITE], dataclasses.replace(task.train, prepend_bos=True))
+    swd.evaluate(model, factors[SITE], dataclasses.replace(task.test, prepend_bos=False), scores)
+
+
+@trigger
+def metric_without_gradient(folder, patch):
+    model, factors, task, _ = setting()
+
+    def right(logits, examples):
+        return (logits.argmax(-1) == 0).float()
+
+    swd.attribute(model, factors[SITE], dataclasses.replace(task.train, metric=right))
+
+
+@trigger
 def not_a_circuit_file(folder, patch):
     save_file({"x": torch.zeros(1)}, folder / "x.safetensors")
     swd.Circuit.load(folder / "x.safetensors")

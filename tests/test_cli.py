@@ -136,7 +136,7 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     printed = json.loads(result.stdout)
     surfaces = next(iter(printed["settings"]["surfaces"].values()))
     assert surfaces == ["blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.1.mlp_out"]
-    assert "names.json" in printed["settings"]["tasks"]["names"]["source"]
+    assert printed["settings"]["tasks"]["names"]["source"] == "auto-circuit JSON file names.json, seed 42"
 
 
 @pytest.mark.parametrize(

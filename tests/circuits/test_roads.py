@@ -167,7 +167,7 @@ def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, eve
         torch.testing.assert_close(whole.means[site], kept.means[site], rtol=1e-5, atol=1e-6)
     # The same scores again, so that both judge the same prefixes.
     again = evaluate(model, every, SPLIT, kept, kl=True)
-    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("positions", "name"), [("scoring", "freeze_prefix"), ("all", "residual")])
