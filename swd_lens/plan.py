@@ -28,7 +28,15 @@ from swd_lens.factors import Factors, FactorSet, fingerprint
 from swd_lens.hosts import host_of, sites_of
 from swd_lens.inject import add_probe, attach, described, origin_of, probe_tokens
 from swd_lens.machine import available_bytes
-from swd_lens.resources import Estimate, SiteEstimate, check_calibration, forecast, naming, shape_of
+from swd_lens.resources import (
+    Estimate,
+    SiteEstimate,
+    check_calibration,
+    forecast,
+    naming,
+    shape_of,
+    sparsity_of_each,
+)
 from swd_lens.sites import PACKED, Pattern, Site, UnknownSiteError
 from swd_lens.solver import DEFAULT_PRESET, OnIteration, Step, resolve, solve
 from swd_lens.tasks.text import as_rows
@@ -41,7 +49,7 @@ def factorize(
     model: Any,
     sites: Pattern,
     *,
-    sparsity: float | int = 0.5,
+    sparsity: float | int | Mapping[str, float] = 0.5,
     tokens: Any = None,
     calibration: str = "sequential",
     preset: str = DEFAULT_PRESET,
@@ -57,7 +65,8 @@ def factorize(
     Args:
         model: a HookedTransformer or TransformerBridge.
         sites: a pattern or several, see `swd_lens.sites.select_sites`.
-        sparsity: s in (0, 1) for every matrix; budget K = (1 - s) * d_in * d_out.
+        sparsity: s in (0, 1) for every matrix, budget K = (1 - s) * d_in * d_out; or a mapping from site names or patterns
+            to s (`swd_lens.allocate` makes one).
         tokens: (rows, pos) calibration ids; None = zero-data (G = I).
         calibration: "sequential" takes each site's inputs from the host with the earlier sites replaced (method.md §5.2);
             "dense" from the untouched host, in one pass. With one site they are the same.
@@ -81,7 +90,7 @@ def factorize(
         _refuse_whole_mlp(site)
     check_calibration(calibration)
     rows = None if tokens is None else as_rows(tokens, model)
-    job = _Job(model, chosen, rows, float(sparsity), calibration, preset, units, batch_size, options)
+    job = _Job(model, chosen, rows, sparsity_of_each(chosen, sparsity), calibration, preset, units, batch_size, options)
     job.forecast()  # a bad option fails here, before anything is hashed, read or run
     _warn_of_few_tokens(job)
     checkpoint = None if out is None else Checkpoint(Path(out), job.provenance())
@@ -110,7 +119,7 @@ class _Job:
     model: Any
     sites: tuple[Site, ...]
     rows: Int[Tensor, "rows pos"] | None
-    sparsity: float
+    sparsities: Mapping[str, float]
     calibration: str
     preset: str
     units: int | float | str | None
@@ -121,6 +130,12 @@ class _Job:
     def kind(self) -> str:
         """Where Grams come from: "sequential", "dense", or "zero-data"."""
         return self.calibration if self.rows is not None else "zero-data"
+
+    @property
+    def sparsity(self) -> float | dict[str, float]:
+        """One number where it is the same for all."""
+        different = set(self.sparsities.values())
+        return different.pop() if len(different) == 1 else dict(self.sparsities)
 
     @property
     def chained(self) -> bool:
@@ -140,7 +155,7 @@ class _Job:
             self.model,
             self.sites,
             None if self.rows is None else shape_of(self.rows),
-            sparsity=self.sparsity,
+            sparsities=self.sparsities,
             calibration=self.calibration,
             preset=self.preset,
             units=self.units,
@@ -164,14 +179,21 @@ class _Job:
 
     def recipes(self) -> dict[str, Recipe]:
         """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
-        shared: dict[str, Any] = {"swd_lens": __version__, "sparsity": self.sparsity, "preset": self.preset}
+        shared: dict[str, Any] = {"swd_lens": __version__, "preset": self.preset}
         shared |= {"units": self.units, **resolve(self.preset, self.options).as_dict(), "calibration": self.kind}
         if self.rows is not None:
             shared["tokens_sha256"] = tokens_fingerprint(self.rows)
             shared["batch_size"] = self.batch_size  # the order of a sum
             shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
         host = host_of(self.model)
-        return {site.name: {**shared, "weight_sha256": fingerprint(host.weight(site))} for site in self.sites}
+        return {
+            site.name: {
+                "sparsity": self.sparsities[site.name],
+                **shared,
+                "weight_sha256": fingerprint(host.weight(site)),
+            }
+            for site in self.sites
+        }
 
 
 def _run(
@@ -228,7 +250,7 @@ def _factorize_one(job: _Job, site: Site, gram: Tensor | None, on_iteration: OnI
         f = solve(
             weight,
             gram,
-            job.sparsity,
+            job.sparsities[site.name],
             preset=job.preset,
             units=job.units,
             tokens=tokens,
@@ -255,6 +277,12 @@ def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
         "swd_lens": __version__,
     }
     return replace(f, origin=origin_of(host, site, weight), provenance={**f.provenance, **where, **more})
+
+
+def _shown(sparsity: float | dict[str, float]) -> str:
+    if isinstance(sparsity, float):
+        return f"{sparsity:g}"
+    return f"{min(sparsity.values()):g}..{max(sparsity.values()):g}"
 
 
 def _warn_of_few_tokens(job: _Job) -> None:
@@ -297,7 +325,7 @@ class _Progress:
         total = sum(row.flops + self._calibration(row) for row in self.plan)
         self.bar = tqdm(
             total=total,
-            desc=f"factorize s={self.job.sparsity:g}",
+            desc=f"factorize s={_shown(self.job.sparsity)}",
             unit="FLOP",
             unit_scale=True,
             disable=not self.show,

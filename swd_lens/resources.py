@@ -9,7 +9,7 @@ Bytes are those beyond what is in use before the call (the host among it). They 
 counts would need a run: activations of a calibration batch, and a kept copy of every weight.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.machine import available_bytes, product_speed
-from swd_lens.sites import Pattern, Site
-from swd_lens.solver import DEFAULT_PRESET, cost
+from swd_lens.sites import Pattern, Site, select_sites
+from swd_lens.solver import DEFAULT_PRESET, SparsityError, cost
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.text import TokenError, as_rows
 
@@ -140,7 +140,7 @@ def estimate(
     model: Any,
     sites: Pattern,
     *,
-    sparsity: float | int = 0.5,
+    sparsity: float | int | Mapping[str, float] = 0.5,
     tokens: Any = None,
     calibration: str = "sequential",
     preset: str = DEFAULT_PRESET,
@@ -164,7 +164,7 @@ def estimate(
         model,
         chosen,
         shape,
-        sparsity=sparsity,
+        sparsities=sparsity_of_each(chosen, sparsity),
         calibration=check_calibration(calibration),
         preset=preset,
         units=units,
@@ -183,6 +183,25 @@ def check_calibration(calibration: str) -> str:
     return calibration
 
 
+def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
+    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.sites.select_sites`).
+
+    Raises:
+        UnknownSiteError: a key matches none of the sites.
+        SparsityError: a site without an s, or with two different ones.
+    """
+    if not isinstance(sparsity, Mapping):
+        return {site.name: float(sparsity) for site in sites}
+    given: dict[str, float] = {}
+    for pattern, s in sparsity.items():
+        for site in select_sites(sites, pattern):
+            if given.setdefault(site.name, float(s)) != float(s):
+                raise SparsityError(f"{site.name} is given two sparsities, {given[site.name]:g} and {float(s):g}")
+    if missing := [site.name for site in sites if site.name not in given]:
+        raise SparsityError(f"no sparsity is given for {', '.join(missing)}; name every site, or give one number for all")
+    return given
+
+
 @contextmanager
 def naming(site: Site) -> Iterator[None]:
     """A solver's ValueError with the site in front (the same kind of error): a solver only ever sees a tensor."""
@@ -197,7 +216,7 @@ def forecast(
     chosen: Sequence[Site],
     token_shape: tuple[int, int] | None,
     *,
-    sparsity: float | int,
+    sparsities: Mapping[str, float],
     calibration: str,
     preset: str,
     units: int | float | str | None,
@@ -220,7 +239,7 @@ def forecast(
             solving = cost(
                 site.d_in,
                 site.d_out,
-                sparsity=sparsity,
+                sparsity=sparsities[site.name],
                 units=units,
                 preset=preset,
                 calibrated=token_shape is not None,
