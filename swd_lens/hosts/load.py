@@ -11,10 +11,12 @@ weights as they were trained.
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from swd_lens.default_model.load import check_kind
 from swd_lens.hosts import UnsupportedHostError
@@ -23,7 +25,14 @@ from swd_lens.hosts import UnsupportedHostError
 _ENCODERS = ("Bert", "T5", "Hubert")
 
 
-def load_host(name: str, kind: str = "auto", device: str | None = None) -> Any:
+def load_host(
+    name: str,
+    kind: str = "auto",
+    device: str | None = None,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device_map: str | Mapping[str, Any] | None = None,
+) -> Any:
     """Load a model as it was trained: no LayerNorm folding, no centring, so that factors are of the published weights.
 
     Args:
@@ -31,38 +40,55 @@ def load_host(name: str, kind: str = "auto", device: str | None = None) -> Any:
         kind: "hooked" (HookedTransformer), "bridge" (TransformerBridge), or "auto": hooked where this transformer_lens has
             HookedTransformer and it knows the architecture, else bridge.
         device: None leaves it to TransformerLens, which takes a GPU where there is one.
+        dtype: of the parameters, torch.bfloat16 or "bfloat16" for a large model; factors are solved in float32 all the same,
+            one matrix at a time.
+        device_map: lay the layers over several devices ("auto", or a mapping as accelerate takes it); a bridge, and instead of
+            device.
 
     Raises:
         UnsupportedHostError: "hooked", but the installed transformer_lens has no HookedTransformer (4.x), or it does not
             know the architecture.
-        ValueError, OSError: unknown kind; the name is unknown, the hub cannot be reached, or the folder is no checkpoint.
+        ValueError, OSError: unknown kind or dtype; device_map together with device or "hooked"; the name is unknown, the hub cannot be reached, or the folder is no checkpoint.
     """
     check_kind(kind)
+    precision = _precision(dtype)
+    if device_map is not None:
+        if kind == "hooked" or device is not None:
+            other = 'kind="hooked"' if kind == "hooked" else f"device={device!r}"
+            raise ValueError(f"device_map lays a TransformerBridge over several devices; it does not go with {other}")
+        kind = "bridge"
     folder = Path(name) if Path(name).is_dir() else None
     if folder is not None and not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
         )
     if kind == "bridge":
-        return _bridge(name, folder, device)
+        return _bridge(name, folder, device, precision, device_map)
     try:
-        return _hooked(name, folder, device)
+        return _hooked(name, folder, device, precision)
     except UnsupportedHostError:
         if kind == "hooked":
             raise
-        return _bridge(name, folder, device)
+        return _bridge(name, folder, device, precision, device_map)
 
 
-def _bridge(name: str, folder: Path | None, device: str | None) -> Any:
+def _precision(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16")
+    return found
+
+
+def _bridge(name: str, folder: Path | None, device: str | None, dtype: torch.dtype, device_map: Any) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
-    model = TransformerBridge.boot_transformers(name, device=device)
+    model = TransformerBridge.boot_transformers(name, device=device, dtype=dtype, device_map=device_map)
     if folder is not None:
         model.cfg.model_name = _last_part(folder)
     return model.eval()
 
 
-def _hooked(name: str, folder: Path | None, device: str | None) -> Any:
+def _hooked(name: str, folder: Path | None, device: str | None, dtype: torch.dtype) -> Any:
     try:
         from transformer_lens import HookedTransformer
     except ImportError:
@@ -70,13 +96,13 @@ def _hooked(name: str, folder: Path | None, device: str | None) -> Any:
             "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
             'TransformerBridge: kind="bridge"'
         ) from None
-    config = _config(name, folder, device)
+    config = _config(name, folder, device, dtype)
     if folder is None:
-        return HookedTransformer.from_pretrained_no_processing(name, device=device).eval()
+        return HookedTransformer.from_pretrained_no_processing(name, device=device, dtype=dtype).eval()
     return _load_folder(folder, config, HookedTransformer)
 
 
-def _config(name: str, folder: Path | None, device: str | None) -> Any:
+def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dtype) -> Any:
     """HookedTransformer's configuration of a checkpoint that it can load."""
     from transformer_lens import loading_from_pretrained as loading
 
@@ -88,7 +114,7 @@ def _config(name: str, folder: Path | None, device: str | None) -> Any:
         except ValueError:
             raise UnsupportedHostError(f"HookedTransformer does not know a model named {name!r}. {advice}") from None
         try:
-            config = loading.get_pretrained_model_config(where, fold_ln=False, device=device)
+            config = loading.get_pretrained_model_config(where, fold_ln=False, device=device, dtype=dtype)
         except NotImplementedError as error:
             raise UnsupportedHostError(f"HookedTransformer cannot load {name}: {error} {advice}") from None
     if str(config.original_architecture).startswith(_ENCODERS):
@@ -101,11 +127,11 @@ def _load_folder(folder: Path, config: Any, hooked_transformer: Any) -> Any:
     from transformer_lens import loading_from_pretrained as loading
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    checkpoint = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    checkpoint = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     config.model_name = _last_part(folder)
     model = hooked_transformer(config, tokenizer)
-    state = loading.get_pretrained_state_dict(str(folder), config, checkpoint)
+    state = loading.get_pretrained_state_dict(str(folder), config, checkpoint, dtype=config.dtype)
     model.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )

@@ -6,7 +6,7 @@ Bridges of every family: tests/bridge/test_load.py, which also runs on transform
 import pytest
 import torch
 
-from swd_lens.hosts import UnsupportedHostError
+from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
 from swd_lens.hosts.load import load_host
 from tests import families
 
@@ -52,7 +52,7 @@ def test_a_name_that_hooked_transformer_does_not_know_goes_to_the_bridge(monkeyp
 
     monkeypatch.setattr(TransformerBridge, "boot_transformers", staticmethod(boot))
     load_host("nobody/new", device="cpu")
-    assert asked == [("nobody/new", {"device": "cpu"})]
+    assert asked == [("nobody/new", {"device": "cpu", "dtype": torch.float32, "device_map": None})]
 
 
 def test_a_folder_that_is_no_checkpoint_and_a_kind_that_there_is_not(tmp_path):
@@ -61,3 +61,26 @@ def test_a_folder_that_is_no_checkpoint_and_a_kind_that_there_is_not(tmp_path):
             load_host(str(tmp_path), kind)
     with pytest.raises(ValueError, match="a host's kind must be one of auto, hooked, bridge; got 'transformer'"):
         load_host(str(tmp_path), kind="transformer")
+
+
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_a_host_in_bfloat16_holds_the_same_weights_rounded(kind):
+    folder = str(families.checkpoint("gpt2"))
+    exact, rounded = load_host(folder, kind=kind), load_host(folder, kind=kind, dtype="bfloat16")
+    assert {p.dtype for p in rounded.blocks.parameters()} == {torch.bfloat16}
+    for site, same in zip(find_sites(exact), find_sites(rounded), strict=True):
+        one, two = host_of(exact).weight(site), host_of(rounded).weight(same)
+        assert two.dtype == torch.float32 and torch.equal(two, one.bfloat16().float())
+
+
+def test_a_host_laid_over_devices_is_a_bridge():
+    folder = str(families.checkpoint("gpt2"))
+    model = load_host(folder, device_map={"": "cpu"})
+    assert type(model).__name__ == "TransformerBridge"
+    assert torch.equal(model(families.some_tokens()), load_host(folder, kind="bridge")(families.some_tokens()))
+    with pytest.raises(ValueError, match=r"device_map lays a TransformerBridge .* does not go with kind=\"hooked\""):
+        load_host(folder, kind="hooked", device_map="auto")
+    with pytest.raises(ValueError, match="does not go with device='cpu'"):
+        load_host(folder, device="cpu", device_map="auto")
+    with pytest.raises(ValueError, match="dtype='int8': give a floating dtype"):
+        load_host(folder, dtype="int8")
