@@ -51,7 +51,8 @@ class Metric:
         matrix /= safe.T
         matrix.diagonal().copy_((scale > 0).squeeze(1))  # a dead input correlates with nothing
         shrunk = _shrink_scale(scale, shrinkage)
-        if shrinkage == 1 or matrix.count_nonzero() <= len(matrix):
+        # Nothing but the ones of the live inputs' diagonal: dead inputs must not make room for off-diagonal entries.
+        if shrinkage == 1 or int(matrix.count_nonzero()) == int((scale > 0).sum()):
             return cls(None, shrunk)
         _check_positive(matrix)
         matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)

@@ -78,6 +78,15 @@ def test_without_correlations_nothing_is_multiplied(gram: torch.Tensor | None):
     assert metric.weigh(rows) is rows
 
 
+def test_dead_inputs_do_not_hide_a_correlation():
+    """Two dead inputs and two correlated ones: as many entries as inputs, but not on the diagonal."""
+    gram = torch.zeros(4, 4)
+    gram[2:, 2:] = GRAM
+    matrix = Metric.of(gram, torch.ones(4, 3), 0.0).matrix
+    assert matrix is not None
+    torch.testing.assert_close(matrix[2:, 2:], torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
+
+
 def test_not_positive_semi_definite():
     with pytest.raises(GramError, match="not positive semi-definite"):
         Metric.of(torch.tensor([[1.0, 1.1], [1.1, 1.0]]), WEIGHT, 0.0)
