@@ -14,7 +14,7 @@ step, so that the error never rises. The alternation itself converges slowly: a 
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .metric import Metric
@@ -34,7 +34,7 @@ def refine(
     steps: int,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
     """Both factors after `rounds` turns of `steps` conjugate-gradient steps each; nonzeros stay where they were."""
-    read_support, write_support = (read != 0).to(read.dtype), (write != 0).to(write.dtype)
+    read_support, write_support = read != 0, write != 0
     for _ in range(rounds):
         weighted = metric.weigh(read)
         normal = read.T @ weighted
@@ -54,17 +54,23 @@ def refine(
 
 
 def conjugate_gradient(
-    start: Matrix, rhs: Matrix, support: Matrix, operator: Callable[[Matrix], Matrix], diagonal: Tensor, steps: int
+    start: Matrix,
+    rhs: Matrix,
+    support: Bool[Tensor, "rows columns"] | Matrix,
+    operator: Callable[[Matrix], Matrix],
+    diagonal: Tensor,
+    steps: int,
 ) -> Matrix:
     """Steps towards the solution of operator(X) = rhs among the X on the support; `diagonal` is the operator's."""
-    preconditioner = support / diagonal.clamp_min(TINY * float(diagonal.max()) or 1.0)
+    floored = diagonal.clamp_min(TINY * float(diagonal.max()) or 1.0)
+    preconditioner = torch.ones_like(floored) / floored  # what it is applied to is masked already
     residual = (rhs - operator(start)).mul_(support)
     x = start
     direction = residual * preconditioner
     norm = torch.sum(residual * direction)
     # A residual of rounding errors only: where units are parallel, stepping along it leads arbitrarily far away.
-    solved = (8 * torch.finfo(rhs.dtype).eps) ** 2 * float(torch.sum(rhs * rhs * preconditioner))
-    del rhs  # a weight-size buffer
+    solved = (8 * torch.finfo(rhs.dtype).eps) ** 2 * float(torch.sum((rhs * rhs).mul_(preconditioner).mul_(support)))
+    del rhs  # a weight-size buffer, as is each below
     for _ in range(steps):
         if float(norm) <= solved:
             break
@@ -73,10 +79,11 @@ def conjugate_gradient(
         if not float(curvature) > 0:  # nothing to solve
             break
         step = norm / curvature
-        x = torch.add(x, direction * step)
         residual.sub_(curved.mul_(step))
+        x = torch.mul(direction, step, out=curved).add_(x)
         del curved
         scaled = residual * preconditioner
         previous, norm = norm, torch.sum(residual * scaled)
         direction = scaled.add_(direction.mul_(norm / previous))
+        del scaled
     return x
