@@ -94,8 +94,8 @@ class Host(Protocol):
         """Logits of whole rows, none of them padded."""
         ...
 
-    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int) -> None:
-        """Run blocks 0 .. n_blocks - 1 only, for what hooks see there."""
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
+        """Run blocks 0 .. n_blocks - 1 only, for what hooks see there; with a start from its block on."""
         ...
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
@@ -111,11 +111,18 @@ class Host(Protocol):
         ...
 
     def residual(
-        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
     ) -> Float[Tensor, "batch _pos d_model"]:
         """What enters block `layer` (layer = number of blocks: what leaves the last one), hooks on earlier units included.
 
         At every position; with a prefix at the last one only. Blocks from `layer` on are not run.
+
+        Args:
+            start: take up from there, at every position; not together with a prefix. The bits are then those that
+                `run_blocks` sees.
+
+        Raises:
+            ValueError: the start lies behind `layer`, or there is a prefix, too.
         """
         ...
 
@@ -236,6 +243,18 @@ def require_no_dropout(model: Any) -> None:
         raise ValueError(
             "this host is in train mode and drops activations out: what is measured would be random. Call model.eval()"
         )
+
+
+def require_before(start: Start | None, layer: int, prefix: Any = None) -> None:
+    """Raises ValueError where a run to `layer` would start behind it, or take up a residual beside a kept prefix."""
+    if start is None:
+        return
+    if start.layer > layer:
+        raise ValueError(
+            f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start"
+        )
+    if prefix is not None:
+        raise ValueError("what enters a block is computed from a start or with a kept prefix, not with both")
 
 
 def require_kept(prefix: Any, layer: int) -> None:

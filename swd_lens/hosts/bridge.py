@@ -30,6 +30,7 @@ from swd_lens.hosts import (
     bridge_cache,
     bridge_running,
     is_centered,
+    require_before,
     require_kept,
 )
 from swd_lens.hosts.bridge_leaves import (
@@ -204,7 +205,10 @@ class BridgeHost:
     def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
         return self._run(tokens)
 
-    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int) -> None:
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
+        if start is not None:
+            self.residual(tokens, n_blocks, start=start)
+            return
         # Where no block knows its number (BERT: block.py:_check_stop_at_layer), upstream runs them all.
         self._run(tokens, stop_at_layer=n_blocks)
 
@@ -221,12 +225,15 @@ class BridgeHost:
         return bridge_cache.repeated(prefix, times, from_layer)
 
     def residual(
-        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
     ) -> Float[Tensor, "batch _pos d_model"]:
+        require_before(start, layer, prefix)
+        if start is not None and start.layer == layer:
+            return start.residual
+        # With a start as `run_blocks` runs it: whether keys and values are kept changes GPT-2's last bits.
+        run = (lambda: self._run_last(tokens, prefix, 0)) if start is None else (lambda: self._run(tokens))
         try:
-            bridge_running.with_stand_ins(
-                self.model, bridge_running.stopping(self.model, layer), lambda: self._run_last(tokens, prefix, 0)
-            )
+            bridge_running.with_stand_ins(self.model, bridge_running.stopping(self.model, layer, start), run)
         except bridge_running.Reached as reached:
             return reached.args[0]
         raise RuntimeError(f"this {type(self.model.adapter).__name__} did not run block {layer}; please report it")

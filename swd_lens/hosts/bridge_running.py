@@ -111,12 +111,19 @@ def starting(model: Any, start: Start) -> list[StandIn]:
     return [*skipped, (first, partial(_take_up, first, start.residual))]
 
 
-def stopping(model: Any, layer: int) -> list[StandIn]:
-    """What enters block `layer` (number of blocks: what leaves the last) is raised, as `Reached`."""
+def stopping(model: Any, layer: int, start: Start | None = None) -> list[StandIn]:
+    """What enters block `layer` (number of blocks: what leaves the last) is raised, as `Reached`.
+
+    With a start, of a block before `layer`, the run takes up there.
+    """
     blocks = list(model.blocks)
+    stand_ins = [] if start is None else starting(model, start)
     if layer < len(blocks):
-        return [(blocks[layer], _raise_input)]
-    return [(blocks[-1], partial(_raise_output, blocks[-1]))]
+        return [*stand_ins, (blocks[layer], _raise_input)]
+    last = blocks[-1]
+    # The last block may be the one that takes up, too.
+    call = dict(stand_ins).get(last, partial(_call_itself, last))
+    return [*(one for one in stand_ins if one[0] is not last), (last, partial(_raise_output, call))]
 
 
 def _take_up(block: nn.Module, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -133,8 +140,8 @@ def _raise_input(*args: Any, **kwargs: Any) -> Any:
     raise Reached(args[0] if args else kwargs["hidden_states"])
 
 
-def _raise_output(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    output = _call_itself(block, *args, **kwargs)
+def _raise_output(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = call(*args, **kwargs)
     raise Reached(output if isinstance(output, Tensor) else output[0])
 
 

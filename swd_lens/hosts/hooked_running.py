@@ -11,7 +11,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities.activation_functions import apply_softcap
 
-from swd_lens.hosts import Start, require_kept
+from swd_lens.hosts import Start, require_before, require_kept
 
 
 class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
@@ -76,8 +76,14 @@ def _shape_only(tensor: Tensor, times: int) -> Tensor:
     return tensor.new_zeros((1,) * tensor.ndim).expand(times * tensor.shape[0], *tensor.shape[1:])
 
 
-def residual(model: Any, tokens: Tensor, layer: int, prefix: Any) -> Tensor:
-    """What enters block `layer`; with a prefix at the last position only."""
+def residual(model: Any, tokens: Tensor, layer: int, prefix: Any, start: Start | None = None) -> Tensor:
+    """What enters block `layer`, computed from the start's block on; with a prefix at the last position only."""
+    require_before(start, layer, prefix)
+    if start is not None:
+        if start.layer == layer:
+            return start.residual
+        how = {"start_at_layer": start.layer, "stop_at_layer": layer}
+        return model(start.residual, attention_mask=_ones(model, start.residual), **how)
     require_kept(prefix, 0)
     if prefix is None:
         return run(model, tokens, stop_at_layer=layer)

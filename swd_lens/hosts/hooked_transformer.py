@@ -189,8 +189,8 @@ class HookedTransformerHost:
     def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
         return hooked_running.run(self.model, tokens)
 
-    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int) -> None:
-        hooked_running.run(self.model, tokens, stop_at_layer=n_blocks, return_type=None)
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
+        hooked_running.residual(self.model, tokens, n_blocks, None, start)
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
         return None if tokens.shape[1] == 1 else hooked_running.freeze_prefix(self.model, tokens)
@@ -199,9 +199,9 @@ class HookedTransformerHost:
         return hooked_running.repeat_prefix(prefix, times, from_layer)
 
     def residual(
-        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
     ) -> Float[Tensor, "batch _pos d_model"]:
-        return hooked_running.residual(self.model, tokens, layer, prefix)
+        return hooked_running.residual(self.model, tokens, layer, prefix, start)
 
     def last_logits(
         self,

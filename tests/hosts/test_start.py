@@ -5,7 +5,7 @@ Runs on transformer_lens 3.9 (HookedTransformer and bridge) and on 4.x (bridge o
 
 import copy
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import pytest
@@ -14,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.calibration import collect_grams
 from swd_lens.hosts import Start, host_of
 from swd_lens.inject.watch import SiteDidNotRunWarning
+from swd_lens.residuals import Residuals
 from swd_lens.sites import hook_name, split_name
 from tests import families
 from tests.hosts.test_families import HAS_HOOKED, HOSTS, relative
@@ -220,6 +222,75 @@ def test_hooks_behind_the_last_block_see_plain_tensors(kind, family):
         with model.hooks(fwd_hooks=[(name, lambda x, hook: seen.append(x) or x)]):
             host.last_logits(tokens, start=Start(n_layers, end))
     assert [type(x) for x in seen] == [torch.Tensor] and seen[0][0].shape == (1, seen[0].shape[-1])
+
+
+def early(factors, layer):
+    """The units before a block."""
+    return {name: factors[name] for name in factors if split_name(name)[0] < layer}
+
+
+def reads(host, sites, run):
+    """What each site reads in a run."""
+    seen = {}
+    with host.inputs(sites, lambda site, h: seen.update({site.name: h.clone()})):
+        run()
+    assert seen.keys() == {site.name for site in sites}
+    return seen
+
+
+@every_host
+def test_blocks_that_are_run_from_a_start_read_what_they_read_in_a_whole_run_to_the_bit(kind, family):
+    model, factors, tokens = loaded(kind, family)
+    host, n_layers = host_of(model), len(model.blocks)
+    with torch.no_grad():
+        resid = host.residual(tokens, 0)
+        for layer in range(n_layers):
+            with swd.attach(model, early(factors, layer)) if layer else nullcontext():
+                # From the block before to this one, then on to the last one.
+                resid = host.residual(tokens, layer, start=Start(max(layer - 1, 0), resid))
+                sites = [site for site in host.sites() if site.layer >= layer]
+                whole = reads(host, sites, lambda: host.run_blocks(tokens, n_layers))
+                start = Start(layer, resid.clone())
+                got = reads(host, sites, lambda start=start: host.run_blocks(tokens, n_layers, start))
+                assert all(torch.equal(got[name], whole[name]) for name in whole), layer
+                assert torch.equal(start.residual, resid)
+                assert relative(host.residual(tokens, n_layers, start=start), host.residual(tokens, n_layers)) < 1e-5
+        seen = set()
+        with swd.attach(model, factors), changed(model, set(), seen):
+            host.run_blocks(tokens, n_layers, Start(n_layers - 1, resid))
+        assert seen == {n_layers - 1}
+        assert torch.equal(host.residual(tokens, 1, start=Start(1, resid)), resid)
+
+
+@every_host
+def test_residuals_kept_on_disk_are_used_on_every_host_and_give_the_same_grams(kind, family):
+    model, factors, tokens = loaded(kind, family)
+    host, tokens = host_of(model), torch.cat([tokens, tokens.flip(1), tokens[:1]])
+    host.run(tokens)  # a bridge notes a few things in its first forward
+    before = everything(model)
+    with Residuals(model, tokens, 2) as residuals:
+        for layer in range(len(model.blocks)):
+            sites = [site for site in host.sites() if site.layer == layer]
+            with swd.attach(model, early(factors, layer)) if layer else nullcontext():
+                residuals.advance(layer)
+                whole = collect_grams(model, sites, tokens, batch_size=2)
+                got = collect_grams(model, sites, None, residuals=residuals)
+            assert residuals.kept and residuals.layer == layer, residuals.why_not
+            assert all(torch.equal(got[site.name], whole[site.name]) for site in sites)
+    assert everything(model) == before
+
+
+@two_hosts
+def test_a_start_behind_the_end_or_beside_a_prefix_is_refused(kind, family):
+    model, _, tokens = loaded(kind, family)
+    host = host_of(model)
+    with torch.no_grad():
+        prefix, start = host.freeze_prefix(tokens), Start(1, host.residual(tokens, 1))
+        for run in (lambda: host.run_blocks(tokens, 0, start), lambda: host.residual(tokens, 0, start=start)):
+            with pytest.raises(ValueError, match="ends before block 0, but its start is block 1"):
+                run()
+        with pytest.raises(ValueError, match="from a start or with a kept prefix, not with both"):
+            host.residual(tokens, 2, prefix, start)
 
 
 # ---------------------------------------------------------------------------------------------- what is not done

@@ -1,0 +1,227 @@
+"""Token rows that may be too many to hold: gone through as often as wanted, one batch in memory at a time.
+
+1. A `TokenStream` is a function that starts the rows anew, and how many of them to take. `as_stream` makes one of whatever a
+   user passes as tokens: a tensor, array or list; a memory-mapped file; or a stream.
+2. A pass takes the rows batch by batch and checks each batch as `as_rows` does. Its ids go into a running CRC.
+3. Calibration needs the same rows in every pass. The first row is compared at the start of a pass and the CRC at its end;
+   too few rows, rows of another length and other rows than before are errors.
+"""
+
+import copy
+import hashlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.tasks.text import TokenError, as_rows
+
+# A host that has every token: for streams that were given to none yet.
+_ANY_HOST = SimpleNamespace(cfg=SimpleNamespace(d_vocab=float("inf"), n_ctx=float("inf")))
+_ROWS_AT_ONCE = 256  # where no model decides it
+
+
+@dataclass
+class _Known:
+    """What passes have found out about a stream, shared by its bindings to hosts."""
+
+    row_length: int | None = None
+    first_row: Tensor | None = None
+    checksum: int | None = None
+    fingerprint: str | None = None
+
+
+class TokenStream:
+    """Rows of equal length that can be gone through any number of times and are never held as a whole.
+
+        swd.TokenStream(lambda: swd.stream_rows("fineweb-edu", model), n_rows=4096)
+
+    Args:
+        source: called at the start of every pass; gives the rows, (pos,) integers each, the same ones every time. It may have
+            more of them than n_rows, or no end.
+        n_rows: how many rows to take.
+        row_length: tokens per row; None = that of the first row.
+
+    Raises:
+        TokenError: `source` is no function, or numbers are out of range. Of the rows nothing is read yet.
+    """
+
+    def __init__(self, source: Any, n_rows: Any, *, row_length: Any = None):
+        if not callable(source):
+            raise TokenError(
+                f"TokenStream needs a function that starts the rows anew, got {type(source).__name__}; "
+                "give TokenStream(lambda: ..., n_rows=...)"
+            )
+        for what, number in {"n_rows": n_rows, "row_length": 1 if row_length is None else row_length}.items():
+            if not hasattr(number, "__index__") or number < 1:
+                raise TokenError(f"{what} must be a whole number of 1 or more, got {number!r}")
+        self._source = cast(Callable[[], Iterable[Any]], source)
+        self._n_rows, self._host = int(n_rows), _ANY_HOST
+        self._known = _Known(row_length)
+
+    def __repr__(self) -> str:
+        return f"TokenStream({self.n_rows} rows of {self._known.row_length or 'equally many'} tokens)"
+
+    @property
+    def n_rows(self) -> int:
+        return self._n_rows
+
+    @property
+    def row_length(self) -> int:
+        """Tokens per row; reads the first row where it was not given."""
+        if self._known.row_length is None:
+            self.first_row()
+        assert self._known.row_length is not None
+        return self._known.row_length
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_rows * self.row_length
+
+    def bound_to(self, model: Any) -> "TokenStream":
+        """The same stream for a host: its vocabulary and context are checked in every pass."""
+        bound = copy.copy(self)
+        bound._host = model
+        return bound
+
+    def batches(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
+        """A fresh pass: all rows in order, int64 on the CPU, `batch_size` rows at a time, fewer in the last batch.
+
+        Raises:
+            TokenError: too few rows, rows of another length, no tokens of this host, or other rows than in the pass before.
+        """
+        rows, checksum = iter(self._source()), 0
+        for start in range(0, self.n_rows, batch_size):
+            wanted = min(batch_size, self.n_rows - start)
+            found = list(itertools.islice(rows, wanted))
+            if len(found) < wanted:
+                raise TokenError(self._too_few(start + len(found)))
+            batch = self._checked(found, start)
+            checksum = zlib.crc32(batch.numpy().data, checksum)
+            yield batch
+        if self._known.checksum not in (None, checksum):
+            raise TokenError(_other_rows("of the same first row, but not of the same rows"))
+        self._known.checksum = checksum
+
+    def first_row(self) -> Int[Tensor, " pos"]:
+        """The first row; the source is asked for it once."""
+        if self._known.first_row is None:
+            found = list(itertools.islice(iter(self._source()), 1))
+            if not found:
+                raise TokenError(self._too_few(0))
+            self._checked(found, 0)
+        assert self._known.first_row is not None
+        return self._known.first_row
+
+    def fingerprint(self) -> str:
+        """SHA-256 over shape and ids, in one pass; computed once. For a tensor it is that of its rows in checkpoints."""
+        if self._known.fingerprint is None:
+            digest = hashlib.sha256(str((self.n_rows, self.row_length)).encode())
+            for batch in self.batches(_ROWS_AT_ONCE):
+                digest.update(batch.numpy().data)
+            self._known.fingerprint = digest.hexdigest()
+        return self._known.fingerprint
+
+    def _checked(self, found: list[Any], start: int) -> Int[Tensor, "rows pos"]:
+        """One batch, as rows `start` and following."""
+        rows = [_row(row, start + i) for i, row in enumerate(found)]
+        length = self._known.row_length or len(rows[0])
+        for i, row in enumerate(rows):
+            if len(row) != length:
+                raise TokenError(
+                    f"row {start + i} of the stream has {len(row)} tokens, the others {length}; rows of equal length are needed "
+                    "(swd_lens.stream_rows gives such rows)"
+                )
+        try:
+            batch = as_rows(torch.stack(rows), self._host)
+        except TokenError as error:
+            raise TokenError(f"rows {start} to {start + len(rows) - 1} of the stream: {error}") from None
+        if start == 0:
+            self._compare_first(batch[0])
+        self._known.row_length = length
+        return batch
+
+    def _compare_first(self, row: Tensor) -> None:
+        if self._known.first_row is None:
+            self._known.first_row = row.clone()
+        elif not torch.equal(self._known.first_row, row):
+            raise TokenError(_other_rows("of another first row"))
+
+    def _too_few(self, n: int) -> str:
+        if self._known.first_row is not None and n == 0:
+            return (
+                "the stream gave rows once and none now: its function must start the rows anew each time it is called (a "
+                "generator that was made before is used up after one pass)"
+            )
+        return (
+            f"the stream holds {n} rows, where n_rows={self.n_rows} were asked for; give more text or a smaller n_rows"
+        )
+
+
+class _Held(TokenStream):
+    """Rows that are in memory anyway: checked once, sliced."""
+
+    def __init__(self, rows: Tensor):
+        super().__init__(lambda: rows, len(rows), row_length=rows.shape[1])
+        self._rows = rows
+
+    def batches(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
+        yield from self._rows.split(batch_size)
+
+
+def as_stream(tokens: Any, model: Any) -> TokenStream:
+    """Tokens of any form as a stream for a host.
+
+    Args:
+        tokens: (rows, pos) integers in a tensor, array or nested list, (pos,) for a single row: checked at once. A 2-D
+            `numpy.memmap`: its rows are read as they are needed. A `TokenStream`: checked in every pass.
+        model: the host.
+
+    Raises:
+        TokenError: see `swd_lens.tasks.text.as_rows`; or an iterator, which can be gone through only once.
+    """
+    if isinstance(tokens, TokenStream):
+        return tokens.bound_to(model)
+    if isinstance(tokens, Iterator):
+        raise TokenError(
+            f"tokens are a {type(tokens).__name__}, which can be gone through only once and does not say how many rows to take; "
+            "give TokenStream(lambda: ..., n_rows=...) with the call that makes it"
+        )
+    if isinstance(tokens, np.memmap) and tokens.ndim == 2 and len(tokens):
+        rows = _integers(tokens)
+        return TokenStream(lambda: iter(rows), len(rows), row_length=rows.shape[1]).bound_to(model)
+    return _Held(as_rows(tokens, model)).bound_to(model)
+
+
+def _row(row: Any, place: int) -> Tensor:
+    if isinstance(row, np.ndarray):  # torch cannot do much with unsigned integers
+        row = torch.from_numpy(_integers(row).astype(np.int64))
+    try:
+        row = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TokenError(f"row {place} of the stream is no row of integers: {error}") from None
+    if row.ndim != 1 or len(row) == 0:
+        raise TokenError(
+            f"row {place} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty"
+        )
+    return row
+
+
+def _integers(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind not in "iu":
+        raise TokenError(f"tokens must be integers, got {array.dtype}")
+    return array
+
+
+def _other_rows(how: str) -> str:
+    return (
+        f"the stream gave other rows than in the pass before: {how}. Its function must start the same rows anew each time it "
+        "is called (no shuffling without a fixed seed, no generator that goes on where it stopped)"
+    )

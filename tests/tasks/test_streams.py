@@ -1,0 +1,174 @@
+"""Token streams: the same rows in every pass, checked as they come, and never all of them at once."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.checkpoint import tokens_fingerprint
+from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.text import TokenError
+from tests.micro import random_tokens, toy_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+ROWS = random_tokens(7, 6)
+
+
+def gathered(stream, batch_size=3):
+    return [batch.tolist() for batch in stream.batches(batch_size)]
+
+
+def test_every_form_of_tokens_gives_the_same_batches_and_fingerprint(model, tmp_path):
+    wanted = [ROWS[:3].tolist(), ROWS[3:6].tolist(), ROWS[6:].tolist()]
+    file = np.memmap(tmp_path / "rows", dtype=np.uint16, mode="w+", shape=(7, 6))
+    file[:] = ROWS.numpy()
+    forms = {
+        "tensor": ROWS,
+        "int32": ROWS.int(),
+        "array": ROWS.numpy(),
+        "list": ROWS.tolist(),
+        "memmap": file,
+        "stream of tensors": TokenStream(lambda: ROWS, 7),
+        "stream of lists": TokenStream(lambda: iter(ROWS.tolist()), 7, row_length=6),
+        "stream of arrays": TokenStream(lambda: (row.numpy().astype(np.uint8) for row in ROWS), 7),
+        "endless": TokenStream(lambda: itertools.chain(ROWS, itertools.repeat(ROWS[0])), 7),
+    }
+    for form, tokens in forms.items():
+        stream = as_stream(tokens, model)
+        assert (stream.n_rows, stream.row_length, stream.n_tokens) == (7, 6, 42), form
+        assert gathered(stream) == gathered(stream) == wanted, form
+        assert gathered(stream, 100) == [ROWS.tolist()], form
+        assert stream.first_row().tolist() == ROWS[0].tolist(), form
+        assert stream.fingerprint() == tokens_fingerprint(ROWS), form
+        assert all(batch.dtype == torch.int64 for batch in stream.batches(4)), form
+    assert as_stream(ROWS[0], model).n_rows == 1
+
+
+def test_a_tensor_is_not_copied(model):
+    assert next(as_stream(ROWS, model).batches(3)).data_ptr() == ROWS.data_ptr()
+
+
+def test_rows_are_asked_for_as_they_are_needed(model):
+    asked = []
+
+    def rows():
+        for i, row in enumerate(ROWS):
+            asked.append(i)
+            yield row
+
+    stream = as_stream(TokenStream(rows, 7, row_length=6), model)
+    assert stream.n_tokens == 42 and asked == []
+    batches = stream.batches(2)
+    next(batches)
+    assert asked == [0, 1]
+    next(batches)
+    assert asked == [0, 1, 2, 3]
+
+
+def test_the_fingerprint_is_computed_once_and_shared_by_bindings(model):
+    starts = []
+    stream = TokenStream(lambda: starts.append(1) or ROWS, 7)
+    first = as_stream(stream, model).fingerprint()
+    passes = len(starts)
+    assert stream.fingerprint() == first and len(starts) == passes
+
+
+def test_text_as_a_stream(default_model):
+    source = ["one small step for a man. " * 30, "one giant leap for mankind. " * 30]
+    stream = TokenStream(lambda: swd.stream_rows(source, default_model, context=16), n_rows=9)
+    held = swd.load_text(source, default_model, 9 * 16, context=16)
+    assert torch.equal(torch.cat(list(as_stream(stream, default_model).batches(4))), held)
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_generator_is_refused_with_the_way_out(model):
+    with pytest.raises(TokenError, match=r"tokens are a generator.* give TokenStream\(lambda: \.\.\., n_rows=\.\.\.\)"):
+        as_stream((row for row in ROWS), model)
+    with pytest.raises(TokenError, match=r"needs a function that starts the rows anew, got list"):
+        TokenStream(ROWS.tolist(), 7)
+    for n_rows in (0, -1, 1.5):
+        with pytest.raises(TokenError, match=f"n_rows must be a whole number of 1 or more, got {n_rows}"):
+            TokenStream(lambda: ROWS, n_rows)
+
+
+def test_too_few_rows(model):
+    with pytest.raises(TokenError, match=r"holds 7 rows, where n_rows=8 were asked for"):
+        gathered(as_stream(TokenStream(lambda: ROWS, 8), model))
+    with pytest.raises(TokenError, match=r"holds 0 rows, where n_rows=8"):
+        _ = TokenStream(list, 8).n_tokens
+
+
+def test_a_used_up_generator(model):
+    once = iter(ROWS)
+    stream = as_stream(TokenStream(lambda: once, 7), model)
+    gathered(stream)
+    with pytest.raises(TokenError, match=r"gave rows once and none now: its function must start the rows anew"):
+        gathered(stream)
+
+
+def test_other_rows_in_a_second_pass(model):
+    endless = itertools.cycle(ROWS)  # goes on where it stopped
+    stream = as_stream(TokenStream(lambda: endless, 5), model)
+    gathered(stream)
+    with pytest.raises(TokenError, match=r"gave other rows than in the pass before: of another first row"):
+        gathered(stream)
+
+    shuffled, rows = random.Random(0), ROWS[1:].tolist()
+
+    def shuffle():
+        shuffled.shuffle(rows)
+        return [ROWS[0].tolist(), *rows]
+
+    stream = as_stream(TokenStream(shuffle, 7), model)
+    gathered(stream)
+    with pytest.raises(TokenError, match=r"gave other rows than in the pass before: of the same first row, but not"):
+        gathered(stream, 2)
+
+
+def test_passes_that_stop_early_or_have_other_batches_are_no_other_rows(model):
+    stream = as_stream(TokenStream(lambda: ROWS, 7), model)
+    next(stream.batches(2))
+    assert [len(gathered(stream, size)) for size in (1, 2, 7)] == [7, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1, 2], [3, 4, 5]], r"row 1 of the stream has 3 tokens, the others 2"),
+        ([[1, 2], [3, 20]], r"rows 0 to 1 of the stream: token id 20 at row 1, position 1 is outside the vocabulary"),
+        ([[0.5, 1.0], [0.5, 1.0]], r"rows 0 to 1 of the stream: tokens must be integers, got torch.float32"),
+        ([np.ones(2), np.ones(2)], r"tokens must be integers, got float64"),
+        (["ab", "cd"], r"row 0 of the stream is no row of integers"),
+        ([[[1, 2]], [[1, 2]]], r"row 0 of the stream has shape \(1, 2\)"),
+        ([[], []], r"row 0 of the stream has shape \(0,\)"),
+        ([[1] * 33] * 2, r"rows of 33 tokens do not fit the host's context of 32"),
+    ],
+)
+def test_bad_rows(model, rows, message):
+    with pytest.raises(TokenError, match=message):
+        gathered(as_stream(TokenStream(lambda: rows, 2), model))
+
+
+def test_rows_of_another_length_than_was_given_or_than_in_an_earlier_batch(model):
+    with pytest.raises(TokenError, match=r"row 0 of the stream has 6 tokens, the others 5"):
+        gathered(as_stream(TokenStream(lambda: ROWS, 7, row_length=5), model))
+    with pytest.raises(TokenError, match=r"row 3 of the stream has 5 tokens, the others 6"):
+        gathered(as_stream(TokenStream(lambda: [*ROWS[:3], *ROWS[3:, :5]], 7), model))
+
+
+def test_the_vocabulary_is_that_of_the_host_at_use(model):
+    stream = TokenStream(lambda: [[1, 30]], 1)
+    assert gathered(stream) == [[[1, 30]]]  # bound to no host yet
+    with pytest.raises(TokenError, match=r"outside the vocabulary \(0 to 19\)"):
+        gathered(as_stream(stream, model))
+    assert gathered(as_stream(stream, toy_model(d_vocab=31))) == [[[1, 30]]]
