@@ -1,0 +1,92 @@
+"""On a local Ray cluster of two workers: one is killed in the middle of its task; the bits stay those of one process.
+
+Run by tests/test_workers.py in a process of its own. Prints its verdict last.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import psutil
+import ray
+import torch
+
+from swd_lens.solver import SparsityError
+from swd_lens.workers import Solved, SolveTask, open_workers
+
+LONG = "blocks.1.mlp_out"
+
+
+def tasks() -> list[SolveTask]:
+    made = []
+    for i in range(4):
+        generator = torch.Generator().manual_seed(i)
+        size = 256 if i == 1 else 24
+        weight = torch.randn(size, size, generator=generator)
+        inputs = torch.randn(2 * size, size, generator=generator)
+        gram = None if i == 2 else inputs.T @ inputs
+        preset = "paper" if i == 3 else "thorough"
+        made.append(SolveTask(f"blocks.{i}.mlp_out", weight, gram, preset=preset, bytes=10**7))
+    return made
+
+
+def kill_the_long_one(killed: list[int], over: threading.Event) -> None:
+    """Ray names a worker's process after its task while it is at it."""
+    while not over.wait(0.02):
+        for process in psutil.Process().children(recursive=True):
+            try:
+                if f"solve {LONG}" not in " ".join(process.cmdline()):
+                    continue
+                before = sum(process.cpu_times()[:2])
+                time.sleep(0.1)
+                if sum(process.cpu_times()[:2]) > before:
+                    process.send_signal(signal.SIGKILL)
+                    killed.append(process.pid)
+                    return
+            except psutil.NoSuchProcess:
+                continue
+
+
+def same_bits(one: Solved, other: Solved) -> bool:
+    a, b = one.factors, other.factors
+    return (
+        torch.equal(a.read.view(torch.int32), b.read.view(torch.int32))
+        and torch.equal(a.write.view(torch.int32), b.write.view(torch.int32))
+        and (one.site, one.relmse, one.relative_frobenius) == (other.site, other.relmse, other.relative_frobenius)
+        and (dict(a.settings), dict(a.provenance)) == (dict(b.settings), dict(b.provenance))
+    )
+
+
+def main() -> None:
+    with open_workers(1, threads=1) as workers:
+        here = list(workers.solve(tasks()))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    killed: list[int] = []
+    over = threading.Event()
+    killer = threading.Thread(target=kill_the_long_one, args=(killed, over))
+    killer.start()
+    with warnings.catch_warnings(record=True) as caught, open_workers("ray") as workers:
+        warnings.simplefilter("always")
+        there = list(workers.solve(tasks()))
+        over.set()
+        killer.join()
+        try:
+            list(workers.solve([SolveTask("bad", torch.eye(4), sparsity=1.5)]))
+            sys.exit("a sparsity of 1.5 went through")
+        except SparsityError as error:
+            assert str(error).startswith("bad (4, 4): ") and "Traceback" in str(error.__cause__), error
+    assert ray.is_initialized(), "a cluster that was there before must stay"
+    ray.shutdown()
+    retried = [str(w.message) for w in caught if f"{LONG} died" in str(w.message)]
+    assert len(killed) == len(retried) == 1, (killed, [str(w.message) for w in caught])
+    assert all(same_bits(one, other) for one, other in zip(here, there, strict=True))
+    print(retried[0])
+    print("same bits, one worker killed")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    main()
