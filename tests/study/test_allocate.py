@@ -1,0 +1,261 @@
+"""Spending a total over loss curves, checked against optima known by hand, and allocate on a toy model."""
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import swd_lens as swd
+from swd_lens.hosts import host_of
+from swd_lens.solver.budget import edges
+from swd_lens.study.allocate import allocate
+from swd_lens.study.allocation import Allocation
+from swd_lens.study.spend import LossCurve, lower_hull, round_to, spend
+from swd_lens.tasks.streams import TokenStream
+from tests.micro import random_tokens, toy_model
+
+TOKENS = random_tokens(8, 16)
+
+# A few iterations: what is tested here is not how good the factors are.
+SHORT: dict[str, Any] = {"outer_iterations": 6, "refine_rounds": 1, "refine_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def exponential(scale: float, rate: float, low: int = 100, high: int = 400) -> LossCurve:
+    """loss = scale * exp(-rate * K)."""
+    at = tuple(range(low, high + 1, 50))
+    return LossCurve(at, tuple(scale * float(np.exp(-rate * k)) for k in at))
+
+
+# ---------------------------------------------------------------------------------------------- spend
+
+
+def test_equal_curves_share_equally():
+    for total in (600, 601, 777, 1200):
+        found = spend({name: exponential(1.0, 0.01) for name in "abc"}, total)
+        assert sum(found.values()) == total
+        assert max(found.values()) - min(found.values()) <= 1
+
+
+def test_the_optimum_of_two_exponentials():
+    """scale_a exp(-r a) = scale_b exp(-r b) at the optimum: a - b = log(scale_a / scale_b) / r = log(e) / .01 = 100."""
+    curves = {"a": exponential(float(np.e), 0.01), "b": exponential(1.0, 0.01)}
+    found = spend(curves, 500)
+    assert sum(found.values()) == 500
+    assert found["a"] == pytest.approx(300, abs=5)  # a step of the lattice: 300 / 64 edges
+
+
+def test_no_other_split_is_better():
+    """Every split of 300 edges in steps of 10 over three convex curves of different shapes."""
+    curves = {
+        "steep": LossCurve((50, 100, 150, 200), (8.0, 2.0, 0.5, 0.1)),
+        "flat": LossCurve((50, 100, 150, 200), (1.0, 0.9, 0.8, 0.75)),
+        "late": LossCurve((50, 100, 150, 200), (3.0, 2.9, 1.0, 0.2)),  # not convex: nothing is saved before 100
+    }
+    found = spend(curves, 300)
+    assert sum(found.values()) == 300
+    splits = (s for s in itertools.product(range(50, 201, 10), repeat=3) if sum(s) == 300)
+    best = min(sum(curve.at(k) for curve, k in zip(curves.values(), split, strict=True)) for split in splits)
+    assert sum(curve.at(found[name]) for name, curve in curves.items()) <= best + 1e-9
+
+
+def test_more_sensitive_gets_more():
+    curves = {f"{i}": exponential(2.0**i, 0.02) for i in range(5)}
+    found = list(spend(curves, 1250).values())
+    assert sum(found) == 1250 and found == sorted(found) and found[0] < found[-1]
+
+
+def test_the_ends_of_a_curve_are_kept():
+    curves = {"a": exponential(1e9, 0.001), "b": exponential(1.0, 0.001)}
+    assert spend(curves, 500) == {"a": 400, "b": 100}
+    assert spend(curves, 200) == {"a": 100, "b": 100} and spend(curves, 800) == {"a": 400, "b": 400}
+
+
+@pytest.mark.parametrize("total", [199, 801])
+def test_totals_out_of_reach(total):
+    with pytest.raises(ValueError, match=f"{total} edges cannot be spent: the loss curves reach from 200 to 800"):
+        spend({"a": exponential(1.0, 0.01), "b": exponential(2.0, 0.01)}, total)
+
+
+def test_curves_become_falling_and_convex():
+    curve = LossCurve((10, 20, 30, 40), (1.0, 0.9, 0.95, 0.001))  # a rise (noise), then a late fall
+    widths, saved = curve.steps
+    assert widths.sum() == pytest.approx(30) and (widths > 0).all()
+    assert (saved >= 0).all() and (np.diff(saved) <= 0).all()
+    assert curve.at(10) == pytest.approx(1.0) and curve.at(40) == pytest.approx(0.001)
+    assert curve.at(30) < 0.9
+
+
+def test_hull_by_hand():
+    """(0, 4) (1, 3.5) (2, 1) (3, 1) (4, 0): the hull runs (0, 4) (2, 1) (4, 0), at 1 it is 2.5, at 3 it is .5."""
+    x = np.arange(5.0)
+    assert lower_hull(x, np.array([4.0, 3.5, 1.0, 1.0, 0.0])) == pytest.approx([4.0, 2.5, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("at", "losses", "message"),
+    [
+        ((), (), "must rise"),
+        ((10, 10), (1.0, 0.5), "must rise"),
+        ((10, 20), (1.0,), "2 budgets, 1 losses"),
+        ((10, 20), (1.0, float("nan")), "finite"),
+        ((10, 20), (0.0, 0.0), "positive"),
+    ],
+)
+def test_impossible_curves(at, losses, message):
+    with pytest.raises(ValueError, match=message):
+        LossCurve(at, losses)
+
+
+def test_rounding_by_largest_remainders():
+    assert round_to({"a": 1.5, "b": 2.75, "c": 0.75}, 5) == {"a": 1, "b": 3, "c": 1}
+    assert round_to({"a": 2.0, "b": 3.0 - 1e-9}, 5) == {"a": 2, "b": 3}
+
+
+# ---------------------------------------------------------------------------------------------- allocate
+
+
+def shortly(model, sites="all", sparsity=0.6, tokens: Any = TOKENS, **given):
+    return allocate(model, sites, sparsity, tokens, progress=False, **{**SHORT, **given})
+
+
+@pytest.fixture(scope="module")
+def by_kl(model):
+    return shortly(model)
+
+
+def test_the_total_is_that_of_the_uniform_sparsity(model, by_kl):
+    sites = swd.find_sites(model)
+    uniform = {site.name: edges(site.d_in, site.d_out, 0.6) for site in sites}
+    assert by_kl.edges == sum(uniform.values()) and by_kl.uniform == uniform
+    assert list(by_kl) == [site.name for site in sites] and len(by_kl) == len(sites)
+    for site in sites:
+        assert edges(site.d_in, site.d_out, by_kl[site.name]) == by_kl.allocated[site.name]
+        assert round(uniform[site.name] / 2) <= by_kl.allocated[site.name] <= 2 * uniform[site.name]
+    assert len(set(by_kl.values())) > 2
+    assert by_kl.predicted["allocated"] < by_kl.predicted["uniform"]
+
+
+def test_factorize_takes_it(model, by_kl):
+    factors = swd.factorize(model, "all", sparsity=by_kl, tokens=TOKENS, progress=False, **SHORT)
+    assert factors.edges == by_kl.edges
+    assert {name: f.edges for name, f in factors.items()} == by_kl.allocated
+
+
+def test_kl_is_that_of_one_matrix_replaced(model, by_kl):
+    """The long way: one solve on the dense Gram, one comparison of whole logits."""
+    [site] = swd.find_sites(model, "blocks.1.mlp_in")
+    gram = swd.collect_grams(model, [site], TOKENS)[site.name]
+    curve = by_kl.curves[site.name]
+    middle = curve.edges.index(by_kl.uniform[site.name])
+    f = swd.solve(host_of(model).weight(site), gram, 0.6, preset="quick", tokens=TOKENS.numel(), **SHORT)
+    with torch.no_grad():
+        dense = model(TOKENS)[:, :-1].flatten(0, 1).log_softmax(-1)
+        with swd.attach(model, {site.name: f}):
+            replaced = model(TOKENS)[:, :-1].flatten(0, 1).log_softmax(-1)
+    kl = F.kl_div(replaced, dense, log_target=True, reduction="batchmean")
+    assert curve.losses[middle] == pytest.approx(float(kl), rel=1e-3)
+
+
+def test_by_error_reads_relmse(model):
+    site = swd.find_sites(model, "blocks.0.attn_o")[0]
+    gram = swd.collect_grams(model, [site], TOKENS)[site.name]
+    found = shortly(model, "blocks.0.*", by="error", grid=(0.75, 1, 1.25))
+    curve = found.curves[site.name]
+    f = swd.solve(host_of(model).weight(site), gram, 0.6, preset="quick", tokens=TOKENS.numel(), **SHORT)
+    assert curve.losses[1] == pytest.approx(f.relmse(gram), rel=1e-6)
+    zero = shortly(model, "blocks.0.*", tokens=None, by="error", grid=(0.75, 1, 1.25))
+    f = swd.solve(host_of(model).weight(site), None, 0.6, preset="quick", **SHORT)
+    assert zero.curves[site.name].losses[1] == pytest.approx(f.relmse(None), rel=1e-6)
+
+
+def test_it_is_reproducible_and_leaves_the_host_alone(model):
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    hooks = list(model.hook_dict)
+    logits = model(TOKENS)
+    first, second = (shortly(model, "mlp_out", 0.5, grid=(0.5, 1, 2)) for _ in range(2))
+    assert first.as_dict() == second.as_dict()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
+
+
+def test_few_gram_bytes_and_a_stream_change_nothing(model, by_kl):
+    stream = TokenStream(lambda: iter(TOKENS), n_rows=len(TOKENS))
+    assert shortly(model, tokens=stream, gram_bytes=1).as_dict() == by_kl.as_dict()
+
+
+def test_a_matrix_that_does_nothing_gets_least():
+    model = toy_model()
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out.mul_(1e-3)  # what it writes drowns in the residual stream
+    found = shortly(model, "mlp_out")
+    assert found.allocated["blocks.1.mlp_out"] == found.curves["blocks.1.mlp_out"].edges[0]
+    assert found.allocated["blocks.0.mlp_out"] > found.uniform["blocks.0.mlp_out"]
+
+
+def test_one_site_keeps_its_budget(model):
+    found = shortly(model, "blocks.0.mlp_out", by="error", grid=(0.5, 1, 2))
+    assert found.allocated == found.uniform
+
+
+def test_the_papers_solver_can_make_every_budget(model):
+    found = allocate(model, "attn_o", 0.6, TOKENS, by="error", preset="paper", outer_iterations=4, progress=False)
+    factors = swd.factorize(model, "attn_o", sparsity=found, tokens=TOKENS, preset="paper", progress=False)
+    assert 0 < factors.edges <= found.edges  # its rounding keeps a few less
+
+
+def test_it_is_saved_and_read(by_kl, tmp_path):
+    by_kl.save(tmp_path / "allocation.json")
+    read = Allocation.load(tmp_path / "allocation.json")
+    assert dict(read) == dict(by_kl) and read.as_dict() == by_kl.as_dict()
+    (tmp_path / "other.json").write_text(json.dumps({"sparsity": 0.5}))
+    with pytest.raises(ValueError, match=r"other.json: these values are not an Allocation's"):
+        Allocation.load(tmp_path / "other.json")
+    (tmp_path / "no.json").write_text("no")
+    with pytest.raises(ValueError, match=r"no.json"):
+        Allocation.load(tmp_path / "no.json")
+
+
+def test_it_explains_itself(by_kl):
+    table = by_kl.table()
+    assert table["K allocated"].sum() == table["K uniform"].sum() == by_kl.edges
+    assert table["share allocated"].sum() == pytest.approx(1) and table["KL uniform"].sum() == pytest.approx(
+        by_kl.predicted["uniform"]
+    )
+    shown = repr(by_kl)
+    assert "Allocation by KL" in shown and f"{by_kl.edges:,} edges" in shown and "blocks.1.mlp_out" in shown
+    assert "<table" in by_kl._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"by": "loss"}, "by='loss': choose one of 'kl', 'error'"),
+        ({"tokens": None}, 'by="kl" needs tokens='),
+        ({"grid": (1.0,)}, "two or more rising"),
+        ({"grid": (2.0, 1.0)}, "two or more rising"),
+        ({"grid": (1.5, 2.0)}, "from at most 1 to at least 1"),
+        ({"sparsity": 0.99}, r"blocks.0.attn_qkv .*leaves K="),
+        ({"sparsity": 1.5}, "inside"),
+        ({"outer_iteration": 3}, "outer_iterations"),
+        ({"sites": "nothing"}, "no site matches"),
+        ({"judge": torch.zeros(3, 1, dtype=torch.long)}, "at least two tokens"),
+    ],
+)
+def test_refusals(model, given, message):
+    with pytest.raises(ValueError, match=message):
+        allocate(model, **{"sites": "all", "sparsity": 0.6, "tokens": TOKENS, "progress": False, **given})
+
+
+def test_an_attached_site_is_refused(model):
+    factors = swd.baselines.svd(model, "blocks.0.mlp_out")
+    with swd.attach(model, factors), pytest.raises(swd.AttachError, match="attached already"):
+        shortly(model, "blocks.0.mlp_out")
