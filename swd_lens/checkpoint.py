@@ -10,13 +10,15 @@ Threads, torch version and device also change bits, in the last places; they are
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swd_lens.factors import Factors, fingerprint, read_factors, write_factors
+from swd_lens.shards import finished_in
 from swd_lens.sites import execution_key
 from swd_lens.storage import INDEX, FactorFileError, read_index, write_index
 
@@ -70,6 +72,26 @@ class Checkpoint:
         self._compare(found, recipes, chained)
         self._entries = {site: entries[site] for site in found}
         return found
+
+    def in_shards(self, recipes: Mapping[str, Recipe]) -> dict[str, Callable[[], Factors]]:
+        """What shards have finished (shards.py) and this folder does not hold: site -> what reads its Factors.
+
+        Raises:
+            ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
+        """
+        try:
+            found = {site: at for site, at in finished_in(self.folder).items() if site in recipes}
+        except FactorFileError as error:
+            raise ResumeError(f"{error}; or remove that shard's folder to have its matrices made again") from error
+        for site, (folder, entry) in found.items():
+            then = entry["provenance"].get("recipe", {})
+            if differences := _differences(then, {**recipes[site], "upstream_sha256": None}):
+                raise self._refusal(f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(differences)}")
+        return {
+            site: partial(read_factors, folder, site, entry)
+            for site, (folder, entry) in found.items()
+            if site not in self._entries
+        }
 
     def add(self, site: str, f: Factors) -> None:
         """Put a finished matrix into the folder. The first one of a fresh start replaces what the folder held."""

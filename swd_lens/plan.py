@@ -2,47 +2,43 @@
 
 1. Find the sites, in execution order; check tokens, settings and memory (resources.py) before the host is touched.
 2. With out=: take over the matrices that an earlier, interrupted call finished there, if they are what this call would
-   make (checkpoint.py).
-3. For each other site: its Gram (from the host with the earlier sites already replaced, "sequential", or from the dense
-   host, "dense"; none without tokens), then its factors, then, with out=, its file. The bar counts estimated operations,
-   not matrices, so that its remaining time means something when the matrices differ in size.
-4. Each result carries its provenance: site, weight fingerprint, tokens, calibration, errors, version.
+   make (checkpoint.py); and what shards of it have finished (shards.py).
+3. Stage by stage (stages.py): the Grams of its sites, from the host with the earlier stages replaced ("sequential",
+   "per_block"), from the dense host ("dense"), or none (without tokens); then their factors, here or on other workers
+   (workers.py), which does not change a bit.
+4. In execution order, whoever solved them: each matrix gets its provenance and its probe, with out= its file, and is attached
+   for those that follow.
 """
 
-import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Int
-from torch import Tensor
-from tqdm.auto import tqdm
+import torch
 
 from swd_lens._version import __version__
-from swd_lens.calibration import Grams, collect_grams
-from swd_lens.checkpoint import Checkpoint, Recipe, chain, host_fingerprint, tokens_fingerprint, upstream_of
+from swd_lens.checkpoint import Checkpoint, Recipe, chain, host_fingerprint
 from swd_lens.factors import Factors, FactorSet, fingerprint
 from swd_lens.hosts import host_of, sites_of
-from swd_lens.inject import add_probe, attach, described, origin_of, probe_tokens
+from swd_lens.inject import add_probe, described, origin_of, probe_tokens
 from swd_lens.machine import available_bytes
+from swd_lens.progress import Bar
 from swd_lens.resources import (
     Estimate,
     SiteEstimate,
     check_calibration,
     forecast,
-    naming,
-    shape_of,
     sparsity_of_each,
 )
+from swd_lens.shards import Shard, ShardError
 from swd_lens.sites import PACKED, Pattern, Site, UnknownSiteError
-from swd_lens.solver import DEFAULT_PRESET, OnIteration, Step, resolve, solve
-from swd_lens.tasks.text import as_rows
-
-# The error so far costs a product of the factors; shown this often it costs nothing that matters.
-_SECONDS_BETWEEN_ERRORS = 3.0
+from swd_lens.solver import DEFAULT_PRESET, resolve
+from swd_lens.stages import Behind, Calibrated, stages_of
+from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.workers import Solved, SolveTask, open_workers
 
 
 def factorize(
@@ -55,6 +51,11 @@ def factorize(
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     batch_size: int = 16,
+    gram_dtype: str = "float32",
+    device: str | torch.device | None = None,
+    workers: int | str = 1,
+    threads: int | None = None,
+    shard: Any = None,
     progress: bool = True,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -63,25 +64,41 @@ def factorize(
     """Factorize the matrices that `sites` names into sparse read and write factors (paper §2.1).
 
     Args:
-        model: a HookedTransformer or TransformerBridge.
-        sites: a pattern or several, see `swd_lens.sites.select_sites`.
+        model: a HookedTransformer or TransformerBridge, in any floating dtype; solved in float32.
+        sites: a pattern or several ("all", "mlp_out", ...), see `swd_lens.sites.select_sites`.
         sparsity: s in (0, 1) for every matrix, budget K = (1 - s) * d_in * d_out; or a mapping from site names or patterns
             to s (`swd_lens.allocate` makes one).
-        tokens: (rows, pos) calibration ids; None = zero-data (G = I).
-        calibration: "sequential" takes each site's inputs from the host with the earlier sites replaced (method.md §5.2);
-            "dense" from the untouched host, in one pass. With one site they are the same.
+        tokens: (rows, pos) calibration ids, or a `TokenStream` (as many as you like: memory does not grow with them);
+            None = zero-data (G = I).
+        calibration: "sequential" takes each matrix's inputs from the host with all earlier ones replaced (method.md §5.2);
+            "per_block" from the host with all earlier blocks replaced, one pass per block; "dense" from the untouched host;
+            "corrected" is sequential and fits each matrix to what the dense host writes there (targets.py): not the paper's,
+            and better where many matrices are replaced. With one site they are the same.
         preset, units, options: the solver's, see `swd_lens.solver.solve` (outer_iterations=, ...).
         batch_size: rows per calibration forward.
+        gram_dtype: "float32", or "float64". Sums are float64 either way.
+        device: where to solve, one matrix at a time; None: where the host's matrix is.
+        workers: solve this many matrices at a time in processes of their own, or "ray" for the Ray cluster (see
+            `swd_lens.workers`). Sequential calibration has few matrices that do not wait for each other.
+        threads: CPU threads per solve; None: as many as now, shared out over the processes (Ray: 1). The same number gives the
+            same bits, whoever solves.
+        shard: "2/8" does the second eighth of the matrices (zero-data or dense calibration only), into a folder of its own in
+            `out`. When all shards are done, the same call without shard= puts them together.
         progress: show a bar: share of the estimated operations, site, iteration, relMSE so far.
         out: a folder that gets every matrix as soon as it is finished; at every moment `FactorSet.load` can read it.
             The same call again after an interruption takes over what is finished and goes on; the result has the same
             bits as that of an uninterrupted call. None: nothing is written.
         overwrite: start again, in place of what `out` holds (which stays until the first new matrix is finished).
 
+    Returns:
+        FactorSet. Factors of a float32 host remember their dense weight, those of other hosts do not: it would be a float32
+        copy of the whole model.
+
     Raises:
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
         ResumeError: `out` holds factors that were made otherwise; every difference is named.
         DoesNotFitError: more memory is needed than available (see `swd_lens.estimate`).
+        ShardError: no such shard, or one of matrices that wait for each other.
         ValueError: bad sparsity or solver options; the site is named.
     """
     host = host_of(model)
@@ -89,20 +106,39 @@ def factorize(
     for site in chosen:
         _refuse_whole_mlp(site)
     check_calibration(calibration)
-    rows = None if tokens is None else as_rows(tokens, model)
-    job = _Job(model, chosen, rows, sparsity_of_each(chosen, sparsity), calibration, preset, units, batch_size, options)
-    job.forecast()  # a bad option fails here, before anything is hashed, read or run
+    if gram_dtype not in ("float32", "float64"):
+        raise ValueError(f"gram_dtype={gram_dtype!r}: give 'float32' or 'float64'")
+    stream = None if tokens is None else as_stream(tokens, model)
+    each = sparsity_of_each(chosen, sparsity)
+    job = _Job(model, chosen, stream, each, calibration, preset, units, batch_size, gram_dtype, device, options)
+    rows = job.forecast()  # a bad option fails here, before anything is hashed, read or run
     _warn_of_few_tokens(job)
+    if shard is not None:
+        job, out = _only(job, Shard.parse(shard), rows, out)
     checkpoint = None if out is None else Checkpoint(Path(out), job.provenance())
     recipes = {} if checkpoint is None else job.recipes()
     done: dict[str, Factors] = {}
     if checkpoint is not None and not overwrite:
         found = checkpoint.resume(recipes, chained=job.chained)
-        done = {site.name: replace(found[site.name], weight=host.weight(site)) for site in chosen if site.name in found}
+        done = {site.name: job.remembering(site, found[site.name]) for site in job.sites if site.name in found}
     plan = job.forecast(done)
     Estimate(plan, available_bytes(next(model.parameters()).device), None, job.kind).require_fit()
-    _run(job, plan, done, recipes, checkpoint, progress)
-    return FactorSet({site.name: done[site.name] for site in chosen}, job.provenance())
+    elsewhere = {} if checkpoint is None or overwrite else checkpoint.in_shards(recipes)
+    _Run(job, done, recipes, checkpoint, elsewhere).go(plan, workers, threads, progress)
+    return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())
+
+
+def _only(job: "_Job", shard: Shard, plan: Iterable[SiteEstimate], out: str | Path | None) -> tuple["_Job", Path]:
+    """The job of one shard, and its folder."""
+    if job.chained:
+        raise ShardError(
+            f"shard {shard} with {job.kind} calibration: each matrix waits for those before it. Shard zero-data or "
+            'calibration="dense", or use workers='
+        )
+    if out is None:
+        raise ShardError(f"shard {shard} needs out=: the folder in which the shards are put together")
+    mine = shard.of(job.sites, {row.site: row.flops for row in plan})
+    return replace(job, sites=tuple(mine), shard=shard), shard.folder(Path(out))
 
 
 def _refuse_whole_mlp(site: Site) -> None:
@@ -118,18 +154,21 @@ class _Job:
 
     model: Any
     sites: tuple[Site, ...]
-    rows: Int[Tensor, "rows pos"] | None
+    stream: TokenStream | None
     sparsities: Mapping[str, float]
     calibration: str
     preset: str
     units: int | float | str | None
     batch_size: int
+    gram_dtype: str
+    device: str | torch.device | None
     options: dict[str, Any]
+    shard: Shard | None = None
 
     @property
     def kind(self) -> str:
-        """Where Grams come from: "sequential", "dense", or "zero-data"."""
-        return self.calibration if self.rows is not None else "zero-data"
+        """Where Grams come from: "sequential", "corrected", "per_block", "dense", or "zero-data"."""
+        return self.calibration if self.stream is not None else "zero-data"
 
     @property
     def sparsity(self) -> float | dict[str, float]:
@@ -140,21 +179,22 @@ class _Job:
     @property
     def chained(self) -> bool:
         """Whether a site's factors depend on those of the sites before it."""
-        return self.kind == "sequential"
+        return self.kind in ("sequential", "corrected", "per_block")
 
     @property
     def n_tokens(self) -> int:
-        return 0 if self.rows is None else self.rows.numel()
+        return 0 if self.stream is None else self.stream.n_tokens
 
-    @property
+    @cached_property
     def probe_tokens(self) -> list[int]:
-        return probe_tokens(self.rows, int(self.model.cfg.d_vocab), int(self.model.cfg.n_ctx))
+        first = None if self.stream is None else self.stream.first_row()[None]
+        return probe_tokens(first, int(self.model.cfg.d_vocab), int(self.model.cfg.n_ctx))
 
     def forecast(self, finished: Mapping[str, Factors] | None = None) -> tuple[SiteEstimate, ...]:
         return forecast(
             self.model,
             self.sites,
-            None if self.rows is None else shape_of(self.rows),
+            None if self.stream is None else (self.stream.n_rows, self.stream.row_length),
             sparsities=self.sparsities,
             calibration=self.calibration,
             preset=self.preset,
@@ -162,29 +202,33 @@ class _Job:
             batch_size=self.batch_size,
             options=self.options,
             finished=tuple(finished or ()),
+            gram_dtype=self.gram_dtype,
         )
 
     def provenance(self) -> dict[str, Any]:
         """Of the whole set."""
-        return {
+        made = {
             "swd_lens": __version__,
             "model": str(self.model.cfg.model_name),
             "sparsity": self.sparsity,
             "preset": self.preset,
             "calibration": self.kind,
             "tokens": self.n_tokens,
-            "probe_tokens": self.probe_tokens,
-            "probe_sites": [site.name for site in self.sites],
         }
+        if self.shard is not None:  # what enters its sites depends on other shards' factors
+            return {**made, "shard": str(self.shard)}
+        return {**made, "probe_tokens": self.probe_tokens, "probe_sites": [site.name for site in self.sites]}
 
     def recipes(self) -> dict[str, Recipe]:
         """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
         shared: dict[str, Any] = {"swd_lens": __version__, "preset": self.preset}
         shared |= {"units": self.units, **resolve(self.preset, self.options).as_dict(), "calibration": self.kind}
-        if self.rows is not None:
-            shared["tokens_sha256"] = tokens_fingerprint(self.rows)
+        if self.stream is not None:
+            shared["tokens_sha256"] = self.stream.fingerprint()
             shared["batch_size"] = self.batch_size  # the order of a sum
             shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
+            if self.gram_dtype != "float32":
+                shared["gram_dtype"] = self.gram_dtype
         host = host_of(self.model)
         return {
             site.name: {
@@ -195,74 +239,105 @@ class _Job:
             for site in self.sites
         }
 
+    def remembering(self, site: Site, f: Factors) -> Factors:
+        """Factors with the host's dense weight, where that is no copy of another dtype's."""
+        dtype = next(self.model.parameters()).dtype
+        return replace(f, weight=host_of(self.model).weight(site) if dtype == torch.float32 else None)
 
-def _run(
-    job: _Job,
-    plan: tuple[SiteEstimate, ...],
-    done: dict[str, Factors],
-    recipes: Mapping[str, Recipe],
-    checkpoint: Checkpoint | None,
-    progress: bool,
-) -> None:
-    """Factorize what the plan lists, into `done`."""
-    todo = [site for site in job.sites if site.name not in done]
-    dense: dict[str, Tensor] = {}
-    if todo and job.kind == "dense":
-        dense.update(collect_grams(job.model, todo, job.rows, batch_size=job.batch_size, progress=progress).by_site)
-    upstream = upstream_of(done) if recipes and job.chained else None
-    with _Progress(job, plan, progress) as bar:
-        for site in todo:
-            bar.begin(site)
-            gram = _gram_behind(job, done, site) if job.chained else dense.pop(site.name, None)
-            bar.calibrated()
-            f = _factorize_one(job, site, gram, bar.on_iteration())
-            with _behind(job, done):
-                f = add_probe(f, job.model, site, job.probe_tokens)
-            if checkpoint is not None:
-                f = replace(
-                    f, provenance={**f.provenance, "recipe": {**recipes[site.name], "upstream_sha256": upstream}}
-                )
-                checkpoint.add(site.name, f)
-                upstream = chain(upstream, site.name, f) if job.chained else None
-            done[site.name] = f
-            bar.finished(f)
-
-
-def _gram_behind(job: _Job, done: dict[str, Factors], site: Site) -> Tensor:
-    """The site's Gram with everything in `done` replaced."""
-
-    def collect() -> Grams:
-        return collect_grams(job.model, [site], job.rows, batch_size=job.batch_size)
-
-    with _behind(job, done):
-        return collect()[site.name]
-
-
-def _behind(job: _Job, done: dict[str, Factors]) -> Any:
-    """The host with everything in `done` replaced."""
-    return attach(job.model, done) if done else nullcontext()
-
-
-def _factorize_one(job: _Job, site: Site, gram: Tensor | None, on_iteration: OnIteration | None) -> Factors:
-    weight = host_of(job.model).weight(site)
-    tokens = None if gram is None else job.n_tokens
-    with naming(site):
-        f = solve(
-            weight,
-            gram,
-            job.sparsities[site.name],
-            preset=job.preset,
-            units=job.units,
-            tokens=tokens,
-            on_iteration=on_iteration,
-            **job.options,
+    def task(self, site: Site, found: Calibrated | None, plan: Mapping[str, SiteEstimate]) -> SolveTask:
+        weight = host_of(self.model).weight(site)
+        gram, weight = (None, weight) if found is None else (found.gram, weight if found.target is None else found.target)
+        return SolveTask(
+            site=site.name,
+            weight=weight if self.device is None else weight.to(self.device),
+            gram=gram if gram is None or self.device is None else gram.to(self.device),
+            sparsity=self.sparsities[site.name],
+            preset=self.preset,
+            units=self.units,
+            tokens=None if gram is None else self.n_tokens,
+            options=self.options,
+            bytes=plan[site.name].peak_bytes,
         )
-    # Files hold no zeros, so no sign of a zero either: -0 becomes 0 before anything reads the factors, and a resumed run
-    # continues with the same bits.
-    f = replace(f, read=f.read + 0.0, write=f.write + 0.0)
-    made = {"calibration": job.kind, "tokens": job.n_tokens}
-    made |= {"relmse": f.relmse(gram), "relative_frobenius": f.relative_frobenius()}
-    return stamp(f, job.model, site, made)
+
+
+@dataclass
+class _Run:
+    """One call at work: `done` grows."""
+
+    job: _Job
+    done: dict[str, Factors]
+    recipes: Mapping[str, Recipe]
+    checkpoint: Checkpoint | None
+    elsewhere: Mapping[str, Any]  # site -> what reads the factors that a shard has finished
+    upstream: str | None = None
+
+    def go(self, plan: tuple[SiteEstimate, ...], workers: int | str, threads: int | None, progress: bool) -> None:
+        job = self.job
+        todo = [site for site in job.sites if site.name not in self.done]
+        if not todo:
+            return
+        self.plan, self.here = {row.site: row for row in plan}, workers == 1
+        stages = stages_of(job.sites, job.kind)
+        to_solve = [any(self._must_solve(site) for site in stage) for stage in stages]
+        behind = Behind(
+            job.model,
+            job.stream,
+            job.kind,
+            batch_size=job.batch_size,
+            keep=sum(to_solve) > 1,
+            dtype=job.gram_dtype,
+            scratch=None if self.checkpoint is None else self.checkpoint.folder,
+        )
+        bar = Bar(job.sites, plan, f"factorize s={_shown(job.sparsity)}", show=progress, calibrated=job.chained)
+        with behind, bar, open_workers(workers, threads=threads) as pool:
+            for stage, solving in zip(stages, to_solve, strict=True):
+                found = self._calibrated(behind, stage, progress) if solving and job.stream is not None else {}
+                bar.calibrated([site for site in stage if site.name not in self.done])
+                solved = pool.solve(self._tasks(stage, found, bar), on_iteration=bar.iterated if progress else None)
+                for site in stage:
+                    if site.name not in self.done:
+                        self._take(site, solved, behind, bar)
+                    if job.chained and self.recipes:
+                        self.upstream = chain(self.upstream, site.name, self.done[site.name])
+                    if job.shard is None and site != job.sites[-1]:
+                        behind.replace(site, self.done[site.name])
+
+    def _must_solve(self, site: Site) -> bool:
+        return site.name not in self.done and site.name not in self.elsewhere
+
+    def _calibrated(self, behind: Behind, stage: tuple[Site, ...], progress: bool) -> dict[str, Calibrated]:
+        sites = [site for site in stage if self._must_solve(site)]
+        return behind.calibrate(sites, progress and self.job.kind == "dense")
+
+    def _tasks(self, stage: tuple[Site, ...], found: dict[str, Calibrated], bar: Bar) -> Iterator[SolveTask]:
+        """One after the other, as they are asked for: no two float32 copies of weights at a time in this process."""
+        for site in stage:
+            if self._must_solve(site):
+                if self.here:
+                    bar.begin(site.name)
+                yield self.job.task(site, found.pop(site.name, None), self.plan)
+
+    def _take(self, site: Site, solved: Iterator[Solved], behind: Behind, bar: Bar) -> None:
+        """Put the next matrix into `done`, and into the folder."""
+        job = self.job
+        f = self.elsewhere[site.name]() if site.name in self.elsewhere else self._stamped(site, next(solved))
+        f = job.remembering(site, f)
+        if job.shard is None:
+            f = add_probe(f, job.model, site, job.probe_tokens)
+        if self.checkpoint is not None:
+            recipe = {**self.recipes[site.name], "upstream_sha256": self.upstream}
+            f = replace(f, provenance={**f.provenance, "recipe": recipe})
+            self.checkpoint.add(site.name, f)
+        self.done[site.name] = f
+        bar.finished(site.name, f.provenance["relmse"])
+
+    def _stamped(self, site: Site, solved: Solved) -> Factors:
+        assert solved.site == site.name, f"{solved.site} came for {site.name}"
+        made = {"calibration": self.job.kind, "tokens": self.job.n_tokens}
+        made |= {"relmse": solved.relmse, "relative_frobenius": solved.relative_frobenius}
+        weight = host_of(self.job.model).weight(site)
+        home = weight.device if next(self.job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
+        return stamp(replace(solved.factors, weight=None).to(home), self.job.model, site, made)
 
 
 def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
@@ -280,14 +355,14 @@ def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
 
 
 def _shown(sparsity: float | dict[str, float]) -> str:
-    if isinstance(sparsity, float):
+    if not isinstance(sparsity, dict):
         return f"{sparsity:g}"
     return f"{min(sparsity.values()):g}..{max(sparsity.values()):g}"
 
 
 def _warn_of_few_tokens(job: _Job) -> None:
     widest = max(job.sites, key=lambda site: site.d_in)
-    if job.rows is None or job.n_tokens >= widest.d_in:
+    if job.stream is None or job.n_tokens >= widest.d_in:
         return
     share = resolve(job.preset, job.options).shrinkage_for(job.n_tokens, widest.d_in)
     remedy = (
@@ -300,74 +375,3 @@ def _warn_of_few_tokens(job: _Job) -> None:
         f"{remedy}. Give more tokens, or none (zero-data).",
         stacklevel=3,
     )
-
-
-# ---------------------------------------------------------------------------------------------- progress
-
-
-@dataclass
-class _Progress:
-    """One bar over all matrices, in estimated operations; beside it site, iteration and relMSE so far."""
-
-    job: _Job
-    plan: tuple[SiteEstimate, ...]
-    show: bool
-    rows: dict[str, SiteEstimate] = field(init=False)
-    bar: Any = field(init=False)
-    at: float = 0.0  # operations done; tqdm keeps no count when it is disabled
-    start: float = 0.0  # of the present matrix's solve
-    label: str = ""
-    error: str = ""
-    error_time: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.rows = {row.site: row for row in self.plan}
-        total = sum(row.flops + self._calibration(row) for row in self.plan)
-        self.bar = tqdm(
-            total=total,
-            desc=f"factorize s={_shown(self.job.sparsity)}",
-            unit="FLOP",
-            unit_scale=True,
-            disable=not self.show,
-            leave=False,
-        )
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.close()
-
-    def _calibration(self, row: SiteEstimate) -> float:
-        return row.calibration_flops if self.job.chained else 0.0  # dense calibration has its own bar, before this one
-
-    def begin(self, site: Site) -> None:
-        place = self.job.sites.index(site) + 1
-        self.row = self.rows[site.name]
-        self.label, self.error = f"{site.name} ({place}/{len(self.job.sites)})", ""
-        self._tell("")
-
-    def calibrated(self) -> None:
-        self._to(self.at + self._calibration(self.row))
-        self.start, self.error_time = self.at, time.monotonic()
-
-    def on_iteration(self) -> Callable[[Step], None] | None:
-        """What `solve` calls after each iteration; nothing where nobody looks."""
-        return self._iterated if self.show else None
-
-    def _iterated(self, step: Step) -> None:
-        if time.monotonic() - self.error_time >= _SECONDS_BETWEEN_ERRORS:
-            self.error, self.error_time = f" relMSE {step.relmse():.3g}", time.monotonic()
-        self._tell(f" {step.iteration}/{step.total}{self.error}")
-        self._to(self.start + self.row.flops * step.iteration / step.total)
-
-    def finished(self, f: Factors) -> None:
-        self._to(self.start + self.row.flops)
-        self._tell(f" relMSE {f.provenance['relmse']:.3g}")
-
-    def _tell(self, text: str) -> None:
-        self.bar.set_postfix_str(self.label + text, refresh=False)
-
-    def _to(self, operations: float) -> None:
-        self.bar.update(operations - self.at)
-        self.at = operations

@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ import torch
 import swd_lens as swd
 import swd_lens.machine
 import swd_lens.plan
+import swd_lens.stages
+import swd_lens.workers.task
 from swd_lens.resources import Estimate, SiteEstimate
 from swd_lens.solver import cost
 from tests import families
@@ -54,15 +55,134 @@ def test_dense_calibration_holds_every_gram(model):
     assert dense.calibration == "dense" and sequential.calibration == "sequential"
 
 
+def test_dense_calibration_in_stages_where_the_grams_have_no_room():
+    # 40,000 inputs: a Gram of 6.4 GB, above what one pass collects. Each matrix is then a stage of its own.
+    made = swd.estimate({"a": (40_000, 8), "b": (40_000, 8)}, tokens=64, calibration="dense", preset="paper")
+    factors = 4 * (40_000 * 8 + 8 * 8 + 40_000 * 8)
+    assert [row.held_bytes for row in made.rows] == [0, factors]
+
+
+def test_a_pass_per_block_holds_the_grams_of_the_block(model):
+    rows = swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="per_block").rows
+    block = rows[0].calibration_flops - 108 * 2 * 16 * 16  # mlp_in bears the pass
+    assert rows[1].calibration_flops == 108 * 2 * 32 * 32
+    # What enters block 1 is made by running block 0 once more, with its units.
+    assert rows[2].calibration_flops == 2 * block + 108 * 2 * 16 * 16
+    kept = [4 * (units + 16 * 32) for units in (16 * 16 + 16 * 32, 32 * 16 + 16 * 16)]  # factors and W: mlp_in, mlp_out
+    assert [row.held_bytes for row in rows] == [4 * 32 * 32, kept[0], sum(kept) + 4 * 32 * 32, 2 * kept[0] + kept[1]]
+
+
+def test_corrected_calibration_runs_both_hosts(model):
+    plain = swd.estimate(model, "mlp_out", tokens=TOKENS).rows
+    both = swd.estimate(model, "mlp_out", tokens=TOKENS, calibration="corrected")
+    # The forward twice; h^T h and h^T g; and the target: a Cholesky factor of 32 x 32, and 2 x 2 x 32 x (32 x 16).
+    forward = plain[0].calibration_flops - 108 * 2 * 32 * 32
+    assert both.rows[0].calibration_flops == 2 * forward + 108 * 4 * 32 * 32 + 32**3 / 3 + 4 * 32 * 32 * 16
+    assert both.rows[0].peak_bytes >= 8 * 5 * 32 * 32 and both.disk_bytes == 2 * 108 * 16 * 4
+    assert swd.estimate(model, "blocks.0.mlp_out", tokens=TOKENS, calibration="corrected").flops == (
+        swd.estimate(model, "blocks.0.mlp_out", tokens=TOKENS).flops
+    )
+
+
+def test_a_stage_is_calibrated_in_one_pass(model):
+    """q, k and v read one input: one forward, one product, one Gram."""
+    apart = {f"blocks.1.attn_{part}": (16, 16) for part in "qkv"}
+    shapes = swd.estimate(apart, tokens=TOKENS).rows
+    assert [row.calibration_flops for row in shapes] == [108 * 2 * 16 * 16, 0, 0]
+    rows = swd.estimate(model, ["blocks.1.attn_q", "blocks.1.attn_k", "blocks.1.attn_v"], tokens=TOKENS).rows
+    alone = swd.estimate(model, "blocks.1.attn_q", tokens=TOKENS).rows[0]
+    assert [row.calibration_flops for row in rows] == [alone.calibration_flops, 0, 0]
+    assert rows[0].peak_bytes == alone.peak_bytes and rows[0].held_bytes == 0
+
+
+def test_each_block_is_run_for_its_stages_and_once_to_go_on():
+    """What enters a block is kept, so that later stages do not run the earlier blocks again."""
+    model = toy_model(n_layers=6)
+    rows = swd.estimate(model, "mlp_out", tokens=TOKENS).rows
+    gram = 108 * 2 * 32 * 32
+    block = rows[0].calibration_flops - gram
+    assert [row.calibration_flops for row in rows] == [block + gram] + [2 * block + gram] * 5
+    last = swd.estimate(model, "blocks.5.mlp_out", tokens=TOKENS)
+    assert last.rows[0].calibration_flops == 6 * block + gram
+    # On disk: 108 residuals of 16 float32, twice while one file is made of the other.
+    made = swd.estimate(model, "mlp_out", tokens=TOKENS)
+    assert made.disk_bytes == 2 * 108 * 16 * 4 and last.disk_bytes == 0
+    assert "disk: 13.8 kB in the temporary folder" in repr(made)
+
+
 def test_blocks_that_differ_are_each_counted_as_they_are():
     # Qwen3.5: linear attention in layers 0 to 2, full attention in layer 3, which has other matrices.
     model = families.bridge("qwen3_5")
-    rows = swd.estimate(model, "mlp_out", tokens=64).rows
-    blocks = [later.calibration_flops - row.calibration_flops for row, later in pairwise(rows)]
+    of = [row.calibration_flops for row in swd.estimate(model, "mlp_out", tokens=64).rows]
     numel = [sum(site.numel for site in swd.find_sites(model) if site.layer == layer) for layer in range(4)]
-    assert numel[1] == numel[2] != numel[3]
-    assert blocks[0] == blocks[1]
-    assert blocks[2] - blocks[1] == pytest.approx(64 * 2 * (numel[3] - numel[2]))
+    assert numel[0] == numel[1] == numel[2] != numel[3]
+    # Each row bears its own block and the one before it.
+    assert of[1] == of[2]
+    assert of[3] - of[2] == pytest.approx(64 * 2 * (numel[3] - numel[1]))
+
+
+def test_float64_grams_take_twice_as_much(model):
+    single, double = (
+        swd.estimate(model, "mlp_*", tokens=TOKENS, calibration="dense", gram_dtype=dtype)
+        for dtype in ("float32", "float64")
+    )
+    assert double.rows[0].held_bytes == 2 * single.rows[0].held_bytes
+    assert double.rows[3].peak_bytes == single.rows[3].peak_bytes + 8 * 32 * 32
+
+
+def test_factors_of_a_half_precision_host_keep_no_weight():
+    half = toy_model().to(torch.bfloat16)
+    first, second = swd.estimate(half, "mlp_out", preset="paper").rows
+    # Two factors, 32 x 16 and 16 x 16, in float32 and, attached, in bfloat16.
+    assert (first.held_bytes, second.held_bytes) == (0, (4 + 2) * (32 * 16 + 16 * 16))
+
+
+# ---------------------------------------------------------------------------------------------- shapes alone
+
+
+def test_shapes_of_a_model_that_is_not_loaded(model):
+    shapes = {site.name: (site.d_in, site.d_out) for site in swd.find_sites(model)}
+    assert swd.estimate(shapes).rows == swd.estimate(model, "all").rows
+    loaded, known = swd.estimate(model, "all", tokens=TOKENS), swd.estimate(shapes, tokens=TOKENS)
+    assert [row.flops for row in known.rows] == [row.flops for row in loaded.rows]
+    assert [row.held_bytes for row in known.rows] == [row.held_bytes for row in loaded.rows]
+    assert [row.calibration_flops for row in known.rows] == [108 * 2.0 * d_in**2 for d_in, _ in shapes.values()]
+    assert "not counted: the forwards" in repr(known) and "not counted" not in repr(loaded)
+    assert "not counted" not in repr(swd.estimate(shapes))
+
+
+def test_labels_of_any_kind(model):
+    (one,) = swd.estimate((32, 16), preset="paper").rows
+    assert (one.site, one.d_in, one.d_out, one.units) == ("matrix", 32, 16, 16)
+    assert one.flops == cost(32, 16, preset="paper", calibrated=False).flops
+    each = swd.estimate({"up": (16, 32), "down": (32, 16)}, sparsity={"up": 0.5, "d*": 0.75}, tokens=64)
+    assert [row.site for row in each.rows] == ["up", "down"]
+    with pytest.raises(swd.UnknownSiteError, match="no matrix matches 'left'; there are up, down"):
+        swd.estimate({"up": (16, 32), "down": (32, 16)}, sparsity={"left": 0.5})
+    for shapes, complaint in (
+        ({}, "there are no shapes"),
+        ((3,), r"matrix: \(3,\) is no shape"),
+        ({"up": (3, 0)}, r"up: \(3, 0\) is no shape"),
+        ({"up": "34"}, "up: '34' is no shape"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            swd.estimate(shapes)
+    with pytest.raises(ValueError, match="sites='mlp_out': shapes are estimated all"):
+        swd.estimate({"up": (16, 32)}, "mlp_out")
+    with pytest.raises(ValueError, match=r"up \(16, 32\): .*sparsity=2"):
+        swd.estimate({"up": (16, 32)}, sparsity=2)
+
+
+def test_many_matrices_share_lines():
+    shapes = {f"blocks.{layer}.{kind}": (8, 12) for layer in range(6) for kind in ("mlp_in", "mlp_gate", "mlp_out")}
+    lines = repr(swd.estimate(shapes)).splitlines()
+    assert [line.split("   ")[0].strip() for line in lines[2:5]] == [
+        f"6 x blocks.*.{kind}" for kind in ("mlp_in", "mlp_gate", "mlp_out")
+    ]
+    assert "20 x this shape" in repr(swd.estimate({str(i): (8, 12) for i in range(20)}))
+
+
+# ---------------------------------------------------------------------------------------------- arguments
 
 
 def test_tokens_as_a_number_or_none(model):
@@ -144,8 +264,9 @@ def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypat
 
     made = swd.estimate(model, "mlp_out", tokens=TOKENS)
     monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: made.peak_bytes - 1)
-    for work in ("collect_grams", "attach", "solve"):
-        monkeypatch.setattr(swd_lens.plan, work, never)
+    places = {"collect_grams": swd_lens.stages, "attach": swd_lens.stages, "solve": swd_lens.workers.task}
+    for work, place in places.items():
+        monkeypatch.setattr(place, work, never)
     with pytest.raises(swd.DoesNotFitError, match="factorizing 2 matrices needs"):
         swd.factorize(model, "mlp_out", tokens=TOKENS, progress=False, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -206,8 +327,9 @@ print((kilobytes("VmHWM") - before) * 1024, expected)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("calibration", ["sequential", "dense"])
-@pytest.mark.parametrize("preset", ["paper", "best"])
+@pytest.mark.parametrize(
+    ("preset", "calibration"), [("paper", "sequential"), ("best", "sequential"), ("best", "dense"), ("paper", "corrected")]
+)
 def test_the_peak_is_what_is_really_used(preset, calibration):
     """In a process of its own, whose freed memory goes back to the system, so that resident means in use."""
     done = subprocess.run(

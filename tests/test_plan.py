@@ -8,6 +8,9 @@ import torch
 
 import swd_lens as swd
 import swd_lens.plan
+import swd_lens.progress
+import swd_lens.stages
+import swd_lens.workers.task
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import find_sites
 from tests.micro import random_tokens, toy_model
@@ -37,7 +40,7 @@ def assert_same(one: FactorSet, two: FactorSet, provenance: bool = True) -> None
 def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> list[int]:
     """Count the solver's calls; the one numbered `stop_at` (from 0) raises instead."""
     calls: list[int] = []
-    solve = swd_lens.plan.solve
+    solve = swd_lens.workers.task.solve
 
     def counted(*arguments, **named):
         if len(calls) == stop_at:
@@ -45,7 +48,7 @@ def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseExcept
         calls.append(len(calls))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.plan, "solve", counted)
+    monkeypatch.setattr(swd_lens.workers.task, "solve", counted)
     return calls
 
 
@@ -115,7 +118,7 @@ def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatc
 
 def test_interrupted_while_calibrating_behind_attached_sites(model, tmp_path, monkeypatch):
     """The exception comes out of a forward while the earlier site is attached; the host must be dense again."""
-    logits, true = model(TOKENS), swd_lens.plan.collect_grams
+    logits, true = model(TOKENS), swd_lens.stages.collect_grams
 
     def interrupted(host, sites, *arguments, **named):
         if sites[0].name == "blocks.1.mlp_out":
@@ -124,7 +127,7 @@ def test_interrupted_while_calibrating_behind_attached_sites(model, tmp_path, mo
         return true(host, sites, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(swd_lens.plan, "collect_grams", interrupted)
+        patch.setattr(swd_lens.stages, "collect_grams", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
     assert "blocks.0.hook_mlp_out_unit" not in model.hook_dict and torch.equal(model(TOKENS), logits)
@@ -269,9 +272,9 @@ def test_the_recipe_is_plain_json(model, tmp_path):
 
 
 def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
-    seen, solve = [], swd_lens.plan.solve
+    seen, solve = [], swd_lens.workers.task.solve
     monkeypatch.setattr(
-        swd_lens.plan, "solve", lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n)
+        swd_lens.workers.task, "solve", lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n)
     )
     swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)
     swd.factorize(model, "blocks.0.mlp_out", **QUICK, units=16)
@@ -304,8 +307,9 @@ def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, b
     def never(*arguments, **named):
         raise AssertionError("the host was touched")
 
-    for work in ("collect_grams", "host_fingerprint", "solve"):
-        monkeypatch.setattr(swd_lens.plan, work, never)
+    places = {"collect_grams": swd_lens.stages, "host_fingerprint": swd_lens.plan, "solve": swd_lens.workers.task}
+    for work, place in places.items():
+        monkeypatch.setattr(place, work, never)
     with pytest.raises(ValueError, match=message):
         swd.factorize(model, "blocks.0.mlp_out", **{**QUICK, **bad}, tokens=TOKENS, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -337,13 +341,13 @@ class Bar:
 @pytest.fixture
 def bar(monkeypatch):
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(swd_lens.plan, "tqdm", Bar)
+    monkeypatch.setattr(swd_lens.progress, "tqdm", Bar)
     return Bar
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_bar_counts_operations(model, bar, monkeypatch, how):
-    monkeypatch.setattr(swd_lens.plan, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    monkeypatch.setattr(swd_lens.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
     named = {**QUICK, **HOW[how]}
     made = swd.factorize(model, "mlp_*", **{**named, "progress": True})
     (shown,) = bar.made
@@ -357,7 +361,7 @@ def test_the_bar_counts_operations(model, bar, monkeypatch, how):
 
 
 def test_showing_the_error_changes_no_bit(model, bar, monkeypatch):
-    monkeypatch.setattr(swd_lens.plan, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    monkeypatch.setattr(swd_lens.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
     shown = swd.factorize(model, "mlp_out", **{**QUICK, "progress": True}, tokens=TOKENS)
     assert_same(shown, swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS))
 

@@ -42,12 +42,18 @@ class Projection(nn.Module):
 
     hook: HookPoint
     ran: bool
+    bypassed: bool
 
     def __init__(self, hook: HookPoint):
         super().__init__()
-        self.ran = False
+        self.ran = self.bypassed = False
         # Past nn.Module.__setattr__, which would register the hook as a child and give it a second name.
         object.__setattr__(self, "hook", hook)
+
+    def run_dense(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Tensor:
+        """The host's own product, while `bypassed`; no z is computed and hooks on it are not called."""
+        self.ran = True
+        return dense(h)
 
     def show(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
         """z as the hooks leave it. Where one looks and gradients are on, z can be differentiated by, also in a frozen host."""
@@ -87,6 +93,8 @@ class UnitProjection(Projection):
     def forward(
         self, h: Float[Tensor, "*batch d_in"], bias: Float[Tensor, " d_out"] | None, dense: Any = None
     ) -> Float[Tensor, "*batch d_out"]:
+        if self.bypassed:
+            return self.run_dense(h, dense)
         if self.offset_out is not None:
             bias = self.offset_out if bias is None else bias + self.offset_out
         return self.write(self.show(self.read(h, self.offset_unit)), bias)
@@ -108,7 +116,7 @@ class CoderProjection(Projection):
     def forward(
         self, h: Float[Tensor, "*batch d_in"], bias: Float[Tensor, " d_out"] | None, dense: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "*batch d_out"]:
-        return self.units.run(h, dense, self.show)
+        return self.run_dense(h, dense) if self.bypassed else self.units.run(h, dense, self.show)
 
 
 def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, HookPoint]:

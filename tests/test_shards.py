@@ -1,0 +1,101 @@
+"""Shards and workers of factorize: the same bits, whoever solves what."""
+
+import pytest
+
+import swd_lens as swd
+from swd_lens.factors import FactorSet
+from swd_lens.shards import Shard, ShardError
+from swd_lens.sites import Site
+from tests.micro import random_tokens, toy_model
+from tests.test_plan import ALL, QUICK, assert_same, bits, count_solves
+
+TOKENS = random_tokens(12, 9)
+DENSE = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_shards_by_hand():
+    sites = [Site(layer, "mlp_out", 10, 10) for layer in range(5)]
+    flops = {site.name: float(cost) for site, cost in zip(sites, (1, 5, 4, 2, 2), strict=True)}
+    # Costliest first: 5 -> 1, 4 -> 2, 2 -> 2, 2 -> 1, 1 -> 2.
+    shards = [[site.layer for site in Shard(number, 2).of(sites, flops)] for number in (1, 2)]
+    assert shards == [[1, 4], [0, 2, 3]]
+    assert str(Shard.parse("2/8")) == "2/8" and Shard.parse((2, 8)) == Shard(2, 8)
+
+
+@pytest.mark.parametrize("given", ["2", "0/2", "3/2", "a/b", "1/2/3", 2, None, "1/0"])
+def test_what_is_no_shard(given):
+    with pytest.raises(ShardError, match=r"shard=.*(as in '2/8'|between 1 and)"):
+        Shard.parse(given)
+
+
+@pytest.mark.parametrize("named", [DENSE, QUICK], ids=["dense", "zero-data"])
+def test_shards_put_together_are_the_whole_to_the_bit(model, tmp_path, monkeypatch, named):
+    whole = swd.factorize(model, "all", **named, out=tmp_path / "whole")
+    out = tmp_path / "out"
+    parts = [swd.factorize(model, "all", **named, out=out, shard=f"{number}/3") for number in (3, 1)]
+    held = [site for part in parts for site in part]
+    assert len(held) == len(set(held)) < len(ALL)
+    assert list(FactorSet.load(out / "shards" / "1-of-3")) == list(parts[1])
+    assert parts[1].provenance["shard"] == "1/3" and "probe_tokens" not in parts[1].provenance
+    # The third shard is missing: whoever puts them together makes its matrices.
+    calls = count_solves(monkeypatch)
+    together = swd.factorize(model, "all", **named, out=out)
+    assert len(calls) == len(ALL) - len(held)
+    assert_same(together, whole)
+    assert_same(FactorSet.load(out), whole)
+    swd.attach(model, FactorSet.load(out)).detach()  # with its probes
+    assert_same(swd.factorize(model, "all", **named, out=out), whole)
+    assert len(calls) == len(ALL) - len(held)
+
+
+def test_a_shard_is_resumed(model, tmp_path, monkeypatch):
+    whole = swd.factorize(model, "all", **DENSE)
+    with monkeypatch.context() as patch:
+        count_solves(patch, stop_at=2)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "all", **DENSE, out=tmp_path, shard="1/2")
+    calls = count_solves(monkeypatch)
+    part = swd.factorize(model, "all", **DENSE, out=tmp_path, shard="1/2")
+    assert len(calls) == len(part) - 2
+    assert all(bits(part[site]) == bits(whole[site]) for site in part)
+
+
+def test_shards_that_cannot_be(model, tmp_path):
+    with pytest.raises(ShardError, match=r"shard 1/2 with sequential calibration: each matrix waits"):
+        swd.factorize(model, "all", **QUICK, tokens=TOKENS, out=tmp_path, shard="1/2")
+    with pytest.raises(ShardError, match="shard 1/2 needs out="):
+        swd.factorize(model, "all", **QUICK, shard="1/2")
+    with pytest.raises(ShardError, match="shard 3/3 has nothing to do: there are 2 matrices"):
+        swd.factorize(model, "mlp_out", **QUICK, out=tmp_path, shard="3/3")
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_made_otherwise_are_refused(model, tmp_path):
+    swd.factorize(model, "mlp_out", **QUICK, out=tmp_path, shard="1/2")
+    with pytest.raises(swd.ResumeError, match=r"of shard 1-of-2, made otherwise: sparsity 0\.5 then, 0\.25 now"):
+        swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path)
+    (file,) = (tmp_path / "shards" / "1-of-2").glob("*.safetensors")
+    file.write_bytes(b"damaged")
+    with pytest.raises(swd.ResumeError, match="remove that shard's folder"):
+        swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["zero-data", "sequential"])
+def test_workers_change_no_bit(model, tmp_path, how):
+    named = {**QUICK, "tokens": None if how == "zero-data" else TOKENS, "threads": 1}
+    here = swd.factorize(model, "all", **named, out=tmp_path / "here")
+    there = swd.factorize(model, "all", **named, out=tmp_path / "there", workers=2)
+    assert_same(here, there)
+    assert_same(FactorSet.load(tmp_path / "there"), here)
+    assert there[ALL[0]].relmse() == here[ALL[0]].relmse()
+
+
+def test_an_error_in_a_worker_names_the_site(model):
+    with pytest.raises(ValueError, match=r"workers=0: give 1"):
+        swd.factorize(model, "mlp_out", **QUICK, workers=0)

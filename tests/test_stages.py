@@ -1,0 +1,156 @@
+"""Stages: what is calibrated together; per-block and dense calibration, and the host in between."""
+
+import pytest
+import torch
+
+import swd_lens as swd
+import swd_lens.stages
+from swd_lens.calibration import collect_grams
+from swd_lens.hosts import find_sites
+from swd_lens.sites import Site
+from swd_lens.stages import Behind, stages_of
+from tests.micro import random_tokens, toy_model
+from tests.test_plan import QUICK, assert_same, bits
+
+TOKENS = random_tokens(12, 9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def names(stages) -> list[list[str]]:
+    return [[site.name.removeprefix("blocks.") for site in stage] for stage in stages]
+
+
+def test_stages_by_hand():
+    kinds = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_in", "mlp_out")
+    sites = [Site(layer, kind, 10, 10) for layer in (0, 1) for kind in kinds]
+    assert names(stages_of(sites, "sequential"))[:5] == [
+        ["0.attn_q", "0.attn_k", "0.attn_v"],
+        ["0.attn_o"],
+        ["0.mlp_gate", "0.mlp_in"],
+        ["0.mlp_out"],
+        ["1.attn_q", "1.attn_k", "1.attn_v"],
+    ]
+    assert [len(stage) for stage in stages_of(sites, "per_block")] == [7, 7]
+    assert [len(stage) for stage in stages_of(sites, "zero-data")] == [14]
+    # A Gram takes 400 bytes: three of them have room in 1,299.
+    assert [len(stage) for stage in stages_of(sites, "dense", gram_bytes=1299)] == [3, 3, 3, 3, 2]
+    assert [len(stage) for stage in stages_of(sites, "dense", gram_bytes=1)] == [1] * 14  # one at least
+
+
+def test_per_block_reads_behind_the_earlier_blocks_only(model, monkeypatch):
+    made = swd.factorize(model, "all", **QUICK, tokens=TOKENS, calibration="per_block")
+    assert made.provenance["calibration"] == "per_block"
+    sites = {site.name: site for site in find_sites(model, "all")}
+    first = [site for site in sites.values() if site.layer == 0]
+    grams = {**collect_grams(model, first, TOKENS).by_site}
+    with swd.attach(model, {site.name: made[site.name] for site in first}):
+        grams |= collect_grams(model, [site for site in sites.values() if site.layer == 1], TOKENS).by_site
+    for name in sites:
+        alone = swd.solve(
+            made[name].weight, grams[name], 0.5, tokens=TOKENS.numel(), preset="paper", outer_iterations=4
+        )
+        assert torch.equal(alone.read, made[name].read) and torch.equal(alone.write, made[name].write)
+    # It is neither of the others.
+    for other in ("sequential", "dense"):
+        theirs = swd.factorize(model, "all", **QUICK, tokens=TOKENS, calibration=other)
+        assert bits(theirs["blocks.0.attn_qkv"]) == bits(made["blocks.0.attn_qkv"])
+        assert bits(theirs["blocks.1.mlp_out"]) != bits(made["blocks.1.mlp_out"])
+
+
+@pytest.mark.parametrize("finished", [1, 3, 6])
+def test_per_block_resumed_in_the_middle_of_a_block(model, tmp_path, monkeypatch, finished):
+    """What is missing of a block is calibrated without what is finished of it."""
+    from tests.test_plan import count_solves
+
+    named = {**QUICK, "tokens": TOKENS, "calibration": "per_block"}
+    whole = swd.factorize(model, "all", **named, out=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        count_solves(patch, stop_at=finished)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "all", **named, out=tmp_path / "part")
+    assert_same(swd.factorize(model, "all", **named, out=tmp_path / "part"), whole)
+
+
+def test_dense_grams_in_several_passes_are_those_of_one(model, monkeypatch):
+    named = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
+    whole = swd.factorize(model, "all", **named)
+    monkeypatch.setattr(swd_lens.stages.stages_of, "__defaults__", (1,))
+    logits = model(TOKENS)
+    assert_same(swd.factorize(model, "all", **named), whole)
+    assert torch.equal(model(TOKENS), logits)
+
+
+def test_blocks_are_not_run_again_for_every_later_site(model):
+    """Eight stages of two blocks: a block runs once per stage of its own, once to go on, and twice to verify the road."""
+    ran: list[int] = []
+    for layer, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda module, args, layer=layer: ran.append(layer))
+    try:
+        swd.factorize(model, "all", **QUICK, tokens=random_tokens(64, 9), batch_size=4)  # 16 batches
+    finally:
+        for block in model.blocks:
+            block._forward_pre_hooks.clear()
+    batches, stages, probes = 16, 4, 8
+    assert ran.count(0) <= batches * (stages + 1) + 4 + probes
+    assert ran.count(1) <= batches * stages + 4 + probes
+
+
+def test_interrupted_behind_replaced_sites_the_host_is_dense_again(model, monkeypatch):
+    f = swd.factorize(model, "mlp_out", **QUICK)
+    sites = find_sites(model, "mlp_out")
+    logits, hooks = model(TOKENS), list(model.hook_dict)
+    for kind in ("sequential", "dense"):
+        with pytest.raises(KeyboardInterrupt):
+            with Behind(model, None, kind, batch_size=4, keep=False) as behind:
+                for site in sites:
+                    behind.replace(site, f[site.name])
+                assert list(model.hook_dict) != hooks
+                monkeypatch.setattr(swd_lens.stages, "collect_grams", _interrupt)
+                behind.calibrate(sites)
+        assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
+
+
+def _interrupt(*arguments, **named):
+    raise KeyboardInterrupt
+
+
+def test_what_a_killed_process_left_is_removed(model, tmp_path):
+    left = tmp_path / "swd-lens-residuals-abc"
+    left.mkdir()
+    (left / "layer-1").write_bytes(b"half a file")
+    swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
+    assert not left.exists() and not list(tmp_path.glob("swd-lens-residuals-*"))
+    # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swd_lens.workers.task.solve", _interrupt)
+        swd.factorize(model, "blocks.1.*", **QUICK, tokens=TOKENS, out=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_host_of_another_dtype_remembers():
+    """A float32 copy of every weight would be a second model."""
+    model = toy_model().to(torch.bfloat16)
+    f = swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)["blocks.0.mlp_out"]
+    assert f.weight is None and f.read.dtype == torch.float32
+    weight = model.blocks[0].mlp.W_out.detach().float()
+    assert f.relative_frobenius(weight) == pytest.approx(f.provenance["relative_frobenius"])
+    with pytest.raises(ValueError, match="do not remember their dense weight"):
+        f.relmse()
+    exact = toy_model()
+    kept = swd.factorize(exact, "blocks.0.mlp_out", **QUICK)["blocks.0.mlp_out"].weight
+    assert kept.data_ptr() == exact.blocks[0].mlp.W_out.data_ptr()  # no copy
+
+
+def test_a_stream_of_tokens_and_another_precision(model, tmp_path):
+    stream = swd.TokenStream(lambda: iter(TOKENS), n_rows=len(TOKENS))
+    named = {**QUICK, "out": tmp_path}
+    whole = swd.factorize(model, "mlp_out", **named, tokens=TOKENS)
+    assert_same(swd.factorize(model, "mlp_out", **named, tokens=stream), whole)  # the same tokens: taken over
+    with pytest.raises(swd.ResumeError, match="gram_dtype None then, 'float64' now"):
+        swd.factorize(model, "mlp_out", **named, tokens=TOKENS, gram_dtype="float64")
+    with pytest.raises(ValueError, match="gram_dtype='float16'"):
+        swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, gram_dtype="float16")

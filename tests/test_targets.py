@@ -1,0 +1,107 @@
+"""Corrected calibration: each matrix is fitted to what the dense host writes where it stands."""
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.targets import RIDGE, corrected
+from tests.micro import random_tokens, toy_model
+from tests.test_plan import QUICK, assert_same, bits, count_solves
+
+TOKENS = random_tokens(40, 9)
+NAMED = {**QUICK, "tokens": TOKENS, "calibration": "corrected"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_the_target_is_the_least_squares_answer():
+    """Rows of h and g; sqrt(ridge) more rows of each keep W where h says nothing."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(50, 6, generator=generator, dtype=torch.float64)
+    g = h + 0.3 * torch.randn(50, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(6, 4, generator=generator)
+    gram, cross = h.T @ h / 50, h.T @ g / 50
+    ridge = (RIDGE * gram.diagonal().mean()).sqrt() * torch.eye(6, dtype=torch.float64)
+    left, right = torch.cat([h / 50**0.5, ridge]), torch.cat([g / 50**0.5, ridge]) @ weight.double()
+    expected = torch.linalg.lstsq(left, right).solution
+    assert torch.allclose(corrected(weight, gram, cross).double(), expected, atol=1e-6)
+    # The same inputs: nothing to correct.
+    assert torch.allclose(corrected(weight, gram, gram), weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_every_matrix_gets_its_least_squares_target(kind):
+    """Recomputed from whole forwards of the dense and of the replaced host."""
+    model = swd.load_default_model(kind=kind) if kind == "bridge" else toy_model()
+    tokens = TOKENS if kind == "hooked" else swd.text_tokens(512, split="train")
+    sites = find_sites(model, ["blocks.0.attn_o", "blocks.0.mlp_in", "blocks.1.mlp_out"])
+    made = swd.factorize(model, [site.name for site in sites], **{**NAMED, "tokens": tokens})
+    before: dict = {}
+    for site in sites:
+        dense = inputs(model, site, tokens)
+        if before:
+            with swd.attach(model, dict(before)):
+                replaced = inputs(model, site, tokens)
+            n = len(dense)
+            gram, cross = replaced.T @ replaced / n, replaced.T @ dense / n
+            target = corrected(host_of(model).weight(site), gram, cross)
+            again = swd.solve(target, gram.float(), 0.5, tokens=n, preset="paper", outer_iterations=4)
+            # Other rounding than a sum over batches: supports may differ in a few entries.
+            assert float((again.product() - made[site.name].product()).norm() / target.norm()) < 0.05
+            assert made[site.name].provenance["relmse"] == pytest.approx(again.relmse(gram.float(), target), rel=0.05)
+        before[site.name] = made[site.name]
+
+
+def inputs(model, site, tokens) -> torch.Tensor:
+    host, found = host_of(model), []
+    with torch.no_grad(), host.inputs([site], lambda _, h: found.append(h.reshape(-1, site.d_in).double())):
+        host.run_blocks(tokens, site.layer + 1)
+    return torch.cat(found)
+
+
+def test_corrected_is_nearer_to_the_dense_model_than_sequential(model):
+    heldout = random_tokens(40, 9, seed=1)
+    kl = {
+        how: swd.fidelity(model, swd.factorize(model, "all", **{**NAMED, "calibration": how}), heldout).kl
+        for how in ("corrected", "sequential")
+    }
+    assert kl["corrected"] < kl["sequential"]
+
+
+@pytest.mark.parametrize("finished", [1, 4, 7])
+def test_resumed_is_uninterrupted_to_the_bit(model, tmp_path, monkeypatch, finished):
+    whole = swd.factorize(model, "all", **NAMED, out=tmp_path / "whole")
+    logits, hooks = model(TOKENS), list(model.hook_dict)
+    with monkeypatch.context() as patch:
+        count_solves(patch, stop_at=finished)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "all", **NAMED, out=tmp_path / "part")
+    assert torch.equal(model(TOKENS), logits) and list(model.hook_dict) == hooks
+    assert_same(swd.factorize(model, "all", **NAMED, out=tmp_path / "part"), whole)
+
+
+def test_one_site_has_nothing_to_correct(model):
+    for name in ("blocks.0.attn_qkv", "blocks.1.mlp_out"):
+        alone = swd.factorize(model, name, **NAMED)
+        plain = swd.factorize(model, name, **{**NAMED, "calibration": "sequential"})
+        assert bits(alone[name]) == bits(plain[name])
+
+
+def test_bypassed_units_leave_the_dense_host(model):
+    f = swd.factorize(model, "all", **QUICK)
+    dense = model(TOKENS)
+    with swd.attach(model, f) as attached:
+        replaced = model(TOKENS)
+        assert not torch.equal(replaced, dense)
+        with attached.bypassed():
+            assert torch.equal(model(TOKENS), dense)
+            _, cache = model.run_with_cache(TOKENS)
+            assert "blocks.0.hook_mlp_out_unit" not in cache.cache_dict  # no z was computed
+        assert torch.equal(model(TOKENS), replaced)
+        with pytest.raises(RuntimeError), attached.bypassed():
+            raise RuntimeError
+        assert torch.equal(model(TOKENS), replaced)
