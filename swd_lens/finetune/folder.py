@@ -1,0 +1,138 @@
+"""The folder of a run: what it is, how far it is, its log, its factors.
+
+    run.json                what decides the bits of the run (the recipe), and, once it is finished, its result
+    checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
+    log.jsonl               one line per step, no clock in it: the same run writes the same lines
+    factors/                the result, a FactorSet
+
+1. `open` compares recipes. Another run is refused, every difference named; a finished one is taken over.
+2. An interrupted one goes on from its checkpoint: later log lines are cut, and written again by the steps repeated.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swd_lens.checkpoint import ResumeError
+from swd_lens.factors import FactorSet
+from swd_lens.files import atomic, write_json, write_text
+
+_RUN, _CHECKPOINT, _LOG, _FACTORS = "run.json", "checkpoint.safetensors", "log.jsonl", "factors"
+_HASHES = {
+    "host_sha256": "the host",
+    "factors_sha256": "the factors",
+    "tokens_sha256": "the tokens",
+    "heldout_sha256": "the held-out tokens",
+}
+
+
+class RunFolder:
+    """Args: path: the folder, made by `start`; recipe: of the run that is called for."""
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any]):
+        self.path = path
+        self.recipe: dict[str, Any] = json.loads(json.dumps(recipe))  # as it will be read again
+
+    # ------------------------------------------------------------------ what is there
+
+    def check(self) -> bool:
+        """Whether this very run is finished there.
+
+        Raises:
+            ResumeError: it holds another run, or something else.
+        """
+        try:
+            run = json.loads((self.path / _RUN).read_text(encoding="utf-8"))
+            then = dict(run["recipe"])
+        except FileNotFoundError:
+            if there := [name for name in (_LOG, _CHECKPOINT, _FACTORS, "factors.json") if (self.path / name).exists()]:
+                raise self._refusal(f"holds {', '.join(there)} without {_RUN}: it is no folder of finetune") from None
+            return False
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._refusal(f"has a damaged {_RUN} ({error})") from error
+        if differences := _differences(then, self.recipe):
+            raise self._refusal(f"holds another run: {'; '.join(differences)}")
+        return bool(run.get("finished"))
+
+    def factors(self) -> FactorSet:
+        """The result of a finished run."""
+        return FactorSet.load(self.path / _FACTORS)
+
+    def last_step(self) -> int:
+        """Of the checkpoint; 0 where there is none."""
+        return int(self._meta()["step"]) if (self.path / _CHECKPOINT).is_file() else 0
+
+    def resume(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The checkpoint's tensors and what was saved with them."""
+        with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, self._meta()  # noqa: SIM118 - no dict
+
+    def _meta(self) -> dict[str, Any]:
+        try:
+            with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
+                return json.loads(file.metadata()["state"])
+        except Exception as error:  # safetensors has its own kinds of error
+            raise self._refusal(f"has a damaged {_CHECKPOINT} ({error})") from error
+
+    def _refusal(self, what: str) -> ResumeError:
+        return ResumeError(
+            f"{self.path} {what}. Call finetune as then to go on, give another folder, or overwrite=True to start again"
+        )
+
+    # ------------------------------------------------------------------ writing
+
+    def start(self, step: int) -> None:
+        """Begin after this step (0: anew): the log is cut there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if step == 0:
+            (self.path / _CHECKPOINT).unlink(missing_ok=True)
+            write_json(self.path / _RUN, {"recipe": self.recipe, "finished": False})
+        write_text(self.path / _LOG, "".join(line + "\n" for line in self._lines_until(step)))
+
+    def _lines_until(self, step: int) -> list[str]:
+        if step == 0 or not (self.path / _LOG).is_file():
+            return []
+        kept = []
+        for line in (self.path / _LOG).read_text(encoding="utf-8").splitlines():
+            try:
+                # A line cut short by a kill ends the part that counts; so does the first step after the checkpoint.
+                if json.loads(line)["step"] > step:
+                    break
+            except ValueError:
+                break
+            kept.append(line)
+        return kept
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        with open(self.path / _LOG, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint; state must hold "step"."""
+        with atomic(self.path / _CHECKPOINT) as temporary:
+            on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            save_file(on_cpu, temporary, metadata={"state": json.dumps(state)})
+
+    def finish(self, factors: FactorSet, result: Mapping[str, Any]) -> None:
+        """Factors first, then the word that they are there, then the checkpoint goes."""
+        factors.save(self.path / _FACTORS)
+        write_json(self.path / _RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
+        (self.path / _CHECKPOINT).unlink(missing_ok=True)
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    keys = [*now, *(key for key in then if key not in now)]
+    return [
+        f"{_HASHES.get(key, key)} {_short(key, then.get(key))} then, {_short(key, now.get(key))} now"
+        for key in keys
+        if then.get(key) != now.get(key)
+    ]
+
+
+def _short(key: str, value: Any) -> str:
+    return value[:8] if key in _HASHES and isinstance(value, str) else repr(value)

@@ -1,0 +1,290 @@
+"""finetune on both kinds of host: the support, the host, the result, the paper's step by hand, errors."""
+
+import json
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.finetune import FinetuneError, finetune
+from swd_lens.finetune import loop as loop_module
+from swd_lens.finetune.optimizer import Optimizer
+from swd_lens.finetune.values import SMALLEST
+from swd_lens.tasks.streams import TokenStream
+from tests.finetune.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
+from tests.micro import toy_model
+
+QUICK = {"progress": False, "steps": 6, "batch_size": 4, "learning_rate": 3e-3}
+KINDS = ("hooked", "bridge", "hooked bf16", "bridge bf16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_move_the_support_and_the_host_do_not(kind):
+    model, factors = factorized(kind)
+    asking = next(model.parameters())
+    asking.requires_grad_(False)  # one flag that differs: it must be found again
+    before, was, given = everything(model), logits(model), bits(factors)
+    text, held = text_for(model), text_for(model, 6, seed=1)
+    tuned = finetune(model, factors, text, heldout=held, loss="kl", **QUICK)
+    assert supports(tuned) == supports(factors) and tuned.edges == factors.edges
+    assert bits(factors) == given and all(a != b for a, b in zip(bits(tuned).values(), given.values(), strict=True))
+    after = everything(model)
+    for one, other in zip(before, after, strict=True):
+        assert one == other
+    assert torch.equal(logits(model), was)
+    asking.requires_grad_(True)
+    note = tuned.provenance["finetune"]
+    assert note["after"]["kl"] < note["before"]["kl"]
+    # What training measured is what attaching the result gives.
+    measured = swd.fidelity(model, tuned, held)
+    close = {"rel": 1e-5, "abs": 1e-6} if "bf16" not in kind else {"rel": 2e-2}
+    assert measured.kl == pytest.approx(note["after"]["kl"], **close)
+    assert measured.ce == pytest.approx(note["after"]["ce"], **close)
+    assert measured.ce_dense == pytest.approx(note["after"]["ce_dense"], **close)
+
+
+def test_the_result_saves_loads_and_attaches_with_its_probe(toy, tmp_path):
+    model, factors = toy
+    tuned = finetune(model, factors, ROWS, **QUICK)
+    assert list(tuned) == list(factors)
+    tuned.save(tmp_path)
+    loaded = swd.FactorSet.load(tmp_path)
+    with swd.attach(model, loaded):  # runs the probe
+        pass
+    for site, f in tuned.items():
+        then = factors[site]
+        assert f.settings == then.settings and f.weight is then.weight and f.origin is then.origin
+        assert f.probe is not None and then.probe is not None and not torch.equal(f.probe.z, then.probe.z)
+        assert f.provenance["relmse_before_finetune"] == then.provenance["relmse"] and "relmse" not in f.provenance
+        assert f.provenance["relative_frobenius"] == pytest.approx(f.relative_frobenius(), rel=1e-9)
+        assert f.provenance["finetune"]["steps"] == 6 and f.provenance["finetune"]["tokens"] == 6 * 4 * 10
+    assert json.loads(json.dumps(tuned.provenance)) == tuned.provenance
+    with pytest.raises(swd.AttachError, match="attached already"), swd.attach(model, tuned):
+        finetune(model, tuned, ROWS, **QUICK)
+
+
+def test_transported_factors_keep_their_offsets_and_train():
+    raw = toy_model()
+    with torch.no_grad():  # a LayerNorm worth folding
+        for block in raw.blocks:
+            block.ln1.b.add_(0.2), block.ln2.b.sub_(0.1), block.ln1.w.add_(1.0), block.ln2.w.add_(1.0)
+    factors = swd.factorize(raw, "blocks.*.mlp_*", sparsity=0.6, preset="quick", outer_iterations=2, progress=False)
+    folded = toy_model()
+    folded.load_state_dict(raw.state_dict())
+    folded.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
+    moved = factors.transport(folded)
+    assert any(f.offsets is not None for f in moved.values())
+    tuned = finetune(folded, moved, ROWS, heldout=HELD, **QUICK)
+    for site, f in tuned.items():
+        assert f.offsets is moved[site].offsets
+    assert swd.fidelity(folded, tuned, HELD).ce == pytest.approx(tuned.provenance["finetune"]["after"]["ce"], rel=1e-6)
+
+
+def test_a_value_driven_through_zero_is_still_an_edge(toy, monkeypatch):
+    """Every step ends with some values exactly zero: they come back as the smallest number, and can train on."""
+    model, factors = toy
+    adam = torch.optim.AdamW.step
+
+    def zeroing(self, *args, **kwargs):
+        result = adam(self, *args, **kwargs)
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["params"][0][::3] = 0.0
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", zeroing)
+    tuned = finetune(model, factors, ROWS, **QUICK)
+    assert supports(tuned) == supports(factors)
+    assert all(bool((f.read.abs() == SMALLEST).any()) for f in tuned.values())
+
+
+def test_three_steps_of_the_paper_by_hand(toy):
+    """Dense factors with masks, PyTorch's own AdamW nowhere: the arithmetic of method.md §5.3 written out."""
+    model, factors = toy
+    site, lr, wd, eps, b1, b2 = "blocks.1.mlp_out", 5e-3, 1e-3, 0.1, 0.9, 0.95
+    f, rows = factors[site], ROWS[:4]
+    tuned = finetune(
+        model, {site: f}, rows, preset="paper", batch_size=4, steps=3, learning_rate=lr, autocast=None, progress=False
+    )
+    theta = [f.read.double(), f.write.double()]
+    masks = [t != 0 for t in theta]
+    first, second = [torch.zeros_like(t) for t in theta], [torch.zeros_like(t) for t in theta]
+    exact = toy_model().double()
+
+    def loss_of(read, write):
+        def put(h, hook):
+            return hook.z @ read @ write + exact.blocks[1].mlp.b_out
+
+        def keep(h, hook):
+            exact.hook_dict["blocks.1.hook_mlp_out"].z = h
+
+        hooks = [("blocks.1.mlp.hook_post", keep), ("blocks.1.hook_mlp_out", put)]
+        log_q = exact.run_with_hooks(rows, fwd_hooks=hooks)[:, :-1].log_softmax(-1)
+        return -log_q.gather(-1, rows[:, 1:, None]).mean()
+
+    for step, rate in ((1, lr), (2, lr), (3, lr / 2)):  # one step of warm-up (1 % of 3, at least 1), then 2/2, 1/2
+        leaves = [t.clone().requires_grad_() for t in theta]
+        grads = [g * mask for g, mask in zip(torch.autograd.grad(loss_of(*leaves), leaves), masks, strict=True)]
+        rms = (sum(g.square().sum() for g in grads) / sum(int(mask.sum()) for mask in masks)).sqrt()
+        for i, g in enumerate(grads):
+            g = g / (rms + 1e-5)
+            first[i] = b1 * first[i] + (1 - b1) * g
+            second[i] = b2 * second[i] + (1 - b2) * g * g
+            m, v = first[i] / (1 - b1**step), second[i] / (1 - b2**step)
+            theta[i] = theta[i] * (1 - rate * wd) - rate * m / (v.sqrt() + eps)
+    assert float((theta[0] - f.read).abs().max()) > 1e-3
+    torch.testing.assert_close(tuned[site].read.double(), theta[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(tuned[site].write.double(), theta[1], rtol=0, atol=2e-6)
+
+
+def test_autocast_trains_in_bfloat16_and_evaluates_in_full(toy, monkeypatch):
+    model, factors = toy
+    seen = []
+    run = loop_module.batch_loss
+
+    def spying(here, rows, spec):
+        kept = []
+        hook = here.projections["blocks.0.mlp_in"].register_forward_hook(lambda m, a, y: kept.append(y.dtype))
+        loss = run(here, rows, spec)
+        hook.remove()
+        seen.extend(kept)
+        return loss
+
+    monkeypatch.setattr(loop_module, "batch_loss", spying)
+    same = {"preset": "paper", "heldout": HELD, "steps": 2, "progress": False}
+    rounded, exact = (finetune(model, factors, ROWS, autocast=autocast, **same) for autocast in ("bfloat16", None))
+    assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(f.read.dtype == torch.float32 for f in rounded.values())
+    notes = [tuned.provenance["finetune"] for tuned in (rounded, exact)]
+    assert notes[0]["before"] == notes[1]["before"] and bits(rounded) != bits(exact)
+
+
+@pytest.mark.parametrize(("loss", "autocast"), [("ce+kl", "bfloat16"), ("kl", "float16")])
+def test_every_loss_trains_under_autocast(toy, autocast, loss):
+    model, factors = toy
+    tuned = finetune(model, factors, ROWS, heldout=HELD, loss=loss, autocast=autocast, **QUICK)
+    exact = finetune(model, factors, ROWS, heldout=HELD, loss=loss, **QUICK)
+    a, b = (x.provenance["finetune"]["after"] for x in (tuned, exact))
+    assert a["kl"] == pytest.approx(b["kl"], rel=0.05) and a["ce"] == pytest.approx(b["ce"], rel=0.01)
+
+
+def test_same_seed_same_bits_other_seed_other_rows(toy):
+    model, factors = toy
+    few = {"blocks.1.mlp_out": factors["blocks.1.mlp_out"]}
+    one, two, three = (finetune(model, few, ROWS, seed=seed, **QUICK) for seed in (0, 0, 1))
+    assert bits(one) == bits(two) != bits(three)
+
+
+def test_a_stream_trains_in_its_own_order(toy):
+    model, factors = toy
+    stream = TokenStream(lambda: iter(ROWS), n_rows=10)  # 2 batches of 4 a pass, two rows left over
+    tuned = finetune(model, factors, stream, **QUICK)
+    assert tuned.provenance["finetune"]["tokens"] == 240
+    assert bits(tuned) != bits(finetune(model, factors, ROWS[:10], **QUICK))
+
+
+def test_keep_best_keeps_the_values_of_the_lowest_held_out_loss(toy):
+    model, factors = toy
+    wild = {**QUICK, "learning_rate": 0.3, "heldout": HELD, "eval_every": 1}  # gets worse and worse
+    best, last = (finetune(model, factors, ROWS, loss="kl", keep=keep, **wild) for keep in ("best", "last"))
+    assert bits(best) == bits(factors)  # those before the first step
+    assert last.provenance["finetune"]["after"]["kl"] > best.provenance["finetune"]["after"]["kl"]
+
+
+# ---------------------------------------------------------------------------------------------- the host, whatever happens
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_after_an_interruption_the_host_is_what_it_was(kind, error, monkeypatch):
+    model, factors = factorized(kind)
+    before, was = everything(model), logits(model)
+
+    def broken(self, number, gradients):
+        raise error("in the middle")
+
+    monkeypatch.setattr(Optimizer, "step", broken)
+    with pytest.raises(error, match="in the middle"):
+        finetune(model, factors, text_for(model), **QUICK)
+    for one, other in zip(before, everything(model), strict=True):
+        assert one == other
+    assert torch.equal(logits(model), was)
+
+
+def test_while_it_trains_weights_cannot_be_rewritten(toy, monkeypatch):
+    model, factors = toy
+    monkeypatch.setattr(Optimizer, "step", lambda *args: model.load_state_dict(model.state_dict()))
+    with pytest.raises(RuntimeError, match="fine-tuned on this host"):
+        finetune(model, factors, ROWS, **QUICK)
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_host_in_training_mode_stays_in_it():
+    model = toy_model().train()
+    factors = swd.factorize(model, "blocks.0.mlp_out", sparsity=0.5, preset="quick", progress=False)
+    finetune(model, factors, ROWS, **QUICK)
+    assert all(module.training for module in model.modules())
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+class Pair:
+    def encode(self, x):
+        return x
+
+    def decode(self, z):
+        return z[..., :16]
+
+
+def test_errors_say_what_is_wrong(toy):
+    model, factors = toy
+    site = "blocks.0.mlp_out"
+    f = factors[site]
+    cases = [
+        (dict(factors={}), swd.AttachError, "the set is empty"),
+        (dict(factors={"blocks.9.mlp_out": f}), swd.UnknownSiteError, "blocks.9.mlp_out"),
+        (dict(factors={site: Pair()}), FinetuneError, "holds Pair, an encode/decode pair"),
+        (dict(factors={"blocks.1.mlp_out": f}), swd.AttachError, "another W"),
+        (dict(tokens=ROWS[:3]), FinetuneError, "3 rows of 10 tokens, too few for one batch of batch_size=4"),
+        (dict(tokens=ROWS[:, :1]), FinetuneError, "tokens has rows of one token"),
+        (dict(heldout=ROWS[:, :1]), FinetuneError, "heldout has rows of one token"),
+        (dict(tokens=ROWS + 100), swd.TokenError, "outside the vocabulary"),
+        (dict(eval_every=0), FinetuneError, "eval_every=0"),
+        (dict(checkpoint_every=-1), FinetuneError, "checkpoint_every=-1"),
+        (dict(keep="best"), FinetuneError, 'keep="best" needs heldout='),
+        (dict(learning_rates=1.0), FinetuneError, "did you mean 'learning_rate'"),
+        (dict(preset="worst"), FinetuneError, "preset='worst'"),
+    ]
+    before = everything(model)
+    for changed, error, says in cases:
+        named = {"factors": factors, "tokens": ROWS, **QUICK, **changed}
+        with pytest.raises(error, match=says):
+            finetune(model, **named)
+    assert everything(model) == before
+
+
+def test_dropout_is_refused():
+    model, factors = factorized("bridge")
+    model.train()
+    try:
+        with pytest.raises(ValueError, match=r"drops activations out.*model.eval"):
+            finetune(model, factors, text_for(model), **QUICK)
+    finally:
+        model.eval()
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(toy, tmp_path):
+    model, factors = toy
+    before = everything(model)
+    with pytest.raises(FinetuneError, match=r"step \d+ of 6: .*at learning rate .* keeps the values of step \d+"):
+        finetune(
+            model,
+            factors,
+            ROWS,
+            out=tmp_path,
+            checkpoint_every=1,
+            **{**QUICK, "learning_rate": 1e20, "schedule": "constant"},
+        )
+    assert everything(model) == before
+    assert (tmp_path / "checkpoint.safetensors").exists() and not (tmp_path / "factors").exists()

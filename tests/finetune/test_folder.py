@@ -1,0 +1,202 @@
+"""A run's folder: interruption anywhere, the same bits and the same log; what is refused; a finished run taken over."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.finetune import finetune
+from swd_lens.finetune.folder import RunFolder
+from swd_lens.finetune.loop import Run
+from tests.finetune.conftest import HELD, ROWS, bits
+from tests.micro import toy_model
+
+SAME = {
+    **{"progress": False, "steps": 7, "batch_size": 5, "learning_rate": 3e-3, "heldout": HELD},
+    **{"eval_every": 2, "checkpoint_every": 3, "loss": "kl"},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(toy, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    return finetune(*toy, ROWS, out=out, **SAME), out
+
+
+def log(out):
+    return (out / "log.jsonl").read_text()
+
+
+def interrupt(monkeypatch, after: int):
+    """Ctrl-C after this many steps (and their log lines)."""
+    one = Run._one
+
+    def stopping(self, rows):
+        if self.step == after:
+            raise KeyboardInterrupt
+        return one(self, rows)
+
+    monkeypatch.setattr(Run, "_one", stopping)
+
+
+def test_the_log_says_what_happened(whole, toy):
+    tuned, out = whole
+    lines = [json.loads(line) for line in log(out).splitlines()]
+    assert [line["step"] for line in lines] == list(range(8))
+    assert [line["tokens"] for line in lines] == [50 * step for step in range(8)]
+    assert [line["step"] for line in lines if "heldout_ce" in line] == [0, 2, 4, 6, 7]
+    assert all({"loss", "learning_rate", "grad_rms"} <= line.keys() for line in lines[1:])
+    note = tuned.provenance["finetune"]
+    for line, when in ((lines[0], "before"), (lines[-1], "after")):
+        assert (line["heldout_ce"], line["heldout_kl"]) == (note[when]["ce"], note[when]["kl"])
+    # The first loss is that of the factors given.
+    alone = finetune(*toy, ROWS, **{**SAME, "heldout": None})
+    assert bits(alone) == bits(tuned)  # neither a folder nor evaluation changes a bit
+    assert bits(swd.FactorSet.load(out / "factors")) == bits(tuned)
+    assert sorted(path.name for path in out.iterdir()) == ["factors", "log.jsonl", "run.json"]
+
+
+@pytest.fixture(scope="module")
+def whole_best(toy, tmp_path_factory):
+    out = tmp_path_factory.mktemp("best")
+    return finetune(*toy, ROWS, out=out, keep="best", **SAME), out
+
+
+@pytest.mark.parametrize(("after", "keep"), [(0, "last"), (2, "last"), (3, "best"), (5, "best"), (6, "last")])
+def test_resumed_is_uninterrupted_to_the_bit(toy, whole, whole_best, tmp_path, monkeypatch, after, keep):
+    model, factors = toy
+    plain, reference = whole if keep == "last" else whole_best
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        interrupt(patch, after)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(model, factors, ROWS, out=out, **SAME, keep=keep)
+    with open(out / "log.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')  # a kill in the middle of a line
+    (out / ".checkpoint.safetensors.1.part").write_bytes(b"half")  # and of a checkpoint
+    made = []
+    one = Run._one
+    monkeypatch.setattr(Run, "_one", lambda self, rows: made.append(self.step) or one(self, rows))
+    resumed = finetune(model, factors, ROWS, out=out, **SAME, keep=keep)
+    assert made == list(range(after - after % 3, 7))  # from the last checkpoint on, not from the start
+    assert bits(resumed) == bits(plain) and resumed.provenance == plain.provenance
+    assert log(out) == log(reference)
+    for name in resumed:
+        assert resumed[name].provenance == plain[name].provenance
+
+
+def test_a_kill_after_the_last_checkpoint_needs_no_training(toy, whole, tmp_path, monkeypatch):
+    """The checkpoint of the last step is there, the factors are not."""
+
+    def broken(self, *args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "finish", broken)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(*toy, ROWS, out=tmp_path, **SAME)
+    monkeypatch.setattr(Run, "_one", broken)
+    assert bits(finetune(*toy, ROWS, out=tmp_path, **SAME)) == bits(whole[0])
+    assert log(tmp_path) == log(whole[1])
+
+
+def test_a_finished_run_is_taken_over(toy, whole, monkeypatch):
+    def never(self, rows):
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(Run, "_one", never)
+    again = finetune(*toy, ROWS, out=whole[1], **SAME)
+    assert bits(again) == bits(whole[0]) and again.provenance == whole[0].provenance
+
+
+def test_another_run_is_refused_and_every_difference_named(toy, whole, tmp_path):
+    model, factors = toy
+    tuned, out = whole
+    before = log(out)
+    other_host = toy_model()
+    with torch.no_grad():
+        other_host.embed.W_E.add_(1.0)
+    cases = [
+        (dict(learning_rate=1e-3), r"learning_rate 0.003 then, 0.001 now"),
+        (dict(steps=9, loss="ce"), r"loss 'kl' then, 'ce' now; steps 7 then, 9 now"),
+        (dict(tokens=ROWS[:-1]), r"the tokens \w{8} then, \w{8} now"),
+        (dict(heldout=None), r"the held-out tokens \w{8} then, None now"),
+        (dict(factors=tuned), r"the factors \w{8} then, \w{8} now"),
+        (dict(model=other_host), r"the host \w{8} then, \w{8} now"),
+    ]
+    for changed, says in cases:
+        with pytest.raises(swd.ResumeError, match=says):
+            finetune(**{"model": model, "factors": factors, "tokens": ROWS, "out": out, **SAME, **changed})
+    assert log(out) == before
+    shutil.copytree(out / "factors", tmp_path / "set")
+    with pytest.raises(swd.ResumeError, match=r"holds factors.json without run.json"):
+        finetune(model, factors, ROWS, out=tmp_path / "set", **SAME)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "run.json").write_text("{")
+    with pytest.raises(swd.ResumeError, match=r"has a damaged run.json"):
+        finetune(model, factors, ROWS, out=tmp_path / "damaged", **SAME)
+
+
+def test_a_damaged_checkpoint_is_refused(toy, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(*toy, ROWS, out=tmp_path, **SAME)
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(swd.ResumeError, match=r"has a damaged checkpoint.safetensors"):
+        finetune(*toy, ROWS, out=tmp_path, **SAME)
+
+
+def test_overwrite_starts_again(toy, whole, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(whole[1], out)
+    other = {**SAME, "learning_rate": 1e-3}
+    fresh = finetune(*toy, ROWS, out=out, overwrite=True, **other)
+    assert bits(fresh) == bits(finetune(*toy, ROWS, **other)) != bits(whole[0])
+    assert log(out) != log(whole[1]) and bits(swd.FactorSet.load(out / "factors")) == bits(fresh)
+
+
+KILLED = """
+import os, signal, sys
+import torch
+import swd_lens as swd
+from swd_lens.finetune import finetune
+from swd_lens.finetune.loop import Run
+from tests.finetune.conftest import ROWS
+from tests.finetune.test_folder import SAME
+from tests.micro import toy_model
+
+torch.set_num_threads(int(sys.argv[2]))
+one = Run._one
+def killing(self, rows):
+    if self.step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return one(self, rows)
+Run._one = killing
+finetune(toy_model(), swd.FactorSet.load(sys.argv[1]), ROWS, out=sys.argv[3], **SAME)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_and_on_with_the_same_bits(toy, whole, tmp_path):
+    model, factors = toy
+    factors.save(tmp_path / "given")
+    arguments = [tmp_path / "given", torch.get_num_threads(), tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == -9, done.stderr[-3000:]
+    assert len(log(tmp_path / "run").splitlines()) == 6
+    resumed = finetune(model, swd.FactorSet.load(tmp_path / "given"), ROWS, out=tmp_path / "run", **SAME)
+    assert bits(resumed) == bits(whole[0]) and log(tmp_path / "run") == log(whole[1])

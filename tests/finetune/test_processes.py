@@ -1,0 +1,104 @@
+"""Two processes give what one gives: the same batches, losses and values, whichever way the rows divide; one writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from swd_lens.factors import FactorSet
+from swd_lens.finetune import FinetuneError
+from swd_lens.finetune.processes import Processes
+from tests.finetune.conftest import ROWS
+
+
+class FakeState:
+    """What accelerate says of one process of several."""
+
+    def __init__(self, index, n):
+        self.process_index, self.num_processes, self.device = index, n, torch.device("cuda", index)
+
+
+def processes(monkeypatch, index, n, batch_size, device="cpu"):
+    monkeypatch.setenv("WORLD_SIZE", str(n))
+    monkeypatch.setattr("accelerate.PartialState", lambda: FakeState(index, n))
+    return Processes(torch.device(device), batch_size)
+
+
+def test_shares_are_all_rows_once(monkeypatch):
+    shares = [processes(monkeypatch, index, 3, 8).share(ROWS[:8]) for index in range(3)]
+    assert [len(share) for share in shares] == [3, 3, 2]
+    assert sorted(torch.cat(shares).tolist()) == sorted(ROWS[:8].tolist())
+
+
+def test_only_the_first_is_main(monkeypatch):
+    assert [processes(monkeypatch, index, 2, 2).main for index in (0, 1)] == [True, False]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Processes(torch.device("cpu"), 1).main
+
+
+def test_more_processes_than_rows_and_foreign_devices_are_refused(monkeypatch):
+    with pytest.raises(FinetuneError, match=r"batch_size=2 has no row for each of 3 processes"):
+        processes(monkeypatch, 0, 3, 2)
+    with pytest.raises(FinetuneError, match=r"process 1 has its host on cuda:0, but cuda:1 is its device"):
+        processes(monkeypatch, 1, 2, 2, "cuda:0")
+
+
+@pytest.mark.slow
+def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
+    """`accelerate launch` on the CPU (gloo). Batches of 3 rows: one process has two of them, the other one."""
+    import swd_lens as swd
+
+    model = swd.load_default_model()
+    swd.factorize(model, "blocks.*.mlp_*", sparsity=0.6, preset="quick", outer_iterations=2, progress=False).save(
+        tmp_path / "given"
+    )
+    command = [
+        *(
+            "-m",
+            "swd_lens.finetune",
+            "--factors",
+            str(tmp_path / "given"),
+            "--tokens",
+            "2048",
+            "--heldout-tokens",
+            "256",
+        ),
+        *("--eval-every", "5", "--set", "batch_size=3", "--set", "steps=5"),
+    ]
+    port = 20_000 + os.getpid() % 20_000  # its own, where tests run side by side
+    launch = [*("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
+    outs = []
+    for name, start in (("one", []), ("two", launch)):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "PYTHONPATH": str(Path.cwd())}
+        done = subprocess.run(
+            [sys.executable, *start, *command, "--out", str(tmp_path / name)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        outs.append(json.loads(done.stdout[done.stdout.index("{") :]))  # printed once, by the main process
+    one, two = ([json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("one", "two"))
+    assert len(one) == len(two) == 6
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            # Sums of float32 in another order: losses agree to 1e-5, gradients to 1e-4.
+            assert a[key] == pytest.approx(b[key], rel=1e-4 if key == "grad_rms" else 1e-5), (a["step"], key)
+    assert outs[0]["tokens"] == outs[1]["tokens"] == 5 * 3 * 128
+    given, first, second = (FactorSet.load(tmp_path / name) for name in ("given", "one/factors", "two/factors"))
+    for site, f in first.items():
+        for a, b, start in (
+            (f.read, second[site].read, given[site].read),
+            (f.write, second[site].write, given[site].write),
+        ):
+            assert float((a - b).norm() / a.norm()) < 1e-4
+            moved = float((a - start).norm() / start.norm())
+            assert moved > 1e-3  # far more than they differ by
+            assert torch.equal(a != 0, start != 0) and torch.equal(b != 0, start != 0)
