@@ -47,18 +47,33 @@ from swd_lens.circuits import (
 )
 from swd_lens.default_model import load_default_model, text_tokens
 from swd_lens.factors import Factors, FactorSet
+from swd_lens.finetune import FinetuneError, FinetuneSpec, finetune
 from swd_lens.hosts import UnsupportedHostError, find_sites
 from swd_lens.hosts.load import load_host
 from swd_lens.inject import AttachError, Attachment, SiteDidNotRunWarning, UnitSourceError, attach
 from swd_lens.plan import factorize
 from swd_lens.resources import DoesNotFitError, Estimate, estimate
+from swd_lens.shards import ShardError
 from swd_lens.sites import Site, UnknownSiteError
 from swd_lens.solver import solve
 from swd_lens.storage import FactorFileError
-from swd_lens.study import Sweep, run_study, sweep
+from swd_lens.study import (
+    Allocation,
+    ModelReplacement,
+    Samples,
+    Sweep,
+    allocate,
+    generate,
+    replace_model,
+    run_study,
+    sweep,
+)
 from swd_lens.tasks import Task, TaskError, TaskExample, TokenError, load_task, load_text, pack_text, stream_rows
+from swd_lens.tasks.streams import TokenStream
+from swd_lens.workers import WorkerLostError
 
 __all__ = [
+    "Allocation",
     "AttachError",
     "Attachment",
     "Circuit",
@@ -70,8 +85,13 @@ __all__ = [
     "FactorSet",
     "Factors",
     "Fidelity",
+    "FinetuneError",
+    "FinetuneSpec",
+    "ModelReplacement",
     "Refinement",
     "ResumeError",
+    "Samples",
+    "ShardError",
     "Site",
     "SiteDidNotRunWarning",
     "Sweep",
@@ -79,12 +99,15 @@ __all__ = [
     "TaskError",
     "TaskExample",
     "TokenError",
+    "TokenStream",
     "UndefinedSufficiencyWarning",
     "UnitScores",
     "UnitSourceError",
     "UnknownSiteError",
     "UnsupportedHostError",
+    "WorkerLostError",
     "__version__",
+    "allocate",
     "attach",
     "attribute",
     "baselines",
@@ -95,6 +118,8 @@ __all__ = [
     "factorize",
     "fidelity",
     "find_sites",
+    "finetune",
+    "generate",
     "intervention_hooks",
     "judge",
     "load_default_model",
@@ -103,6 +128,7 @@ __all__ = [
     "load_text",
     "pack_text",
     "refine",
+    "replace_model",
     "run_study",
     "solve",
     "stream_rows",

@@ -173,7 +173,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
     def broken(run, path):
         raise OSError("disk full")
 
-    monkeypatch.setattr(cli, "write_report", broken)
+    monkeypatch.setattr(cli.circuits, "write_report", broken)
     result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", *SMALL, *PROMPTS)
     assert result.exit_code == 1 and "disk full" in result.stderr
 

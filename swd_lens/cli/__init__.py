@@ -1,0 +1,23 @@
+"""swd-lens: the command line. Each command walks part of the same road and prints tables, or JSON with --json.
+
+    swd-lens demo       the whole road on the embedded model, offline, ending in a report
+    swd-lens factorize  SWD factors of your model's matrices, saved to a folder, with their fidelity
+    swd-lens replace    a whole surface: budgets, factors, fine-tuning, fidelity before and after, samples
+    swd-lens circuit    factors, fidelity, circuits and a report for your model and tasks
+    swd-lens estimate   memory and time of a factorization, before it starts
+
+1. Options (options.py) become a host, token rows and tasks (common.py).
+2. The commands (circuits.py, matrices.py) call one function each; progress goes to stderr, results to stdout.
+3. Files are written whole, the report last. Errors that a user can mend are printed without a traceback; exit code 1. Ctrl-C
+   exits with 130 and leaves no half-written file; `factorize` and `replace` go on from there when called again.
+"""
+
+from swd_lens.cli import circuits, matrices
+from swd_lens.cli.common import app
+
+__all__ = ["app", "circuits", "main", "matrices"]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,3 @@
+from swd_lens.cli import main
+
+main()

@@ -1,0 +1,267 @@
+"""replace_model: a whole surface replaced and repaired in one call. Budgets, factors, fine-tuning, what is left of the model.
+
+1. Budgets: the same sparsity for every matrix, or the same total allocated over them (allocate.py).
+2. Factors of every matrix (plan.py), and their fidelity on held-out text.
+3. Fixed-support fine-tuning of the nonzero values (finetune/), and the fidelity again: the share of the cross-entropy
+   increase that was recovered.
+4. Continuations of a few prompts, dense and replaced, side by side (samples.py).
+
+With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from swd_lens._version import __version__
+from swd_lens.checkpoint import host_fingerprint
+from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.factors import FactorSet
+from swd_lens.files import write_json, write_text
+from swd_lens.finetune import finetune as finetune_factors
+from swd_lens.hosts import find_sites
+from swd_lens.plan import factorize
+from swd_lens.sites import Pattern
+from swd_lens.solver import DEFAULT_PRESET, SparsityError
+from swd_lens.study.allocate import BY, allocate
+from swd_lens.study.allocation import Allocation
+from swd_lens.study.samples import Samples, generate
+from swd_lens.tasks.streams import TokenStream, as_stream
+
+BUDGETS = ("uniform", *BY)
+DEFAULT = "default"
+# What stands in `out`.
+BUDGETS_FILE, FACTORS, FINETUNED, NUMBERS, SAMPLES = (
+    "budgets.json",
+    "factors",
+    "finetune",
+    "replacement.json",
+    "samples.txt",
+)
+# Rows that allocation takes of a stream, in tokens: its Grams rank matrices, they do not make the final factors.
+_ALLOCATION_TOKENS = 65_536
+
+
+@dataclass(frozen=True, repr=False)
+class ModelReplacement:
+    """A replaced surface, before and after fine-tuning.
+
+    Attributes:
+        factors: as factorized.
+        finetuned: the same supports with fine-tuned values; None without fine-tuning.
+        before, after: fidelity on the held-out tokens; after is None without fine-tuning.
+        allocation: None for uniform budgets.
+        samples: continuations by the dense model and both replacements; None without prompts.
+        settings: what was asked for; plain JSON values.
+    """
+
+    factors: FactorSet
+    finetuned: FactorSet | None
+    before: Fidelity
+    after: Fidelity | None
+    allocation: Allocation | None
+    samples: Samples | None
+    settings: Mapping[str, Any]
+
+    @property
+    def best(self) -> FactorSet:
+        """The fine-tuned factors, where there are any."""
+        return self.factors if self.finetuned is None else self.finetuned
+
+    @property
+    def recovered(self) -> float | None:
+        """Share of the CE increase that fine-tuning took back: 1 - CE delta after / before; None without it, or without one."""
+        if self.after is None or self.before.ce_delta <= 0:
+            return None
+        return 1.0 - self.after.ce_delta / self.before.ce_delta
+
+    def table(self) -> pd.DataFrame:
+        """One row per replacement: edges, sparsity and fidelity."""
+        stages = [("factorized", self.factors, self.before), ("fine-tuned", self.finetuned, self.after)]
+        rows = [
+            {"replacement": name, "sites": len(f), "edges": f.edges, "s": f.sparsity}
+            | measured.table().iloc[0].to_dict()
+            for name, f, measured in stages
+            if f is not None and measured is not None
+        ]
+        return pd.DataFrame(rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every number, as plain values."""
+        return {
+            "swd_lens": __version__,
+            "settings": dict(self.settings),
+            "edges": self.factors.edges,
+            "sparsity": self.factors.sparsity,
+            "before": self.before.as_dict(),
+            "after": None if self.after is None else self.after.as_dict(),
+            "recovered": self.recovered,
+            "allocation": None if self.allocation is None else self.allocation.as_dict(),
+            "samples": None if self.samples is None else self.samples.as_dict(),
+        }
+
+    def __repr__(self) -> str:
+        recovered = "" if self.recovered is None else f"; fine-tuning recovered {self.recovered:.1%} of the CE increase"
+        n = len(self.factors)
+        head = f"ModelReplacement: {n} matrices, {self.factors.edges:,} edges, s={self.factors.sparsity:.4f}{recovered}"
+        return f"{head}\n{self.table().to_string(index=False)}"
+
+
+def replace_model(
+    model: Any,
+    sites: Pattern = "all",
+    *,
+    heldout: Any,
+    sparsity: float | int | Mapping[str, float] = 0.5,
+    tokens: Any = None,
+    budgets: str | None = None,
+    calibration: str | None = None,
+    preset: str = DEFAULT_PRESET,
+    finetune: str | None = DEFAULT,
+    finetune_tokens: Any = None,
+    finetune_options: Mapping[str, Any] | None = None,
+    prompts: Any = (),
+    max_new_tokens: int = 40,
+    batch_size: int = 16,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> ModelReplacement:
+    """Factorize a surface, fine-tune the values on their fixed supports, and measure (paper §full-model, app. swd-optimization).
+
+    Args:
+        model: the host.
+        sites: the surface; "all" is every attention and MLP matrix.
+        heldout: (rows, pos) ids that nothing was fitted on.
+        sparsity: s in (0, 1); the total budget is that of this s in every matrix. A mapping site -> s is taken as it is.
+        tokens: calibration tokens, see `swd_lens.factorize`; None = zero-data.
+        budgets: "uniform", or allocated by "kl" or "error", see `swd_lens.allocate`. None: "kl", and "uniform" for the paper's
+            preset, zero-data, a single matrix, and a mapping.
+        calibration: see `swd_lens.factorize`. None: "corrected", and "sequential" for the paper's preset.
+        preset: of the solver; "paper" also sets budgets, calibration and fine-tuning as the paper has them.
+        finetune: preset of the fine-tuning, "best" or "paper"; "default": the one that goes with `preset`. None leaves it out.
+        finetune_tokens: to fine-tune on; None = the calibration tokens.
+        finetune_options: further arguments of `swd_lens.finetune` (passes=, learning_rate=, ...).
+        prompts: to be continued by the dense and the replaced model: strings or token rows, see `swd_lens.generate`.
+        batch_size: rows per calibration and fidelity forward.
+        out: a folder for budgets, factors, fine-tuning, numbers and samples; the same call goes on from what is there.
+        overwrite: start again in place of what `out` holds.
+        options: further arguments of `swd_lens.factorize` (calibration=, units=, workers=, outer_iterations=, ...).
+
+    Raises:
+        ValueError: unknown budgets; fine-tuning without tokens; whatever the steps raise.
+        ResumeError: `out` holds something that was made otherwise.
+    """
+    names = [site.name for site in find_sites(model, sites)]
+    paper, given = preset == "paper", isinstance(sparsity, Mapping)
+    if budgets is None:
+        budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
+    if budgets not in BUDGETS:
+        raise ValueError(f"budgets={budgets!r}: choose one of {', '.join(map(repr, BUDGETS))}")
+    if given and budgets != "uniform":
+        raise SparsityError(f"sparsity is a mapping already; budgets={budgets!r} needs one number whose total is spent")
+    if finetune == DEFAULT:
+        finetune = "paper" if paper else "best"
+    calibration = calibration or ("sequential" if paper else "corrected")
+    train = tokens if finetune_tokens is None else finetune_tokens
+    if finetune is not None and train is None:
+        raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
+    folder = None if out is None else Path(out)
+    settings: dict[str, Any] = {
+        "sites": names,
+        "sparsity": dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity),
+    }
+    settings |= {"budgets": budgets, "calibration": calibration, "preset": preset, "finetune": finetune}
+    settings |= {"options": _plain(options), "finetune_options": _plain(finetune_options or {})}
+
+    units = {key: value for key, value in options.items() if key in ("units",)}
+    allocation = _allocation(model, sites, sparsity, tokens, budgets, units, batch_size, folder, overwrite, progress)
+    factors = factorize(
+        model,
+        sites,
+        sparsity=sparsity if allocation is None else allocation,
+        tokens=tokens,
+        calibration=calibration,
+        preset=preset,
+        batch_size=batch_size,
+        progress=progress,
+        out=None if folder is None else folder / FACTORS,
+        overwrite=overwrite,
+        **options,
+    )
+    before = fidelity(model, factors, heldout, batch_size=batch_size, progress=progress)
+    finetuned = after = None
+    if finetune is not None:
+        how: dict[str, Any] = {
+            "preset": finetune,
+            "overwrite": overwrite,
+            "progress": progress,
+            **(finetune_options or {}),
+        }
+        finetuned = finetune_factors(model, factors, train, out=None if folder is None else folder / FINETUNED, **how)
+        after = fidelity(model, finetuned, heldout, batch_size=batch_size, progress=progress)
+    samples = None
+    if len(prompts):
+        several = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
+        samples = generate(model, several, prompts, max_new_tokens=max_new_tokens)
+    made = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
+    if folder is not None:
+        write_json(folder / NUMBERS, made.as_dict())
+        if samples is not None:
+            write_text(folder / SAMPLES, samples.side_by_side())
+    return made
+
+
+def _allocation(
+    model: Any,
+    sites: Pattern,
+    sparsity: Any,
+    tokens: Any,
+    budgets: str,
+    solver: Mapping[str, Any],
+    batch_size: int,
+    folder: Path | None,
+    overwrite: bool,
+    progress: bool,
+) -> Allocation | None:
+    """The allocation that the folder holds, if it answers the same question, or a new one."""
+    if budgets == "uniform":
+        return None
+    rows = None if tokens is None else _first_rows(as_stream(tokens, model))
+    file = None if folder is None else folder / BUDGETS_FILE
+    question = {
+        "budgets": budgets,
+        "sparsity": float(sparsity),
+        "sites": [site.name for site in find_sites(model, sites)],
+        "solver": _plain(solver),
+        "tokens_sha256": None if rows is None else as_stream(rows, model).fingerprint(),
+        "host_sha256": host_fingerprint(model, model.cfg),
+        "batch_size": batch_size,
+    }
+    asked = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+    if file is not None and file.is_file() and not overwrite:
+        held = json.loads(file.read_text(encoding="utf-8"))
+        if held.get("question_sha256") == asked:
+            return Allocation.from_dict(held)
+    made = allocate(model, sites, sparsity, rows, by=budgets, batch_size=batch_size, progress=progress, **solver)
+    if file is not None:
+        write_json(file, {**made.as_dict(), "question_sha256": asked})
+    return made
+
+
+def _first_rows(stream: TokenStream) -> Any:
+    n = max(1, _ALLOCATION_TOKENS // stream.row_length)
+    return next(iter(stream.batches(min(n, stream.n_rows))))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value if isinstance(value, str | int | float | bool | None) else str(value)
+        for key, value in options.items()
+    }

@@ -1,0 +1,113 @@
+"""replace_model: budgets, factors, fine-tuning and samples in one resumable call."""
+
+import json
+
+import pytest
+import torch
+
+import swd_lens as swd
+import swd_lens.study.replacement as replacement
+from tests.micro import random_tokens, toy_model
+
+TOKENS, HELDOUT = random_tokens(24, 12), random_tokens(24, 12, seed=1)
+QUICK = {"preset": "quick", "outer_iterations": 4, "progress": False, "tokens": TOKENS, "heldout": HELDOUT}
+TUNE = {"steps": 6, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_the_whole_road_and_its_folder(model, tmp_path):
+    logits = model(TOKENS)
+    made = swd.replace_model(
+        model, sparsity=0.6, budgets="kl", out=tmp_path, finetune_options=TUNE, prompts=HELDOUT[:2, :4], **QUICK
+    )
+    assert torch.equal(model(TOKENS), logits)
+    # The same total, spent otherwise; the same supports, other values.
+    uniform = swd.factorize(model, "all", sparsity=0.6, preset="quick", outer_iterations=4, progress=False)
+    assert made.factors.edges == made.finetuned.edges == uniform.edges == made.allocation.edges
+    assert any(made.factors[site].edges != uniform[site].edges for site in uniform)
+    for site in made.factors:
+        for part in ("read", "write"):
+            one, two = getattr(made.factors[site], part), getattr(made.finetuned[site], part)
+            assert torch.equal(one != 0, two != 0) and not torch.equal(one, two)
+    # The numbers are those of the parts.
+    assert made.before == swd.fidelity(model, made.factors, HELDOUT)
+    assert made.after == swd.fidelity(model, made.finetuned, HELDOUT)
+    if made.before.ce_delta > 0:
+        assert made.recovered == pytest.approx(1 - made.after.ce_delta / made.before.ce_delta)
+    assert list(made.table()["replacement"]) == ["factorized", "fine-tuned"] and made.best is made.finetuned
+    assert set(made.samples[0].by_host) == {"dense", "SWD", "SWD-FT"}
+    numbers = json.loads((tmp_path / "replacement.json").read_text())
+    assert numbers["before"]["kl"] == made.before.kl and numbers["edges"] == made.factors.edges
+    assert "[0]" in (tmp_path / "samples.txt").read_text()
+    assert "48" not in repr(made) and f"{len(made.factors)} matrices" in repr(made)
+
+    # Again: everything is taken over, nothing is computed anew.
+    never = pytest.MonkeyPatch()
+    with never.context() as patch:
+        patch.setattr(replacement, "allocate", None)
+        patch.setattr("swd_lens.workers.task.solve", None)
+        again = swd.replace_model(
+            model, sparsity=0.6, budgets="kl", out=tmp_path, finetune_options=TUNE, prompts=HELDOUT[:2, :4], **QUICK
+        )
+    assert again.as_dict() == made.as_dict()
+
+
+def test_interrupted_between_the_steps(model, tmp_path, monkeypatch):
+    named = {**QUICK, "sparsity": 0.6, "finetune_options": TUNE}
+    whole = swd.replace_model(model, **named)
+    with monkeypatch.context() as patch:
+        patch.setattr(replacement, "finetune_factors", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            swd.replace_model(model, **named, out=tmp_path)
+    resumed = swd.replace_model(model, **named, out=tmp_path)
+    assert resumed.as_dict() == whole.as_dict()
+
+
+def _interrupt(*arguments, **named):
+    raise KeyboardInterrupt
+
+
+def test_what_none_means(model):
+    """The paper's preset brings the paper's budgets, calibration and fine-tuning; ours ours."""
+    tiny = {key: value for key, value in QUICK.items() if key != "preset"} | {"finetune_options": {"steps": 1}}
+    ours = swd.replace_model(model, "mlp_out", **tiny).settings
+    assert (ours["budgets"], ours["calibration"], ours["finetune"]) == ("kl", "corrected", "best")
+    theirs = swd.replace_model(model, "mlp_out", preset="paper", **tiny).settings
+    assert (theirs["budgets"], theirs["calibration"], theirs["finetune"]) == ("uniform", "sequential", "paper")
+    given = swd.replace_model(model, "mlp_out", sparsity={"blocks.0.*": 0.5, "blocks.1.*": 0.6}, finetune=None, **QUICK)
+    assert given.settings["budgets"] == "uniform" and given.factors["blocks.1.mlp_out"].sparsity == pytest.approx(
+        0.6, abs=0.01
+    )
+
+
+def test_without_fine_tuning(model):
+    made = swd.replace_model(model, "mlp_out", finetune=None, **QUICK)
+    assert made.finetuned is None and made.after is None and made.recovered is None and made.best is made.factors
+    assert list(made.factors) == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"budgets": "fair"}, "budgets='fair': choose one of 'uniform', 'kl', 'error'"),
+        ({"tokens": None}, r"fine-tuning needs finetune_tokens="),
+        ({"sparsity": {"all": 0.5}, "budgets": "kl"}, "is a mapping already; budgets='kl' needs one number"),
+        ({"finetune": "better"}, "better"),
+    ],
+)
+def test_bad_arguments(model, changed, message):
+    with pytest.raises(ValueError, match=message):
+        swd.replace_model(model, "mlp_out", **{**QUICK, "finetune_options": TUNE, **changed})
+
+
+def test_another_question_makes_another_allocation(model, tmp_path):
+    named = {**QUICK, "budgets": "error", "finetune": None}
+    swd.replace_model(model, sparsity=0.6, out=tmp_path, **named)
+    with pytest.raises(swd.ResumeError, match="sparsity"):
+        swd.replace_model(model, sparsity=0.7, out=tmp_path, **named)
+    swd.replace_model(model, sparsity=0.7, out=tmp_path, overwrite=True, **named)
+    assert json.loads((tmp_path / "budgets.json").read_text())["sparsity"] == 0.7
