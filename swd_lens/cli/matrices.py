@@ -1,5 +1,6 @@
 """factorize, replace and estimate: matrices into factors, one kind of matrix or the whole model."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,8 +190,12 @@ def replace(
             print_json({"folder": str(out), **made.as_dict()})
             return
         if made.allocation is not None:
-            output.print(table("Budgets", made.allocation.table()))
-        output.print(table("Fidelity on held-out text", made.table()))
+            rows = _narrow(made.allocation.table(), ("numel",)).rename(
+                columns=lambda name: name.replace(" allocated", "")
+            )
+            output.print(table("Budgets", rows.rename(columns={"K uniform": "uniform"}).round({"s": 3})))
+        measured = _narrow(made.table(), ("sites", "s", "CE dense", "CE", "mean relMSE"))
+        output.print(table("Fidelity on held-out text", measured.rename(columns={"top-1 agreement": "top-1"})))
         if made.recovered is not None:
             output.print(f"Fine-tuning recovered {made.recovered:.1%} of the CE increase.", highlight=False)
         if made.samples is not None:
@@ -224,6 +229,12 @@ def estimate(
             what, *([] if shape else [sites]), sparsity=sparsity, tokens=tokens, calibration=calibration, **solver
         )
         output.print(escape(repr(made)), highlight=False, soft_wrap=True)
+
+
+def _narrow(wide: pd.DataFrame, left_out: tuple[str, ...]) -> pd.DataFrame:
+    """What has room in a terminal of 80 columns; --json and replacement.json have the rest."""
+    names = [name for name in wide.columns if name not in left_out and not re.match(r"share|(KL|relMSE) uniform", name)]
+    return wide[names]
 
 
 def _first(rows: Any, n_tokens: int) -> Any:

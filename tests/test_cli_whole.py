@@ -1,0 +1,69 @@
+"""The commands for whole models: replace, estimate, and factorize in shards and on workers."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import swd_lens as swd
+from swd_lens import cli
+from tests.test_cli import SMALL, gpt2_folder  # noqa: F401 - a fixture
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def test_replace_says_what_is_left_of_the_model(tmp_path, default_model):
+    arguments = ["replace", "--out", tmp_path, "--sites", "blocks.0.*", "-s", "0.7", "--budgets", "error", *SMALL]
+    result = run(*arguments, "--finetune-tokens", "2048", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    tuned = swd.FactorSet.load(tmp_path / "finetune" / "factors")
+    assert list(tuned) == [f"blocks.0.{kind}" for kind in ("attn_qkv", "attn_o", "mlp_in", "mlp_out")]
+    again = swd.fidelity(default_model, tuned, swd.text_tokens(1024, split="test"))
+    assert printed["after"]["kl"] == pytest.approx(again.kl, rel=1e-6)
+    assert printed["edges"] == tuned.edges and printed["settings"]["calibration"] == "corrected"
+    assert len(printed["samples"]["samples"]) == 3
+    logged = [json.loads(line) for line in (tmp_path / "finetune" / "log.jsonl").read_text().splitlines()]
+    assert logged[-1]["tokens"] == 2048
+    # Again: nothing is made anew, and the tables are for people.
+    again = run(*arguments, "--finetune-tokens", "2048")
+    assert again.exit_code == 0 and "fine-tuned" in " ".join(again.output.split()) and "[0]" in again.output
+
+
+def test_shards_and_workers_give_the_factors_of_one_run(tmp_path):
+    named = ["--sites", "mlp_out", *SMALL, "--calibration", "dense", "--threads", "1"]
+    assert run("factorize", "--out", tmp_path / "whole", *named).exit_code == 0
+    for shard in ("2/2", "1/2"):
+        result = run("factorize", "--out", tmp_path / "shards", *named, "--shard", shard)
+        assert result.exit_code == 0 and f"Shard {shard}: blocks." in result.output
+    assert run("factorize", "--out", tmp_path / "shards", *named).exit_code == 0
+    whole, shards = (swd.FactorSet.load(tmp_path / name) for name in ("whole", "shards"))
+    assert all(torch.equal(whole[site].read, shards[site].read) for site in whole)
+    refused = run("factorize", "--out", tmp_path / "x", *named[:-4], "--shard", "1/2")
+    assert refused.exit_code == 1 and "each matrix waits" in " ".join(refused.output.split())
+    wrong = run("factorize", "--out", tmp_path / "x", *named, "--workers", "many")
+    assert wrong.exit_code == 1 and "workers='many'" in wrong.output
+
+
+def test_estimate_of_shapes_and_of_a_model():
+    shapes = run("estimate", "--shape", "17408x5120", "--tokens", "0")
+    assert shapes.exit_code == 0 and "17,408" in shapes.output and "zero-data" in shapes.output
+    assert "memory:" in shapes.output and "time:" in shapes.output
+    model = run("estimate", "--sites", "mlp_out", "--calibration", "corrected")
+    assert model.exit_code == 0 and "4 matrices, calibration corrected" in model.output
+    wrong = run("estimate", "--shape", "17408")
+    assert wrong.exit_code == 1 and "as in 17408x5120" in wrong.output
+
+
+def test_a_host_in_bfloat16(tmp_path, gpt2_folder):  # noqa: F811
+    result = run(
+        "factorize", "--model", gpt2_folder, "--dtype", "bfloat16", "--out", tmp_path / "f", "--sites", "mlp_out",
+        "--text", __file__, *SMALL, "--tokens", "0", "--heldout-tokens", "64", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert swd.FactorSet.load(tmp_path / "f")["blocks.0.mlp_out"].provenance["dtype"] == "bfloat16"
+    refused = run("factorize", "--dtype", "bfloat16", "--out", tmp_path / "g", "--sites", "mlp_out")
+    assert refused.exit_code == 1 and "the embedded one is small" in " ".join(refused.output.split())
