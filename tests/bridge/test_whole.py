@@ -1,0 +1,66 @@
+"""Whole models on bridges: every matrix of an architecture replaced, calibrated in every way, fine-tuned; also on 4.x."""
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.calibration import collect_grams
+from swd_lens.factors import FactorSet
+from swd_lens.hosts import find_sites, host_of
+from tests import families
+
+QUICK = {"preset": "quick", "outer_iterations": 2, "sparsity": 0.3, "progress": False}
+# One each of: packed q, k, v; q, k, v and gate, in apart; parallel blocks; norms behind the matrices; linear attention.
+FAMILIES = ("gpt2", "qwen2", "pythia", "gemma2", "qwen3_5")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("calibration", ["corrected", "per_block"])
+def test_every_matrix_of_every_family(family, calibration, tmp_path):
+    model, tokens = families.bridge(family), families.some_tokens(6, 12)
+    logits, hooks = model(tokens), list(model.hook_dict)
+    made = swd.factorize(model, "all", tokens=tokens, calibration=calibration, batch_size=2, out=tmp_path, **QUICK)
+    assert list(made) == [site.name for site in find_sites(model)]
+    assert torch.equal(model(tokens), logits) and list(model.hook_dict) == hooks
+    swd.attach(model, FactorSet.load(tmp_path)).detach()  # with the probes of all sites
+    # The last matrix of all was fitted to what it reads behind all others.
+    last = find_sites(model)[-1]
+    before = {name: f for name, f in made.items() if name != last.name}
+    with swd.attach(model, before):
+        gram = collect_grams(model, [last], tokens, batch_size=2)[last.name]
+    weight = host_of(model).weight(last)
+    if calibration == "corrected":
+        assert made[last.name].relmse(gram) > 0
+    else:
+        assert made[last.name].provenance["calibration"] == "per_block"
+    assert made[last.name].relative_frobenius(weight) < 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3_5"])
+def test_bypassed_units_leave_the_dense_bridge(family):
+    model, tokens = families.bridge(family), families.some_tokens()
+    factors = swd.factorize(model, "all", **QUICK)
+    dense = model(tokens)
+    with swd.attach(model, factors) as attached:
+        replaced = model(tokens)
+        with attached.bypassed():
+            torch.testing.assert_close(model(tokens), dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
+        assert torch.equal(model(tokens), replaced) and not torch.equal(replaced, dense)
+    assert torch.equal(model(tokens), dense)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_replaced_and_fine_tuned(family, tmp_path):
+    model, tokens, heldout = families.bridge(family), families.some_tokens(8, 12), families.some_tokens(8, 12, seed=1)
+    logits = model(tokens)
+    made = swd.replace_model(
+        model, tokens=tokens, heldout=heldout, prompts=heldout[:1, :4], max_new_tokens=3, out=tmp_path,
+        budgets="uniform", finetune_options={"loss": "kl", "passes": 4}, **QUICK,
+    )  # fmt: skip
+    assert torch.equal(model(tokens), logits)
+    assert made.finetuned.edges == made.factors.edges
+    for site, f in made.factors.items():
+        assert torch.equal(f.read != 0, made.finetuned[site].read != 0)
+    # What it was trained on came nearer to the dense host.
+    assert swd.fidelity(model, made.finetuned, tokens).kl < swd.fidelity(model, made.factors, tokens).kl
+    assert set(made.samples[0].by_host) == {"dense", "SWD", "SWD-FT"}
