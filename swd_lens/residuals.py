@@ -196,6 +196,8 @@ class _Kept:
                 rest = memoryview(batch.flatten().view(torch.uint8).numpy().data)
                 while len(rest):
                     if (n := file.readinto(rest)) == 0:
-                        raise OSError(f"{self.path} ends early: it was changed or cut while it was in use")
+                        raise OSError(
+                            f"{self.path} ends early: it was changed or cut while it was in use; start this call again"
+                        )
                     rest = rest[n:]
                 yield batch.to(self.device)

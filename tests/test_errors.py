@@ -26,7 +26,7 @@ from torch import nn
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 import swd_lens as swd
-from swd_lens import baselines
+from swd_lens import baselines, solver, workers
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.files import sha256
 from swd_lens.hosts import find_sites, host_of
@@ -35,7 +35,7 @@ from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
 from swd_lens.passport import Offsets, Origin, Probe
 from swd_lens.sites import Site, parse_unit
-from tests import errors_circuits, families
+from tests import errors_circuits, errors_whole, families
 from tests.contract import identity
 from tests.inject.test_sources import (
     AddsItsInput,
@@ -58,8 +58,8 @@ SITE = "blocks.0.mlp_out"
 QUICK = {"preset": "paper", "outer_iterations": 4, "sparsity": 0.5, "progress": False}
 
 Trigger = Callable[[Path, pytest.MonkeyPatch], Any]
-TRIGGERS: dict[str, Trigger] = dict(errors_circuits.TRIGGERS)
-NEEDS_HOOKED: set[str] = set(errors_circuits.NEEDS_HOOKED)
+TRIGGERS: dict[str, Trigger] = {**errors_circuits.TRIGGERS, **errors_whole.TRIGGERS}
+NEEDS_HOOKED: set[str] = errors_circuits.NEEDS_HOOKED | errors_whole.NEEDS_HOOKED
 
 
 def trigger(function: Trigger) -> Trigger:
@@ -87,7 +87,7 @@ def rows() -> dict[str, tuple[str, str]]:
 
 
 def class_named(name: str) -> type[BaseException]:
-    places = (swd, builtins, huggingface_hub.errors)
+    places = (swd, builtins, huggingface_hub.errors, solver, workers)
     return next(getattr(place, name) for place in places if hasattr(place, name))
 
 

@@ -136,7 +136,11 @@ class Allocation(Mapping[str, float]):
             ValueError: not the JSON of an Allocation; the path is named.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}); give a file that Allocation.save wrote") from error
+        try:
+            return cls.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -9,7 +9,6 @@
 With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens._version import __version__
-from swd_lens.checkpoint import host_fingerprint
+from swd_lens.checkpoint import ResumeError, host_fingerprint
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factors import FactorSet
 from swd_lens.files import write_json, write_text
@@ -244,15 +243,27 @@ def _allocation(
         "host_sha256": host_fingerprint(model, model.cfg),
         "batch_size": batch_size,
     }
-    asked = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
     if file is not None and file.is_file() and not overwrite:
-        held = json.loads(file.read_text(encoding="utf-8"))
-        if held.get("question_sha256") == asked:
-            return Allocation.from_dict(held)
+        return _held(file, question)
     made = allocate(model, sites, sparsity, rows, by=budgets, batch_size=batch_size, progress=progress, **solver)
     if file is not None:
-        write_json(file, {**made.as_dict(), "question_sha256": asked})
+        write_json(file, {**made.as_dict(), "question": question})
     return made
+
+
+def _held(file: Path, question: Mapping[str, Any]) -> Allocation:
+    """The allocation in a file, if it answers this question. Raises ResumeError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        then, allocation = values["question"], Allocation.from_dict(values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResumeError(f"{file} is damaged ({error!r}); remove it, or overwrite=True to start again") from error
+    if changed := [key for key in question if then.get(key) != question[key]]:
+        raise ResumeError(
+            f"{file} holds budgets of another call: other {', '.join(key.removesuffix('_sha256') for key in changed)}. Call "
+            "replace_model as then to go on, give another folder, or overwrite=True to start again"
+        )
+    return allocation
 
 
 def _first_rows(stream: TokenStream) -> Any:

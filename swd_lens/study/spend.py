@@ -95,7 +95,8 @@ def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
     least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
     if not least <= total <= most:
         raise ValueError(
-            f"{total:,} edges cannot be spent: the loss curves reach from {least:,} to {most:,} edges together"
+            f"{total:,} edges cannot be spent: the loss curves reach from {least:,} to {most:,} edges together; give a total "
+            "between these, or curves that reach further (grid=)"
         )
     steps = {name: curve.steps for name, curve in curves.items()}
     # Price: what the last edge that can still be paid saves.

@@ -142,7 +142,8 @@ class TokenStream:
         try:
             batch = as_rows(torch.stack(rows), self._host)
         except TokenError as error:
-            raise TokenError(f"rows {start} to {start + len(rows) - 1} of the stream: {error}") from None
+            counted = ", counted from 0 here" if start else ""  # as_rows saw this batch alone
+            raise TokenError(f"rows {start} to {start + len(rows) - 1} of the stream{counted}: {error}") from None
         if start == 0:
             self._compare_first(batch[0])
         self._known.row_length = length

@@ -107,7 +107,10 @@ def test_bad_arguments(model, changed, message):
 def test_another_question_makes_another_allocation(model, tmp_path):
     named = {**QUICK, "budgets": "error", "finetune": None}
     swd.replace_model(model, sparsity=0.6, out=tmp_path, **named)
-    with pytest.raises(swd.ResumeError, match="sparsity"):
+    with pytest.raises(swd.ResumeError, match=r"budgets\.json holds budgets of another call: other sparsity\."):
         swd.replace_model(model, sparsity=0.7, out=tmp_path, **named)
     swd.replace_model(model, sparsity=0.7, out=tmp_path, overwrite=True, **named)
     assert json.loads((tmp_path / "budgets.json").read_text())["sparsity"] == 0.7
+    (tmp_path / "budgets.json").write_text("[1, 2")
+    with pytest.raises(swd.ResumeError, match=r"budgets\.json is damaged .*; remove it, or overwrite=True"):
+        swd.replace_model(model, sparsity=0.7, out=tmp_path, **named)
