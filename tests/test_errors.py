@@ -35,7 +35,7 @@ from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
 from swd_lens.passport import Offsets, Origin, Probe
 from swd_lens.sites import Site, parse_unit
-from tests import errors_circuits, errors_whole, families
+from tests import errors_circuits, errors_finetune, errors_whole, families
 from tests.contract import identity
 from tests.inject.test_sources import (
     AddsItsInput,
@@ -58,7 +58,11 @@ SITE = "blocks.0.mlp_out"
 QUICK = {"preset": "paper", "outer_iterations": 4, "sparsity": 0.5, "progress": False}
 
 Trigger = Callable[[Path, pytest.MonkeyPatch], Any]
-TRIGGERS: dict[str, Trigger] = {**errors_circuits.TRIGGERS, **errors_whole.TRIGGERS}
+TRIGGERS: dict[str, Trigger] = {
+    **errors_circuits.TRIGGERS,
+    **errors_whole.TRIGGERS,
+    **errors_finetune.TRIGGERS,
+}
 NEEDS_HOOKED: set[str] = errors_circuits.NEEDS_HOOKED | errors_whole.NEEDS_HOOKED
 
 

@@ -21,8 +21,10 @@ from swd_lens.machine import available_bytes, product_speed
 from swd_lens.resources.counting import forecast, residual_bytes
 from swd_lens.resources.shapes import (
     check_calibration,
+    check_passes,
     matrices_of,
     naming,
+    refuse_whole_mlps,
     shape_of,
     sparsity_of_each,
     token_shape,
@@ -36,9 +38,11 @@ __all__ = [
     "Estimate",
     "SiteEstimate",
     "check_calibration",
+    "check_passes",
     "estimate",
     "forecast",
     "naming",
+    "refuse_whole_mlps",
     "shape_of",
     "sparsity_of_each",
 ]
@@ -73,9 +77,11 @@ def estimate(
         ValueError: bad shapes, sparsity or solver options; the site is named.
     """
     check_calibration(calibration)
+    check_passes(batch_size, gram_dtype)
     shapes_only = isinstance(model, Mapping | Sequence)
     host = None if shapes_only else model
     chosen = matrices_of(model, sites) if shapes_only else find_sites(model, sites)
+    refuse_whole_mlps(chosen)
     shape = token_shape(tokens, host)
     rows = forecast(
         host,

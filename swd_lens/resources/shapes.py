@@ -10,7 +10,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.sites import Pattern, Site, UnknownSiteError, select_sites, split_name
+from swd_lens.sites import PACKED, Pattern, Site, UnknownSiteError, select_sites, split_name
 from swd_lens.solver import SparsityError
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.text import TokenError
@@ -47,7 +47,7 @@ def matrices_of(shapes: Any, sites: Pattern = "all") -> list[Matrix]:
         ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
     """
     if sites != "all":
-        raise ValueError(f"sites={sites!r}: shapes are estimated all; leave out those that you do not want")
+        raise ValueError(f"sites={sites!r}: every shape given is estimated; leave out those that you do not want")
     named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
     if not named:
         raise ValueError("there are no shapes to estimate; give name -> (d_in, d_out)")
@@ -69,6 +69,24 @@ def check_calibration(calibration: str) -> str:
     if calibration not in CALIBRATIONS:
         raise ValueError(f"calibration must be one of {', '.join(map(repr, CALIBRATIONS))}, got {calibration!r}")
     return calibration
+
+
+def check_passes(batch_size: int, gram_dtype: str) -> None:
+    """Raises ValueError for settings with which no pass over the tokens can be made."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
+    if gram_dtype not in ("float32", "float64"):
+        raise ValueError(f"gram_dtype={gram_dtype!r}: give 'float32' or 'float64'")
+
+
+def refuse_whole_mlps(sites: Sequence[Matrix]) -> None:
+    """Raises UnknownSiteError for a site that is no single matrix."""
+    for site in sites:
+        if isinstance(site, Site) and site.kind == "mlp":
+            raise UnknownSiteError(
+                f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only transcoders stand "
+                "there)"
+            )
 
 
 def sparsity_of_each(sites: Sequence[Matrix], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:

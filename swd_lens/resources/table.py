@@ -86,6 +86,8 @@ class Estimate:
         ways = []
         if self.calibration in ("dense", "per_block") and len(self.rows) > 1:
             ways.append('calibration="sequential" (one input\'s Gram at a time instead of several)')
+        if self.calibration == "corrected" and len(self.rows) > 1:
+            ways.append('calibration="sequential" (one sum for each input instead of two for each site, and no target)')
         if worst.held_bytes > 0:
             ways.append("fewer sites at once")
         if worst.units > min(worst.d_in, worst.d_out):

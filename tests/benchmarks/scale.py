@@ -159,8 +159,17 @@ def _gpt2(args: argparse.Namespace) -> None:
     if args.layers == 12 and args.rounding == "reference":
         assert expected == GPT2_NONZEROS, expected
     wrong = {name: f.edges for name, f in factors.items() if f.edges != _expected((f.d_in, f.d_out), args.rounding)}
-    verdict = "as expected" if factors.edges == expected and not wrong else f"NOT the {expected:,} expected: {wrong}"
+    short = f"NOT the {expected:,} expected: {wrong}"
+    if args.rounding == "reference" and all(0 < _expected_of(factors[name]) - n <= 4 for name, n in wrong.items()):
+        short = (
+            f"{expected - factors.edges} less than {expected:,}: {wrong} (entries that tie at a threshold are dropped)"
+        )
+    verdict = "as expected" if factors.edges == expected and not wrong else short
     print(f"{len(factors)} matrices in {minutes:.1f} min: {factors.edges:,} nonzeros, {verdict}")
+
+
+def _expected_of(f: Any) -> int:
+    return _expected((f.d_in, f.d_out), "reference")
 
 
 def _expected(shape: tuple[int, int], rounding: str) -> int:
