@@ -5,6 +5,7 @@ tests/test_errors.py collects them; what is shared stands in errors_whole.py.
 
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
