@@ -20,8 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.hosts import Host, Start, UnsupportedHostError, host_of, require_no_dropout
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.seen import require_one_per_token
 from swd_lens.machine import available_bytes, plain_float32
 from swd_lens.residuals import Residuals
 from swd_lens.sites import Site
@@ -105,18 +105,8 @@ def _pass(host: Host, sites: Sequence[Site], residuals: Residuals, dtype: str, p
         for tokens, start in batches:
             sums.begin()
             host.run_blocks(tokens, stop, **({} if start is None else {"start": start}))
-            _check_vectors(sites, sums.vectors, tokens.numel())
+            require_one_per_token(sites, sums.vectors, tokens.numel())
     return sums
-
-
-def _check_vectors(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
-    require_seen(sites, vectors, "input")
-    for site in sites:
-        if vectors[site.name] != n_tokens:
-            raise UnsupportedHostError(
-                f"{site.name} read {vectors[site.name]} vectors on {n_tokens} tokens; swd_lens needs one per token (a layer "
-                "that runs several times, or on some tokens only, has no single Gram)"
-            )
 
 
 # ---------------------------------------------------------------------------------------------- sums

@@ -10,7 +10,7 @@ Threads, torch version and device also change bits, in the last places; they are
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from swd_lens.factors import Factors, fingerprint, read_factors, write_factors
-from swd_lens.shards import finished_in
+from swd_lens.shards import finished_in, forget
 from swd_lens.sites import execution_key
 from swd_lens.storage import INDEX, FactorFileError, read_index, write_index
 
@@ -43,10 +43,11 @@ class Checkpoint:
     Args:
         folder: made with the first finished matrix.
         provenance: of the whole set, written with every matrix.
+        overwrite: whether the first matrix that is added replaces all that the folder held, shards among it.
     """
 
-    def __init__(self, folder: Path, provenance: Mapping[str, Any]):
-        self.folder = folder
+    def __init__(self, folder: Path, provenance: Mapping[str, Any], overwrite: bool = False):
+        self.folder, self.overwrite = folder, overwrite
         self.provenance = dict(provenance)
         self._entries: dict[str, Mapping[str, Any]] = {}
 
@@ -79,19 +80,30 @@ class Checkpoint:
         Raises:
             ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
         """
+        missing = [site for site in recipes if site not in self._entries]
+        if not missing:
+            return {}
         try:
-            found = {site: at for site, at in finished_in(self.folder).items() if site in recipes}
+            found = finished_in(self.folder)
         except FactorFileError as error:
             raise ResumeError(f"{error}; or remove that shard's folder to have its matrices made again") from error
-        for site, (folder, entry) in found.items():
-            then = entry["provenance"].get("recipe", {})
-            if differences := _differences(then, {**recipes[site], "upstream_sha256": None}):
-                raise self._refusal(f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(differences)}")
         return {
             site: partial(read_factors, folder, site, entry)
-            for site, (folder, entry) in found.items()
-            if site not in self._entries
+            for site in missing
+            if site in found
+            for folder, entry in [self._made_so(site, found[site], recipes[site])]
         }
+
+    def _made_so(self, site: str, found: Sequence[tuple[Path, Mapping[str, Any]]], recipe: Recipe) -> Any:
+        """That shard's folder and entry which this recipe makes; shards that were cut otherwise may hold others."""
+        refused = ""
+        for folder, entry in found:
+            then = entry["provenance"].get("recipe", {})
+            differences = _differences(then, {**recipe, "upstream_sha256": None})
+            if not differences:
+                return folder, entry
+            refused = f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(differences)}"
+        raise self._refusal(refused)
 
     def add(self, site: str, f: Factors) -> None:
         """Put a finished matrix into the folder. The first one of a fresh start replaces what the folder held."""
@@ -99,6 +111,9 @@ class Checkpoint:
         self._entries[site] = write_factors(self.folder, site, f)
         in_order = {name: self._entries[name] for name in sorted(self._entries, key=execution_key)}
         write_index(self.folder, in_order, self.provenance)
+        if self.overwrite:
+            forget(self.folder)  # a later call that goes on would find them made otherwise
+            self.overwrite = False
 
     def _compare(self, found: Mapping[str, Factors], recipes: Mapping[str, Recipe], chained: bool) -> None:
         upstream, missing = None, None

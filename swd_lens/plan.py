@@ -23,18 +23,20 @@ from swd_lens._version import __version__
 from swd_lens.checkpoint import Checkpoint, Recipe, chain, host_fingerprint
 from swd_lens.factors import Factors, FactorSet, fingerprint
 from swd_lens.hosts import host_of, sites_of
-from swd_lens.inject import add_probe, described, origin_of, probe_tokens
+from swd_lens.inject import add_probe, described, is_bare, origin_of, probe_tokens, require_free
 from swd_lens.machine import available_bytes
 from swd_lens.progress import Bar
 from swd_lens.resources import (
     Estimate,
     SiteEstimate,
     check_calibration,
+    check_passes,
     forecast,
+    refuse_whole_mlps,
     sparsity_of_each,
 )
 from swd_lens.shards import Shard, ShardError
-from swd_lens.sites import PACKED, Pattern, Site, UnknownSiteError
+from swd_lens.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, resolve
 from swd_lens.stages import Behind, Calibrated, stages_of
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -103,11 +105,10 @@ def factorize(
     """
     host = host_of(model)
     chosen = tuple(sites_of(host, sites))
-    for site in chosen:
-        _refuse_whole_mlp(site)
+    refuse_whole_mlps(chosen)
     check_calibration(calibration)
-    if gram_dtype not in ("float32", "float64"):
-        raise ValueError(f"gram_dtype={gram_dtype!r}: give 'float32' or 'float64'")
+    check_passes(batch_size, gram_dtype)
+    _check_device(device)
     stream = None if tokens is None else as_stream(tokens, model)
     each = sparsity_of_each(chosen, sparsity)
     job = _Job(model, chosen, stream, each, calibration, preset, units, batch_size, gram_dtype, device, options)
@@ -115,7 +116,7 @@ def factorize(
     _warn_of_few_tokens(job)
     if shard is not None:
         job, out = _only(job, Shard.parse(shard), rows, out)
-    checkpoint = None if out is None else Checkpoint(Path(out), job.provenance())
+    checkpoint = None if out is None else Checkpoint(Path(out), job.provenance(), overwrite)
     recipes = {} if checkpoint is None else job.recipes()
     done: dict[str, Factors] = {}
     if checkpoint is not None and not overwrite:
@@ -141,11 +142,16 @@ def _only(job: "_Job", shard: Shard, plan: Iterable[SiteEstimate], out: str | Pa
     return replace(job, sites=tuple(mine), shard=shard), shard.folder(Path(out))
 
 
-def _refuse_whole_mlp(site: Site) -> None:
-    if site.kind == "mlp":
-        raise UnknownSiteError(
-            f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only transcoders stand there)"
-        )
+def _check_device(device: str | torch.device | None) -> None:
+    """Before anything is calibrated, not after."""
+    if device is not None:
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"device={str(device)!r} cannot be used here: {why}. None solves where the host is"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -246,7 +252,9 @@ class _Job:
 
     def task(self, site: Site, found: Calibrated | None, plan: Mapping[str, SiteEstimate]) -> SolveTask:
         weight = host_of(self.model).weight(site)
-        gram, weight = (None, weight) if found is None else (found.gram, weight if found.target is None else found.target)
+        gram, weight = (
+            (None, weight) if found is None else (found.gram, weight if found.target is None else found.target)
+        )
         return SolveTask(
             site=site.name,
             weight=weight if self.device is None else weight.to(self.device),
@@ -276,6 +284,11 @@ class _Run:
         todo = [site for site in job.sites if site.name not in self.done]
         if not todo:
             return
+        host = host_of(job.model)
+        if job.shard is None:
+            require_free(host, job.sites[:-1])  # each of these will be attached for those that follow
+        # With hooks or units of the user's in place a probe would refuse the factors wherever these are not.
+        self.probed = job.shard is None and is_bare(host)
         self.plan, self.here = {row.site: row for row in plan}, workers == 1
         stages = stages_of(job.sites, job.kind)
         to_solve = [any(self._must_solve(site) for site in stage) for stage in stages]
@@ -322,7 +335,7 @@ class _Run:
         job = self.job
         f = self.elsewhere[site.name]() if site.name in self.elsewhere else self._stamped(site, next(solved))
         f = job.remembering(site, f)
-        if job.shard is None:
+        if self.probed:
             f = add_probe(f, job.model, site, job.probe_tokens)
         if self.checkpoint is not None:
             recipe = {**self.recipes[site.name], "upstream_sha256": self.upstream}
@@ -337,7 +350,10 @@ class _Run:
         made |= {"relmse": solved.relmse, "relative_frobenius": solved.relative_frobenius}
         weight = host_of(self.job.model).weight(site)
         home = weight.device if next(self.job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
-        return stamp(replace(solved.factors, weight=None).to(home), self.job.model, site, made)
+        f = replace(solved.factors, weight=None).to(home)
+        if self.job.kind == "corrected":  # the solver saw the target, not W
+            made["relative_frobenius"] = f.relative_frobenius(weight.to(home))
+        return stamp(f, self.job.model, site, made)
 
 
 def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:

@@ -8,7 +8,9 @@
 Only matrices that do not depend on one another can be sharded: zero-data and dense calibration.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +67,24 @@ class Shard:
         return f"{self.number}/{self.count}"
 
 
-def finished_in(out: Path) -> dict[str, tuple[Path, Mapping[str, Any]]]:
+def finished_in(out: Path) -> dict[str, list[tuple[Path, Mapping[str, Any]]]]:
     """Site -> (shard's folder, index entry) of everything that shards have finished in this folder.
+
+    A site has several where shards were cut in several ways.
 
     Raises:
         FactorFileError: a shard's folder is damaged.
     """
-    found: dict[str, tuple[Path, Mapping[str, Any]]] = {}
+    found: dict[str, list[tuple[Path, Mapping[str, Any]]]] = {}
     for index in sorted((out / FOLDER).glob(f"*/{INDEX}")):
         for site, entry in read_index(index.parent)["sites"].items():
-            found[site] = (index.parent, entry)
+            found.setdefault(site, []).append((index.parent, entry))
     return found
+
+
+def forget(out: Path) -> None:
+    """Remove what shards have finished in this folder."""
+    for index in (out / FOLDER).glob(f"*/{INDEX}"):
+        shutil.rmtree(index.parent)
+    with suppress(OSError):  # it was never made, or holds something else
+        (out / FOLDER).rmdir()

@@ -30,7 +30,6 @@ from swd_lens.sites import READS_ATTENTION_INPUT, Site
 from swd_lens.targets import collect_pairs, corrected
 from swd_lens.tasks.streams import TokenStream
 
-
 # Grams of one dense stage, in float32; their float64 sums take twice as much. All of GPT-2 small's are .5 GB.
 GRAM_BYTES = 2**31
 _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
@@ -38,7 +37,7 @@ _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration says of one matrix: gram (d_in, d_in); target (d_in, d_out), to be factorized in the place of W, or None."""
+    """What calibration says of one matrix: gram (d_in, d_in), and target (d_in, d_out), to be factorized in W's place or None."""
 
     gram: Tensor
     target: Tensor | None
@@ -113,7 +112,11 @@ class Behind:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._lift()
+            # Twice, because an interruption may hit the first: nobody else holds these attachments.
+            try:
+                self._lift()
+            finally:
+                self._lift()
         finally:
             self._stack.close()
             if self.scratch is not None:
@@ -147,7 +150,7 @@ class Behind:
         replaced = self._at(layer, "as it is")
         with self._bypassed():
             dense = self._at(layer, "dense")
-        pairs = collect_pairs(sites, replaced, dense, self._bypassed, progress=progress)
+        pairs = collect_pairs(sites, replaced, dense, self._bypassed, progress=progress, dtype=self.dtype)
         made = {}
         for site in sites:
             gram, cross = pairs.pop(site.name)

@@ -12,6 +12,7 @@ calibration).
 2. `corrected` makes T of them. A small ridge keeps directions that h hardly has as W has them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.hosts import host_of
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.seen import require_one_per_token
 from swd_lens.machine import plain_float32
 from swd_lens.residuals import Residuals
 from swd_lens.sites import Site
@@ -38,6 +39,7 @@ def collect_pairs(
     as_dense: Callable[[], AbstractContextManager[Any]],
     *,
     progress: bool = False,
+    dtype: str = "float32",
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Site -> (G, C), float64 (d_in, d_in) means over tokens of h^T h and h^T g; memory does not grow with the tokens.
 
@@ -45,10 +47,11 @@ def collect_pairs(
         sites: of one stage.
         replaced, dense: the tokens, and where runs take up, of the host as it is and of the dense host.
         as_dense: inside it the host runs its own matrices.
+        dtype: of the products of one batch, "float32" or "float64"; those of a float64 host are float64.
 
     Raises:
         ValueError: an activation is not finite (site named).
-        UnsupportedHostError: a site that the host's forward never shows.
+        UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
     """
     host, stop = host_of(replaced.host.model), max(site.layer for site in sites) + 1
     sums = {site.name: [torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for _ in range(2)] for site in sites}
@@ -59,8 +62,8 @@ def collect_pairs(
             both, desc="calibration", total=total, unit="batch", disable=not progress, leave=False
         ):
             with as_dense():
-                wanted = _inputs(host, sites, tokens, stop, dense_start)
-            found = _inputs(host, sites, tokens, stop, start)
+                wanted = _inputs(host, sites, tokens, stop, dense_start, dtype)
+            found = _inputs(host, sites, tokens, stop, start, dtype)
             for site in sites:
                 h, g = found[site.name], wanted[site.name]
                 with plain_float32(h.device):
@@ -69,7 +72,9 @@ def collect_pairs(
     n = replaced.stream.n_tokens
     for name, pair in sums.items():
         if not all(one.isfinite().all() for one in pair):
-            raise ValueError(f"activations entering {name} are not finite on these tokens; the host itself is broken there")
+            raise ValueError(
+                f"activations entering {name} are not finite on these tokens; the host itself is broken there"
+            )
     return {name: (gram / n, cross / n) for name, (gram, cross) in sums.items()}
 
 
@@ -83,15 +88,18 @@ def corrected(
     return torch.cholesky_solve(wanted, factor).float().to(weight.device)
 
 
-def _inputs(host: Any, sites: Sequence[Site], tokens: Tensor, stop: int, start: Any) -> dict[str, Tensor]:
-    """(vector, d_in) of every site, float32 (float64 of a float64 host)."""
+def _inputs(host: Any, sites: Sequence[Site], tokens: Tensor, stop: int, start: Any, dtype: str) -> dict[str, Tensor]:
+    """(vector, d_in) of every site, in this dtype (float64 of a float64 host)."""
     found: dict[str, Tensor] = {}
+    vectors: Counter[str] = Counter()
 
     def take(site: Site, h: Tensor) -> None:
         flat = h.detach().reshape(-1, site.d_in)
-        found[site.name] = flat.clone() if flat.dtype == torch.float64 else flat.float().clone()
+        vectors[site.name] += len(flat)
+        double = dtype == "float64" or flat.dtype == torch.float64
+        found[site.name] = (flat.double() if double else flat.float()).clone()
 
     with host.inputs(sites, take):
         host.run_blocks(tokens, stop, **({} if start is None else {"start": start}))
-    require_seen(sites, found, "input")
+    require_one_per_token(sites, vectors, tokens.numel())
     return found

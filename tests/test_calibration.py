@@ -100,7 +100,7 @@ def test_bad_input(model):
             swd.factorize(model, "blocks.0.mlp_out", sparsity=sparsity, progress=False)
     with pytest.raises(swd.TokenError, match="outside the vocabulary"):
         swd.factorize(model, "mlp_out", tokens=[[1, 2, 99]], progress=False)
-    with pytest.raises(ValueError, match="calibration must be one of 'sequential', .*, 'dense', got 'both'"):
+    with pytest.raises(ValueError, match=r"calibration must be one of 'sequential', .*, 'dense', got 'both'"):
         swd.factorize(model, "mlp_out", calibration="both", progress=False)
     with pytest.warns(UserWarning, match=r"12 calibration tokens for blocks\.0\.mlp_out, which reads 32 inputs"):
         swd.factorize(model, "blocks.0.mlp_out", tokens=random_tokens(2, 6), outer_iterations=4, progress=False)

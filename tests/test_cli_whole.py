@@ -39,6 +39,8 @@ def test_shards_and_workers_give_the_factors_of_one_run(tmp_path):
     for shard in ("2/2", "1/2"):
         result = run("factorize", "--out", tmp_path / "shards", *named, "--shard", shard)
         assert result.exit_code == 0 and f"Shard {shard}: blocks." in result.output
+    printed = json.loads(run("factorize", "--out", tmp_path / "shards", *named, "--shard", "1/2", "--json").stdout)
+    assert printed["shard"] == "1/2" and [row["site"] for row in printed["sites"]]
     assert run("factorize", "--out", tmp_path / "shards", *named).exit_code == 0
     whole, shards = (swd.FactorSet.load(tmp_path / name) for name in ("whole", "shards"))
     assert all(torch.equal(whole[site].read, shards[site].read) for site in whole)
@@ -54,6 +56,10 @@ def test_estimate_of_shapes_and_of_a_model():
     assert "memory:" in shapes.output and "time:" in shapes.output
     model = run("estimate", "--sites", "mlp_out", "--calibration", "corrected")
     assert model.exit_code == 0 and "4 matrices, calibration corrected" in model.output
+    twice = run("estimate", "--shape", "100x50", "--shape", "100x50")
+    assert "2 matrices" in twice.output and "100x50 #2" in twice.output
+    both = run("estimate", "--shape", "100x50", "--sites", "mlp_out")
+    assert both.exit_code == 1 and "every shape given is estimated" in " ".join(both.output.split())
     wrong = run("estimate", "--shape", "17408")
     assert wrong.exit_code == 1 and "as in 17408x5120" in wrong.output
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_labels_of_any_kind(model):
     ):
         with pytest.raises(ValueError, match=complaint):
             swd.estimate(shapes)
-    with pytest.raises(ValueError, match="sites='mlp_out': shapes are estimated all"):
+    with pytest.raises(ValueError, match="sites='mlp_out': every shape given is estimated"):
         swd.estimate({"up": (16, 32)}, "mlp_out")
     with pytest.raises(ValueError, match=r"up \(16, 32\): .*sparsity=2"):
         swd.estimate({"up": (16, 32)}, sparsity=2)
@@ -328,7 +329,8 @@ print((kilobytes("VmHWM") - before) * 1024, expected)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    ("preset", "calibration"), [("paper", "sequential"), ("best", "sequential"), ("best", "dense"), ("paper", "corrected")]
+    ("preset", "calibration"),
+    [("paper", "sequential"), ("best", "sequential"), ("best", "dense"), ("paper", "corrected")],
 )
 def test_the_peak_is_what_is_really_used(preset, calibration):
     """In a process of its own, whose freed memory goes back to the system, so that resident means in use."""
@@ -343,3 +345,20 @@ def test_the_peak_is_what_is_really_used(preset, calibration):
     assert done.returncode == 0, done.stderr
     used, expected = map(int, done.stdout.split())
     assert used <= 1.15 * expected and expected <= 2.5 * used
+
+
+def test_what_factorize_refuses_is_not_estimated():
+    model = toy_model()
+    for changed, message in (
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"gram_dtype": "float16"}, "gram_dtype='float16'"),
+        ({"sites": "blocks.0.mlp"}, "is a whole MLP, not one matrix"),
+    ):
+        with pytest.raises((ValueError, swd.UnknownSiteError), match=message):
+            swd.estimate(model, **{"sites": "mlp_out", **changed})
+
+
+def test_advice_for_corrected_calibration():
+    made = swd.estimate(toy_model(), "all", tokens=1000, calibration="corrected")
+    with pytest.raises(swd.DoesNotFitError, match='calibration="sequential"'):
+        replace(made, available_bytes=1).require_fit()

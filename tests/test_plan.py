@@ -388,3 +388,48 @@ def test_sites_stay_in_execution_order(model):
     assert list(swd.factorize(model, ["blocks.1.mlp_in", "attn_o"], **QUICK)) == [
         site.name for site in find_sites(model, ["attn_o", "blocks.1.mlp_in"])
     ]
+
+
+@pytest.mark.parametrize("tokens", [None, TOKENS], ids=["zero-data", "sequential"])
+def test_a_site_of_the_users_is_refused_before_anything_is_solved(model, monkeypatch, tokens):
+    users = swd.factorize(model, "blocks.1.mlp_in", **QUICK)
+    calls = count_solves(monkeypatch)
+    with swd.attach(model, users):
+        with pytest.raises(swd.AttachError, match=r"blocks\.1\.mlp_in is attached already"):
+            swd.factorize(model, "all", **QUICK, tokens=tokens)
+        with pytest.raises(swd.AttachError, match=r"blocks\.1\.mlp_in is attached already"):
+            swd.factorize(model, ["blocks.1.mlp_in", "blocks.1.mlp_out"], **QUICK, tokens=tokens)
+    assert calls == []
+
+
+@pytest.mark.parametrize("calibration", ["sequential", "corrected", "dense"])
+def test_units_and_hooks_of_the_users_stay_and_leave_no_probe(model, tmp_path, calibration):
+    """A probe made beside them would refuse the factors on the host without them."""
+    users = swd.factorize(model, "blocks.0.mlp_in", **QUICK)
+    named = {**QUICK, "tokens": TOKENS, "calibration": calibration}
+    sites = ["blocks.0.attn_o", "blocks.1.attn_o", "blocks.1.mlp_out"]
+    with swd.attach(model, users) as attached:
+        before = model(TOKENS)
+        swd.factorize(model, sites, **named, out=tmp_path / "beside")
+        assert attached.attached and torch.equal(model(TOKENS), before)
+    with model.hooks([("blocks.0.hook_resid_post", lambda t, hook: 2 * t)]):
+        swd.factorize(model, sites, **named, out=tmp_path / "hooked")
+    for folder in ("beside", "hooked"):
+        loaded = FactorSet.load(tmp_path / folder)
+        assert all(f.probe is None for f in loaded.values())
+        swd.attach(model, loaded).detach()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0: give how many rows"),
+        ({"batch_size": True}, "batch_size=True: give how many rows"),
+        ({"device": "nowhere"}, "device='nowhere' cannot be used here"),
+    ],
+)
+def test_bad_settings_fail_before_anything_is_run(model, changed, message, monkeypatch):
+    calls = count_solves(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        swd.factorize(model, "mlp_out", **{**QUICK, "tokens": TOKENS, **changed})
+    assert calls == []

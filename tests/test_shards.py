@@ -99,3 +99,34 @@ def test_workers_change_no_bit(model, tmp_path, how):
 def test_an_error_in_a_worker_names_the_site(model):
     with pytest.raises(ValueError, match=r"workers=0: give 1"):
         swd.factorize(model, "mlp_out", **QUICK, workers=0)
+
+
+def test_shards_cut_in_two_ways(model, tmp_path):
+    """Only those that this call would make are taken over; those made otherwise do not stand in the way."""
+    swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path, shard="1/1")
+    for number in (1, 2):
+        swd.factorize(model, "mlp_out", **QUICK, out=tmp_path, shard=f"{number}/2")
+    swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path, shard="1/3")
+    with pytest.MonkeyPatch.context() as patch:
+        calls = count_solves(patch)
+        together = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    assert calls == [] and together.sparsity > 0.49
+
+
+def test_starting_again_leaves_no_shards_behind(model, tmp_path):
+    """What an interrupted overwriting call has begun must be gone on with."""
+    swd.factorize(model, "all", **{**DENSE, "sparsity": 0.25}, out=tmp_path, shard="1/2")
+    with pytest.raises(swd.ResumeError, match="made otherwise"):
+        swd.factorize(model, "all", **DENSE, out=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        count_solves(patch, stop_at=1)
+        with pytest.raises(KeyboardInterrupt):
+            swd.factorize(model, "all", **DENSE, out=tmp_path, overwrite=True)
+    assert not (tmp_path / "shards").exists()
+    assert_same(swd.factorize(model, "all", **DENSE, out=tmp_path), swd.factorize(model, "all", **DENSE, out=tmp_path))
+
+
+def test_complete_factors_ask_no_shards(model, tmp_path):
+    made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    swd.factorize(model, "mlp_out", **{**QUICK, "sparsity": 0.25}, out=tmp_path, shard="1/1")
+    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)

@@ -7,6 +7,7 @@ import swd_lens as swd
 import swd_lens.stages
 from swd_lens.calibration import collect_grams
 from swd_lens.hosts import find_sites
+from swd_lens.inject import Attachment
 from swd_lens.sites import Site
 from swd_lens.stages import Behind, stages_of
 from tests.micro import random_tokens, toy_model
@@ -104,13 +105,12 @@ def test_interrupted_behind_replaced_sites_the_host_is_dense_again(model, monkey
     sites = find_sites(model, "mlp_out")
     logits, hooks = model(TOKENS), list(model.hook_dict)
     for kind in ("sequential", "dense"):
-        with pytest.raises(KeyboardInterrupt):
-            with Behind(model, None, kind, batch_size=4, keep=False) as behind:
-                for site in sites:
-                    behind.replace(site, f[site.name])
-                assert list(model.hook_dict) != hooks
-                monkeypatch.setattr(swd_lens.stages, "collect_grams", _interrupt)
-                behind.calibrate(sites)
+        with pytest.raises(KeyboardInterrupt), Behind(model, None, kind, batch_size=4, keep=False) as behind:
+            for site in sites:
+                behind.replace(site, f[site.name])
+            assert list(model.hook_dict) != hooks
+            monkeypatch.setattr(swd_lens.stages, "collect_grams", _interrupt)
+            behind.calibrate(sites)
         assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
 
 
@@ -154,3 +154,41 @@ def test_a_stream_of_tokens_and_another_precision(model, tmp_path):
         swd.factorize(model, "mlp_out", **named, tokens=TOKENS, gram_dtype="float64")
     with pytest.raises(ValueError, match="gram_dtype='float16'"):
         swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, gram_dtype="float16")
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_interrupted_while_the_host_is_given_back(model, monkeypatch, number):
+    """Nobody else holds the attachments then."""
+    logits, hooks = model(TOKENS), list(model.hook_dict)
+    take_out, calls = Attachment._take_out, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == number + 1:
+            self._undo[-1]()  # in the middle of it
+            raise KeyboardInterrupt
+        take_out(self)
+
+    monkeypatch.setattr(Attachment, "_take_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        swd.factorize(model, "all", **QUICK)
+    assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
+
+
+def test_a_with_block_interrupted_on_its_way_out(model, monkeypatch):
+    f = swd.factorize(model, "mlp_out", **QUICK)
+    logits, hooks = model(TOKENS), list(model.hook_dict)
+    attached = swd.attach(model, f)
+    steps = attached._undo
+    once = iter([KeyboardInterrupt])
+    last = steps[-1]
+
+    def interrupted():
+        last()
+        for error in once:
+            raise error
+
+    steps[-1] = interrupted
+    with pytest.raises(KeyboardInterrupt), attached:
+        pass
+    assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits) and not attached.attached

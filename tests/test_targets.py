@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.hosts import find_sites, host_of
+import swd_lens.targets
+from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
 from swd_lens.targets import RIDGE, corrected
 from tests.micro import random_tokens, toy_model
 from tests.test_plan import QUICK, assert_same, bits, count_solves
@@ -105,3 +106,50 @@ def test_bypassed_units_leave_the_dense_host(model):
         with pytest.raises(RuntimeError), attached.bypassed():
             raise RuntimeError
         assert torch.equal(model(TOKENS), replaced)
+
+
+def test_bypassed_twice(model):
+    f = swd.factorize(model, "all", **QUICK)
+    dense = model(TOKENS)
+    with swd.attach(model, f) as attached, attached.bypassed():
+        with attached.bypassed():
+            assert torch.equal(model(TOKENS), dense)
+        assert torch.equal(model(TOKENS), dense)
+
+
+def test_errors_are_those_of_the_weight_where_they_say_so(model):
+    """relmse is the solver's, of the target; relative_frobenius that of the factors against W, as everywhere."""
+    made = swd.factorize(model, "all", **NAMED)
+    for f in made.values():
+        assert f.provenance["relative_frobenius"] == pytest.approx(f.relative_frobenius(), rel=1e-6)
+
+
+def test_a_site_that_is_read_twice_has_no_target(model):
+    def again(module, args, output):
+        if module.training:
+            return None
+        module.training = True  # once only
+        try:
+            return module(*args)
+        finally:
+            module.training = False
+
+    handle = model.blocks[1].mlp.register_forward_hook(again)
+    try:
+        with pytest.raises(UnsupportedHostError, match=r"blocks\.1\.mlp_in read \d+ vectors on \d+ tokens"):
+            swd.factorize(model, ["blocks.0.mlp_out", "blocks.1.mlp_in"], **NAMED)
+    finally:
+        handle.remove()
+
+
+def test_products_in_double_precision(model):
+    """gram_dtype="float64" says the same of them as in the other kinds of calibration."""
+    named = {**NAMED, "gram_dtype": "float64"}
+    plain, double = swd.factorize(model, "all", **NAMED), swd.factorize(model, "all", **named)
+    assert bits(plain["blocks.1.mlp_out"]) != bits(double["blocks.1.mlp_out"])
+    seen: list = []
+    with pytest.MonkeyPatch.context() as patch:
+        inner = swd_lens.targets._inputs
+        patch.setattr(swd_lens.targets, "_inputs", lambda *given: seen.append(inner(*given)) or seen[-1])
+        swd.factorize(model, ["blocks.0.mlp_out", "blocks.1.mlp_in"], **named)
+    assert seen and all(h.dtype == torch.float64 for found in seen for h in found.values())

@@ -40,6 +40,7 @@ from swd_lens.cli.options import (
     UnitsOption,
     WorkersOption,
 )
+from swd_lens.factors import FactorSet
 from swd_lens.hosts import find_sites
 from swd_lens.plan import factorize as factorize_model
 from swd_lens.report.terminal import table
@@ -100,6 +101,9 @@ def factorize(
             overwrite=overwrite,
             **solver,
         )
+        if shard is not None and as_json:
+            print_json({"folder": str(out), "shard": shard, "provenance": factors.provenance, "sites": _sites(factors)})
+            return
         if shard is not None:
             output.print(
                 escape(f"Shard {shard}: {', '.join(factors)}. The same command without --shard puts all together.")
@@ -107,11 +111,7 @@ def factorize(
             return
         say("fidelity on held-out text")
         measured = fidelity(model, factors, heldout)
-        rows = [
-            {"site": name, "units": f.n_units, "edges": f.edges, "sparsity": f.sparsity}
-            | {"relMSE (calibration)": f.provenance["relmse"], "relMSE (held-out)": measured.relmse[name]}
-            for name, f in factors.items()
-        ]
+        rows = [row | {"relMSE (held-out)": measured.relmse[row["site"]]} for row in _sites(factors)]
         if as_json:
             print_json(
                 {"folder": str(out), "provenance": factors.provenance, "sites": rows, "fidelity": measured.as_dict()}
@@ -200,7 +200,8 @@ def replace(
             output.print(f"Fine-tuning recovered {made.recovered:.1%} of the CE increase.", highlight=False)
         if made.samples is not None:
             output.print(escape(made.samples.side_by_side(output.width)), highlight=False)
-        output.print(escape(f"Everything is in {out}: factors/, finetune/ (log.jsonl, factors/), replacement.json."))
+        tuned = "" if made.finetuned is None else "finetune/ (log.jsonl, factors/), "
+        output.print(escape(f"Everything is in {out}: factors/, {tuned}replacement.json."))
 
 
 @app.command()
@@ -226,7 +227,12 @@ def estimate(
         what: Any = _shapes(shape) if shape else load_model(model_name, host)
         solver = solver_options(preset, units, outer_iterations)
         made = estimate_cost(
-            what, *([] if shape else [sites]), sparsity=sparsity, tokens=tokens, calibration=calibration, **solver
+            what,
+            tuple(sites) if sites != ["all"] else "all",
+            sparsity=sparsity,
+            tokens=tokens,
+            calibration=calibration,
+            **solver,
         )
         output.print(escape(repr(made)), highlight=False, soft_wrap=True)
 
@@ -234,7 +240,15 @@ def estimate(
 def _narrow(wide: pd.DataFrame, left_out: tuple[str, ...]) -> pd.DataFrame:
     """What has room in a terminal of 80 columns; --json and replacement.json have the rest."""
     names = [name for name in wide.columns if name not in left_out and not re.match(r"share|(KL|relMSE) uniform", name)]
-    return wide[names]
+    return wide.filter(items=names)
+
+
+def _sites(factors: FactorSet) -> list[dict[str, Any]]:
+    return [
+        {"site": name, "units": f.n_units, "edges": f.edges, "sparsity": f.sparsity}
+        | {"relMSE (calibration)": f.provenance["relmse"]}
+        for name, f in factors.items()
+    ]
 
 
 def _first(rows: Any, n_tokens: int) -> Any:
@@ -248,5 +262,6 @@ def _shapes(given: list[str]) -> dict[str, tuple[int, int]]:
         parts = one.lower().split("x")
         if len(parts) != 2 or not all(part.isdecimal() for part in parts):
             raise ValueError(f"--shape {one!r}: give d_in by d_out, as in 17408x5120")
-        found[one] = (int(parts[0]), int(parts[1]))
+        again = sum(name.partition(" #")[0] == one for name in found)
+        found[f"{one} #{again + 1}" if again else one] = (int(parts[0]), int(parts[1]))
     return found

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.checkpoint import ResumeError
-from swd_lens.factors import FactorSet
+from swd_lens.checkpoint import ResumeError, upstream_of
+from swd_lens.factors import Factors, FactorSet
 from swd_lens.files import atomic, write_json, write_text
 
 _RUN, _CHECKPOINT, _LOG, _FACTORS = "run.json", "checkpoint.safetensors", "log.jsonl", "factors"
@@ -123,6 +123,15 @@ class RunFolder:
         factors.save(self.path / _FACTORS)
         write_json(self.path / _RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
         (self.path / _CHECKPOINT).unlink(missing_ok=True)
+
+
+def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
+    """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
+    try:
+        run = json.loads((path / _RUN).read_text(encoding="utf-8"))
+        return run["recipe"]["factors_sha256"] != upstream_of(factors)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

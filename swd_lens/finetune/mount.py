@@ -70,7 +70,8 @@ def checked(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Facto
         if one.edges == 0:
             raise FinetuneError(f"{name} has no nonzero entry, so there is nothing to train; leave it out")
         made[name] = one
-    attach(model, factors).detach()
+    with attach(model, factors):  # not `.detach()`: a Ctrl-C in that would leave them attached
+        pass
     return host, sites, made
 
 
@@ -81,10 +82,17 @@ def mounted(host: Host, sites: list[Site], factors: Mapping[str, Factors]) -> It
     try:
         yield _mount(Mounted(host, sites, factors), undo)
     finally:
-        # Popped only when done: a Ctrl-C in here leaves the rest to a second look, and undoing twice is harmless.
-        while undo:
-            undo[-1]()
-            undo.pop()
+        try:
+            _undo_all(undo)
+        finally:  # a Ctrl-C may hit the first
+            _undo_all(undo)
+
+
+def _undo_all(undo: list[Undo]) -> None:
+    while undo:
+        # Popped only when done: undoing twice is harmless.
+        undo[-1]()
+        undo.pop()
 
 
 def _mount(here: Mounted, undo: list[Undo]) -> Mounted:

@@ -110,7 +110,8 @@ def finetune(
         last = folder.last_step()
     processes.wait()  # everybody has looked before the main process changes anything
     exact = nullcontext() if spec.autocast is not None else plain_float32(device)
-    with mounted(host, sites, given) as here, exact:
+    # Also where the caller has switched gradients off.
+    with torch.inference_mode(False), torch.enable_grad(), mounted(host, sites, given) as here, exact:
         run = Run(here, spec, text, held, processes, steps, eval_every, checkpoint_every, folder, progress)
         run.train(last)
         result = _result(run, getattr(factors, "provenance", {}) if isinstance(factors, FactorSet) else {}, preset)

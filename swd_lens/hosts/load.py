@@ -48,7 +48,8 @@ def load_host(
     Raises:
         UnsupportedHostError: "hooked", but the installed transformer_lens has no HookedTransformer (4.x), or it does not
             know the architecture.
-        ValueError, OSError: unknown kind or dtype; device_map together with device or "hooked"; the name is unknown, the hub cannot be reached, or the folder is no checkpoint.
+        ValueError, OSError: unknown kind or dtype; device_map together with device or "hooked"; the name is unknown, the hub
+            cannot be reached, or the folder is no checkpoint.
     """
     check_kind(kind)
     precision = _precision(dtype)

@@ -1,9 +1,9 @@
 """Injection: units become hooked modules inside a host, and leave again without a trace."""
 
-from swd_lens.inject.attach import Attachment, attach, by_site
+from swd_lens.inject.attach import Attachment, attach, by_site, require_free
 from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
 from swd_lens.inject.match import AttachError, described
-from swd_lens.inject.probe import add_probe, probe_tokens
+from swd_lens.inject.probe import add_probe, is_bare, probe_tokens
 from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
 from swd_lens.inject.transport import origin_of, transport_set
@@ -25,7 +25,9 @@ __all__ = [
     "by_site",
     "described",
     "from_saelens",
+    "is_bare",
     "origin_of",
     "probe_tokens",
+    "require_free",
     "transport_set",
 ]

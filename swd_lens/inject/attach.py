@@ -8,7 +8,7 @@
 4. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -81,14 +81,14 @@ class Attachment:
     @contextmanager
     def bypassed(self) -> Iterator[None]:
         """The dense host for a moment, cheaper than `suspended`: the units stay mounted and hand over to the host's product."""
-        projections = [made[1] for made in self._made.values()]
+        before = [(made[1], made[1].bypassed) for made in self._made.values()]
         try:
-            for projection in projections:
+            for projection, _ in before:
                 projection.bypassed = True
             yield
         finally:
-            for projection in projections:
-                projection.bypassed = False
+            for projection, bypassed in before:
+                projection.bypassed = bypassed
 
     def _weights(self) -> list[tuple[int, int]]:
         """Changes when a parameter is replaced or written to (not through `.data`): cheaper than reading them."""
@@ -109,8 +109,10 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.attached:
-            self.detach()
+        try:
+            self._take_out()
+        finally:  # a Ctrl-C may hit the first; what is undone is not undone again
+            self._take_out()
 
     def __repr__(self) -> str:
         state = "attached" if self.attached else "detached"
@@ -170,9 +172,9 @@ def attach(model: Any, factors: Any) -> Attachment:
     sites = sites_of(host, given)
     attachment = Attachment(host, {site.name: as_units(_of(given, site), site) for site in sites})
     attachment.sites = sites
-    everywhere = {site.name: site for site in (*host.sites(), *host.alternatives())}
+    require_free(host, sites)
     for site in sites:
-        _check(host, everywhere, site, attachment.factors[site.name])
+        _check(host, site, attachment.factors[site.name])
     try:
         attachment._attach()
         check_probe(host, factors, sites)
@@ -209,13 +211,19 @@ def _of(given: Mapping[str, Any], site: Site) -> Any:
     )
 
 
-def _check(host: Host, everywhere: Mapping[str, Site], site: Site, f: Units) -> None:
-    for name in (site.name, *overlapping(site.name)):
-        if name in everywhere and host.is_swapped(everywhere[name]):
-            shared = "" if name == site.name else f", which shares weights with {site.name},"
-            raise AttachError(
-                f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time)"
-            )
+def require_free(host: Host, sites: Sequence[Site]) -> None:
+    """Raises AttachError where one of these sites, or one that shares its weights, is attached already."""
+    everywhere = {site.name: site for site in (*host.sites(), *host.alternatives())}
+    for site in sites:
+        for name in (site.name, *overlapping(site.name)):
+            if name in everywhere and host.is_swapped(everywhere[name]):
+                shared = "" if name == site.name else f", which shares weights with {site.name},"
+                raise AttachError(
+                    f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time)"
+                )
+
+
+def _check(host: Host, site: Site, f: Units) -> None:
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
         raise AttachError(
             f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): "

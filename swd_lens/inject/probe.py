@@ -8,7 +8,7 @@
    not asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,12 @@ def _is_as_it_was_made(host: Host, factors: FactorSet, sites: Sequence[Site]) ->
         return False
     if any(factors[name].probe is None for name in names) or drops_out(host.model):
         return False
+    return is_bare(host, names)
+
+
+def is_bare(host: Host, beside: Collection[str] = ()) -> bool:
+    """Whether no hooks, and no units but at the sites named, change what this host computes."""
     if any(hook.fwd_hooks for hook in host.model.hook_dict.values()):
         return False
     everywhere = (*host.sites(), *host.alternatives())
-    return not any(host.is_swapped(site) for site in everywhere if site.name not in names)
+    return not any(host.is_swapped(site) for site in everywhere if site.name not in beside)

@@ -24,9 +24,9 @@ from swd_lens.calibration import collect_grams
 from swd_lens.factors import Factors
 from swd_lens.hosts import Host, host_of, require_no_dropout, sites_of
 from swd_lens.inject import attach
-from swd_lens.resources import estimate, naming
+from swd_lens.resources import check_passes, estimate, naming
 from swd_lens.sites import Pattern, Site
-from swd_lens.solver import resolve, solve
+from swd_lens.solver import SparsityError, resolve, solve
 from swd_lens.solver.budget import edges as edges_of
 from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.validate import resolve_units
@@ -98,6 +98,9 @@ def allocate(
     """
     if by not in BY:
         raise ValueError(f"by={by!r}: choose one of {', '.join(map(repr, BY))}")
+    if isinstance(sparsity, Mapping):
+        raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
+    check_passes(batch_size, "float32")
     multiples = _checked(grid)
     host = host_of(model)
     chosen = sites_of(host, sites)

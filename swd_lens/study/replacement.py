@@ -23,14 +23,17 @@ from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factors import FactorSet
 from swd_lens.files import write_json, write_text
 from swd_lens.finetune import finetune as finetune_factors
+from swd_lens.finetune.folder import is_of_other_factors
+from swd_lens.finetune.spec import resolve as resolve_finetuning
 from swd_lens.hosts import find_sites
 from swd_lens.plan import factorize
 from swd_lens.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET, SparsityError
 from swd_lens.study.allocate import BY, allocate
 from swd_lens.study.allocation import Allocation
-from swd_lens.study.samples import Samples, generate
+from swd_lens.study.samples import Samples, check_prompts, generate
 from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.text import TokenError, as_rows
 
 BUDGETS = ("uniform", *BY)
 DEFAULT = "default"
@@ -44,6 +47,9 @@ BUDGETS_FILE, FACTORS, FINETUNED, NUMBERS, SAMPLES = (
 )
 # Rows that allocation takes of a stream, in tokens: its Grams rank matrices, they do not make the final factors.
 _ALLOCATION_TOKENS = 65_536
+# Arguments of `swd_lens.finetune` that `finetune_options` may not hold, and those that are no settings of its recipe.
+_OWN = ("out", "overwrite")
+_BESIDE_RECIPE = ("preset", "progress", "heldout", "eval_every", "checkpoint_every")
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,15 +152,16 @@ def replace_model(
         preset: of the solver; "paper" also sets budgets, calibration and fine-tuning as the paper has them.
         finetune: preset of the fine-tuning, "best" or "paper"; "default": the one that goes with `preset`. None leaves it out.
         finetune_tokens: to fine-tune on; None = the calibration tokens.
-        finetune_options: further arguments of `swd_lens.finetune` (passes=, learning_rate=, ...).
+        finetune_options: further arguments of `swd_lens.finetune` (passes=, learning_rate=, heldout=, ...).
         prompts: to be continued by the dense and the replaced model: strings or token rows, see `swd_lens.generate`.
         batch_size: rows per calibration and fidelity forward.
         out: a folder for budgets, factors, fine-tuning, numbers and samples; the same call goes on from what is there.
-        overwrite: start again in place of what `out` holds.
+        overwrite: start again in place of what `out` holds. Interrupted, the same call without it goes on.
         options: further arguments of `swd_lens.factorize` (calibration=, units=, workers=, outer_iterations=, ...).
 
     Raises:
-        ValueError: unknown budgets; fine-tuning without tokens; whatever the steps raise.
+        ValueError: unknown budgets; fine-tuning without tokens; whatever the steps raise. Held-out text, prompts and the
+            settings of fine-tuning are checked before the first of them.
         ResumeError: `out` holds something that was made otherwise.
     """
     names = [site.name for site in find_sites(model, sites)]
@@ -171,6 +178,7 @@ def replace_model(
     train = tokens if finetune_tokens is None else finetune_tokens
     if finetune is not None and train is None:
         raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
+    _check_later_steps(model, heldout, prompts, finetune, finetune_options or {})
     folder = None if out is None else Path(out)
     settings: dict[str, Any] = {
         "sites": names,
@@ -197,13 +205,11 @@ def replace_model(
     before = fidelity(model, factors, heldout, batch_size=batch_size, progress=progress)
     finetuned = after = None
     if finetune is not None:
-        how: dict[str, Any] = {
-            "preset": finetune,
-            "overwrite": overwrite,
-            "progress": progress,
-            **(finetune_options or {}),
-        }
-        finetuned = finetune_factors(model, factors, train, out=None if folder is None else folder / FINETUNED, **how)
+        how: dict[str, Any] = {"preset": finetune, "progress": progress, **(finetune_options or {})}
+        place = None if folder is None else folder / FINETUNED
+        # Of other factors: what an overwriting call that was interrupted has left.
+        stale = place is not None and is_of_other_factors(place, factors)
+        finetuned = finetune_factors(model, factors, train, out=place, overwrite=overwrite or stale, **how)
         after = fidelity(model, finetuned, heldout, batch_size=batch_size, progress=progress)
     samples = None
     if len(prompts):
@@ -264,6 +270,24 @@ def _held(file: Path, question: Mapping[str, Any]) -> Allocation:
             "replace_model as then to go on, give another folder, or overwrite=True to start again"
         )
     return allocation
+
+
+def _check_later_steps(
+    model: Any, heldout: Any, prompts: Any, finetune: str | None, finetune_options: Mapping[str, Any]
+) -> None:
+    """What would fail only after the factors are made."""
+    if heldout is None:
+        raise TokenError(
+            "heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there"
+        )
+    as_rows(heldout, model)
+    if len(prompts):
+        check_prompts(model, prompts)
+    if own := [name for name in _OWN if name in finetune_options]:
+        raise ValueError(f"finetune_options holds {', '.join(own)}, which replace_model sets itself; leave it out")
+    if finetune is not None:
+        recipe = {key: value for key, value in finetune_options.items() if key not in _BESIDE_RECIPE}
+        resolve_finetuning(finetune_options.get("preset", finetune), recipe)
 
 
 def _first_rows(stream: TokenStream) -> Any:

@@ -181,6 +181,11 @@ def generate(
 # ---------------------------------------------------------------------------------------------- arguments
 
 
+def check_prompts(model: Any, prompts: Any) -> None:
+    """Raises TokenError for prompts that `generate` would refuse."""
+    _rows(model, prompts, None)
+
+
 def _check_numbers(max_new_tokens: int, temperature: float | int, batch_size: int) -> None:
     for what, n in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if n < 1:

@@ -46,7 +46,7 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
         ValueError: `workers`, `threads` or `retries` is not such a number or word; (RayMissingError) Ray is not
             installed; RAY_ADDRESS answers not; no node has as many CPUs as `threads`.
     """
-    if workers != "ray" and (isinstance(workers, bool | str) or workers < 1):
+    if workers != "ray" and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise ValueError(f"workers={workers!r}: give 1 (this process), a number of processes, or 'ray'")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: a solve takes at least 1 CPU thread; None leaves the choice to swd_lens")

@@ -8,6 +8,7 @@ import torch
 import swd_lens as swd
 from swd_lens.finetune import FinetuneError, finetune
 from swd_lens.finetune import loop as loop_module
+from swd_lens.finetune import mount as mount_module
 from swd_lens.finetune.optimizer import Optimizer
 from swd_lens.finetune.values import SMALLEST
 from swd_lens.tasks.streams import TokenStream
@@ -288,3 +289,28 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(toy, tmp_path)
         )
     assert everything(model) == before
     assert (tmp_path / "checkpoint.safetensors").exists() and not (tmp_path / "factors").exists()
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_where_the_caller_has_switched_gradients_off(toy, off):
+    model, factors = toy
+    plain = finetune(model, factors, ROWS, **QUICK)
+    with off():
+        assert bits(finetune(model, factors, ROWS, **QUICK)) == bits(plain)
+
+
+def test_interrupted_while_the_host_is_given_back(toy, monkeypatch):
+    model, factors = toy
+    before = everything(model)
+    ask, once = mount_module._ask, iter([KeyboardInterrupt])
+
+    def interrupted(parameters, gradients):
+        if gradients:
+            for error in once:
+                raise error
+        ask(parameters, gradients)
+
+    monkeypatch.setattr(mount_module, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(model, factors, ROWS, **QUICK)
+    assert everything(model) == before

@@ -114,3 +114,40 @@ def test_another_question_makes_another_allocation(model, tmp_path):
     (tmp_path / "budgets.json").write_text("[1, 2")
     with pytest.raises(swd.ResumeError, match=r"budgets\.json is damaged .*; remove it, or overwrite=True"):
         swd.replace_model(model, sparsity=0.7, out=tmp_path, **named)
+
+
+def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):
+    """The fine-tuning in the folder is then one of other factors; it is made anew."""
+    named = {**QUICK, "budgets": "uniform", "finetune_options": TUNE}
+    swd.replace_model(model, "mlp_out", sparsity=0.5, out=tmp_path, **named)
+    with monkeypatch.context() as patch:
+        patch.setattr(replacement, "finetune_factors", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            swd.replace_model(model, "mlp_out", sparsity=0.6, out=tmp_path, overwrite=True, **named)
+    resumed = swd.replace_model(model, "mlp_out", sparsity=0.6, out=tmp_path, **named)
+    assert resumed.as_dict() == swd.replace_model(model, "mlp_out", sparsity=0.6, **named).as_dict()
+    # A fine-tuning of these very factors, made otherwise, is still refused.
+    with pytest.raises(swd.ResumeError, match="learning_rate"):
+        swd.replace_model(
+            model,
+            "mlp_out",
+            sparsity=0.6,
+            out=tmp_path,
+            **{**named, "finetune_options": {**TUNE, "learning_rate": 0.1}},
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"heldout": None}, "heldout=None: give token rows"),
+        ({"heldout": [[99]]}, "token id 99"),
+        ({"prompts": ["text"]}, "no tokenizer"),
+        ({"finetune_options": {"stepz": 3}}, "did you mean 'steps'"),
+        ({"finetune_options": {"out": "x"}}, "finetune_options holds out"),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_at_the_start(model, monkeypatch, changed, message):
+    monkeypatch.setattr(replacement, "factorize", _interrupt)
+    with pytest.raises(ValueError, match=message):
+        swd.replace_model(model, "mlp_out", **{**QUICK, "budgets": "uniform", **changed})
