@@ -10,20 +10,19 @@
    for those that follow.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swd_lens._version import __version__
-from swd_lens.checkpoint import Checkpoint, Recipe, chain, host_fingerprint
-from swd_lens.factors import Factors, FactorSet, fingerprint
+from swd_lens.checkpoint import Checkpoint, Recipe, chain
+from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import host_of, sites_of
-from swd_lens.inject import add_probe, described, is_bare, origin_of, probe_tokens, require_free
+from swd_lens.inject import add_probe, described, is_bare, origin_of, require_free
+from swd_lens.job import Job, shown, warn_of_few_tokens
 from swd_lens.machine import available_bytes
 from swd_lens.progress import Bar
 from swd_lens.resources import (
@@ -31,15 +30,14 @@ from swd_lens.resources import (
     SiteEstimate,
     check_calibration,
     check_passes,
-    forecast,
     refuse_whole_mlps,
     sparsity_of_each,
 )
 from swd_lens.shards import Shard, ShardError
 from swd_lens.sites import Pattern, Site
-from swd_lens.solver import DEFAULT_PRESET, resolve
+from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.stages import Behind, Calibrated, stages_of
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import as_stream
 from swd_lens.workers import Solved, SolveTask, open_workers
 
 
@@ -111,9 +109,9 @@ def factorize(
     _check_device(device)
     stream = None if tokens is None else as_stream(tokens, model)
     each = sparsity_of_each(chosen, sparsity)
-    job = _Job(model, chosen, stream, each, calibration, preset, units, batch_size, gram_dtype, device, options)
+    job = Job(model, chosen, stream, each, calibration, preset, units, batch_size, gram_dtype, device, options)
     rows = job.forecast()  # a bad option fails here, before anything is hashed, read or run
-    _warn_of_few_tokens(job)
+    warn_of_few_tokens(job)
     if shard is not None:
         job, out = _only(job, Shard.parse(shard), rows, out)
     checkpoint = None if out is None else Checkpoint(Path(out), job.provenance(), overwrite)
@@ -129,7 +127,7 @@ def factorize(
     return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())
 
 
-def _only(job: "_Job", shard: Shard, plan: Iterable[SiteEstimate], out: str | Path | None) -> tuple["_Job", Path]:
+def _only(job: Job, shard: Shard, plan: Iterable[SiteEstimate], out: str | Path | None) -> tuple[Job, Path]:
     """The job of one shard, and its folder."""
     if job.chained:
         raise ShardError(
@@ -154,125 +152,11 @@ def _check_device(device: str | torch.device | None) -> None:
             ) from error
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The arguments of `factorize`, checked."""
-
-    model: Any
-    sites: tuple[Site, ...]
-    stream: TokenStream | None
-    sparsities: Mapping[str, float]
-    calibration: str
-    preset: str
-    units: int | float | str | None
-    batch_size: int
-    gram_dtype: str
-    device: str | torch.device | None
-    options: dict[str, Any]
-    shard: Shard | None = None
-
-    @property
-    def kind(self) -> str:
-        """Where Grams come from: "sequential", "corrected", "per_block", "dense", or "zero-data"."""
-        return self.calibration if self.stream is not None else "zero-data"
-
-    @property
-    def sparsity(self) -> float | dict[str, float]:
-        """One number where it is the same for all."""
-        different = set(self.sparsities.values())
-        return different.pop() if len(different) == 1 else dict(self.sparsities)
-
-    @property
-    def chained(self) -> bool:
-        """Whether a site's factors depend on those of the sites before it."""
-        return self.kind in ("sequential", "corrected", "per_block")
-
-    @property
-    def n_tokens(self) -> int:
-        return 0 if self.stream is None else self.stream.n_tokens
-
-    @cached_property
-    def probe_tokens(self) -> list[int]:
-        first = None if self.stream is None else self.stream.first_row()[None]
-        return probe_tokens(first, int(self.model.cfg.d_vocab), int(self.model.cfg.n_ctx))
-
-    def forecast(self, finished: Mapping[str, Factors] | None = None) -> tuple[SiteEstimate, ...]:
-        return forecast(
-            self.model,
-            self.sites,
-            None if self.stream is None else (self.stream.n_rows, self.stream.row_length),
-            sparsities=self.sparsities,
-            calibration=self.calibration,
-            preset=self.preset,
-            units=self.units,
-            batch_size=self.batch_size,
-            options=self.options,
-            finished=tuple(finished or ()),
-            gram_dtype=self.gram_dtype,
-        )
-
-    def provenance(self) -> dict[str, Any]:
-        """Of the whole set."""
-        made = {
-            "swd_lens": __version__,
-            "model": str(self.model.cfg.model_name),
-            "sparsity": self.sparsity,
-            "preset": self.preset,
-            "calibration": self.kind,
-            "tokens": self.n_tokens,
-        }
-        if self.shard is not None:  # what enters its sites depends on other shards' factors
-            return {**made, "shard": str(self.shard)}
-        return {**made, "probe_tokens": self.probe_tokens, "probe_sites": [site.name for site in self.sites]}
-
-    def recipes(self) -> dict[str, Recipe]:
-        """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
-        shared: dict[str, Any] = {"swd_lens": __version__, "preset": self.preset}
-        shared |= {"units": self.units, **resolve(self.preset, self.options).as_dict(), "calibration": self.kind}
-        if self.stream is not None:
-            shared["tokens_sha256"] = self.stream.fingerprint()
-            shared["batch_size"] = self.batch_size  # the order of a sum
-            shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
-            if self.gram_dtype != "float32":
-                shared["gram_dtype"] = self.gram_dtype
-        host = host_of(self.model)
-        return {
-            site.name: {
-                "sparsity": self.sparsities[site.name],
-                **shared,
-                "weight_sha256": fingerprint(host.weight(site)),
-            }
-            for site in self.sites
-        }
-
-    def remembering(self, site: Site, f: Factors) -> Factors:
-        """Factors with the host's dense weight, where that is no copy of another dtype's."""
-        dtype = next(self.model.parameters()).dtype
-        return replace(f, weight=host_of(self.model).weight(site) if dtype == torch.float32 else None)
-
-    def task(self, site: Site, found: Calibrated | None, plan: Mapping[str, SiteEstimate]) -> SolveTask:
-        weight = host_of(self.model).weight(site)
-        gram, weight = (
-            (None, weight) if found is None else (found.gram, weight if found.target is None else found.target)
-        )
-        return SolveTask(
-            site=site.name,
-            weight=weight if self.device is None else weight.to(self.device),
-            gram=gram if gram is None or self.device is None else gram.to(self.device),
-            sparsity=self.sparsities[site.name],
-            preset=self.preset,
-            units=self.units,
-            tokens=None if gram is None else self.n_tokens,
-            options=self.options,
-            bytes=plan[site.name].peak_bytes,
-        )
-
-
 @dataclass
 class _Run:
     """One call at work: `done` grows."""
 
-    job: _Job
+    job: Job
     done: dict[str, Factors]
     recipes: Mapping[str, Recipe]
     checkpoint: Checkpoint | None
@@ -301,7 +185,7 @@ class _Run:
             dtype=job.gram_dtype,
             scratch=None if self.checkpoint is None else self.checkpoint.folder,
         )
-        bar = Bar(job.sites, plan, f"factorize s={_shown(job.sparsity)}", show=progress, calibrated=job.chained)
+        bar = Bar(job.sites, plan, f"factorize s={shown(job.sparsity)}", show=progress, calibrated=job.chained)
         with behind, bar, open_workers(workers, threads=threads) as pool:
             for stage, solving in zip(stages, to_solve, strict=True):
                 found = self._calibrated(behind, stage, progress) if solving and job.stream is not None else {}
@@ -368,26 +252,3 @@ def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
         "swd_lens": __version__,
     }
     return replace(f, origin=origin_of(host, site, weight), provenance={**f.provenance, **where, **more})
-
-
-def _shown(sparsity: float | dict[str, float]) -> str:
-    if not isinstance(sparsity, dict):
-        return f"{sparsity:g}"
-    return f"{min(sparsity.values()):g}..{max(sparsity.values()):g}"
-
-
-def _warn_of_few_tokens(job: _Job) -> None:
-    widest = max(job.sites, key=lambda site: site.d_in)
-    if job.stream is None or job.n_tokens >= widest.d_in:
-        return
-    share = resolve(job.preset, job.options).shrinkage_for(job.n_tokens, widest.d_in)
-    remedy = (
-        f"shrinkage {share:.3g} is applied to it (settings['shrinkage'])"
-        if share > 0
-        else f"preset {job.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
-    )
-    warnings.warn(
-        f"{job.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is singular; "
-        f"{remedy}. Give more tokens, or none (zero-data).",
-        stacklevel=3,
-    )

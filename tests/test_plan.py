@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import swd_lens as swd
+import swd_lens.job
 import swd_lens.plan
 import swd_lens.progress
 import swd_lens.stages
@@ -307,7 +308,7 @@ def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, b
     def never(*arguments, **named):
         raise AssertionError("the host was touched")
 
-    places = {"collect_grams": swd_lens.stages, "host_fingerprint": swd_lens.plan, "solve": swd_lens.workers.task}
+    places = {"collect_grams": swd_lens.stages, "host_fingerprint": swd_lens.job, "solve": swd_lens.workers.task}
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)
     with pytest.raises(ValueError, match=message):

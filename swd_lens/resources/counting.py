@@ -130,7 +130,11 @@ class _Plan:
         and Gram in float64, W by tiles."""
         error = _DOUBLE * (site.d_in * units + self.calibrated * site.d_in**2)
         gram = self.gram_entry + _FLOAT * (self.gram_entry != _FLOAT)
-        return _FLOAT * site.numel * (1 + self.corrected) + self.calibrated * gram * site.d_in**2 + max(solving.peak_bytes, error)
+        return (
+            _FLOAT * site.numel * (1 + self.corrected)
+            + self.calibrated * gram * site.d_in**2
+            + max(solving.peak_bytes, error)
+        )
 
     def waiting_bytes(self, stage: Sequence[Matrix], place: int) -> int:
         """Of Grams, while the stage's site at this place is solved: those of the sites after it, but for its own."""
@@ -175,7 +179,9 @@ class _Plan:
         """Per stage: from the block that is kept up to the stage's own, and those once."""
         if self.token_shape is None or self.model is None:
             return [0.0] * len(stages)
-        block = [self.n_tokens * (1 + self.corrected) * flops for flops in _block_flops(self.model, self.token_shape[1])]
+        block = [
+            self.n_tokens * (1 + self.corrected) * flops for flops in _block_flops(self.model, self.token_shape[1])
+        ]
         flops, kept = [], 0  # what enters this block is kept; at first what enters block 0, the tokens
         for stage in stages:
             layers = [site.layer for site in stage if isinstance(site, Site)]

@@ -31,7 +31,8 @@ from swd_lens.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET, SparsityError
 from swd_lens.study.allocate import BY, allocate
 from swd_lens.study.allocation import Allocation
-from swd_lens.study.samples import Samples, check_prompts, generate
+from swd_lens.study.generate import check_prompts, generate
+from swd_lens.study.samples import Samples
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import TokenError, as_rows
 
