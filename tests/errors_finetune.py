@@ -14,7 +14,7 @@ from swd_lens import baselines
 from swd_lens.factors import Factors
 from swd_lens.study.spend import LossCurve, spend
 from tests import families
-from tests.errors_whole import SITE, factorized, model, tokens
+from tests.errors_whole import BOTH, OTHER, QUICK, SITE, factorized, model, tokens
 from tests.inject.test_sources import Coder
 
 TRIGGERS = {}
@@ -72,6 +72,21 @@ def edges_beyond_the_curves(*_):
 @trigger
 def unknown_budgets(*_):
     swd.replace_model(model(), SITE, heldout=tokens(), budgets="equal")
+
+
+@trigger
+def allocation_of_a_mapping(*_):
+    swd.allocate(model(), BOTH, {SITE: 0.5, OTHER: 0.5}, tokens(), progress=False)
+
+
+@trigger
+def nothing_held_out(*_):
+    swd.replace_model(model(), SITE, tokens=tokens(), heldout=None, **QUICK)
+
+
+@trigger
+def finetune_options_that_are_set(folder, _):
+    swd.replace_model(model(), SITE, tokens=tokens(), heldout=tokens(), finetune_options={"out": folder}, **QUICK)
 
 
 @trigger

@@ -108,6 +108,16 @@ def unknown_gram_dtype(*_):
 
 
 @trigger
+def no_rows_per_forward(*_):
+    factorized(tokens=tokens(), batch_size=0)
+
+
+@trigger
+def unusable_device(*_):
+    factorized(device="moon")
+
+
+@trigger
 def few_tokens(*_):
     factorized(tokens=tokens())
 
