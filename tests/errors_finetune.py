@@ -14,7 +14,7 @@ from swd_lens import baselines
 from swd_lens.factors import Factors
 from swd_lens.study.spend import LossCurve, spend
 from tests import families
-from tests.errors_whole import BOTH, OTHER, QUICK, SITE, factorized, model, tokens
+from tests.errors_whole import QUICK, SITE, factorized, model, tokens
 from tests.inject.test_sources import Coder
 
 TRIGGERS = {}
@@ -72,11 +72,6 @@ def edges_beyond_the_curves(*_):
 @trigger
 def unknown_budgets(*_):
     swd.replace_model(model(), SITE, heldout=tokens(), budgets="equal")
-
-
-@trigger
-def allocation_of_a_mapping(*_):
-    swd.allocate(model(), BOTH, {SITE: 0.5, OTHER: 0.5}, tokens(), progress=False)
 
 
 @trigger
