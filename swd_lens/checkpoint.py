@@ -99,10 +99,10 @@ class Checkpoint:
         refused = ""
         for folder, entry in found:
             then = entry["provenance"].get("recipe", {})
-            differences = _differences(then, {**recipe, "upstream_sha256": None})
-            if not differences:
+            changed = differences(then, {**recipe, "upstream_sha256": None})
+            if not changed:
                 return folder, entry
-            refused = f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(differences)}"
+            refused = f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(changed)}"
         raise self._refusal(refused)
 
     def add(self, site: str, f: Factors) -> None:
@@ -128,8 +128,8 @@ class Checkpoint:
                 raise self._refusal(
                     f"holds {site} without {missing}; sequential calibration would now put {missing} before it"
                 )
-            if differences := _differences(then, {**recipe, "upstream_sha256": upstream}):
-                raise self._refusal(f"holds {site} made otherwise: {'; '.join(differences)}")
+            if changed := differences(then, {**recipe, "upstream_sha256": upstream}):
+                raise self._refusal(f"holds {site} made otherwise: {'; '.join(changed)}")
             upstream = chain(upstream, site, found[site]) if chained else None
 
     def _refusal(self, what: str) -> ResumeError:
@@ -178,15 +178,15 @@ def _sha256(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _differences(then: Recipe, now: Recipe) -> list[str]:
-    """One phrase per value that differs, settings by their names."""
+def differences(then: Recipe, now: Recipe, words: Mapping[str, str] = _WORDS) -> list[str]:
+    """One phrase per value that differs. `words` says what hashes are of; other keys name themselves."""
+
+    def short(key: str, value: Any) -> str:
+        return value[:8] if key in words and isinstance(value, str) else repr(value)
+
     keys = [*now, *(key for key in then if key not in now)]
     return [
-        f"{_WORDS.get(key, key)} {_short(key, then.get(key))} then, {_short(key, now.get(key))} now"
+        f"{words.get(key, key)} {short(key, then.get(key))} then, {short(key, now.get(key))} now"
         for key in keys
         if then.get(key) != now.get(key)
     ]
-
-
-def _short(key: str, value: Any) -> str:
-    return value[:8] if key in _WORDS and isinstance(value, str) else repr(value)

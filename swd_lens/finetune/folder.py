@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.checkpoint import ResumeError, upstream_of
+from swd_lens.checkpoint import ResumeError, differences, upstream_of
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.files import atomic, write_json, write_text
 
@@ -55,8 +55,8 @@ class RunFolder:
             return False
         except (ValueError, KeyError, TypeError) as error:
             raise self._refusal(f"has a damaged {_RUN} ({error})") from error
-        if differences := _differences(then, self.recipe):
-            raise self._refusal(f"holds another run: {'; '.join(differences)}")
+        if changed := differences(then, self.recipe, _HASHES):
+            raise self._refusal(f"holds another run: {'; '.join(changed)}")
         return bool(run.get("finished"))
 
     def factors(self) -> FactorSet:
@@ -132,16 +132,3 @@ def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
         return run["recipe"]["factors_sha256"] != upstream_of(factors)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    keys = [*now, *(key for key in then if key not in now)]
-    return [
-        f"{_HASHES.get(key, key)} {_short(key, then.get(key))} then, {_short(key, now.get(key))} now"
-        for key in keys
-        if then.get(key) != now.get(key)
-    ]
-
-
-def _short(key: str, value: Any) -> str:
-    return value[:8] if key in _HASHES and isinstance(value, str) else repr(value)
