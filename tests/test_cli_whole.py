@@ -33,6 +33,11 @@ def test_replace_says_what_is_left_of_the_model(tmp_path, default_model):
     assert again.exit_code == 0 and "fine-tuned" in " ".join(again.output.split()) and "[0]" in again.output
 
 
+def test_zero_data_leaves_nothing_to_fine_tune_on(tmp_path):
+    refused = run("replace", "--out", tmp_path, "--sites", "mlp_out", "--tokens", "0")
+    assert refused.exit_code == 1 and "or --finetune none" in " ".join(refused.output.split())
+
+
 def test_shards_and_workers_give_the_factors_of_one_run(tmp_path):
     named = ["--sites", "mlp_out", *SMALL, "--calibration", "dense", "--threads", "1"]
     assert run("factorize", "--out", tmp_path / "whole", *named).exit_code == 0

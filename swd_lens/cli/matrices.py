@@ -166,6 +166,8 @@ def replace(
         use_threads(threads)
         model = load_model(model_name, host, dtype, device_map)
         find_sites(model, sites)
+        if finetune != "none" and not (finetune_tokens or tokens):
+            raise ValueError("--tokens 0 leaves nothing to fine-tune on; give --finetune-tokens, or --finetune none")
         wanted = max(tokens, finetune_tokens or 0)
         rows, heldout = text_rows(model, model_name, text, wanted, heldout_tokens)
         say(f"replace {', '.join(sites)} at s={sparsity:g}")

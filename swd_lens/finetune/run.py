@@ -106,7 +106,7 @@ def finetune(
     last = 0
     if folder is not None and not overwrite:
         if folder.check():
-            return folder.factors()
+            return _remembering(folder.factors(), given)
         last = folder.last_step()
     processes.wait()  # everybody has looked before the main process changes anything
     exact = nullcontext() if spec.autocast is not None else plain_float32(device)
@@ -135,6 +135,11 @@ def _hashes(host: Host, given: Mapping[str, Factors], text: Rows, held: Rows | N
 
 
 # ---------------------------------------------------------------------------------------------- the result
+
+
+def _remembering(made: FactorSet, given: Mapping[str, Factors]) -> FactorSet:
+    """A finished run's factors with the dense weights that the given ones remember; files never hold them."""
+    return FactorSet({name: replace(made[name], weight=f.weight) for name, f in given.items()}, made.provenance)
 
 
 def _result(run: Run, provenance: Mapping[str, Any], preset: str) -> FactorSet:

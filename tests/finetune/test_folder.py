@@ -113,6 +113,8 @@ def test_a_finished_run_is_taken_over(toy, whole, monkeypatch):
     monkeypatch.setattr(Run, "_one", never)
     again = finetune(*toy, ROWS, out=whole[1], **SAME)
     assert bits(again) == bits(whole[0]) and again.provenance == whole[0].provenance
+    site = next(iter(again))
+    assert again[site].relmse() == whole[0][site].relmse()  # the weight is remembered, too
 
 
 def test_another_run_is_refused_and_every_difference_named(toy, whole, tmp_path):
