@@ -424,6 +424,7 @@ def test_a_run_within_a_run_of_a_bridge_is_refused():
     model, _, tokens = loaded("bridge", "llama")
     host = host_of(model)
     with torch.no_grad():
+        host.run(tokens)  # upstream wires a block's hooks in its first forward
         resid, before = host.residual(tokens, 1), everything(model)
         for inside in (lambda: host.last_logits(tokens), lambda: host.residual(tokens, 0)):
             again = [("blocks.1.hook_in", lambda z, hook, inside=inside: inside())]
