@@ -320,6 +320,7 @@ def wait_until_it_works(pid: int) -> int:
 # ---------------------------------------------------------------------------------------------- the end of the parent
 
 LONG = """
+import faulthandler
 import sys
 import torch
 from swd_lens.workers import SolveTask, open_workers
@@ -332,6 +333,7 @@ def tasks():
 with open_workers(2, threads=1) as workers:
     for n, solved in enumerate(workers.solve(tasks())):
         if n == 1:
+            faulthandler.dump_traceback_later(60)  # should it hang, its stack is in the message of the failed test
             print("working", flush=True)
 """
 
@@ -351,15 +353,16 @@ def test_no_worker_outlives_an_interrupted_or_killed_parent():
         for how in (signal.SIGINT, signal.SIGKILL)
     }
     for how, parent in parents.items():
+        assert parent.stdout.readline() == "working\n", parent.stderr.read()
+        # From here on: imports on a loaded machine take as long as they take.
         watchdog = threading.Timer(120, parent.kill)
         watchdog.start()
-        assert parent.stdout.readline() == "working\n", parent.stderr.read()
         workers = psutil.Process(parent.pid).children()
         assert len(workers) == 2
         parent.send_signal(how)
         _, errors = parent.communicate()
         watchdog.cancel()
-        assert parent.returncode == -how
+        assert parent.returncode == -how, errors
         if how == signal.SIGINT:
             assert errors.count("KeyboardInterrupt") == 1, errors  # the parent's, nothing from the workers
         gone, left = psutil.wait_procs(workers, timeout=10)

@@ -23,6 +23,8 @@ Matrix = Float[Tensor, "rows columns"]
 
 # Below this share of the largest diagonal entry a unit or input has no say, and its preconditioner no meaning.
 TINY = 1e-12
+# Below this share of a direction's length, in the norm of the operator's diagonal, its curvature is rounding.
+NULL = 8 * torch.finfo(torch.float32).eps
 
 
 def refine(
@@ -68,6 +70,7 @@ def conjugate_gradient(
     x = start
     direction = residual * preconditioner
     norm = torch.sum(residual * direction)
+    length = norm  # the direction's, squared, in the norm of the operator's diagonal
     # A residual of rounding errors only: where units are parallel, stepping along it leads arbitrarily far away.
     solved = (8 * torch.finfo(rhs.dtype).eps) ** 2 * float(torch.sum((rhs * rhs).mul_(preconditioner).mul_(support)))
     del rhs  # a weight-size buffer, as is each below
@@ -76,7 +79,9 @@ def conjugate_gradient(
             break
         curved = operator(direction).mul_(support)
         curvature = torch.sum(direction * curved)
-        if not float(curvature) > 0:  # nothing to solve
+        # Nothing to solve, or a direction that only rounding tells from the operator's null space (a Gram of one token,
+        # and a unit nearly orthogonal to it): what is divided by here would be noise.
+        if not float(curvature) > NULL * float(length):
             break
         step = norm / curvature
         residual.sub_(curved.mul_(step))
@@ -84,6 +89,7 @@ def conjugate_gradient(
         del curved
         scaled = residual * preconditioner
         previous, norm = norm, torch.sum(residual * scaled)
+        length = norm + (norm / previous) ** 2 * length  # the new residual is orthogonal to the old direction
         direction = scaled.add_(direction.mul_(norm / previous))
         del scaled
     return x

@@ -471,6 +471,8 @@ def test_shrinkage_needs_a_gram_and_a_number_of_tokens():
 
 # Found by hypothesis: two dead inputs made a Gram of two correlated ones look diagonal.
 @example(d_in=4, d_out=2, sparsity=0.5, rank=4, dead=2, calibrated=True, units=None, seed=4)
+# Found by hypothesis: one token, and a unit nearly orthogonal to it (relMSE 2,389).
+@example(d_in=11, d_out=7, sparsity=0.5, rank=1, dead=0, calibrated=True, units=1, seed=37)
 @settings(max_examples=60, deadline=None)
 @given(
     d_in=st.integers(1, 14),
