@@ -5,13 +5,20 @@ them as SVG.
 """
 
 import io
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, darkest first; curves also differ in line style, so that print in grey still reads.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 INK, GRID = "#222222", "#dddddd"
+# White to ink blue for magnitudes; blue, white, orange for signs, as the report colours z. Both keep their order in grey.
+SEQUENTIAL = LinearSegmentedColormap.from_list("swd_sequential", ("#ffffff", "#9ecae1", "#0072B2", "#08306b"))
+DIVERGING = LinearSegmentedColormap.from_list("swd_diverging", ("#08306b", "#0072B2", "#ffffff", "#D55E00", "#5c2700"))
 
 
 class NotebookFigure(Figure):
@@ -50,3 +57,53 @@ def svg(figure: Figure) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
+
+
+def heatmap(
+    ax: Any,
+    values: Any,
+    *,
+    label: str,
+    signed: bool = False,
+    largest: float | None = None,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    bar: bool = True,
+) -> Any:
+    """A matrix as a picture on `ax`, with a labelled colour bar; entries that are NaN (masked, undefined) stay grey.
+
+    Args:
+        values: (row, column) numbers.
+        label: what a colour means, with its unit; written at the bar.
+        signed: blue for negative, orange for positive, white for zero; else white (0) to dark blue.
+        largest: the value of the full colour; None = the largest |value|.
+        rows, columns: tick labels (plain text); None = numbers.
+        bar: draw the colour bar.
+
+    Returns:
+        The image, for a bar shared by several panels.
+    """
+    array = np.asarray(values, dtype=float)
+    top = float(np.nanmax(np.abs(array), initial=0.0)) if largest is None else float(largest)
+    top = top or 1.0
+    colours = (DIVERGING if signed else SEQUENTIAL).copy()
+    colours.set_bad("#e6e6e6")
+    norm = TwoSlopeNorm(0.0, -top, top) if signed else Normalize(0.0, top)
+    image = ax.imshow(array, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    ax.grid(False)
+    for axis, names in ((ax.yaxis, rows), (ax.xaxis, columns)):
+        if names is not None:
+            axis.set_ticks(range(len(names)), [literal(name) for name in names])
+    if columns is not None and max(map(len, columns), default=0) > 2:
+        ax.tick_params(axis="x", labelrotation=90)
+    if bar:
+        colorbar = ax.figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02)
+        colorbar.set_label(label, fontsize=8, color=INK)
+        colorbar.ax.tick_params(labelsize=7, colors=INK)
+        colorbar.outline.set_visible(False)
+    return image
+
+
+def literal(text: Any) -> str:
+    """Text in which matplotlib finds no formula."""
+    return str(text).replace("$", r"\$")

@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from swd_lens.circuits.curve import COSTS, VALUES, CostCurve
 from swd_lens.circuits.seeds import mean_min_cost
-from swd_lens.figures import INK, new_figure, style
+from swd_lens.figures import INK, literal, new_figure, style
 
 _AXIS = {"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}
 # Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
@@ -32,7 +32,7 @@ def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
     if len(curves) > 1:
         axes[0, 0].legend(fontsize=8, frameon=False)
     task = next(iter(curves.values())).task
-    figure.suptitle(_literal(task.replace("_", " ")), fontsize=10)
+    figure.suptitle(literal(task.replace("_", " ")), fontsize=10)
     return figure
 
 
@@ -70,7 +70,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
     for place, (task, methods) in enumerate(panels.items()):
         for ax, of in zip(axes[:, place], VALUES, strict=True):
             drawn = _draw_frontiers(ax, methods, of, cost) | drawn
-        axes[0, place].set_title(_literal(task.replace("_", " ")), fontsize=10, color=INK)
+        axes[0, place].set_title(literal(task.replace("_", " ")), fontsize=10, color=INK)
     # One cost axis for all panels, so that tasks can be compared; its numbers stand at the left only.
     everything = [curve.rows[cost] for methods in panels.values() for curves in methods.values() for curve in curves]
     for ax in axes.flat:
@@ -80,13 +80,13 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
         ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}", fontsize=9, color=INK)
     _legend(figure, drawn, next(iter(panels.values())), per_row=len(panels))
     if note:
-        figure.suptitle(_literal(fill(note, 42 * len(panels))), fontsize=8, color=INK)
+        figure.suptitle(literal(fill(note, 42 * len(panels))), fontsize=8, color=INK)
     return figure
 
 
 def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], per_row: int) -> None:
     labels = [
-        _literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds")
+        literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds")
         for label, curves in methods.items()
     ]
     handles = [drawn[label] for label in methods]
@@ -142,8 +142,3 @@ def compact(value: float | int) -> str:
         if value >= size:
             return f"{value / size:g}{unit}"
     return f"{value:g}"
-
-
-def _literal(text: Any) -> str:
-    """Text in which matplotlib finds no formula."""
-    return str(text).replace("$", r"\$")

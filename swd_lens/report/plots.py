@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, compact, cost_axis, draw_curves
-from swd_lens.figures import INK, new_figure, style, svg
+from swd_lens.figures import INK, literal, new_figure, style, svg
 from swd_lens.study.run import Replacement
 
 __all__ = ["circuit_column", "compact", "inline_svg", "relmse_dots", "swatch"]
@@ -90,7 +89,7 @@ def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
             marker=_MARKERS[index % len(_MARKERS)],
             zorder=3,
         )
-    ax.set_yticks(range(len(sites)), [_literal(site) for site in sites])
+    ax.set_yticks(range(len(sites)), [literal(site) for site in sites])
     ax.set_ylim(len(sites) - 0.5, -0.5)
     errors = [max(error, EXACT) for _, r in shown for error in r.fidelity.relmse.values()]
     # Whole decades, so that there are always two labelled ticks to read a log axis by.
@@ -156,8 +155,3 @@ def _size(text: str) -> tuple[str, str]:
     if found is None:
         raise ValueError("matplotlib's SVG has no viewBox from 0 0; its size is not known")
     return found[1], found[2]
-
-
-def _literal(text: Any) -> str:
-    """Text in which matplotlib finds no formula."""
-    return str(text).replace("$", r"\$")

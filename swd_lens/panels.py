@@ -1,0 +1,175 @@
+"""Interactive panels by CircuitsVis, from the script that its package brings along; nothing is loaded from a network.
+
+1. `attention_heads` turns patterns into a `Panel`: a placeholder, its data as JSON, and a call of CircuitsVis. Small heat maps,
+   one per head; a click, or Enter on a focused one, keeps a head in full size.
+2. A page holds `library()` once, before its panels (`Panel.html`); a panel shown by itself in a notebook brings its own copy,
+   so that the cell works whatever happens to the others.
+3. Beside every panel stands the same in words, for those who cannot see it and where no script runs.
+
+CircuitsVis' own display asks google.com whether there is a network and then loads a script from a CDN; and it does not escape
+"</script>" in token text. Here JSON lies in an element of its own with every "<" escaped.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+POSITIVE, NEGATIVE = "#B34700", "#0072B2"  # as the report colours z
+_DIGITS = 4  # of a pattern's entries: finer than any screen shows
+# CircuitsVis' thumbnails listen to the mouse alone. Keyboards get them as buttons, named after their heads.
+_CALL = """
+(() => {
+  const draw = box => {
+    const target = box.querySelector(".swd-cv"), kind = box.dataset.swdPanel;
+    box.dataset.drawn = "";
+    window.swdPanels = (window.swdPanels || 0) + 1;
+    target.id = "swd-panel-" + window.swdPanels;
+    const props = JSON.parse(box.querySelector("script[type='application/json']").textContent);
+    try { CircuitsVis.render(target.id, CircuitsVis[kind], props); } catch (error) {
+      target.textContent = "This panel could not be drawn (" + error.message + "). Below it stands in words.";
+      return;
+    }
+    const adapt = () => target.querySelectorAll("canvas").forEach(canvas => {
+      canvas.setAttribute("aria-hidden", "true");
+      const head = clickable(canvas, target);
+      if (!head || head.tabIndex === 0) return;
+      head.tabIndex = 0;
+      head.setAttribute("role", "button");
+      head.setAttribute("aria-label", head.textContent.trim() || "head");
+      head.addEventListener("keydown", event => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); head.click(); }
+      });
+    });
+    new MutationObserver(adapt).observe(target, { childList: true, subtree: true });
+    adapt();
+  };
+  const clickable = (canvas, end) => {
+    for (let at = canvas; at && at !== end; at = at.parentElement) {
+      const key = Object.keys(at).find(k => k.startsWith("__reactProps"));
+      if (key && at[key].onClick) return at;
+    }
+    return null;
+  };
+  document.querySelectorAll("[data-swd-panel]:not([data-drawn])").forEach(draw);
+})();
+"""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One interactive panel.
+
+    Attributes:
+        html: the element that draws itself; a page puts `library()` once before all of them.
+    """
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return library() + self.html
+
+
+@cache
+def library() -> str:
+    """CircuitsVis as one <script> element (1.3 MB), for a page to hold once.
+
+    Raises:
+        ImportError: circuitsvis is not installed, or came without its script.
+    """
+    try:
+        import circuitsvis
+    except ImportError:
+        raise ImportError("interactive panels are drawn by CircuitsVis; pip install circuitsvis") from None
+    script = Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js"
+    if not script.is_file():
+        raise ImportError(f"{script} is missing; install circuitsvis 1.43 or later again")
+    text = script.read_text(encoding="utf-8")
+    # The one "</script" in it is in a string, where "<\/script" means the same. Its source map is not part of the page, and
+    # as a plain script a page that has it already would complain of a second "var".
+    text = text.replace("</script", "<\\/script").replace("//# sourceMappingURL=iife.js.map", "")
+    return f"<script>if (!window.CircuitsVis) {{ {text}\nwindow.CircuitsVis = CircuitsVis; }}</script>"
+
+
+def attention_heads(
+    tokens: Sequence[str],
+    attention: Float[Tensor, "head dest src"],
+    *,
+    names: Sequence[str] | None = None,
+    title: str = "Attention",
+    strongest: int = 3,
+    largest: float | None = None,
+) -> Panel:
+    """CircuitsVis' attention heads: hover shows values, a click keeps a head in full size.
+
+    Args:
+        tokens: strings of the positions; shown as they are, line ends and spaces made visible.
+        attention: probabilities or signed values (contributions, differences); a destination sees no later source, else the
+            upper triangle is shown as well.
+        names: of the heads; "head 0" ... where None.
+        title: what the panel shows, for its heading and for screen readers.
+        strongest: how many entries per head the description in words lists.
+        largest: the value of the full colour; None = the largest |value| shown.
+
+    Raises:
+        ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
+    """
+    n_heads, dest, src = attention.shape
+    names = [f"head {i}" for i in range(n_heads)] if names is None else [str(name) for name in names]
+    if not (len(tokens) == dest == src and len(names) == n_heads):
+        raise ValueError(
+            f"attention is {tuple(attention.shape)} (head, dest, src), but there are {len(tokens)} tokens and {len(names)} names"
+        )
+    values = attention.detach().float().cpu()
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(
+            "attention holds values that are not finite (masked scores?); give probabilities or zeros there"
+        )
+    shown = [visible(token) for token in tokens]
+    causal = bool((values.triu(1) == 0).all())
+    scale = float(values.abs().max()) or 1.0 if largest is None else float(largest)
+    props = {
+        "attention": [[[round(v, _DIGITS) for v in row] for row in head] for head in values.tolist()],
+        "tokens": shown,
+        "attentionHeadNames": names,
+        "maxValue": scale,
+        "minValue": -scale,
+        "positiveColor": POSITIVE,
+        "negativeColor": NEGATIVE,
+        "maskUpperTri": causal,
+    }
+    return Panel(_element("AttentionHeads", props, title, _in_words(shown, values, names, strongest)))
+
+
+def visible(token: str) -> str:
+    """A token as a label: line ends, tabs and spaces at its ends can be seen, and nothing in it is invisible."""
+    text = token.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text) or "∅"
+
+
+def _element(name: str, props: dict[str, Any], title: str, words: str) -> str:
+    data = json.dumps(props, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return (
+        f'<div data-swd-panel="{name}" role="group" aria-label="{escape(title)}" class="swd-panel" style="overflow-x:auto">'
+        f'<p><b>{escape(title)}</b></p><div class="swd-cv"></div>'
+        f'<script type="application/json">{data}</script><script>{_CALL}</script>'
+        f"<details><summary>{escape(title)}, in words</summary>{words}</details></div>"
+    )
+
+
+def _in_words(tokens: Sequence[str], values: Tensor, names: Sequence[str], n: int) -> str:
+    items = []
+    for name, head in zip(names, values, strict=True):
+        flat = head.abs().flatten()
+        order = torch.sort(flat, descending=True, stable=True).indices[:n].tolist()
+        places = [(i // head.shape[1], i % head.shape[1]) for i in order if flat[i] > 0]
+        said = [f"{tokens[t]} ({t}) from {tokens[u]} ({u}): {float(head[t, u]):.{_DIGITS - 1}g}" for t, u in places]
+        items.append(f"<li>{escape(name)}: {escape('; '.join(said)) or 'nothing'}</li>")
+    return f"<p>Largest entries, destination (position) from source (position):</p><ul>{''.join(items)}</ul>"
