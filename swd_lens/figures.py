@@ -86,8 +86,7 @@ def heatmap(
     array = np.asarray(values, dtype=float)
     top = float(np.nanmax(np.abs(array), initial=0.0)) if largest is None else float(largest)
     top = top or 1.0
-    colours = (DIVERGING if signed else SEQUENTIAL).copy()
-    colours.set_bad("#e6e6e6")
+    colours = (DIVERGING if signed else SEQUENTIAL).with_extremes(bad="#e6e6e6")
     norm = TwoSlopeNorm(0.0, -top, top) if signed else Normalize(0.0, top)
     image = ax.imshow(array, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     ax.grid(False)

@@ -1,0 +1,62 @@
+"""Panels: tokens cannot break out of them, what cannot be drawn is refused, the same stands beside them in words."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from swd_lens.panels import Panel, attention_heads, library, visible
+
+TOKENS = ["<|bos|>", "</script>", "<!--", "\n", " Mary", ""]
+PATTERN = torch.eye(6).repeat(2, 1, 1)
+
+
+def props(panel: Panel) -> dict:
+    return json.loads(re.findall(r'<script type="application/json">(.*?)</script>', panel.html, re.DOTALL)[0])
+
+
+def test_tokens_and_names_stay_text():
+    panel = attention_heads(TOKENS, PATTERN, names=["<b>0</b>", "1"], title='<i>"title"</i>')
+    assert props(panel)["tokens"] == ["<|bos|>", "</script>", "<!--", "↵", "·Mary", "∅"]
+    inside = panel.html.split('<script type="application/json">')[1]
+    assert inside.index("</script>") == inside.index("</script><script>")  # the first end of a script is our own
+    outside = re.sub(r"<script.*?</script>", "", panel.html, flags=re.DOTALL)
+    assert "<b>0" not in outside and "<i>" not in outside and "<!--" not in panel.html
+
+
+def test_data_is_what_was_given():
+    pattern = torch.softmax(torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)).tril(), -1).tril()
+    got = props(attention_heads(TOKENS, pattern))
+    torch.testing.assert_close(torch.tensor(got["attention"]), pattern, atol=5.1e-5, rtol=0)
+    assert got["maskUpperTri"] and got["maxValue"] == pytest.approx(float(pattern.max()))
+    both_ways = props(attention_heads(TOKENS, PATTERN.flip(1)))
+    assert not both_ways["maskUpperTri"]
+
+
+def test_strongest_entries_are_said():
+    signed = torch.zeros(1, 6, 6)
+    signed[0, 4, 0], signed[0, 5, 4] = -0.75, 0.5
+    html = attention_heads(TOKENS, signed, names=["L1H2"], strongest=2).html
+    assert "L1H2: ·Mary (4) from &lt;|bos|&gt; (0): -0.75; ∅ (5) from ·Mary (4): 0.5" in html
+    assert "head 0: nothing" in attention_heads(TOKENS, torch.zeros(1, 6, 6)).html
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"attention is \(2, 6, 6\).* 5 tokens and 2 names"):
+        attention_heads(TOKENS[:5], PATTERN)
+    with pytest.raises(ValueError, match="1 names"):
+        attention_heads(TOKENS, PATTERN, names=["one"])
+    with pytest.raises(ValueError, match="not finite"):
+        attention_heads(TOKENS, PATTERN.masked_fill(PATTERN == 0, -torch.inf))
+
+
+def test_the_library_is_whole_and_closed():
+    script = library()
+    assert script.startswith("<script>") and script.index("</script>") == len(script) - len("</script>")
+    assert len(script) < 1.5e6 and "sourceMappingURL" not in script
+    assert attention_heads(TOKENS, PATTERN)._repr_html_().startswith(script)
+
+
+def test_every_token_can_be_seen():
+    assert [visible(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == ["a", "·a·", "⇥", "␍↵", "\ufffd", "∅"]
