@@ -321,9 +321,13 @@ def wait_until_it_works(pid: int) -> int:
 
 LONG = """
 import faulthandler
+import signal
 import sys
 import torch
 from swd_lens.workers import SolveTask, open_workers
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would this process.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def tasks():
     for i in range(9):
