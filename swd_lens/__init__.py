@@ -52,6 +52,7 @@ from swd_lens.hosts import UnsupportedHostError, find_sites
 from swd_lens.hosts.load import load_host
 from swd_lens.inject import AttachError, Attachment, SiteDidNotRunWarning, UnitSourceError, attach
 from swd_lens.plan import factorize
+from swd_lens.report.dashboard import dashboard
 from swd_lens.resources import DoesNotFitError, Estimate, estimate
 from swd_lens.shards import ShardError
 from swd_lens.sites import Site, UnknownSiteError
@@ -60,6 +61,7 @@ from swd_lens.storage import FactorFileError
 from swd_lens.study import (
     Allocation,
     ModelReplacement,
+    Run,
     Samples,
     Sweep,
     allocate,
@@ -68,6 +70,22 @@ from swd_lens.study import (
     run_study,
     sweep,
 )
+from swd_lens.study.audit import Audit, UnitLabels, UnitProfile, audit
+from swd_lens.study.edit import (
+    Edit,
+    EditComparison,
+    EditError,
+    EditSelection,
+    SideEffects,
+    compare_edits,
+    edit_unit,
+    select_edit_unit,
+    side_effects,
+    unit_hooks,
+)
+from swd_lens.study.graph import UnitGraph, plot_unit_paths, unit_graph
+from swd_lens.study.interactions import UnitInteractions, UnitOverlap, unit_interactions, unit_overlap
+from swd_lens.study.qk import QKError, QKPair, QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen, score_parts
 from swd_lens.tasks import Task, TaskError, TaskExample, TokenError, load_task, load_text, pack_text, stream_rows
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.workers import WorkerLostError
@@ -76,10 +94,15 @@ __all__ = [
     "Allocation",
     "AttachError",
     "Attachment",
+    "Audit",
     "Circuit",
     "Comparison",
     "CostCurve",
     "DoesNotFitError",
+    "Edit",
+    "EditComparison",
+    "EditError",
+    "EditSelection",
     "Estimate",
     "FactorFileError",
     "FactorSet",
@@ -88,10 +111,17 @@ __all__ = [
     "FinetuneError",
     "FinetuneSpec",
     "ModelReplacement",
+    "QKError",
+    "QKPair",
+    "QKReplay",
+    "QKScan",
+    "QKScreen",
     "Refinement",
     "ResumeError",
+    "Run",
     "Samples",
     "ShardError",
+    "SideEffects",
     "Site",
     "SiteDidNotRunWarning",
     "Sweep",
@@ -101,6 +131,11 @@ __all__ = [
     "TokenError",
     "TokenStream",
     "UndefinedSufficiencyWarning",
+    "UnitGraph",
+    "UnitInteractions",
+    "UnitLabels",
+    "UnitOverlap",
+    "UnitProfile",
     "UnitScores",
     "UnitSourceError",
     "UnknownSiteError",
@@ -110,9 +145,13 @@ __all__ = [
     "allocate",
     "attach",
     "attribute",
+    "audit",
     "baselines",
     "collect_grams",
     "compare",
+    "compare_edits",
+    "dashboard",
+    "edit_unit",
     "estimate",
     "evaluate",
     "factorize",
@@ -127,11 +166,22 @@ __all__ = [
     "load_task",
     "load_text",
     "pack_text",
+    "plot_unit_paths",
+    "qk_replay",
+    "qk_scan",
+    "qk_screen",
     "refine",
     "replace_model",
     "run_study",
+    "score_parts",
+    "select_edit_unit",
+    "side_effects",
     "solve",
     "stream_rows",
     "sweep",
     "text_tokens",
+    "unit_graph",
+    "unit_hooks",
+    "unit_interactions",
+    "unit_overlap",
 ]

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 from swd_lens.figures import svg
 
+_LONGEST = 160  # characters of a cell
+
 
 def card(title: str, *parts: Any) -> str:
     """HTML for `_repr_html_`; parts that are None are left out."""
@@ -22,7 +24,8 @@ def _part(part: Any) -> str:
     if isinstance(part, Figure):
         return f'<div style="overflow-x:auto">{svg(part)}</div>'
     if isinstance(part, pd.DataFrame):
-        table = part.to_html(index=False, border=0, escape=True, na_rep="–", float_format="{:.4g}".format)
+        with pd.option_context("display.max_colwidth", _LONGEST):  # pandas cuts text at 50 characters
+            table = part.to_html(index=False, border=0, escape=True, na_rep="–", float_format="{:.4g}".format)
         return f'<div style="overflow-x:auto">{table}</div>'
     if hasattr(part, "_repr_html_"):
         return part._repr_html_()

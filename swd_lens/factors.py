@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from swd_lens.display import card
 from swd_lens.hub import OnHub
 from swd_lens.passport import Offsets, Origin, Probe, fingerprint
 from swd_lens.storage import read_index, write_index
@@ -29,6 +31,7 @@ __all__ = ["FactorSet", "Factors", "fingerprint", "read_factors", "write_factors
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
+_ROWS = 20  # of a table in a notebook
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,6 +182,18 @@ class Factors:
             f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f})"
         )
 
+    def _repr_html_(self) -> str:
+        counts = pd.DataFrame(
+            {
+                "factor": ["read (d_in, unit)", "write (unit, d_out)"],
+                "shape": [f"{tuple(self.read.shape)}", f"{tuple(self.write.shape)}"],
+                "nonzeros": [int((self.read != 0).sum()), int((self.write != 0).sum())],
+            }
+        )
+        valid = f"{int(self.valid_units.sum()):,} of {self.n_units:,} units have read and write edges."
+        name = f"Factors of {self.provenance.get('site', 'a matrix')}: {self.edges:,} edges, s={self.sparsity:.4f}"
+        return card(name, counts, valid, _said(self.settings), _said(self.provenance))
+
 
 # ---------------------------------------------------------------------------------------------- many matrices
 
@@ -229,6 +244,23 @@ class FactorSet(OnHub, _SetBase):
         """1 - (all edges) / (all dense weights)."""
         return 1.0 - self.edges / sum(f.d_in * f.d_out for f in self._factors.values())
 
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Site -> d_in, d_out, units, edges, settings and provenance; plain values. Factors still in files stay there."""
+        return {
+            site: {"d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges}
+            | {"settings": dict(f.settings), "provenance": dict(f.provenance)}
+            for site, f in self._factors.items()
+        }
+
+    def table(self) -> pd.DataFrame:
+        """One row per site: d_in, d_out, units, edges and s."""
+        rows = [
+            {"site": site, **{key: its[key] for key in ("d_in", "d_out", "units", "edges")}}
+            | {"s": 1.0 - its["edges"] / (its["d_in"] * its["d_out"])}
+            for site, its in self.summary().items()
+        ]
+        return pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
+
     def __or__(self, other: "FactorSet") -> "FactorSet":
         """Both sets together. Raises ValueError where a site is in both."""
         twice = set(self) & set(other)
@@ -256,8 +288,16 @@ class FactorSet(OnHub, _SetBase):
         return transport_set(model, self)
 
     def __repr__(self) -> str:
-        lines = [f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges, s={self.sparsity:.4f}"]
-        return "\n  ".join(lines + [repr(f) for f in self._factors.values()])
+        return "\n  ".join([self._counted(), *map(repr, self._factors.values())])
+
+    def _counted(self) -> str:
+        s = f", s={self.sparsity:.4f}" if self._factors else ""
+        return f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges{s}"
+
+    def _repr_html_(self) -> str:
+        more = f"and {len(self) - _ROWS} more sites" if len(self) > _ROWS else None
+        settings = next((f.settings for f in self._factors.values()), {})
+        return card(self._counted(), self.table().head(_ROWS), more, _said(settings), _said(self.provenance))
 
     # ------------------------------------------------------------------ files
 
@@ -308,6 +348,12 @@ def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
 def read_factors(folder: Path, site: str, entry: Mapping[str, Any]) -> Factors:
     """The Factors that `write_factors` wrote, passport and all. Raises FactorFileError, see `FactorSet.load`."""
     return Factors(**StoredSite(folder, site, entry).parts())
+
+
+def _said(settings: Mapping[str, Any], longest: int = 400) -> str | None:
+    """Settings in one line of text, for a card; what is long is cut."""
+    text = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    return f"{text[:longest]} …" if len(text) > longest else text or None
 
 
 def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:

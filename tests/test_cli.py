@@ -179,7 +179,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["swd_lens.storage.save_file", "swd_lens.study.run.write_json", "swd_lens.report.html.write_text"]
+    "where", ["swd_lens.storage.save_file", "swd_lens.study.result.write_json", "swd_lens.report.html.write_text"]
 )
 def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):
@@ -198,5 +198,36 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
 
 def test_version_and_help():
     assert swd.__version__ in run("--version").stdout
-    for command in ("demo", "factorize", "circuit"):
+    for command in ("demo", "factorize", "circuit", "report"):
         assert command in run("--help").stdout
+
+
+def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5"]
+    made = run(*arguments, *SMALL, *PROMPTS, "--json")
+    assert made.exit_code == 0, made.output
+    page, numbers = (tmp_path / "report.html").read_bytes(), json.loads(made.stdout)
+    (tmp_path / "report.html").unlink()
+
+    def refused(*arguments, **named):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(cli.circuits, "load_default_model", refused)
+    monkeypatch.setattr(cli.circuits, "load_model", refused)
+    again = run("report", tmp_path)
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "report.html").read_bytes() == page
+    assert "Fidelity of blocks.3.mlp_out" in again.stdout and "report.html" in again.stdout
+    elsewhere = run("report", tmp_path, "--out", tmp_path / "new" / "r.html", "--json")
+    assert (tmp_path / "new" / "r.html").read_bytes() == page
+    assert json.loads(elsewhere.stdout) == {**numbers, "report": str(tmp_path / "new" / "r.html")}
+
+
+def test_report_of_what_is_no_run(tmp_path):
+    for folder, message in ((tmp_path, "there is no run.json"), (tmp_path / "missing", "there is no run.json")):
+        result = run("report", folder)
+        assert result.exit_code == 1 and message in " ".join(result.stderr.split())
+    (tmp_path / "run.json").write_text('{"settings": {}')
+    result = run("report", tmp_path)
+    assert result.exit_code == 1 and "is broken" in " ".join(result.stderr.split()) and not result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

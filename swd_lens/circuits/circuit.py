@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch import Tensor
 from swd_lens._version import __version__
 from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores, require_same_units
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
 from swd_lens.files import atomic, plain
 from swd_lens.inject import Attachment, Units, attach
 from swd_lens.inject.attach import by_site
@@ -139,7 +140,7 @@ class Circuit:
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
+        return card(repr(self), *first_rows(self.frame()))
 
     # ------------------------------------------------------------------ at work
 

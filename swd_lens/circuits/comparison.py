@@ -17,6 +17,8 @@ from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.seeds import summary
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 
@@ -196,9 +198,10 @@ class Comparison(Mapping[str, TaskComparison]):
         return f"{self._shown().to_string(index=False, na_rep='')}\n{self.matching()}"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"{self._shown().to_html(index=False, na_rep='', border=0)}<p>{escape(self.matching())}</p>"
+        if not self:
+            return card("Comparison of nothing")
+        title = f"Comparison of {', '.join(self.methods)} on {', '.join(self)}"
+        return card(title, self.plot(), *first_rows(self._shown()), self.matching())
 
     def _shown(self) -> pd.DataFrame:
         """The table without the spread over seeds, in digits that one can read."""

@@ -9,7 +9,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import pandas as pd
@@ -20,6 +19,8 @@ from torch import Tensor
 from swd_lens.circuits.bootstrap import resampled
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
 
 COSTS = ("edges", "units")
 VALUES = ("sufficiency", "necessity_drop")
@@ -161,7 +162,9 @@ class CostCurve:
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.rows.to_html(index=False, float_format=lambda x: f'{x:.3f}')}"
+        # The interval's ends and margins are in table(); a card has room for what is read most.
+        shown = [name for name in self.rows if not name.endswith(("_low", "_high")) and not name.startswith("q_")]
+        return card(repr(self), self.plot(), *first_rows(pd.DataFrame(self.rows, columns=shown)))
 
     def _require(self, what: str, value: Any) -> None:
         if not value:

@@ -17,6 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
@@ -66,6 +68,12 @@ class Fidelity:
                 "max relMSE": [max(errors)],
             }
         )
+
+    def _repr_html_(self) -> str:
+        title = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions: CE delta {self.ce_delta:+.4f} nats"
+        by_site = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
+        worst = by_site.sort_values("relMSE", ascending=False, kind="stable")
+        return card(title, self.table(), "relMSE by site, largest first:", *first_rows(worst))
 
 
 def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Fidelity:

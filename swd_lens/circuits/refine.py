@@ -27,6 +27,7 @@ from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.frontier import judge, prefix_grid
 from swd_lens.circuits.roads import Masks
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.display import card
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.inject import attach
 from swd_lens.tasks.task import Task, TaskSplit
@@ -76,7 +77,11 @@ class Refinement:
         return f"Refinement(sufficiency {self.target:g}: {self.prefix!r} -> {self.refined!r})"
 
     def _repr_html_(self) -> str:
-        return self.table().to_html(index=False)
+        title = f"Refinement for sufficiency {self.target:g} of {self.refined.scores.settings.get('task', 'a task')}"
+        saved = 1 - self.refined.n_edges / self.prefix.n_edges if self.prefix.n_edges else 0.0
+        return card(
+            title, self.table(), f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
+        )
 
 
 def refine(

@@ -1,6 +1,7 @@
 """UnitScores: what each unit of the attached sites is worth to a task, the ranking that follows, and whose units they are."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from swd_lens.display import card
 from swd_lens.factors import Factors
+from swd_lens.figures import INK, new_figure, style
 from swd_lens.inject.coder import CoderUnits, Units
 from swd_lens.passport import fingerprint
 
+_POINTS = 200  # of the figure
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class UnitScores:
     """Scores and mean activations of every unit of every attached site.
 
@@ -55,6 +60,29 @@ class UnitScores:
             for site, unit in self.ranking()[:n]
         ]
         return pd.DataFrame(rows)
+
+    def plot(self):
+        """Scores of all units, best first, against their rank; a matplotlib Figure."""
+        values = torch.cat([s.detach().float().cpu() for s in self.scores.values()]).sort(descending=True).values
+        # Ranks in equal steps of the log axis: thousands of units would be as many points.
+        ranks = torch.logspace(0, math.log10(max(1, len(values))), _POINTS).long().unique()
+        figure, axes = new_figure(width=4.6, height=2.4)
+        ax = axes[0, 0]
+        ax.axhline(0.0, color="#888888", linewidth=0.8)
+        ax.plot(ranks, values[ranks - 1], marker="o", markersize=2, linewidth=1.2, **style(0))
+        ax.set_xscale("log")
+        ax.set_xlabel("rank (log scale)", fontsize=9, color=INK)
+        ax.set_ylabel("score (logits of margin)", fontsize=9, color=INK)
+        return figure
+
+    def __repr__(self) -> str:
+        of = f"{self.settings['task']}: " if "task" in self.settings else ""
+        return f"UnitScores({of}{self.n_units:,} units in {len(self.scores)} sites)"
+
+    def _repr_html_(self) -> str:
+        if not self.n_units:
+            return card(repr(self))
+        return card(repr(self), self.plot(), self.top(10), "top(n) gives more of them; ranking() all.")
 
 
 def identities(units: Mapping[str, Units]) -> dict[str, str]:

@@ -4,6 +4,7 @@
     swd-lens factorize  SWD factors of your model's matrices, saved to a folder, with their fidelity
     swd-lens replace    a whole surface: budgets, factors, fine-tuning, fidelity before and after, samples
     swd-lens circuit    factors, fidelity, circuits and a report for your model and tasks
+    swd-lens report     the report of such a run again, from its folder; no model is needed
     swd-lens estimate   memory and time of a factorization, before it starts
 
 1. Options (options.py) become a host, token rows and tasks (common.py).

@@ -1,4 +1,4 @@
-"""demo and circuit: the whole road, ending in a report. `run_study` does the work."""
+"""demo and circuit: the whole road, ending in a report (`run_study` does the work); report: the report again, from the folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -137,12 +137,34 @@ def circuit(
         deliver(run, out, as_json)
 
 
+@app.command()
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder that `swd-lens demo`, `swd-lens circuit` or Run.save wrote."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; RUN/report.html where not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run's numbers as JSON instead of tables.")] = False,
+) -> None:
+    """The report of a finished run, made again from its run.json and factors/. Loads no model; takes seconds."""
+    with told():
+        run = Run.load(folder)
+        path = write_report(run, folder / "report.html" if out is None else out)
+        if as_json:
+            print_json({"report": str(path), **run.as_dict()})
+            return
+        print_run(output, run)
+        size = f"{path.stat().st_size / 1e6:.1f} MB"
+        # Unbroken, so that the path can be copied.
+        output.print(f"The report is in {escape(str(path))} ({size}).", highlight=False, soft_wrap=True)
+
+
 def deliver(run: Run, out: Path, as_json: bool) -> None:
     say("write the report")
     run.save(out)
-    report = write_report(run, out / "report.html")
+    path = write_report(run, out / "report.html")
     if as_json:
-        print_json({"report": str(report), **run.as_dict()})
+        print_json({"report": str(path), **run.as_dict()})
         return
     print_run(output, run)
     output.print(f"Done in {run.seconds:.0f} s. Everything is in {escape(str(out))}:", highlight=False)

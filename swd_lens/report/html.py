@@ -16,12 +16,14 @@ from markupsafe import Markup
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TaskComparison
 from swd_lens.files import write_text
+from swd_lens.panels import library
 from swd_lens.report import plots, wording
+from swd_lens.report.attention import attention_section
 from swd_lens.report.cards import task_cards
 from swd_lens.report.headline import CONTROL, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
 from swd_lens.study import Run
-from swd_lens.study.run import Replacement
+from swd_lens.study.result import Replacement
 
 SUFFICIENCY, NECESSITY = 0.9, 0.5
 FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
@@ -40,7 +42,10 @@ def write_report(run: Run, path: str | Path) -> Path:
 
 
 def render_report(run: Run) -> str:
-    """The report as HTML text: styles and figures inside, no script, nothing loaded from anywhere."""
+    """The report as HTML text: styles and figures inside, nothing loaded from anywhere.
+
+    A run with attention views brings the script that draws them, once; without them there is no script.
+    """
     page = (
         _environment()
         .get_template("report.html.j2")
@@ -59,6 +64,9 @@ def render_report(run: Run) -> str:
             tasks=_tasks_section(run),
             surfaces=_circuits_section(run),
             units=task_cards(run),
+            attention=attention_section(run),
+            library=Markup(library()) if run.attention else "",
+            extras=_extra_sections(run),
             settings_rows=list(wording.settings_rows(run.settings)),
             provenance=_provenance_section(run),
             load_code=load_code(run),
@@ -209,8 +217,36 @@ def _provenance_section(run: Run) -> list[dict[str, Any]]:
     for r in run.replacements:
         said: Mapping[str, Any] = {
             **({"whole set": r.factors.provenance} if r.factors.provenance else {}),
-            **{site: {**f.settings, **f.provenance} for site, f in r.factors.items()},
+            **{s: {**f.get("settings", {}), **f.get("provenance", {})} for s, f in r.factors.summary().items()},
         }
         rows: Sequence[tuple[int, str, str]] = list(wording.settings_rows(said))
         sections.append({"surface": r.surface, "method": r.method, "rows": rows})
     return sections
+
+
+def _extra_sections(run: Run) -> list[dict[str, Any]]:
+    """What the study added: pictures with ids of their own, tables with numbers as a reader wants them."""
+    return [
+        {
+            "id": f"extra-{i}",
+            "section": section,
+            "pictures": [
+                (one, Markup(plots.page_svg(one.svg, f"extra-{i}-{k}", one.title, one.description)))
+                for k, one in enumerate(section.pictures)
+            ],
+            "tables": [
+                {"caption": t.caption, "columns": t.columns, "rows": [[_cell(c) for c in row] for row in t.rows]}
+                for t in section.tables
+            ],
+        }
+        for i, section in enumerate(run.extras)
+    ]
+
+
+def _cell(value: str | int | float | None) -> tuple[str, bool]:
+    """(text, whether it is a number)."""
+    if value is None:
+        return wording.UNDEFINED, True
+    if isinstance(value, str):
+        return value, False
+    return wording.count(value) if isinstance(value, int) else wording.tiny(value, 4), True

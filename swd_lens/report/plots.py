@@ -20,9 +20,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, compact, cost_axis, draw_curves
 from swd_lens.figures import INK, literal, new_figure, style, svg
-from swd_lens.study.run import Replacement
+from swd_lens.study.result import Replacement
 
-__all__ = ["circuit_column", "compact", "inline_svg", "relmse_dots", "swatch"]
+__all__ = ["circuit_column", "compact", "inline_svg", "page_svg", "relmse_dots", "swatch"]
 
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 EXACT = 1e-9  # relMSE below this is float32 rounding of an exact factorization; on a log axis it would push the rest together
@@ -123,11 +123,19 @@ def inline_svg(figure: Figure, prefix: str, title: str, description: str) -> str
     Raises:
         ValueError: a prefix that is no good as an id.
     """
+    return page_svg(svg(figure), prefix, title, description)
+
+
+def page_svg(text: str, prefix: str, title: str, description: str) -> str:
+    """`inline_svg` of a picture that is an SVG already (our own, or checked: see `swd_lens.study.section.drawing`)."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", prefix):
         raise ValueError(f"an id prefix takes letters, digits and hyphens, got {prefix!r}")
-    attributes = f'role="img" aria-labelledby="{prefix}-title {prefix}-desc"'
-    inside = f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
-    return _page_svg(svg(figure), prefix, attributes, inside)
+    described = f" {prefix}-desc" if description else ""
+    attributes = f'role="img" aria-labelledby="{prefix}-title{described}"'
+    inside = f'<title id="{prefix}-title">{escape(title)}</title>'
+    if description:
+        inside += f'<desc id="{prefix}-desc">{escape(description)}</desc>'
+    return _page_svg(text, prefix, attributes, inside)
 
 
 def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
 from swd_lens.files import write_json
 from swd_lens.sites import split_name
 from swd_lens.study.spend import LossCurve
@@ -145,15 +147,17 @@ class Allocation(Mapping[str, float]):
             raise ValueError(f"{path}: {error}") from error
 
     def __repr__(self) -> str:
+        return f"{self._title()}\n{self._shown().to_string(index=False)}"
+
+    def _title(self) -> str:
         loss, predicted = self._loss, self.predicted
-        head = (
+        return (
             f"Allocation by {loss}: {self.edges:,} edges over {len(self)} matrices, the total of s = {self.sparsity:g} for each. "
             f"Summed {loss} of single replacements: {predicted['uniform']:.4g} uniform, {predicted['allocated']:.4g} allocated."
         )
-        return f"{head}\n{self._shown().to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        return self._shown().to_html(index=False, border=0)
+        return card(self._title(), *first_rows(self._shown()))
 
     def _shown(self) -> pd.DataFrame:
         table, shown = self.table(), pd.DataFrame()

@@ -20,6 +20,7 @@ import pandas as pd
 from swd_lens._version import __version__
 from swd_lens.checkpoint import ResumeError, host_fingerprint
 from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.display import card
 from swd_lens.factors import FactorSet
 from swd_lens.files import write_json, write_text
 from swd_lens.finetune import finetune as finetune_factors
@@ -112,10 +113,15 @@ class ModelReplacement:
         }
 
     def __repr__(self) -> str:
+        return f"{self._title()}\n{self.table().to_string(index=False)}"
+
+    def _title(self) -> str:
         recovered = "" if self.recovered is None else f"; fine-tuning recovered {self.recovered:.1%} of the CE increase"
         n = len(self.factors)
-        head = f"ModelReplacement: {n} matrices, {self.factors.edges:,} edges, s={self.factors.sparsity:.4f}{recovered}"
-        return f"{head}\n{self.table().to_string(index=False)}"
+        return f"ModelReplacement: {n} matrices, {self.factors.edges:,} edges, s={self.factors.sparsity:.4f}{recovered}"
+
+    def _repr_html_(self) -> str:
+        return card(self._title(), self.table(), self.allocation, self.samples)
 
 
 def replace_model(

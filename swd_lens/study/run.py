@@ -4,109 +4,39 @@
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
-The result is a `Run`: plain data that the CLI prints, `report` draws and `save` writes.
+5. Attention patterns of one prompt per task, and what the replacements do to them (attention.py).
+The result is a `Run`: plain data that the CLI prints, `report` draws, `save` writes and `Run.load` reads (run_file.py).
 """
 
 import hashlib
+import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 from swd_lens import baselines
 from swd_lens._version import __version__
 from swd_lens.circuits import Comparison, compare
-from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factors import FactorSet, fingerprint
-from swd_lens.files import write_json
+from swd_lens.files import plain
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.plan import factorize
 from swd_lens.solver import PRESETS
-from swd_lens.study.cards import UnitCard, unit_cards
+from swd_lens.study.attention import attention_views
+from swd_lens.study.cards import unit_cards
+from swd_lens.study.result import CONTROL, Replacement, Run
 from swd_lens.tasks.task import Task
 
-# The method that exact factors go by in a Run; they are the control, and are not saved.
-CONTROL = "SVD"
+__all__ = ["CONTROL", "CONTROLS", "Replacement", "Run", "run_study"]
+
 CONTROLS = ("svd", "random_b")
 RANDOM_B_SEEDS = 3
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """One surface replaced by one method."""
-
-    surface: str
-    method: str
-    factors: FactorSet
-    fidelity: Fidelity
-    seconds: float
-
-    @property
-    def folder(self) -> str:
-        """Where `Run.save` puts the factors, below its own folder."""
-        return f"factors/{_slug(self.surface)}-{_slug(self.method)}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything a study found, with every setting that it depends on."""
-
-    settings: Mapping[str, Any]
-    replacements: Sequence[Replacement]
-    comparisons: Mapping[str, Comparison]
-    cards: Sequence[UnitCard]
-    seconds: float
-
-    def fidelity_table(self) -> pd.DataFrame:
-        """One row per surface and method."""
-        rows = []
-        for r in self.replacements:
-            head = {"surface": r.surface, "method": r.method, "matrices": len(r.factors), "units": r.factors.n_units}
-            head |= {"edges": r.factors.edges, "sparsity": r.factors.sparsity, "seconds": r.seconds}
-            rows.append({**head, **r.fidelity.table().iloc[0].to_dict()})
-        return pd.DataFrame(rows)
-
-    def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
-        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop, and whether
-        the method's CE is matched to that of the surface's first (see `Comparison.table`)."""
-        tables = [
-            comparison.table(sufficiency, necessity).assign(surface=surface)
-            for surface, comparison in self.comparisons.items()
-        ]
-        table = pd.concat(tables, ignore_index=True)
-        return pd.DataFrame(table, columns=["surface", *(column for column in table.columns if column != "surface")])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: settings, fidelity, curves and cards."""
-        return {
-            "settings": dict(self.settings),
-            "seconds": self.seconds,
-            "fidelity": [
-                {"surface": r.surface, "method": r.method, "edges": r.factors.edges, "units": r.factors.n_units}
-                | {"sparsity": r.factors.sparsity, "seconds": r.seconds, **r.fidelity.as_dict()}
-                for r in self.replacements
-            ],
-            "circuits": [
-                {"surface": surface, "method": method, **curve.as_dict()}
-                for surface, comparison in self.comparisons.items()
-                for its in comparison.values()
-                for method, curve in its.curves.items()
-            ],
-            "units": [asdict(card) for card in self.cards],
-        }
-
-    def save(self, folder: Path) -> None:
-        """Write the factors of every sparse replacement, then run.json, each atomically."""
-        for r in self.replacements:
-            if r.method != CONTROL:  # exact factors are dense and made in a moment; no need to ship them
-                r.factors.save(folder / r.folder)
-        write_json(folder / "run.json", self.as_dict())
 
 
 def run_study(
@@ -187,18 +117,25 @@ def run_study(
             progress=progress,
         )
     on_step("top units and their contexts")
-    sparsest = {surface: _sparsest(replacements, surface) for surface in surfaces}
-    shown = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
+    shown = {surface: _sparsest(replacements, surface) for surface in surfaces}
     cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
+    on_step("attention patterns of one prompt per task")
+    attention = attention_views(model, tasks, shown)
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
     settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls)}
-    return Run(settings, replacements, comparisons, cards, time.perf_counter() - began)
+    # As run.json gives it back: lists for tuples, text for names.
+    settings = json.loads(json.dumps(plain(settings), default=str))
+    return Run(settings, replacements, comparisons, cards, time.perf_counter() - began, attention)
 
 
-def _sparsest(replacements: Sequence[Replacement], surface: str) -> Replacement:
-    sparse = [r for r in replacements if r.surface == surface and r.method != CONTROL]
-    return max(sparse, key=lambda r: r.factors.sparsity)
+def _sparsest(replacements: Sequence[Replacement], surface: str) -> tuple[str, FactorSet]:
+    sparse = [
+        (r.method, r.factors)
+        for r in replacements
+        if r.surface == surface and r.is_saved and isinstance(r.factors, FactorSet)
+    ]
+    return max(sparse, key=lambda pair: pair[1].sparsity)
 
 
 def _swd(
@@ -249,7 +186,7 @@ def _settings_used(
 ) -> dict[str, Any]:
     """What solver, attribution and interventions say they used: read off their results, not repeated here."""
     factors = replacements[0].factors
-    solved = next(iter(factors.values())).settings
+    solved = next(iter(factors.summary().values()))["settings"]
     curve = next(iter(next(iter(comparisons.values())).values())).curves[replacements[0].method]
     shown = ("positions", "mean_over", "ablation", "score", "sign")
     used: dict[str, Any] = {key: curve.settings[key] for key in shown if key in curve.settings}
@@ -269,7 +206,3 @@ def _describe(task: Task) -> dict[str, Any]:
     dropped = sum(task.train.dropped.values()) + sum(task.test.dropped.values())
     counts = {"train": len(task.train), "test": len(task.test), "dropped": dropped}
     return {**counts, "source": task.source, "prepend_bos": task.prepend_bos, "example": task.test.examples[0].prompt}
-
-
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() or c in ".=" else "_" for c in text)

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
+
 DENSE = "dense"
 _MARK = "»"  # printed where a continuation leaves the dense one
 
@@ -97,8 +100,21 @@ class Samples:
     def __repr__(self) -> str:
         return self.side_by_side()
 
+    def _repr_html_(self) -> str:
+        rows = [
+            {"prompt": _cut(_visible(_shown(sample.prompt, sample.prompt_tokens))), "host": label}
+            | {"how": _fate(one, sample.by_host[DENSE]), "text": _cut(_marked(one, sample.by_host[DENSE]))}
+            for sample in self.samples
+            for label, one in sample.by_host.items()
+        ]
+        return card(self._title(), *first_rows(pd.DataFrame(rows, columns=["prompt", "host", "how", "text"])))
+
 
 # ---------------------------------------------------------------------------------------------- words
+
+
+def _cut(text: str, longest: int = 600) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} …"
 
 
 def _columns(sample: Sample) -> Table:

@@ -21,6 +21,8 @@ from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
 from swd_lens.circuits.comparison import typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.plots import cost_axis
+from swd_lens.circuits.shown import first_rows
+from swd_lens.display import card
 from swd_lens.factors import FactorSet
 from swd_lens.figures import INK, new_figure, style
 from swd_lens.hosts import find_sites, host_of
@@ -154,7 +156,9 @@ class Sweep:
         return self.table().to_string(index=False, na_rep="")
 
     def _repr_html_(self) -> str:
-        return self.table().to_html(index=False, na_rep="", border=0)
+        tasks = list(self.points[0].curves) if self.points else []
+        figure = self.plot() if self.points else None
+        return card(f"Sweep of {len(self.points)} points; tasks {', '.join(tasks)}", figure, *first_rows(self.table()))
 
 
 def sweep(

@@ -67,6 +67,18 @@ def with_cards(run: Run, tokens: tuple[str, ...]) -> Run:
     return replace(run, cards=[replace(card, contexts=(context,), logits=effect) for card in run.cards])
 
 
+def with_attention(run: Run, tokens: tuple[str, ...]) -> Run:
+    """The run with one signed view of these tokens, whose title, names and captions are as hostile as they."""
+    from swd_lens.study.attention import AttentionView
+
+    n = len(tokens)
+    values = torch.linspace(-1, 1, 2 * n * n).reshape(2, n, n).tril()
+    names = (f"head {tokens[0]}", f"pair {tokens[-1]}")
+    words = {"title": f"view of {tokens[0]}", "caption": f"as {tokens[0]} sees it"}
+    view = AttentionView.of(values, tokens, names, kind="pairs", task="", signed=True, **words)
+    return replace(run, attention=[replace(view, measures={f"KL of {tokens[0]}": {names[0]: 0.5}})])
+
+
 def with_curve_rows(run: Run, **columns: Any) -> Run:
     """The run with these columns of every curve set to these values."""
 

@@ -1,46 +1,127 @@
-"""The report in a real browser, without a network: it fits a phone and a desktop, and nothing complains."""
+"""The report and a notebook cell in a real browser, without a network.
+
+Each page lies in frames of a phone's and a desktop's width. `probe.js` looks at them from outside: nothing is fetched, nothing
+complains, everything fits; headings, names, text alternatives and contrast are what people need who do not see the page, or use
+no mouse; and an attention head that is clicked, or entered from the keyboard, comes up in full size.
+"""
 
 import html
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from swd_lens.figures import new_figure
+from swd_lens.panels import attention_heads
 from swd_lens.report import render_report
 from swd_lens.study import Run
-from tests.report.conftest import HOSTILE, with_cards
+from swd_lens.study.section import Picture, ReportSection, SectionTable
+from tests.report.conftest import HOSTILE, with_attention, with_cards
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-# Frames of a phone's and a desktop's width hold the page; the outer page measures them and writes what it finds.
-PROBE = """<!doctype html><body>{frames}<script>
-const report = {{}};
-addEventListener("load", () => {{
+QUIET += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=60000"]
+DARK = ["--blink-settings=preferredColorScheme=0"]
+WIDTHS = (360, 1200)
+# In the page before anything else: whatever goes wrong, or is told to the console as an error, is kept.
+RECORDER = """<script>window.complaints = [];
+addEventListener("error", e => complaints.push("error: " + (e.message || e.target.outerHTML)), true);
+addEventListener("unhandledrejection", e => complaints.push("rejected: " + e.reason));
+for (const level of ["error", "warn"]) console[level] = (...said) => complaints.push(level + ": " + said.join(" "));
+</script>"""
+OUTER = """<!doctype html><body>{frames}<script>{probe}
+addEventListener("load", async () => {{
+  const found = {{}};
   for (const frame of document.querySelectorAll("iframe")) {{
-    const page = frame.contentDocument, root = page.documentElement;
-    const lost = [...page.querySelectorAll("use")].filter(u => !page.querySelector(u.getAttribute("href")));
-    report[frame.width] = [root.scrollWidth - root.clientWidth, page.querySelectorAll("script").length, lost.length,
-      frame.contentWindow.performance.getEntriesByType("resource").length];
+    found[frame.width] = await probe(frame).catch(error => ({{ wrong: ["probe: " + error.stack] }}));
   }}
-  document.body.innerHTML = "<pre>" + JSON.stringify(report) + "</pre>";
+  document.body.innerHTML = "<pre id=found></pre>";
+  document.getElementById("found").textContent = JSON.stringify(found);
 }});
 </script></body>"""
 
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
-def test_fits_every_width_and_loads_nothing(run: Run, tmp_path: Path) -> None:
-    page = html.escape(render_report(with_cards(run, HOSTILE)))
-    frames = "".join(f'<iframe width="{width}" height="800" srcdoc="{page}"></iframe>' for width in (360, 1200))
-    probe = tmp_path / "probe.html"
-    probe.write_text(PROBE.format(frames=frames), encoding="utf-8")
-    options = [*QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
-    done = subprocess.run(
-        [CHROMIUM or "", *options, probe.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    found = re.search(r"<pre>(.*?)</pre>", done.stdout)
+
+def _run_chromium(folder: Path, options: list[str], page: Path) -> subprocess.CompletedProcess[str]:
+    command = [CHROMIUM or "", *QUIET, f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+
+
+def _probed(page: str, folder: Path, options: list[str]) -> dict[str, dict[str, Any]]:
+    """Width -> what the probe found there."""
+    inside = html.escape(page.replace("<head>", f"<head>{RECORDER}", 1))
+    assert RECORDER in html.unescape(inside)
+    frames = "".join(f'<iframe width="{width}" height="800" srcdoc="{inside}"></iframe>' for width in WIDTHS)
+    outer = folder / "outer.html"
+    probe = (Path(__file__).parent / "probe.js").read_text(encoding="utf-8")
+    outer.write_text(OUTER.format(frames=frames, probe=probe), encoding="utf-8")
+    done = _run_chromium(folder, [*options, "--dump-dom"], outer)
+    # What the browser itself tells the console: refused scripts, blocked requests.
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line and "Uncaught" in line]
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert found, done.stderr[-2000:]
-    # pixels too wide, scripts, dangling references, resources fetched
-    assert found[1] == '{"360":[0,0,0,0],"1200":[0,0,0,0]}'
+    return json.loads(html.unescape(found[1]))
+
+
+def _full(run: Run) -> Run:
+    """Hostile cards and panels, every kind of section."""
+    figure, axes = new_figure(width=9.0)
+    axes[0, 0].plot([1, 2])
+    picture = Picture.of(figure, "A wide graph", "One line that rises.", "Wider than a phone.")
+    table = SectionTable("Numbers", ("name", *"abcdefghij"), (("row", *range(10)),))
+    views = [*run.attention, *with_attention(run, HOSTILE).attention]
+    return replace(
+        with_cards(run, HOSTILE), attention=views, extras=[ReportSection("More", ("Words.",), (picture,), (table,))]
+    )
+
+
+@pytest.mark.parametrize("options", [[], DARK], ids=["light", "dark"])
+def test_the_report_fits_is_accessible_and_its_heads_can_be_chosen(
+    run: Run, tmp_path: Path, options: list[str]
+) -> None:
+    full = _full(run)
+    found = _probed(render_report(full), tmp_path, options)
+    heads = sum(len(view.names) for view in full.attention)
+    for width in WIDTHS:
+        assert found[str(width)] == {"wrong": [], "panels": len(full.attention), "buttons": heads}
+
+
+def test_a_report_without_panels_fits(run: Run, tmp_path: Path) -> None:
+    found = _probed(render_report(replace(with_cards(run, HOSTILE), attention=[])), tmp_path, [])
+    assert found == {str(width): {"wrong": [], "panels": 0, "buttons": 0} for width in WIDTHS}
+
+
+def test_a_notebook_cell_draws_itself_alone_and_again(tmp_path: Path) -> None:
+    pattern = torch.softmax(torch.zeros(3, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf), -1)
+    panel = attention_heads(["<b>", " </script>", "\n", "x"], pattern, title="A <cell>")
+    cell = panel._repr_html_()
+    page = f'<html lang="en"><head><meta charset="utf-8"><title>cell</title></head><body>{cell}{cell}</body></html>'
+    found = _probed(f"<!doctype html>{page}", tmp_path, [])
+    for (
+        its
+    ) in found.values():  # CircuitsVis' own labels, white on a colour per head; the report's style sheet mends them
+        its["wrong"] = [what for what in its["wrong"] if not re.match(r"contrast [\d.]+ of <h[24] ", what)]
+    assert found == {str(width): {"wrong": [], "panels": 2, "buttons": 6} for width in WIDTHS}
+
+
+def test_on_paper_there_are_pictures_and_everything_is_unfolded(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(render_report(run), encoding="utf-8")
+    pdf = tmp_path / "report.pdf"
+    _run_chromium(tmp_path, [f"--print-to-pdf={pdf}", "--no-pdf-header-footer"], page)
+    assert pdf.read_bytes().startswith(b"%PDF") and pdf.stat().st_size > 50_000
+    if shutil.which("pdftotext") is None:
+        pytest.skip("needs pdftotext (apt-get install poppler-utils) to read the PDF")
+    text = subprocess.run(["pdftotext", str(pdf), "-"], capture_output=True, text=True, check=True).stdout
+    words = " ".join(text.split())
+    assert "weight_sha256" in words  # in a folded table
+    assert "Zoomed" not in words and "Head Selector" not in words  # CircuitsVis stays on the screen
+    assert "L1H1" in words

@@ -13,9 +13,20 @@ import pytest
 
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.compare import TaskComparison
+from swd_lens.figures import new_figure
+from swd_lens.panels import library
 from swd_lens.report import render_report, wording, write_report
 from swd_lens.study import Run
-from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK, of_tasks, with_cards, with_curve_rows
+from swd_lens.study.section import Picture, ReportSection, SectionTable, drawing
+from tests.report.conftest import (
+    HOSTILE,
+    HOSTILE_SURFACE,
+    HOSTILE_TASK,
+    of_tasks,
+    with_attention,
+    with_cards,
+    with_curve_rows,
+)
 
 VOID = {"meta", "br", "link", "hr", "img", "input", "col"}
 
@@ -68,6 +79,12 @@ def page(html: str) -> Page:
     return Page(html)
 
 
+@pytest.fixture(scope="module")
+def still(run: Run) -> str:
+    """The report of a run without attention views: it needs no script."""
+    return render_report(replace(run, attention=[]))
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for item in value.values():
@@ -81,12 +98,13 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _check(html: str) -> Page:
     """What holds for every page, however odd its run."""
+    html = html.replace(library(), "")
     page = Page(html)
     assert not page.errors and not page.open
     ids = Counter(value for _, name, value in page.attributes if name == "id")
     assert [name for name, n in ids.items() if n > 1] == []
     for tag, name, value in page.attributes:
-        if name in ("aria-labelledby", "href"):
+        if name in ("aria-labelledby", "href") and not (value or "").startswith("data:image/png;base64,"):
             for target in (value or "").replace("#", "").split():
                 assert target in ids, f"{tag} {name} points to nothing: {value}"
     assert {target for target in re.findall(r"url\(#([^)]+)\)", html)} <= set(ids)
@@ -183,10 +201,10 @@ def test_the_legend_names_what_is_further_off_in_ce(run: Run) -> None:
 
 
 def test_tokens_are_harmless_and_visible(run: Run) -> None:
-    html = render_report(with_cards(run, HOSTILE))
+    html = render_report(replace(with_cards(run, HOSTILE), attention=[]))
     page = _check(html)
     assert page.tags["script"] == 0
-    harmless = Page(render_report(with_cards(run, ("plain",) * len(HOSTILE))))
+    harmless = Page(render_report(replace(with_cards(run, ("plain",) * len(HOSTILE)), attention=[])))
     assert page.tags["b"] == harmless.tags["b"]
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     text = "".join(page.text)
@@ -195,8 +213,9 @@ def test_tokens_are_harmless_and_visible(run: Run) -> None:
     assert "\u202e" not in html
 
 
-def test_names_are_harmless(html: str, page: Page) -> None:
-    assert page.tags["script"] == 0 and "<i>task" not in html
+def test_names_are_harmless(run: Run, html: str, still: str, page: Page) -> None:
+    assert Page(still).tags["script"] == 0 and "<i>task" not in html and HOSTILE_SURFACE not in html
+    assert page.tags["script"] == _scripts(len(run.attention))
     text = "".join(page.text)
     assert wording.readable(HOSTILE_TASK) in text and HOSTILE_SURFACE in text and "tiny <model>" in text
 
@@ -205,7 +224,87 @@ def test_a_lone_surrogate_does_not_stop_the_file(run: Run, tmp_path: Path) -> No
     assert write_report(with_cards(run, ("\ud83d", "x")), tmp_path / "r.html").is_file()
 
 
-def test_loads_nothing(html: str, page: Page) -> None:
+def _scripts(panels: int) -> int:
+    """CircuitsVis, data and call of every panel, and the report's own."""
+    return 1 + 2 * panels + 1
+
+
+def test_attention_is_drawn_by_one_library_and_said_in_words(run: Run, html: str, page: Page) -> None:
+    views = run.attention
+    assert [view.task for view in views if view.title == "the dense model"] == [HOSTILE_TASK, "other_way"]
+    assert html.count(library()) == 1 and html.count("data-swd-panel=") == len(views)
+    text = "".join(page.text)
+    for view in views:
+        assert view.caption in text
+        for column in view.measures.values():
+            assert all(any(row == [head, wording.tiny(kl, 4)] for row in page.rows) for head, kl in column.items())
+    # For paper and for browsers without scripts: a picture per view, one image per head.
+    assert html.count("data:image/png;base64,") == sum(len(view.names) for view in views)
+
+
+def test_attention_of_hostile_tokens_is_harmless(run: Run) -> None:
+    hostile = render_report(with_attention(run, HOSTILE))
+    page = _check(hostile)
+    assert page.tags["script"] == _scripts(1) - 1  # the check leaves the library out
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    plain = _check(render_report(with_attention(run, tuple(f"t{i}" for i in range(len(HOSTILE))))))
+    assert page.tags == plain.tags
+    assert "\u202e" not in hostile.replace(library(), "")
+    assert "sees it" in "".join(page.text) and "KL of </script>" in "".join(page.text)
+
+
+def test_further_sections_are_shown_and_harmless(run: Run) -> None:
+    figure, axes = new_figure()
+    axes[0, 0].plot([1, 2])
+    words = "</script><b>&amp;"
+    picture = Picture.of(figure, f"graph {words}", f"description {words}", f"caption {words}")
+    table = SectionTable(f"table {words}", ("name", "n"), ((words, 1234), ("x", None), ("y", 0.5)))
+    section = ReportSection(f"Unit graph {words}", (f"intro {words}", "second"), (picture, picture), (table,), "Graph")
+    html = render_report(replace(run, extras=[section, section], attention=[]))
+    page = _check(html)
+    bare = _check(render_report(replace(run, attention=[])))
+    assert page.tags["script"] == 0 and page.tags["b"] == bare.tags["b"] and page.tags["h2"] == bare.tags["h2"] + 2
+    text = "".join(page.text)
+    for shown in ("Unit graph", "intro", "description", "caption", "table"):
+        assert f"{shown} {words}" in text
+    assert [words, "1,234"] in page.rows and ["x", "–"] in page.rows and ["y", "0.5000"] in page.rows
+    assert html.count('href="#extra-0"') == html.count('href="#extra-1"') == 1
+
+
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        ("<script>alert(1)</script>", "<script>"),
+        ('<path onload="alert(1)"/>', "onload"),
+        ('<a href="x"><path/></a>', "<a>"),
+        ('<image href="http://example.com/x.png"/>', "load anything"),
+        ('<image href="data:image/svg+xml;base64,AA"/>', "load anything"),
+        ('<use href="other.svg#x"/>', "load anything"),
+        ('<path style="fill: url(http://example.com/x)"/>', "load anything"),
+        ("<foreignObject><p/></foreignObject>", "foreignObject"),
+        ("<title><g/></title>", "holds text only"),
+        ("<path>", "well-formed"),
+    ],
+)
+def test_a_picture_only_draws(inside: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Picture(f'<svg viewBox="0 0 4 4" xmlns="http://www.w3.org/2000/svg">{inside}</svg>', "title")
+
+
+def test_a_picture_is_written_anew() -> None:
+    # What XML and HTML read differently (CDATA, comments that end early) is gone before a browser sees it.
+    odd = (
+        '<svg viewBox="0 0 4 4"><style>*{}</style><desc><![CDATA[<script>x</script>]]></desc><!--> <script/> --></svg>'
+    )
+    assert drawing(odd) == '<svg viewBox="0 0 4 4"><desc>&lt;script&gt;x&lt;/script&gt;</desc></svg>'
+    assert drawing(drawing(odd)) == drawing(odd)
+    for wrong in ("<p/>", '<svg width="1"/>', '<!DOCTYPE svg><svg viewBox="0 0 1 1"/>'):
+        with pytest.raises(ValueError, match=r"<svg> element|viewBox"):
+            drawing(wrong)
+
+
+def test_loads_nothing(still: str) -> None:
+    html, page = still, Page(still)
     loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
     assert [value for _, name, value in page.attributes if name in loading and not (value or "").startswith("#")] == []
     assert not set(page.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
@@ -213,8 +312,9 @@ def test_loads_nothing(html: str, page: Page) -> None:
     assert "://" not in html
 
 
-def test_is_small(html: str) -> None:
-    assert len(html.encode()) < 1_500_000
+def test_is_small(html: str, still: str) -> None:
+    assert len(still.encode()) < 1_500_000
+    assert len(html.encode()) < len(library()) + 1_500_000 < 5_000_000
 
 
 def test_is_written_whole(run: Run, html: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Contexts and logit effects, against looking at every position."""
+"""One pass over a text: contexts against looking at every position, whatever the batches; bounded memory; errors."""
+
+import gc
 
 import pytest
 import torch
@@ -6,47 +8,189 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
-from swd_lens.study import logit_effect, top_contexts
+from swd_lens.study.audit import audit, logit_effect, top_contexts
+from swd_lens.study.audit.contexts import TopPlaces
+from swd_lens.study.audit.statistics import Statistics
 from tests.micro import random_tokens, toy_model
-
-
-class Letters:
-    """A tokenizer whose token i is the i-th letter."""
-
-    padding_side = "right"
-
-    def decode(self, ids):
-        return "".join(chr(ord("a") + i) for i in ids)
+from tests.study.audit_models import activations, lettered, made_scores, sparse_factors
 
 
 @pytest.fixture(scope="module")
 def model():
-    model = toy_model()
-    model.tokenizer = Letters()
-    return model
+    return lettered()
+
+
+@pytest.fixture(scope="module")
+def factors(model):
+    return sparse_factors(model, "mlp_out")
+
+
+def brute_force(z, tokens, unit, n, before, after):
+    """(tokens, z, peak) of the n rows of largest |z|, from activations of the whole text."""
+    best, position = z[:, :, unit].abs().max(1)
+    found = []
+    for row in best.sort(descending=True, stable=True).indices[:n].tolist():
+        pos = int(position[row])
+        start, stop = max(0, pos - before), min(tokens.shape[1], pos + after + 1)
+        letters = tuple(chr(ord("a") + token) for token in tokens[row, start:stop].tolist())
+        found.append((letters, pytest.approx(z[row, start:stop, unit].tolist(), abs=1e-5), pos - start))
+    return found
+
+
+def as_tuples(contexts):
+    return [(context.tokens, context.z, context.peak) for context in contexts]
 
 
 def test_the_top_contexts_are_the_largest_z_of_each_row(model):
     factors, tokens = baselines.svd(model, "mlp_out"), random_tokens(11, 9)
-    units = [("blocks.1.mlp_out", 3), ("blocks.0.mlp_out", 5), ("blocks.1.mlp_out", 0)]
+    units = [("blocks.1.mlp_out", 3), ("blocks.0.mlp_out", 5), ("blocks.1.mlp_out", 0), ("blocks.1.mlp_out", 3)]
     found = top_contexts(model, factors, units, tokens, n=4, before=2, after=1, batch_size=3)
-    with attach(model, factors), torch.no_grad():
-        _, cache = model.run_with_cache(tokens)
-    assert list(found) == [("blocks.1.mlp_out", 3), ("blocks.1.mlp_out", 0), ("blocks.0.mlp_out", 5)] or set(
-        found
-    ) == set(units)
+    z = activations(model, factors, tokens)
+    assert set(found) == set(units)
     for site, unit in units:
-        z = cache[f"{site.replace('.mlp_out', '')}.hook_mlp_out_unit"][:, :, unit]
-        best, position = z.abs().max(1)
-        order = best.sort(descending=True, stable=True).indices[:4].tolist()
-        assert len(found[site, unit]) == 4
-        for context, row in zip(found[site, unit], order, strict=True):
-            pos = int(position[row])
-            start, stop = max(0, pos - 2), min(9, pos + 2)
-            assert context.tokens == tuple(chr(ord("a") + token) for token in tokens[row, start:stop].tolist())
-            assert context.peak == pos - start
-            assert context.z == pytest.approx(z[row, start:stop].tolist(), abs=1e-5)
+        assert as_tuples(found[site, unit]) == brute_force(z[site], tokens, unit, 4, 2, 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, None])
+def test_all_units_of_all_sites_at_once_equal_a_search_over_every_position(model, factors, batch_size):
+    tokens = random_tokens(23, 9, seed=3)
+    found = audit(model, factors, tokens, n=5, before=3, after=2, batch_size=batch_size, progress=False)
+    z = activations(model, factors, tokens)
+    assert len(found) == 24 and found.n_tokens == 23 * 9
+    for profile in found.profiles():
+        expected = brute_force(z[profile.site], tokens, profile.index, 5, 3, 2)
+        dead = profile.index == 11  # never fires: no context is better than another
+        assert as_tuples(profile.contexts) == ([] if dead else expected)
+
+
+def test_fewer_rows_than_contexts_and_windows_wider_than_rows(model, factors):
+    tokens = random_tokens(2, 3)
+    found = audit(model, factors, tokens, n=20, before=30, after=30, progress=False)
+    z = activations(model, factors, tokens)["blocks.1.mlp_out"]
+    contexts = found.unit("blocks.1.mlp_out/4").contexts
+    assert as_tuples(contexts) == brute_force(z, tokens, 4, 2, 30, 30) and len(contexts[0].tokens) == 3
+
+
+def test_of_equal_peaks_the_earlier_row_stays_ahead():
+    places = TopPlaces(2, 0, 0)
+    for row in range(4):
+        places.add(row, torch.tensor([[row]]), torch.tensor([[[1.0, -float(row)]]]))
+    assert places.row.tolist() == [[0, 1], [3, 2]]
+
+
+def test_a_stream_is_read_once(model, factors):
+    rows, opened, read = random_tokens(10, 6), [], []
+
+    def source():
+        opened.append(True)
+        for row in rows:
+            read.append(True)
+            yield row
+
+    stream = swd.TokenStream(source, n_rows=10, row_length=6)
+    found = audit(model, factors, stream, n=3, batch_size=4, progress=False)
+    assert len(opened) == 1 and len(read) == 10
+    assert found.settings["tokens_sha256"] == stream.fingerprint()
+    held = audit(model, factors, rows, n=3, batch_size=4, progress=False)
+    for a, b in zip(found.profiles(), held.profiles(), strict=True):
+        assert a.contexts == b.contexts and torch.equal(a.histogram.counts, b.histogram.counts)
+    units = [("blocks.0.mlp_out", 2)]
+    assert top_contexts(model, factors, units, stream) == top_contexts(model, factors, units, rows)
+
+
+def live_bytes():
+    """Of all tensors that Python can reach."""
+    held = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor:
+            storage = thing.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+def test_memory_does_not_grow_with_the_text(model, factors, monkeypatch):
+    add, seen, held = Statistics.add, [], []
+    row = random_tokens(1, 8)[0]
+    for n_rows in (8, 160):
+
+        def watched(self, z, last=n_rows // 4):
+            add(self, z)
+            seen.append(True)
+            if len(seen) == 2 * last:  # two sites
+                held.append(live_bytes())
+
+        monkeypatch.setattr(Statistics, "add", watched)
+        stream = swd.TokenStream(lambda: iter(lambda: row, None), n_rows=n_rows)  # a source without an end
+        seen.clear()
+        audit(model, factors, stream, n=4, batch_size=4, progress=False)
+    # 38 batches more: their tokens alone would be 9,728 bytes, their z 116,736.
+    assert len(held) == 2 and abs(held[1] - held[0]) < 4096
+
+
+def test_single_units_and_patterns(model, factors):
+    tokens = random_tokens(9, 8)
+    whole = audit(model, factors, tokens, n=3, progress=False)
+    part = audit(model, factors, tokens, n=3, units=["blocks.1.*", "blocks.0.mlp_out/7"], progress=False)
+    assert part.units == ["blocks.0.mlp_out/7", *(f"blocks.1.mlp_out/{i}" for i in range(12))]
+    for unit in part.units:
+        one, same = part.unit(unit), whole.unit(unit)
+        assert one.contexts == same.contexts and dict(one.coactive) == pytest.approx(dict(same.coactive))
+        assert (one.similar, one.mean, one.density) == (same.similar, same.mean, same.density)
+    with pytest.raises(KeyError, match="was not audited"):
+        part.unit("blocks.0.mlp_out/6")
+
+
+def test_the_host_is_left_as_it_was(model, factors):
+    tokens = random_tokens(3, 8)
+    before, state = model(tokens), {k: v.clone() for k, v in model.state_dict().items()}
+    audit(model, factors, tokens, progress=False)
+    with pytest.raises(RuntimeError, match="stop here"):
+        audit(model, factors, swd.TokenStream(lambda: stops(), n_rows=3), batch_size=1, progress=False)
+    assert torch.equal(model(tokens), before) and "blocks.0.hook_mlp_out_unit" not in model.hook_dict
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def stops():
+    yield random_tokens(1, 8)[0]
+    raise RuntimeError("stop here")
+
+
+def test_units_that_are_not_there(model, factors):
+    tokens = random_tokens(3, 8)
+    with pytest.raises(ValueError, match=r"has 12 units, counted from 0"):
+        audit(model, factors, tokens, units="blocks.0.mlp_out/12", progress=False)
+    with pytest.raises(swd.UnknownSiteError, match="no site matches"):
+        audit(model, factors, tokens, units=["attn_o"], progress=False)
+    with pytest.raises(ValueError, match="no unit was named"):
+        audit(model, factors, tokens, units=[], progress=False)
+    with pytest.raises(ValueError, match="n must be 1 or more"):
+        audit(model, factors, tokens, n=0, progress=False)
+
+
+def test_scores_of_other_factors_are_refused(model, factors):
+    scores = made_scores(sparse_factors(model, "mlp_out", seed=1))
+    with pytest.raises(ValueError, match="scores of a task was made with other factors"):
+        audit(model, factors, random_tokens(3, 8), scores=scores, progress=False)
+
+
+def test_units_that_no_hook_sees_are_an_error(model, monkeypatch):
+    kind = type(host_of(model))
+    run = kind.run_blocks
+    monkeypatch.setattr(
+        kind, "run_blocks", lambda self, rows, stop: (self.model.reset_hooks(), run(self, rows, stop))[1]
+    )
+    with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.1\.mlp_out"):
+        top_contexts(model, baselines.svd(model, "mlp_out"), [("blocks.1.mlp_out", 0)], random_tokens(3, 8))
+
+
+def test_a_z_that_is_not_finite_is_an_error():
+    model = toy_model()
+    factors = sparse_factors(model, "mlp_out")
+    with torch.no_grad():
+        model.W_E[3] = float("inf")
+    tokens = torch.tensor([[1, 2, 4], [1, 3, 4]])
+    with pytest.raises(ValueError, match=r"z of blocks\.0\.mlp_out/0 is not finite"):
+        audit(model, factors, tokens, progress=False)
 
 
 def test_logit_effect_by_hand(model):
@@ -64,19 +208,10 @@ def test_logit_effect_by_hand(model):
 
 
 def test_an_rms_norm_does_not_take_the_mean_out():
-    model = toy_model(normalization_type="RMS")
-    model.tokenizer = Letters()
+    model = lettered(normalization_type="RMS")
     factors = baselines.svd(model, "attn_o")
     effect = logit_effect(model, factors, ("blocks.1.attn_o", 1), n=20)
     logits = ((factors["blocks.1.attn_o"].write[1] * model.ln_final.w) @ model.W_U).detach()
     by_letter = dict(effect.promoted)
     expected = {chr(ord("a") + i): value for i, value in enumerate((logits - logits.mean()).tolist())}
     assert by_letter == pytest.approx(expected, abs=1e-5)
-
-
-def test_units_that_no_hook_sees_are_an_error(model, monkeypatch):
-    kind = type(host_of(model))
-    run = kind.run
-    monkeypatch.setattr(kind, "run", lambda self, rows: (self.model.reset_hooks(), run(self, rows))[1])
-    with pytest.raises(swd.UnsupportedHostError, match=r"never showed the units of blocks\.1\.mlp_out"):
-        top_contexts(model, baselines.svd(model, "mlp_out"), [("blocks.1.mlp_out", 0)], random_tokens(3, 8))

@@ -1,0 +1,198 @@
+"""dashboard: audited units as pages to read, offline and without scripts.
+
+1. An index lists the units site by site, best ranks first where the audit knows a task; each row has the unit's label,
+   numbers and strongest place, and leads to the unit.
+2. A unit's part is made by `swd_lens.study.audit.view.unit_html`, the same that notebooks show; neighbours are links.
+3. To a file: everything in one page. To a folder: index.html and one page per unit, written as their profiles are made; the
+   index comes last, so that it never leads nowhere.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from swd_lens._version import __version__
+from swd_lens.files import write_text
+from swd_lens.report.wording import count, percent, plural, readable
+from swd_lens.sites import execution_key, parse_unit
+from swd_lens.study.audit import Audit, UnitProfile, unit_html
+from swd_lens.study.audit.view import STYLE, number, words_html
+
+INDEX = "index.html"
+_AROUND = 5  # tokens on either side of the peak in the index
+_PAGE_LIMIT = 400  # units in one file: about 10 MB, as much as a phone opens
+
+
+def dashboard(
+    units: Audit | UnitProfile | Iterable[UnitProfile],
+    path: str | Path | None = None,
+    *,
+    only: Iterable[str] | None = None,
+    title: str | None = None,
+) -> str | Path:
+    """Units as HTML: one file, or a folder with an index and one page per unit.
+
+    Args:
+        units: an Audit, or profiles (`Audit.unit`, `Audit.profiles`).
+        path: ends in .html: one file. Otherwise a folder, made if need be; pages of the same name are replaced, others left.
+            None: the one page as text.
+        only: names of the audit's units to show, in this order; None = all.
+        title: None = names the model.
+
+    Returns:
+        The page as text; or the path of the file, or of the folder's index.
+
+    Raises:
+        ValueError: no unit at all, one unit twice, or too many for one page.
+        KeyError: a unit in `only` was not audited.
+        OSError: a file cannot be written.
+    """
+    names, profiles, settings = _of(units, only)
+    if not names:
+        raise ValueError("there is no unit to show; give an audit that holds some, or profiles")
+    if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+        raise ValueError(f"{', '.join(twice)} is given twice; a dashboard shows every unit once")
+    title = title or f"Units of {settings.get('model') or 'a model'}"
+    if path is None or Path(path).suffix.lower() in (".html", ".htm"):
+        if len(names) > _PAGE_LIMIT:
+            raise ValueError(
+                f"{len(names):,} units are too much for one page (at most {_PAGE_LIMIT}); give the name of a folder, which gets "
+                "a page per unit, or fewer units with only="
+            )
+        page = _one_page(names, profiles, settings, title)
+        if path is None:
+            return page
+        write_text(Path(path), page)
+        return Path(path)
+    return _folder(Path(path), names, profiles, settings, title)
+
+
+def _of(units: Any, only: Iterable[str] | None) -> tuple[list[str], Iterator[UnitProfile], dict[str, Any]]:
+    """Names in the order shown, their profiles in that order, and the settings."""
+    if isinstance(units, Audit):
+        names = _ordered(units) if only is None else list(only)
+        return names, units.profiles(names), dict(units.settings)
+    found = [units] if isinstance(units, UnitProfile) else list(units)
+    if only is not None:
+        by_name, wanted = {p.unit: p for p in found}, list(only)
+        if missing := [name for name in wanted if name not in by_name]:
+            raise KeyError(f"{missing[0]} is not among the profiles")
+        found = [by_name[name] for name in wanted]
+    return [p.unit for p in found], iter(found), dict(found[0].settings) if found else {}
+
+
+def _ordered(audit: Audit) -> list[str]:
+    """Site by site; within one by the first task that scored it, else by number."""
+
+    def key(name: str) -> tuple[int, int, int, int]:
+        site, index = parse_unit(name)
+        return (*execution_key(site), ranks.get(name, 0), index)
+
+    ranks: dict[str, int] = {}
+    for scores in list(audit.scores.values())[:1]:
+        ranks = {f"{site}/{unit}": rank for rank, (site, unit) in enumerate(scores.ranking())}
+    return sorted(audit.units, key=key)
+
+
+# ------------------------------------------------------------------ pages
+
+
+def _one_page(names: Sequence[str], profiles: Iterable[UnitProfile], settings: dict[str, Any], title: str) -> str:
+    shown = set(names)
+    rows, articles = [], []
+    for profile in profiles:
+        rows.append(_row(profile, f"#{_anchor(profile.unit)}"))
+        html = unit_html(profile, lambda unit: f"#{_anchor(unit)}" if unit in shown else None)
+        articles.append({"anchor": _anchor(profile.unit), "html": Markup(html)})
+    return _render(title, settings, groups=_groups(rows), articles=articles)
+
+
+def _folder(
+    folder: Path, names: Sequence[str], profiles: Iterable[UnitProfile], settings: dict[str, Any], title: str
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    shown, rows = set(names), []
+    for place, profile in enumerate(profiles):
+        html = unit_html(profile, lambda unit: _file(unit) if unit in shown else None)
+        around = {"previous": names[place - 1] if place else "", "next": "".join(names[place + 1 : place + 2])}
+        turns = [(word, unit, _file(unit)) for word, unit in around.items() if unit]
+        article = {"anchor": _anchor(profile.unit), "html": Markup(html)}
+        page = _render(f"{profile.unit} · {title}", settings, articles=[article], turns=turns, home=title)
+        write_text(folder / _file(profile.unit), page)
+        rows.append(_row(profile, _file(profile.unit)))
+    index = folder / INDEX
+    write_text(index, _render(title, settings, groups=_groups(rows)))
+    return index
+
+
+def _render(
+    title: str,
+    settings: dict[str, Any],
+    *,
+    groups: Sequence[dict[str, Any]] = (),
+    articles: Sequence[dict[str, Any]] = (),
+    turns: Sequence[tuple[str, str, str]] = (),
+    home: str = "",
+) -> str:
+    facts = [f"{count(settings['tokens'])} tokens of text"] if "tokens" in settings else []
+    facts += [f"SHA-256 of the tokens {settings['tokens_sha256'][:12]}…"] if "tokens_sha256" in settings else []
+    facts += [f"made by swd_lens {__version__}"]
+    page = _template().render(
+        title=title,
+        style=Markup(STYLE),
+        groups=groups,
+        tasks=list(dict.fromkeys(task for group in groups for row in group["rows"] for task in row["ranks"])),
+        labelled=any(row["label"] for group in groups for row in group["rows"]),
+        articles=articles,
+        turns=turns,
+        home=home,
+        index=INDEX,
+        facts=" · ".join(facts),
+    )
+    # A lone surrogate (half of an emoji, cut by a byte-level tokenizer) cannot be written as UTF-8.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+@cache
+def _template() -> Template:
+    loader = PackageLoader("swd_lens.report", "templates")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.filters["readable"] = readable
+    return env.get_template("dashboard.html.j2")
+
+
+# ------------------------------------------------------------------ index
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by site, in their order."""
+    sites = list(dict.fromkeys(row["site"] for row in rows))
+    groups = [{"site": site, "rows": [row for row in rows if row["site"] == site]} for site in sites]
+    return [{**group, "n": plural(len(group["rows"]), "unit")} for group in groups]
+
+
+def _row(profile: UnitProfile, target: str) -> dict[str, Any]:
+    first = profile.contexts[0] if profile.contexts else None
+    largest = max(map(abs, first.z)) if first else 0.0
+    return {
+        "site": profile.site,
+        "index": profile.index,
+        "target": target,
+        "label": "" if profile.label is None else profile.label.label,
+        "ranks": {task: count(rank.rank) for task, rank in profile.tasks.items()},
+        "largest": number(profile.peak, signed=False),
+        "density": percent(profile.density),
+        "excerpt": Markup(words_html(first, largest, neighbourhood=_AROUND)) if first else "",
+    }
+
+
+def _anchor(unit: str) -> str:
+    return unit.replace("/", "-")
+
+
+def _file(unit: str) -> str:
+    return f"{_anchor(unit)}.html"

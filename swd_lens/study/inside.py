@@ -1,0 +1,180 @@
+"""look_inside: what stands behind the numbers of a run, for its report: a query-key pair, a graph of units, their paths.
+
+1. Scan all heads' strongest query-key pairs on one test prompt per task; replay the pair whose removal changes a pattern most,
+   among those whose head is rebuilt well and whose map foretells the change.
+2. Score the units of the whole set on one task and draw the best of them as a graph on one prompt.
+3. Draw the best mlp_out units of another task with what they read and write.
+
+The result is plain data: attention views and report sections.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swd_lens.circuits import attribute
+from swd_lens.panels import visible
+from swd_lens.study.attention import AttentionView
+from swd_lens.study.graph import UnitGraph, plot_unit_paths, unit_graph
+from swd_lens.study.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
+from swd_lens.study.section import Picture, ReportSection, SectionTable
+from swd_lens.tasks.task import Task
+
+# A map is worth showing where its head is rebuilt and where it says what the removal does.
+MAX_DENSE_KL, MIN_AGREEMENT, MIN_SHARE = 0.05, 0.7, 0.3
+UNITS_DRAWN, EDGES_DRAWN, PAIRS_LISTED = 24, 60, 8
+
+
+def look_inside(
+    model: Any, factors: Any, tasks: Sequence[Task], *, graph_task: str | None = None, path_task: str | None = None
+) -> tuple[list[AttentionView], list[ReportSection]]:
+    """Views and sections for a `Run`: `dataclasses.replace(run, attention=[*run.attention, *views], extras=sections)`.
+
+    Args:
+        model: the host, with these sites not attached.
+        factors: sites of queries and keys, and of what writes to the residual stream (attn_o, mlp_out), in one set.
+        tasks: one test prompt of each is scanned.
+        graph_task, path_task: names of the tasks whose best units are drawn; None = the first, the last.
+
+    Raises:
+        ValueError: no task of that name, or whatever the parts raise.
+    """
+    by_name = {task.name: task for task in tasks}
+    graph_of, path_of = graph_task or tasks[0].name, path_task or tasks[-1].name
+    if missing := [name for name in (graph_of, path_of) if name not in by_name]:
+        raise ValueError(f"there is no task {missing[0]!r}; there are {', '.join(by_name)}")
+    view, pairs = _pairs(model, factors, tasks)
+    sections = [pairs, _graph(model, factors, by_name[graph_of]), _paths(model, factors, by_name[path_of])]
+    return [view], sections
+
+
+# ---------------------------------------------------------------------------------------------- query-key pairs
+
+
+def _pairs(model: Any, factors: Any, tasks: Sequence[Task]) -> tuple[AttentionView, ReportSection]:
+    screen = qk_screen(model, factors)
+    prompts = [task.test.examples[0].prompt for task in tasks]
+    scan = qk_scan(model, factors, prompts, screen=screen, progress=False)
+    told = scan.best(1, max_dense_kl=MAX_DENSE_KL, min_agreement=MIN_AGREEMENT, min_share=MIN_SHARE)
+    best = (told or scan.best(1))[0]
+    replay = qk_replay(model, factors, best.pair, prompts[best.prompt])
+    return _pair_view(replay, tasks[best.prompt].name), _pair_section(screen, scan, replay, bool(told))
+
+
+def _pair_view(replay: QKReplay, task: str) -> AttentionView:
+    largest = float(replay.contribution.abs().max()) or 1.0
+    maps = torch.stack([replay.dense, replay.reconstructed, replay.removed, replay.contribution / largest])
+    names = ["dense", "with units", f"without {replay.taken_out}", f"contribution ÷ {largest:.3g}"]
+    caption = (
+        f"Layer {replay.pair.layer}, head {replay.pair.head}: its pattern in the dense model, with units, and with query unit "
+        f"{replay.taken_out} removed; and what the pair adds to each score. KL dense to units {replay.dense_kl:.2g} nats, units "
+        f"to removed {replay.removed_kl:.2g} nats."
+    )
+    return AttentionView.of(
+        maps, replay.tokens, names, kind="query-key pair", title=str(replay.pair), task=task, signed=True, caption=caption
+    )
+
+
+def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, told: bool) -> ReportSection:
+    pair = replay.pair
+    found = (
+        f"Among {len(scan.frame):,} cases (heads, pairs and prompts) the scan ranked pairs by what happens to the pattern when "
+        f"the query unit is taken out of the head's queries. Shown: {pair}. Removal moves the head's pattern by "
+        f"{replay.removed_kl:.3g} nats (largest change of a probability {replay.max_change:.2f}); the map alone foretells the "
+        f"change with correlation {replay.agreement:.2f}."
+    )
+    if not told:
+        found += " No pair met the bars for a map that tells what its removal does; this is the strongest of all."
+    tokens = [visible(token) for token in replay.tokens]
+    pictures = (
+        Picture.of(
+            screen.plot(),
+            "Static query-key coefficients by layer and head",
+            "Largest absolute coefficient among the 16 by 16 strongest pairs of each head: " + _largest(screen),
+            "Static screen, from the weights alone.",
+        ),
+        Picture.of(
+            replay.plot(),
+            f"{pair}: pattern before and after the removal",
+            f"On the tokens {' '.join(tokens)}: mean KL {replay.removed_kl:.3g} nats, largest change {replay.max_change:.2f}.",
+            "Above: dense and with units. Below: with units, before and after the removal.",
+        ),
+        Picture.of(
+            replay.plot_contribution(),
+            f"{pair}: contribution to every score",
+            f"Mean over valid positions {replay.signed_mean:.3g}; largest {float(replay.contribution.abs().max()):.3g}.",
+            "What the pair adds to each attention score; rows are destinations.",
+        ),
+    )
+    columns = {"removed kl": 3, "dense kl": 3, "max change": 2, "agreement": 2, "share": 2, "gamma": 3}
+    frame = scan.table(PAIRS_LISTED)
+    rows = [
+        (
+            f"L{row['layer']} H{row['head']} q{row['q unit']} × k{row['k unit']}",
+            str(row["text"]),
+            *(float(f"{row[name]:.{digits}g}") for name, digits in columns.items()),
+        )
+        for row in frame.to_dict("records")
+    ]
+    table = SectionTable("Strongest cases of the scan (KL in nats)", ("pair", "prompt", *columns), rows)
+    intro = (
+        "An attention score is a sum over pairs of query units and key units: z of one, times z of the other, times a fixed "
+        "coefficient between their write vectors. So a head can be screened from its weights, and a pair followed on a prompt.",
+        found,
+    )
+    return ReportSection("Query-key pairs: what does a head compare?", intro, pictures, (table,), "Query-key pairs")
+
+
+def _largest(screen: QKScreen) -> str:
+    strongest = screen.strongest
+    places = torch.nan_to_num(strongest, nan=-1.0).flatten().topk(min(3, strongest.numel())).indices.tolist()
+    heads = strongest.shape[1]
+    return ", ".join(
+        f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in places
+    )
+
+
+# ---------------------------------------------------------------------------------------------- graph and paths
+
+
+def _graph(model: Any, factors: Any, task: Task) -> ReportSection:
+    scores = attribute(model, factors, task.train)
+    example = task.test.examples[0]
+    graph = unit_graph(
+        model,
+        factors,
+        scores.ranking()[:UNITS_DRAWN],
+        prompt=example.prompt,
+        attention="frozen",
+        answers=[example.answers[0], example.distractors[0]],
+        keep=EDGES_DRAWN,
+    )
+    said = (
+        f"The {UNITS_DRAWN} best units for {task.name.replace('_', ' ')} on the prompt “{example.prompt}”, in the columns of the "
+        f"positions where they act. An edge is the direct path from one unit's write vector to the next one's read vector, with "
+        f"this run's norms and attention patterns held; shown are the {EDGES_DRAWN} strongest. Orange and solid adds, blue and "
+        "dashed takes away."
+    )
+    picture = Picture(
+        graph.plot().svg, f"Units of {task.name.replace('_', ' ')} as a graph", _edges_in_words(graph), "Input at the bottom."
+    )
+    return ReportSection("Unit graph: who feeds whom?", (said,), (picture,), (), "Unit graph")
+
+
+def _edges_in_words(graph: UnitGraph, n: int = 8) -> str:
+    rows = graph.table(n).to_dict("records")
+    return "Strongest edges: " + "; ".join(f"{row['source']} to {row['target']}" for row in rows) + "."
+
+
+def _paths(model: Any, factors: Any, task: Task) -> ReportSection:
+    kinds = {name: f for name, f in factors.items() if name.endswith(".mlp_out")}
+    scores = attribute(model, kinds, task.train)
+    name = task.name.replace("_", " ")
+    said = (
+        f"The best mlp_out units for {name}, two in each of the layers where they rank highest: each reads the layer's MLP "
+        "activations and adds its write vector to the residual stream. Ranks are by attribution on training prompts."
+    )
+    best = ", ".join(f"{site}/{unit}" for site, unit in scores.ranking()[:6])
+    picture = Picture.of(plot_unit_paths(model, kinds, scores), f"Paths of the best units for {name}", f"Best units: {best}.")
+    return ReportSection(f"Paths of the best units: {name}", (said,), (picture,), (), "Paths")

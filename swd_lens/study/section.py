@@ -1,0 +1,170 @@
+"""ReportSection: what a study adds to the report by itself, as plain data that run.json can keep.
+
+1. A section is a title, paragraphs, pictures and tables. All its text is plain; the report escapes it.
+2. A picture is an SVG of our own figures with a title and a description for those who do not see it. The text of a run.json
+   may come from anywhere: what is more than a drawing (scripts, event handlers, anything loaded) is refused when a picture is
+   made, loaded ones too, and what remains is written anew, so that a browser sees what was checked.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+from matplotlib.figure import Figure
+
+from swd_lens.figures import svg
+
+Cell = str | int | float | None
+
+_NAMESPACE = "{http://www.w3.org/2000/svg}"
+# What matplotlib and hand-made graphs draw with; links and scripts are not here.
+_ELEMENTS = frozenset(
+    (
+        *(
+            "svg",
+            "g",
+            "defs",
+            "title",
+            "desc",
+            "path",
+            "rect",
+            "circle",
+            "ellipse",
+            "line",
+            "polyline",
+            "polygon",
+            "text",
+        ),
+        *(
+            "tspan",
+            "use",
+            "clipPath",
+            "marker",
+            "pattern",
+            "symbol",
+            "image",
+            "linearGradient",
+            "radialGradient",
+            "stop",
+        ),
+    )
+)
+_LEFT_OUT, _WORDS = ("style", "metadata"), ("title", "desc")
+_LOADING = ("href", "src")
+# Pixels may lie in the file itself (imshow), and one part of a drawing may use another; nothing else is referred to.
+_OWN_PIXELS, _OWN_PART = "data:image/png;base64,", "#"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One drawing.
+
+    Attributes:
+        svg: an <svg> element with a viewBox from 0 0; kept as `drawing` cleans it.
+        title, description: what it shows, for those who do not see it.
+        caption: printed below it.
+    """
+
+    svg: str
+    title: str
+    description: str = ""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "svg", drawing(self.svg))
+
+    @classmethod
+    def of(cls, figure: Figure, title: str, description: str = "", caption: str = "") -> "Picture":
+        """A matplotlib figure as a picture."""
+        return cls(svg(figure), title, description, caption)
+
+
+@dataclass(frozen=True)
+class SectionTable:
+    """One table: a caption, the names of its columns, and rows of text, numbers and None (shown as a dash)."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """One section of the report.
+
+    Attributes:
+        title: its heading; `short` is what the list of contents says (the title, where empty).
+        intro: one string per paragraph, plain text.
+        pictures, tables: in the order in which they are shown, pictures first.
+    """
+
+    title: str
+    intro: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[SectionTable] = ()
+    short: str = ""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ReportSection":
+        """What `dataclasses.asdict` gave, back from JSON. Raises KeyError, TypeError or ValueError where it is something else."""
+        return cls(
+            title=str(values["title"]),
+            intro=tuple(map(str, values["intro"])),
+            pictures=tuple(Picture(**{key: str(value) for key, value in one.items()}) for one in values["pictures"]),
+            tables=tuple(
+                SectionTable(str(one["caption"]), tuple(map(str, one["columns"])), tuple(map(tuple, one["rows"])))
+                for one in values["tables"]
+            ),
+            short=str(values["short"]),
+        )
+
+
+def drawing(text: str) -> str:
+    """The text of one <svg> element that only draws, without comments, style sheets and metadata.
+
+    Raises:
+        ValueError: no SVG; an element, attribute or reference that does more than draw.
+    """
+    # No entities: a few of them could unfold to gigabytes.
+    if not text.startswith("<svg") or "<!DOCTYPE" in text or "<!ENTITY" in text:
+        raise ValueError(f"a picture is one <svg> element, as swd_lens.figures.svg writes it; got {text[:40]!r}")
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise ValueError(f"this picture is no well-formed SVG: {error}") from error
+    _clean(root)
+    if not re.fullmatch(r"0 0 [\d.]+ [\d.]+", root.get("viewBox", "")):
+        raise ValueError(f"a picture needs a viewBox from 0 0, got {root.get('viewBox')!r}")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _clean(element: ElementTree.Element) -> None:
+    """Check an element and all below it; names lose their namespaces."""
+    name = element.tag.removeprefix(_NAMESPACE)
+    if name not in _ELEMENTS:
+        raise ValueError(f"a picture may not hold <{name}>; it may hold {', '.join(sorted(_ELEMENTS))}")
+    if name in _WORDS and len(element):
+        raise ValueError(f"<{name}> of a picture holds text only")
+    attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+    for key, value in attributes.items():
+        _check_attribute(name, key, value)
+    element.tag = name
+    element.attrib.clear()
+    element.attrib.update(attributes)
+    for child in list(element):
+        if child.tag.removeprefix(_NAMESPACE) in _LEFT_OUT:
+            element.remove(child)
+        else:
+            _clean(child)
+
+
+def _check_attribute(element: str, name: str, value: str) -> None:
+    if name.startswith("on"):
+        raise ValueError(f"a picture may not act: <{element}> has {name}")
+    own = value.startswith(_OWN_PART) or (element == "image" and value.startswith(_OWN_PIXELS))
+    if name in _LOADING and not own:
+        raise ValueError(f"a picture may not load anything: <{element}> refers to {value[:60]!r}")
+    if re.search(r"url\(\s*[\"']?(?!#)", value) or "@import" in value or "\\" in value:
+        raise ValueError(f"a picture may not load anything: {name}={value[:60]!r} of <{element}>")

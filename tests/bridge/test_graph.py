@@ -1,0 +1,59 @@
+"""Unit graphs of bridges: what an edge says is what a nudge does, also where HookedTransformer does not exist."""
+
+import pytest
+import torch
+
+from swd_lens.hosts import UnsupportedHostError
+from swd_lens.study.graph import unit_graph
+from swd_lens.study.graph.tables import records
+from tests import families
+from tests.study.graph_checks import all_units, random_factors
+
+TOKENS = families.some_tokens(rows=1, pos=7)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_contributions_add_up_where_there_are_no_biases(name):
+    """RMSNorm, rotary positions, grouped heads, gated MLPs, and no bias anywhere: nothing is left of any linear target."""
+    model = families.bridge(name)
+    factors = random_factors(model, "attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_gate", "mlp_out")
+    graph = unit_graph(
+        model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=5, isolated=True, answers=2
+    )
+    linear, curved = [], []
+    for row in records(graph.nodes):
+        if row["kind"] != "token":
+            (curved if (row["site"] or "").endswith("mlp_out") else linear).append(row)
+    assert len(linear) > 2 * len(TOKENS) * 5
+    assert max(abs(row["rest"]) for row in linear) < 1e-4 * max(abs(row["activation"]) for row in linear)
+    # ... and of what lies behind the activation function something is: it is no linear function.
+    assert max(abs(row["rest"]) for row in curved) > 1e-3 * max(abs(row["activation"]) for row in curved)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2"])
+@pytest.mark.parametrize("attention", ["none", "frozen"])
+def test_the_same_graph_on_both_hosts(name, attention):
+    pytest.importorskip("transformer_lens.HookedTransformer", reason="transformer_lens 4 has no HookedTransformer")
+    graphs = []
+    for model in (families.hooked(name), families.bridge(name)):
+        factors = random_factors(model, "attn_v", "attn_o", "mlp_in", "mlp_out")
+        graphs.append(
+            unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention=attention, keep=None, answers=[9])
+        )
+    hooked, bridge = (graph.edges.set_index(["source", "target"]).sort_index() for graph in graphs)
+    assert list(hooked.index) == list(bridge.index) and len(hooked) > 100
+    for column in ("weight", "contribution"):
+        assert torch.allclose(
+            torch.tensor(hooked[column].to_numpy()),
+            torch.tensor(bridge[column].to_numpy()),
+            rtol=1e-3,
+            atol=1e-4 * float(hooked[column].abs().max()),
+        )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bert", "qwen3_5"])
+def test_hosts_whose_stream_cannot_be_followed(name):
+    model = families.bridge(name)
+    factors = random_factors(model, "mlp_in", "mlp_out")
+    with pytest.raises(UnsupportedHostError, match="unit graph needs"):
+        unit_graph(model, factors, all_units(factors))

@@ -1,0 +1,193 @@
+"""Dashboards of hostile text and labels: escaped, linked, whole, and quiet in a real browser without a network."""
+
+import html
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swd_lens.report import dashboard as module
+from swd_lens.report.dashboard import dashboard
+from swd_lens.study.audit import Audit, audit
+from tests.report.conftest import HOSTILE, VOCABULARY
+from tests.study.audit_models import made_scores, sparse_factors
+
+SITE = "blocks.1.mlp_out"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
+QUIET += [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--allow-file-access-from-files",
+]
+
+
+@pytest.fixture(scope="module")
+def found(host: Any) -> Audit:
+    factors = sparse_factors(host, ["mlp_out", "blocks.0.attn_qkv"], units=8)
+    tokens = torch.randint(0, len(VOCABULARY), (40, 20), generator=torch.Generator().manual_seed(0))
+    scores = {"<i>task</i>": made_scores(factors)}
+    heard = audit(host, factors, tokens, n=6, scores=scores, progress=False)
+    labels = {f"{SITE}/{i}": {"label": text, "note": text, "author": text} for i, text in enumerate(HOSTILE[:6])}
+    return heard.with_labels({**labels, "blocks.0.mlp_out/0": "</style><script>alert(1)</script>" + "w" * 90})
+
+
+class Page(HTMLParser):
+    """Element names, ids and links of a page, its text, and whether every element is closed."""
+
+    VOID = ("meta", "br", "path")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.links += [value for name, value in attrs if name in ("href", "src") and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check(text: str) -> Page:
+    page = Page(text)
+    assert not page.open and "script" not in page.tags and "b" not in [t for t in page.tags if t == "onload"]
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert len(page.ids) == len(set(page.ids))
+    assert not [link for link in page.links if "//" in link]
+    assert "\u202e" not in text and "{{" not in text.replace("{{7*7}}", "")
+    return page
+
+
+def test_one_page_holds_everything_and_links_within_itself(found: Audit, tmp_path: Path) -> None:
+    path = dashboard(found, tmp_path / "units.html")
+    assert path == tmp_path / "units.html"
+    page = check(path.read_text(encoding="utf-8"))
+    assert page.tags.count("article") == len(found) == 24
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert path.read_text(encoding="utf-8") == dashboard(found)
+    assert [p.name for p in tmp_path.iterdir()] == ["units.html"]
+
+
+def test_a_folder_has_an_index_and_a_page_per_unit(found: Audit, tmp_path: Path) -> None:
+    index = dashboard(found, tmp_path / "units")
+    assert index == tmp_path / "units" / "index.html"
+    pages = {p.name: check(p.read_text(encoding="utf-8")) for p in index.parent.iterdir()}
+    assert len(pages) == 25
+    for page in pages.values():
+        for link in page.links:
+            file, _, anchor = link.partition("#")
+            assert (not file or file in pages) and (not anchor or anchor in (pages[file] if file else page).ids)
+    listed = [link for link in pages["index.html"].links if not link.startswith("#")]
+    assert len(listed) == 24 and set(pages) == {*listed, "index.html"}
+    # Within a site the task's best unit comes first.
+    best = [f"{site}-{unit}.html" for site, unit in found.scores["<i>task</i>"].ranking() if site == SITE]
+    assert [link for link in listed if link.startswith(SITE)] == best
+
+
+def test_tokens_and_labels_are_text(found: Audit) -> None:
+    text = dashboard(found)
+    assert isinstance(text, str)
+    for label in HOSTILE[:6]:
+        if label.strip():
+            assert html.escape(label.strip()) in text
+    assert html.escape("</style><script>alert(1)</script>") in text and "<script" not in text
+    shown = found.unit(f"{SITE}/0")._repr_html_()
+    assert "<script" not in shown and Page(shown).open == []
+
+
+def test_profiles_alone(found: Audit, tmp_path: Path) -> None:
+    one = found.unit(f"{SITE}/2")
+    assert check(str(dashboard(one))).tags.count("article") == 1
+    some = dashboard(found.profiles([f"{SITE}/2", f"{SITE}/1"]), only=[f"{SITE}/1"])
+    assert f'id="{SITE}-1"' in some and f'id="{SITE}-2"' not in some
+    with pytest.raises(ValueError, match="no unit to show"):
+        dashboard([])
+    with pytest.raises(ValueError, match=r"mlp_out/2 is given twice"):
+        dashboard([one, one])
+    with pytest.raises(KeyError, match="was not audited"):
+        dashboard(found, only=[f"{SITE}/99"])
+
+
+def test_too_many_units_for_one_page(found: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAGE_LIMIT", 23)
+    with pytest.raises(ValueError, match="24 units are too much for one page"):
+        dashboard(found, tmp_path / "units.html")
+    assert not list(tmp_path.iterdir()) and dashboard(found, tmp_path / "units").is_file()
+
+
+def test_an_interrupted_folder_has_no_index(found: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = module.write_text, []
+
+    def stop(path: Path, text: str) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, text)
+
+    monkeypatch.setattr(module, "write_text", stop)
+    with pytest.raises(KeyboardInterrupt):
+        dashboard(found, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in written)
+
+
+def test_a_histogram_is_described_in_words(found: Audit) -> None:
+    profile = found.unit(f"{SITE}/3")
+    page = Page(profile._repr_html_())
+    label = dict(page.attributes[i] for i in range(len(page.attributes)) if page.attributes[i][0] == "aria-label")
+    assert "800 tokens: from " in str(label["aria-label"])
+    assert Page(found.unit(f"{SITE}/7")._repr_html_()).tags.count("svg") == 0  # a dead unit has none
+
+
+PROBE = """<!doctype html><body>{frames}<script>
+const report = [];
+addEventListener("load", () => {{
+  for (const frame of document.querySelectorAll("iframe")) {{
+    const page = frame.contentDocument, root = page.documentElement;
+    const lost = [...page.links].filter(a => a.hash && !page.getElementById(decodeURIComponent(a.hash.slice(1))));
+    report.push([frame.width, root.scrollWidth - root.clientWidth, page.scripts.length, lost.length,
+      frame.contentWindow.performance.getEntriesByType("resource").length, page.querySelectorAll("article, table").length > 0]);
+  }}
+  document.body.innerHTML = "<pre>" + JSON.stringify(report) + "</pre>";
+}});
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
+def test_in_a_browser_it_fits_and_loads_nothing(found: Audit, tmp_path: Path) -> None:
+    index = dashboard(found, tmp_path / "units")
+    assert isinstance(index, Path)
+    units = (f"{SITE}-0", f"{SITE}-7", "blocks.0.attn_qkv-2")
+    pages = ["units/index.html", *(f"units/{unit}.html" for unit in units), "one.html"]
+    dashboard(found, tmp_path / "one.html")
+    frames = "".join(f'<iframe width="{w}" height="800" src="{p}"></iframe>' for p in pages for w in (360, 1200))
+    probe = tmp_path / "probe.html"
+    probe.write_text(PROBE.format(frames=frames), encoding="utf-8")
+    options = [*QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
+    done = subprocess.run(
+        [CHROMIUM or "", *options, probe.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    shown = re.search(r"<pre>(.*?)</pre>", done.stdout)
+    assert shown, done.stderr[-2000:]
+    expected = [f'["{w}",0,0,0,0,true]' for _ in pages for w in (360, 1200)]
+    # per page: width, pixels too wide, scripts, dangling anchors, resources fetched, something to read
+    assert shown[1] == f"[{','.join(expected)}]"
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]

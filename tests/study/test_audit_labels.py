@@ -1,0 +1,121 @@
+"""The export for a labelling model, and labels on their way back: round trips, and what is refused."""
+
+import json
+
+import pytest
+
+from swd_lens.study.audit import UnitLabel, UnitLabels, audit
+from tests.micro import random_tokens
+from tests.study.audit_models import lettered, made_scores, sparse_factors
+
+SITE = "blocks.1.mlp_out"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lettered()
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    factors = sparse_factors(model, "mlp_out")
+    return audit(model, factors, random_tokens(9, 8), n=3, scores=made_scores(factors), progress=False)
+
+
+@pytest.fixture(scope="module")
+def other(model):
+    return audit(model, sparse_factors(model, "mlp_out", seed=1), random_tokens(9, 8), n=3, progress=False)
+
+
+def test_an_export_holds_what_the_profiles_hold(found, tmp_path):
+    path = found.export(tmp_path / "units.jsonl")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["unit"] for line in lines] == found.units
+    for line, profile in zip(lines, found.profiles(), strict=True):
+        assert (line["site"], line["index"]) == (profile.site, profile.index)
+        assert line["label"] == "" and line["factors"] == found.identities[profile.site]
+        assert len(line["contexts"]) == len(profile.contexts)
+        for written, context in zip(line["contexts"], profile.contexts, strict=True):
+            assert (tuple(written["tokens"]), written["peak"]) == (context.tokens, context.peak)
+            assert written["z"] == pytest.approx(context.z, rel=1e-4)
+            assert written["text"] == context.text(("<<", ">>")) and written["text"].count("<<") == 1
+        assert tuple(map(tuple, line["promoted"])) == profile.logits.promoted
+        assert line["statistics"]["density"] == profile.density and line["reads"]["n"] == profile.reads.n
+    # A labelling model must not see what a unit is good for.
+    assert "a task" not in path.read_text(encoding="utf-8")
+
+
+def test_a_filled_in_export_becomes_labels(found, tmp_path):
+    path = found.export(tmp_path / "units.jsonl", units=[f"{SITE}/3", f"{SITE}/4", f"{SITE}/5"])
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines[0] |= {"label": " years ", "note": "in both centuries", "author": "a model"}
+    lines[1] |= {"label": "names"}
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    labels = UnitLabels.load(path)
+    assert labels[f"{SITE}/3"] == UnitLabel("years", "in both centuries", "a model") and len(labels) == 2
+    labelled = found.with_labels(labels)
+    assert labelled.unit(f"{SITE}/3").label == labels[f"{SITE}/3"] and labelled.unit(f"{SITE}/5").label is None
+    again = labelled.export(tmp_path / "again.jsonl")
+    assert dict(UnitLabels.load(again)) == dict(labels)
+
+
+def test_labels_to_a_file_and_back(found, tmp_path):
+    labels = UnitLabels.of(found.identities, {f"{SITE}/0": "naïve “ü”\n", f"{SITE}/1": {"label": "b", "author": "me"}})
+    loaded = UnitLabels.load(labels.save(tmp_path / "labels.jsonl"))
+    assert dict(loaded) == dict(labels) and loaded.factors == labels.factors == {SITE: found.identities[SITE]}
+    assert list(loaded.table()["label"]) == ["naïve “ü”", "b"] and "naïve" in repr(loaded)
+    with_one_more = loaded | UnitLabels.of(found.identities, {f"{SITE}/1": "c"}, author="you")
+    assert with_one_more[f"{SITE}/1"] == UnitLabel("c", "", "you") and len(with_one_more) == 2
+
+
+def test_labels_of_other_factors_are_refused(found, other, tmp_path):
+    path = UnitLabels.of(found.identities, {f"{SITE}/0": "years"}).save(tmp_path / "labels.jsonl")
+    labels = UnitLabels.load(path)
+    with pytest.raises(ValueError, match=r"the labels of blocks\.1\.mlp_out were made for other factors"):
+        other.with_labels(labels)
+    with pytest.raises(ValueError, match="made for other factors"):
+        audit(lettered(), other.factors, random_tokens(3, 8), labels=labels, progress=False)
+    with pytest.raises(ValueError, match="two different sets of factors"):
+        labels | UnitLabels.of(other.identities, {f"{SITE}/1": "names"})
+    lines = path.read_text(encoding="utf-8") + UnitLabels.of(other.identities, {f"{SITE}/1": "names"}).save(
+        tmp_path / "more.jsonl"
+    ).read_text(encoding="utf-8")
+    path.write_text(lines, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*of other factors than the lines before"):
+        UnitLabels.load(path)
+
+
+def test_labels_of_no_unit_are_refused(found):
+    with pytest.raises(ValueError, match="has 12 units, counted from 0"):
+        found.with_labels({f"{SITE}/12": "years"})
+    with pytest.raises(ValueError, match="no site is in both"):
+        found.with_labels({"blocks.7.mlp_out/0": "years"})
+    with pytest.raises(ValueError, match="is not a unit name"):
+        found.with_labels({"c380": "years"})
+    with pytest.raises(ValueError, match="must be text, got 3"):
+        found.with_labels({f"{SITE}/0": 3})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "is no label"),
+        ('["blocks.1.mlp_out/0", "years"]', 'expected an object with "unit"'),
+        ('{"unit": "c380", "label": "years"}', "is not a unit name"),
+        ('{"unit": "blocks.1.mlp_out/0", "label": 7}', "must be text"),
+        ('{"unit": "blocks.1.mlp_out/1", "label": "again"}', "a second time"),
+    ],
+)
+def test_files_that_are_no_labels(line, said, tmp_path):
+    path = tmp_path / "labels.jsonl"
+    path.write_text('{"unit": "blocks.1.mlp_out/1", "label": "years"}\n\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line 3 of .*{said}"):
+        UnitLabels.load(path)
+
+
+def test_an_interrupted_export_leaves_the_old_file(found, tmp_path, monkeypatch):
+    path = found.export(tmp_path / "units.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(KeyError):
+        found.export(path, units=[f"{SITE}/0", f"{SITE}/99"])
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["units.jsonl"]

@@ -1,0 +1,433 @@
+"""Edits of one matrix: calibration, applying and undoing, files, errors. What they do elsewhere: test_edit_effects.py."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.factors import Factors, FactorSet, fingerprint
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.writing import stored_matrix
+from swd_lens.inject import AttachError, attach
+from swd_lens.study.edit import Edit, EditError, edit_unit, unit_hooks
+from swd_lens.study.edit.lora import lora_edits
+from swd_lens.study.edit.make import oracle_edit, random_unit, unit_edit
+from swd_lens.study.edit.target import find_target
+from tests.hosts.test_interrupts import everything
+from tests.micro import identity_factors, micro_model, random_tokens, toy_model
+
+PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def factors(model):
+    return baselines.svd(model, ["mlp_out", "attn_o"])
+
+
+def run_to_line(function, stop):
+    """Run a function, raising KeyboardInterrupt before its stop-th line in these files; the lines run."""
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith(
+            ("study/edit/edited.py", "study/edit/standing.py", "hosts/writing.py")
+        ):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == stop:
+                raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(former)
+    return lines
+
+
+def output_at_the_end(model, name, tokens=PROMPT):
+    """What a site writes at the last position, as the host runs now."""
+    host, found = host_of(model), []
+    site = find_sites(model, name)[0]
+    with torch.no_grad(), host.outputs([site], lambda site, y: found.append(y[0, -1].double())):
+        host.run(tokens[None])
+    return found[0]
+
+
+def test_by_hand():
+    """Token 2 enters mlp_out as h* = (4, 6); d = u_1 - u_0 = (-1, 1); unit 0 reads h_0. A shift of 2 asks for
+    4 alpha sqrt(2) = 2, so row 0 of W gains alpha d / sqrt(2) = (-1/4, 1/4), and the margin goes from 10 to 12."""
+    model = micro_model()
+    edit = edit_unit(model, identity_factors(), "blocks.0.mlp_out/0", torch.tensor([0, 2]), 1, 0, 2)
+    assert edit.target.input.tolist() == [4, 6] and edit.target.direction.tolist() == [-1, 1]
+    assert edit.target.margin == 10 and edit.settings["z"] == 4
+    assert edit.settings["alpha"] == pytest.approx(2 / (4 * 2**0.5), rel=1e-12)
+    assert torch.allclose(edit.delta.dense(), torch.tensor([[-0.25, 0.25], [0.0, 0.0]]), atol=1e-7)
+    assert edit.delta.norm == pytest.approx((2 * 0.25**2) ** 0.5)
+    assert edit.table()["relative norm"][0] == pytest.approx((0.125 / 30) ** 0.5)
+    with edit:
+        logits = model(torch.tensor([[0, 2]]))[0, -1].detach()
+        assert torch.allclose(model.blocks[0].mlp.W_out, torch.tensor([[0.75, 2.25], [3.0, 4.0]]))
+    assert float(logits[1] - logits[0]) == pytest.approx(12, abs=1e-5)
+    assert model.blocks[0].mlp.W_out.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("method", ["unit", "random", "oracle", "replacement"])
+@pytest.mark.parametrize("shift", [-2, 0.5])
+def test_what_the_site_writes_moves_along_d_by_the_requested_shift(model, factors, name, method, shift):
+    """h* dW d = shift, by running the host: (y' - y) . d at the target's last position."""
+    site = find_sites(model, name)[0]
+    target = find_target(model, site, PROMPT, 3, 5)
+    if method == "oracle":
+        edit = oracle_edit(model, site, target, float(shift))
+    else:
+        index = random_unit(factors[name], target, but=2) if method == "random" else 2
+        base = "replacement" if method == "replacement" else "dense"
+        edit = edit_unit(model, factors, f"{name}/{index}", PROMPT, 3, 5, shift, base=base)
+    with attach(model, factors) if method == "replacement" else torch.no_grad():
+        before = output_at_the_end(model, name)
+    with edit:
+        after = output_at_the_end(model, name)
+    assert edit.local_shift == pytest.approx(shift, rel=1e-6)
+    # y is float32 of this size.
+    assert float((after - before) @ target.direction.double()) == pytest.approx(
+        shift, abs=2e-6 * float(before.abs().sum())
+    )
+    assert edit.delta.rank == 1 and edit.shift == shift
+
+
+def test_the_dense_increment_is_the_one_that_the_write_row_induces(model, factors):
+    """A B' - A B = dW, also where alpha is computed from another h*."""
+    one = FactorSet({"blocks.1.mlp_out": factors["blocks.1.mlp_out"]})
+    dense, within = (
+        edit_unit(model, one, "blocks.1.mlp_out/4", PROMPT, 3, 5, 1.5, base=base) for base in ("dense", "replacement")
+    )
+    before, after = (f["blocks.1.mlp_out"].product() for f in (within.replaced, within.factors))
+    assert torch.allclose(after - before, dense.delta.dense(), atol=1e-5)
+    changed = within.factors["blocks.1.mlp_out"].write != one["blocks.1.mlp_out"].write
+    assert changed.any(1).nonzero().flatten().tolist() == [4]
+
+
+def test_an_edited_replacement_counts_the_edges_it_gained(model):
+    weight = host_of(model).weight(find_sites(model, "blocks.0.mlp_out")[0])
+    mask = (torch.arange(weight.numel()).view_as(weight) % 3 == 0).float()
+    sparse = Factors(torch.eye(32), weight * mask, provenance={"site": "blocks.0.mlp_out"})
+    edit = edit_unit(model, sparse, "blocks.0.mlp_out/7", PROMPT, 3, 5, 1, base="replacement")
+    assert edit.factors is not None
+    after = edit.factors["blocks.0.mlp_out"]
+    kept = int((sparse.write[7] != 0).sum())
+    assert after.edges - sparse.edges == 16 - kept == edit.settings["edges_added"] > 0
+    assert after.settings["edited_edges_added"] == 16 - kept and after.settings["edited_unit"] == 7
+    with pytest.raises(EditError, match=r"its factors; save them: edit\.factors\.save"):
+        edit.save("nowhere")
+    with pytest.raises(EditError, match="changes no weight"):
+        edit.state_dict()
+    with edit:
+        assert host_of(model).is_swapped(find_sites(model, "blocks.0.mlp_out")[0])
+    assert not host_of(model).is_swapped(find_sites(model, "blocks.0.mlp_out")[0])
+
+
+def test_through_the_norm_d_has_the_norms_weight(model, factors):
+    edit = edit_unit(model, factors, "blocks.1.mlp_out/1", PROMPT, 3, 5, 1, direction="through_norm")
+    d = (model.W_U[:, 3] - model.W_U[:, 5]).detach()
+    assert torch.equal(edit.target.direction, d * model.ln_final.w.detach())
+    assert edit.local_shift == pytest.approx(1, rel=1e-6) and "final norm" in edit.settings["calibration"]
+
+
+# ---------------------------------------------------------------------------------------------- applying and undoing
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_the_host_comes_back_bit_for_bit(model, factors, name):
+    edit = edit_unit(model, factors, f"{name}/0", PROMPT, 3, 5, 3)
+    model(PROMPT[None])
+    before, logits = everything(model), model(PROMPT[None])
+    parameter = stored_matrix(host_of(model), find_sites(model, name)[0]).parameter
+    kept = parameter.detach().clone()
+    with edit:
+        assert not torch.equal(model(PROMPT[None]), logits)
+    with pytest.raises(KeyboardInterrupt), edit.applied(model):
+        raise KeyboardInterrupt
+    with pytest.raises(ZeroDivisionError), edit:
+        parameter.data.mul_(2)  # whatever happens in the block
+        _ = 1 / 0
+    assert edit.apply() is edit
+    edit.undo()
+    assert everything(model) == before and torch.equal(parameter, kept)
+    assert torch.equal(model(PROMPT[None]), logits)
+    with pytest.raises(EditError, match="not applied"):
+        edit.undo()
+
+
+@pytest.mark.parametrize("how", ["with", "apply"])
+def test_ctrl_c_at_any_line(model, factors, how):
+    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3)
+    logits = model(PROMPT[None])
+
+    def there_and_back():
+        if how == "apply":
+            edit.apply()
+            edit.undo()
+        else:
+            with edit:
+                pass
+
+    lines = run_to_line(there_and_back, None)
+    assert lines > 40
+    for at in range(1, lines + 1):
+        with pytest.raises(KeyboardInterrupt):
+            run_to_line(there_and_back, at)
+        if edit._standing:  # an interrupted undo can be called again
+            edit.undo()
+        assert torch.equal(model(PROMPT[None]), logits), f"interrupted before line {at} of {lines}"
+
+
+def test_another_weight_is_refused(model, factors):
+    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    other = toy_model()
+    with edit.applied(other):  # the same weights in another object
+        assert not torch.equal(other.blocks[0].mlp.W_out, model.blocks[0].mlp.W_out)
+        with pytest.raises(EditError, match="another W than this host has now"):
+            edit.apply(other)
+    with torch.no_grad():
+        other.blocks[0].mlp.W_out[0, 0] += 1
+    with pytest.raises(EditError, match=r"made for another W .* make the edit on this host"):
+        edit.apply(other)
+    with pytest.raises(EditError, match=r"is \(32, 16\), the host's matrix is \(8, 16\): it belongs to another model"):
+        edit.apply(toy_model(d_mlp=8))
+
+
+def test_units_at_the_site_are_refused(model, factors):
+    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    with attach(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"]}):
+        for refused in (edit.apply, edit.state_dict):
+            with pytest.raises(AttachError, match=r"blocks\.0\.mlp_out is attached already"):
+                refused()
+        with pytest.raises(AttachError, match="attached already"):
+            edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    with attach(model, {"blocks.1.mlp_out": factors["blocks.1.mlp_out"]}):  # elsewhere they may stay
+        edit.apply().undo()
+    with edit, pytest.raises(AttachError, match="made from another W"):
+        attach(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"]})
+
+
+def test_edits_of_one_site_come_off_in_reverse_order(model, factors):
+    weight, target = model.blocks[0].mlp.W_out, (PROMPT, 3, 5)
+    kept = weight.detach().clone()
+    site = find_sites(model, "blocks.0.mlp_out")[0]
+    first = edit_unit(model, factors, "blocks.0.mlp_out/0", *target, 1)
+    second = edit_unit(model, factors, "blocks.0.mlp_out/1", *target, 1)
+    first.apply()
+    once = weight.detach().clone()
+    with pytest.raises(EditError, match="another W"):  # made for the unedited matrix
+        second.apply()
+    second = unit_edit(model, factors, site, 1, find_target(model, site, *target), 1.0)  # made on the edited one
+    second.apply()
+    with pytest.raises(EditError, match="edits come off in reverse order"):
+        first.undo()
+    second.undo()
+    assert torch.equal(weight, once)
+    first.undo()
+    assert torch.equal(weight, kept)
+
+
+# ---------------------------------------------------------------------------------------------- files and export
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_the_state_dict_is_the_hosts_own_with_the_edit_in_it(model, factors, name):
+    edit = edit_unit(model, factors, f"{name}/3", PROMPT, 3, 5, 2)
+    plain = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state = edit.state_dict(model)
+    assert {key: t.shape for key, t in state.items()} == {key: t.shape for key, t in plain.items()}
+    parameter = {"blocks.0.mlp_out": "blocks.0.mlp.W_out", "blocks.0.attn_o": "blocks.0.attn.W_O"}[name]
+    assert [key for key in state if not torch.equal(state[key], plain[key])] == [parameter]
+    other = toy_model()
+    other.load_state_dict(state)
+    with edit:
+        logits, again = model(PROMPT[None]), edit.state_dict()
+    assert torch.equal(other(PROMPT[None]), logits) and torch.equal(again[parameter], state[parameter])
+    assert all(torch.equal(plain[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_files(model, factors, tmp_path, monkeypatch):
+    edit = edit_unit(model, factors, "blocks.0.attn_o/3", PROMPT, 3, 5, 2)
+    path = edit.save(tmp_path / "one.safetensors")
+    again = Edit.load(path)
+    assert again.settings == dict(edit.settings) and again.target.described() == edit.target.described()
+    assert torch.equal(again.delta.dense(), edit.delta.dense()) and again.local_shift == edit.local_shift
+    with edit:
+        logits = model(PROMPT[None])
+    with again.applied(model):
+        assert torch.equal(model(PROMPT[None]), logits)
+    with pytest.raises(EditError, match="no model of its own"):
+        again.apply()
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        Edit.load(tmp_path / "two.safetensors")
+    (tmp_path / "junk").write_bytes(b"nothing of the kind")
+    with pytest.raises(EditError, match="cannot be read as an edit"):
+        Edit.load(tmp_path / "junk")
+    broken = replace(edit, delta=replace(edit.delta, write=edit.delta.write * float("nan")))
+    with pytest.raises(EditError, match="write holds values that are not finite"):
+        Edit.load(broken.save(tmp_path / "nan"))
+    monkeypatch.setattr("swd_lens.study.edit.edited.save_file", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.save(path)
+    assert Edit.load(path).local_shift == edit.local_shift  # the old file, whole
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["junk", "nan", "one.safetensors"]
+
+
+# ---------------------------------------------------------------------------------------------- controls
+
+
+def test_the_random_unit_is_neither_silent_nor_extreme(model, factors):
+    site, f = find_sites(model, "blocks.0.mlp_out")[0], factors["blocks.0.mlp_out"]
+    target = find_target(model, site, PROMPT, 3, 5)
+    z = (target.input.double() @ f.read.double()).abs()
+    drawn = {random_unit(f, target, seed=seed) for seed in range(60)}
+    low, high = torch.quantile(z, 0.35), torch.quantile(z, 0.85)
+    inside = set(((z >= low) & (z <= high)).nonzero().flatten().tolist())
+    assert drawn == inside and 0.4 * len(z) < len(inside) < 0.6 * len(z)
+    first = random_unit(f, target)
+    assert random_unit(f, target) == first != random_unit(f, target, but=first)
+
+
+def test_lora_reaches_the_requested_margins_and_leaves_the_host_alone(model):
+    site = find_sites(model, "blocks.1.attn_o")[0]
+    target = find_target(model, site, PROMPT, 3, 5)
+    before = everything(model)
+    both = lora_edits(model, site, target, [-1.0, 1.5], progress=False)
+    alone = lora_edits(model, site, target, [1.5], progress=False)[0]
+    assert everything(model) == before and all(p.grad is None for p in model.parameters())
+    for edit in both:
+        with edit, torch.no_grad():
+            logits = model(PROMPT[None])[0, -1]
+        assert float(logits[3] - logits[5]) - target.margin == pytest.approx(edit.shift, abs=0.02)
+        assert edit.delta.rank == 4 and edit.settings["learning_rate"] == 0.08
+    # Side by side the rows do not mix: the same training but for rounding.
+    assert torch.allclose(alone.delta.dense(), both[1].delta.dense(), atol=1e-3)
+    again = lora_edits(model, site, target, [1.5], progress=False)[0]
+    assert torch.equal(again.delta.read, alone.delta.read) and torch.equal(again.delta.write, alone.delta.write)
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shift": float("nan")}, "shift must be a finite number .* got nan"),
+        ({"unit": "blocks.0.mlp_out/32"}, r"blocks\.0\.mlp_out has 16 units, 0 to 15"),
+        ({"unit": "blocks.0.mlp_out"}, "is not a unit name"),
+        (
+            {"unit": "blocks.0.mlp_in/0"},
+            r"blocks\.0\.mlp_in does not write to the residual stream; an edit takes units",
+        ),
+        ({"unit": "blocks.5.mlp_out/0"}, r"these factors hold blocks\.0\.attn_o, .* not blocks\.5\.mlp_out"),
+        ({"answer": 20}, "an answer 20 is no token of this host; ids go from 0 to 19"),
+        ({"foil": 3}, "the same unembedding"),
+        ({"base": "sparse"}, r"base must be one of \('dense', 'replacement'\), got 'sparse'"),
+        ({"direction": "up"}, "direction must be one of .* got 'up'"),
+        ({"prompt": [[1, 2], [3, 4]]}, "one row of token ids, got 2 rows"),
+    ],
+)
+def test_errors_say_what_was_wrong(model, factors, changes, message):
+    given = {"unit": "blocks.0.mlp_out/0", "prompt": PROMPT, "answer": 3, "foil": 5, "shift": 1} | changes
+    with pytest.raises(ValueError, match=message):
+        edit_unit(model, factors, **given)
+
+
+def test_silent_and_invalid_units_are_refused(model, factors):
+    f = factors["blocks.0.mlp_out"]
+    h = find_target(model, find_sites(model, "blocks.0.mlp_out")[0], PROMPT, 3, 5).input
+    read, write = f.read.clone(), f.write.clone()
+    read[:, 1] -= h * (h @ read[:, 1]) / (h @ h)  # unit 1 reads nothing of h*
+    write[2] = 0
+    changed = {"blocks.0.mlp_out": replace(f, read=read, write=write)}
+    with pytest.raises(EditError, match=r"unit blocks\.0\.mlp_out/1 is silent on .*: z = "):
+        edit_unit(model, changed, "blocks.0.mlp_out/1", PROMPT, 3, 5, 1)
+    with pytest.raises(
+        EditError, match=r"unit blocks\.0\.mlp_out/2 is not valid: its read or its write vector is empty"
+    ):
+        edit_unit(model, changed, "blocks.0.mlp_out/2", PROMPT, 3, 5, 1)
+
+
+def test_answers_of_several_tokens(default_model):
+    factors = baselines.svd(default_model, "blocks.3.mlp_out")
+    with pytest.raises(EditError, match=r"an answer is not one token: ' Mary John' is 2 tokens .* single tokens"):
+        edit_unit(default_model, factors, "blocks.3.mlp_out/0", "The doctor is", " Mary John", " Ann", 1)
+    with pytest.raises(EditError, match=r"prompt '': empty prompt"):
+        edit_unit(default_model, factors, "blocks.3.mlp_out/0", "", " John", " Mary", 1)
+
+
+# ---------------------------------------------------------------------------------------------- units at run time
+
+
+def test_unit_hooks_scale_and_clamp(model, factors):
+    name, f = "blocks.0.mlp_out", factors["blocks.0.mlp_out"]
+    tokens, scaled = PROMPT[None], f.write.clone()
+    scaled[5] *= 2.5
+    with attach(model, {name: replace(f, write=scaled)}):
+        expected = model(tokens)
+    with attach(model, factors) as attachment, torch.no_grad():
+        plain, cache = model.run_with_cache(tokens)
+        hooks = unit_hooks({f"{name}/5": ("scale", 2.5)}, attachment.factors)
+        assert torch.allclose(model.run_with_hooks(tokens, fwd_hooks=hooks), expected, atol=1e-4)
+        found = {}
+        for positions in ("all", "scoring", 0, [1, -2]):
+            hooks = unit_hooks({f"{name}/5": ("clamp", 7), f"{name}/6": ("scale", 0)}, positions=positions)
+            with model.hooks(fwd_hooks=hooks):
+                found[str(positions)] = model.run_with_cache(tokens)[1]["blocks.0.hook_mlp_out_unit"]
+        z = cache["blocks.0.hook_mlp_out_unit"]
+        for key, places in {"all": range(6), "scoring": [5], "0": [0], "[1, -2]": [1, 4]}.items():
+            wanted = z.clone()
+            for place in places:
+                wanted[:, place, 5], wanted[:, place, 6] = 7, 0
+            assert torch.equal(found[key], wanted)
+        assert torch.equal(model(tokens), plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "there are no units to change"),
+        ({"blocks.0.mlp_out/5": ("double", 2)}, r'a change is \("scale", factor\) or \("clamp", value\), got'),
+        ({"blocks.0.mlp_out/5": ("scale", float("inf"))}, "the value of 'scale' must be a finite number"),
+        ({"blocks.0.mlp_out/99": ("scale", 2)}, "has 16 units, 0 to 15"),
+        ({"blocks.7.mlp_out/0": ("scale", 2)}, r"not blocks\.7\.mlp_out"),
+        ({"five": ("scale", 2)}, "is not a unit name"),
+    ],
+)
+def test_unit_hooks_errors(factors, changes, message):
+    with pytest.raises(ValueError, match=message):
+        unit_hooks(changes, factors)
+
+
+def test_unit_hooks_find_out_late_without_factors(model, factors):
+    hooks = unit_hooks({"blocks.0.mlp_out/99": ("scale", 2)})
+    with attach(model, factors), pytest.raises(EditError, match="has 16 units, 0 to 15"):
+        model.run_with_hooks(PROMPT[None], fwd_hooks=hooks)
+    for positions in ("last", []):
+        with pytest.raises(EditError, match="positions must be"):
+            unit_hooks({"blocks.0.mlp_out/1": ("scale", 2)}, positions=positions)
+
+
+def test_provenance(model, factors):
+    edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
+    weight = model.blocks[0].mlp.W_out
+    assert edit.settings["weight_sha256"] == fingerprint(weight) and edit.settings["swd_lens"] == swd.__version__
+    assert edit.settings["base"] == "dense" and not edit.settings["final_norm_folded"]
+    assert "not applied" in repr(edit) and "blocks.0.mlp_out/0" in edit._repr_html_()

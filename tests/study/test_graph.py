@@ -1,0 +1,267 @@
+"""Unit graphs: every kind of edge against the intervention that it claims, and contributions that add up to z."""
+
+import pytest
+import torch
+
+from swd_lens.baselines import svd
+from swd_lens.factors import Factors
+from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.study.graph import unit_graph
+from tests.micro import toy_model
+from tests.study.graph_checks import TOKENS, all_units, check_edges, nudged, random_factors, sites_by_name, weights_of
+
+APART = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
+HOSTS = {
+    "LN": {},
+    "LN folded": {"normalization_type": "LNPre"},
+    "RMS": {"normalization_type": "RMS"},
+    "no norm": {"normalization_type": None},
+    "parallel": {"parallel_attn_mlp": True},
+    "grouped": {"n_key_value_heads": 1},
+    "rotary": {"positional_embedding_type": "rotary", "rotary_dim": 8},
+    "gated": {"gated_mlp": True, "act_fn": "silu"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_edge_is_what_a_nudge_does(name):
+    model = toy_model(**HOSTS[name])
+    kinds = (*APART, "mlp_gate") if name == "gated" else APART
+    factors = random_factors(model, *kinds)
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
+
+    def count(source: tuple[str, int, int], target: str) -> int:
+        return check_edges(model, factors, graph, source, target)
+
+    # The residual stream: one position, 5 units of each later reader.
+    for target in ("attn_q", "attn_k", "attn_v", "mlp_in") if name == "LN" else ("attn_k", "mlp_in"):
+        assert count(("blocks.0.mlp_out", 1, 2), f"blocks.1.{target}") == 5
+    assert count(("blocks.0.attn_o", 3, 4), "blocks.1.attn_v") == 5
+    # Within a block the MLP reads what the attention wrote, unless both are parallel.
+    assert count(("blocks.0.attn_o", 0, 1), "blocks.0.mlp_in") == (0 if name == "parallel" else 5)
+    # Values to all later positions: 5 units at 2, 3, 4.
+    assert count(("blocks.1.attn_v", 2, 2), "blocks.1.attn_o") == 15
+    assert count(("blocks.0.mlp_in", 4, 3), "blocks.0.mlp_out") == 5
+    if name == "gated":
+        assert count(("blocks.1.mlp_gate", 0, 1), "blocks.1.mlp_out") == 5
+        assert count(("blocks.0.attn_o", 0, 1), "blocks.0.mlp_gate") == 5
+    # Nothing leaves a q or k unit, the pattern being held.
+    assert not any(".attn_q/" in source or ".attn_k/" in source for source, _ in weights_of(graph))
+
+
+def test_packed_values():
+    model = toy_model()
+    factors = random_factors(
+        model, "attn_qkv", "attn_o", "mlp_out"
+    )  # mlp_out: held, or a nudge would go through it, too
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
+    assert check_edges(model, factors, graph, ("blocks.0.attn_qkv", 1, 1), "blocks.0.attn_o") == 20
+    assert check_edges(model, factors, graph, ("blocks.0.attn_o", 1, 1), "blocks.1.attn_qkv") == 5
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_paths_through_matrices_that_have_no_units(gated):
+    model = toy_model(**({"gated_mlp": True, "act_fn": "silu"} if gated else {}))
+    factors = random_factors(model, "attn_o", "mlp_out")
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None)
+    assert check_edges(model, factors, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.mlp_out") == 5
+    assert check_edges(model, factors, graph, ("blocks.0.attn_o", 1, 3), "blocks.0.mlp_out") == 5
+    assert check_edges(model, factors, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.attn_o") == 10
+
+
+def test_a_path_through_a_replaced_site_runs_through_its_product():
+    # mlp_in and attn_v are attached but none of their units is drawn, so they must not be held.
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    drawn = [unit for unit in all_units(factors) if unit[0].endswith(("attn_o", "mlp_out"))]
+    graph = unit_graph(model, factors, drawn, prompt=TOKENS, attention="frozen", keep=None)
+    products = {site: f for site, f in factors.items() if site.endswith(("attn_o", "mlp_out"))}
+    with torch.no_grad():
+        for layer, block in enumerate(model.blocks):
+            block.mlp.W_in.copy_(factors[f"blocks.{layer}.mlp_in"].product())
+            for part in "QKV":
+                made = factors[f"blocks.{layer}.attn_{part.lower()}"].product()
+                getattr(block.attn, f"W_{part}").copy_(made.unflatten(1, (2, 8)).transpose(0, 1))
+    assert check_edges(model, products, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.mlp_out") == 5
+    assert check_edges(model, products, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.attn_o") == 10
+
+
+def test_weights_to_the_answers():
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, answers=[4, 9], keep=None)
+    for site in ("blocks.0.attn_o", "blocks.1.mlp_out"):
+        change = nudged(model, factors, (site, 2, 4), "logits", 0.05)
+        for token in (4, 9):
+            assert weights_of(graph)[f"{site}/2@4", f"logit {token}"] == pytest.approx(float(change[token]), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["LN", "RMS", "parallel"])
+def test_without_a_prompt_a_weight_is_a_nudge_at_scale_one(name):
+    model = toy_model(**HOSTS[name])
+    factors = random_factors(model, *APART)
+    weights = weights_of(unit_graph(model, factors, all_units(factors), keep=None, answers=[2]))
+    change = nudged(model, factors, ("blocks.0.attn_o", 1, 2), "blocks.1.mlp_in", 0.05, scale_one=True)[2]
+    for unit in range(5):
+        assert weights["blocks.0.attn_o/1", f"blocks.1.mlp_in/{unit}"] == pytest.approx(float(change[unit]), abs=1e-4)
+    logit = nudged(model, factors, ("blocks.1.mlp_out", 1, 4), "logits", 0.05, scale_one=True)[2]
+    assert weights["blocks.1.mlp_out/1", "logit 2"] == pytest.approx(float(logit), abs=1e-4)
+    assert not any(".mlp_in/" in source or ".attn_v/" in source for source, _ in weights)
+
+
+def test_average_scale_and_cosine():
+    model = toy_model()
+    factors = random_factors(model, "mlp_out", "mlp_in")
+    plain = weights_of(unit_graph(model, factors, all_units(factors), keep=None))
+    key = ("blocks.0.mlp_out/1", "blocks.1.mlp_in/2")
+    _, cache = model.run_with_cache(torch.tensor([TOKENS, TOKENS[::-1]]))
+    inverse = (1 / cache["blocks.1.ln2.hook_scale"]).mean()
+    averaged = weights_of(
+        unit_graph(model, factors, all_units(factors), tokens=torch.tensor([TOKENS, TOKENS[::-1]]), keep=None)
+    )
+    assert averaged[key] == pytest.approx(plain[key] * float(inverse), rel=1e-4)
+    cosine = weights_of(unit_graph(model, factors, all_units(factors), keep=None, normalize="cosine"))
+    read = factors["blocks.1.mlp_in"].read[:, 2] * model.state_dict()["blocks.1.ln2.w"]
+    read = read - read.mean()
+    write = factors["blocks.0.mlp_out"].write[1]
+    assert cosine[key] == pytest.approx(float(torch.cosine_similarity(read, write, dim=0)), abs=1e-5)
+
+
+def test_contributions_of_everything_add_up_to_z(default_model):
+    """On the embedded model, all sites replaced: tokens, all earlier units and biases make every residual reader's z."""
+    model = default_model
+    factors = svd(model, "all")
+    graph = unit_graph(
+        model,
+        factors,
+        all_units(dict(factors)),
+        prompt="The war lasted from the year 1743 to the year 17",
+        isolated=True,
+        keep=50,
+    )
+    rest = graph.nodes.set_index("node")
+    host, sites = host_of(model), sites_by_name(model)
+    last = int(graph.nodes["position"].max())
+    _, cache = model.run_with_cache(torch.tensor(graph.settings["token_ids"])[None])
+    checked = 0
+    for layer, block in enumerate(model.blocks):
+        for kind, norm, scale in (("attn_qkv", block.ln1, "ln1"), ("mlp_in", block.ln2, "ln2")):
+            # Everything in the residual stream that no unit writes: the biases so far.
+            bias = sum(b.attn.b_O + b.mlp.b_out for b in model.blocks[:layer])
+            bias = bias + (block.attn.b_O if kind == "mlp_in" else 0)
+            constant = 0.0
+            if isinstance(bias, torch.Tensor):
+                constant = (bias - bias.mean()) * norm.w / cache[f"blocks.{layer}.{scale}.hook_scale"][0, -1]
+            name = f"blocks.{layer}.{kind}"
+            expected = ((constant + norm.b) @ factors[name].read).detach()
+            affine = host.affine(sites[name])
+            assert affine is not None and affine.shift is not None
+            for unit in range(factors[name].n_units):
+                row = rest.loc[f"{name}/{unit}@{last}"]
+                assert row["rest"] == pytest.approx(float(expected[unit]), abs=1e-4 * max(1.0, abs(row["activation"])))
+                checked += 1
+    assert checked == sum(f.n_units for name, f in factors.items() if name.endswith(("attn_qkv", "mlp_in")))
+
+
+def test_frozen_attention_explains_attn_o_exactly():
+    model = toy_model()
+    factors = random_factors(model, "attn_v", "attn_o")
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
+    for layer, block in enumerate(model.blocks):
+        expected = block.attn.b_V.flatten().detach() @ factors[f"blocks.{layer}.attn_o"].read  # patterns sum to one
+        for unit in range(5):
+            row = graph.nodes.set_index("node").loc[f"blocks.{layer}.attn_o/{unit}@4"]
+            assert row["rest"] == pytest.approx(float(expected[unit]), abs=1e-4)
+
+
+def test_pruning_keeps_the_strongest_and_says_so():
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    units = all_units(factors)
+    everything = unit_graph(model, factors, units, keep=None)
+    ten = unit_graph(model, factors, units, keep=10)
+    assert list(ten.edges["source"]) == list(everything.edges["source"].head(10))
+    assert ten.edges["strength"].is_monotonic_decreasing and ten.settings["keep"] == 10
+    assert ten.settings["edges_possible"] == everything.settings["edges_possible"] == len(everything.edges)
+    assert set(ten.nodes["node"]) == set(ten.edges["source"]) | set(ten.edges["target"])
+    assert len(unit_graph(model, factors, units, keep=10, isolated=True).nodes) == len(units)
+    least = float(everything.edges["weight"].abs().median())
+    assert unit_graph(model, factors, units, keep=None, min_weight=least).edges["weight"].abs().min() >= least
+    assert unit_graph(model, factors, units, keep=None, per_node=2).edges["target"].value_counts().max() == 2
+
+
+def test_influence_is_shared_out():
+    """Shares of the answers, the one at the top, and everything below it holds no more than the whole."""
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_out", "mlp_in")
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, answers=[3], keep=None)
+    influence = graph.nodes.set_index("node")["influence"]
+    assert influence["logit 3"] == 1.0
+    assert 0 < influence["token@4"] <= 1.0
+    into = graph.edges[graph.edges["target"] == "logit 3"]
+    assert into["strength"].sum() <= 1.0 + 1e-6
+    given = into["contribution"].sum() + float(graph.nodes.set_index("node").loc["logit 3", "rest"])
+    assert given == pytest.approx(float(graph.nodes.set_index("node").loc["logit 3", "activation"]), abs=1e-4)
+
+
+def test_the_host_is_left_as_it_was():
+    model = toy_model()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    logits, names = model(torch.tensor([TOKENS])), list(model.hook_dict)
+    factors = random_factors(model, *APART)
+    first = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    again = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    assert first.edges.equals(again.edges) and first.nodes.equals(again.nodes)
+    assert torch.equal(model(torch.tensor([TOKENS])), logits) and list(model.hook_dict) == names
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_be_drawn_is_refused():
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    units = all_units(factors)
+
+    def refused(error: type[Exception], match: str, chosen=units, **settings) -> None:
+        with pytest.raises(error, match=match):
+            unit_graph(model, factors, chosen, **settings)
+
+    refused(ValueError, r"no unit of blocks\.0\.mlp_in can speak.*attn_o, mlp_out", chosen=["blocks.0.mlp_in/1"])
+    refused(ValueError, r"blocks\.0\.mlp_in/7 is not among .* \(0 to 4\)", chosen=["blocks.0.mlp_in/7"])
+    refused(ValueError, r"blocks\.9\.mlp_in/0 is not among", chosen=[("blocks.9.mlp_in", 0)])
+    refused(ValueError, "named twice", chosen=["blocks.0.mlp_in/1", ("blocks.0.mlp_in", 1)])
+    refused(ValueError, "there are no units", chosen=[])
+    refused(ValueError, "give one, prompt=", attention="frozen")
+    refused(ValueError, "attention must be one of", attention="thawed")
+    refused(ValueError, "cosine.*without one", prompt=TOKENS, normalize="cosine")
+    refused(ValueError, "leave `tokens` out", prompt=TOKENS, tokens=torch.tensor([TOKENS]))
+    refused(ValueError, "keep=0", keep=0)
+    refused(ValueError, "min_weight=-1", min_weight=-1)
+    refused(ValueError, "no tokenizer", prompt="text")
+    refused(ValueError, "33|32", prompt=list(range(20)) + list(range(13)))
+    refused(ValueError, "answer 20 is no token id", prompt=TOKENS, answers=[20])
+    refused(ValueError, "likeliest tokens are those of a prompt", answers=3)
+    refused(ValueError, "one prompt, got 2", prompt=[TOKENS, TOKENS])
+
+
+def test_coders_have_no_edges():
+    model = toy_model()
+    with pytest.raises(TypeError, match="no read and write vectors"):
+        unit_graph(model, {"blocks.0.mlp": _Pair()}, ["blocks.0.mlp/1"])
+
+
+class _Pair:
+    reads, writes = "input", "output"
+
+    def encode(self, x):
+        return x
+
+    def decode(self, z):
+        return z
+
+
+def test_activation_functions_that_mix_neurons():
+    model = toy_model(act_fn="solu_ln")
+    factors = {"blocks.0.mlp_out": Factors(torch.randn(32, 3), torch.randn(3, 16))}
+    with pytest.raises(UnsupportedHostError, match="mixes neurons"):
+        unit_graph(model, factors, ["blocks.0.mlp_out/1"], prompt=TOKENS)

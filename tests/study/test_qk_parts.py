@@ -1,0 +1,82 @@
+"""Contributions of all pairs and the bias terms sum to hook_attn_scores, in every kind of head."""
+
+import pytest
+import torch
+
+from swd_lens.hosts import UnsupportedHostError
+from swd_lens.study.qk import QKError, score_parts
+from tests import families
+from tests.micro import toy_model
+from tests.study.qk_checks import ROW, check_parts, random_factors
+
+HOSTS = {
+    "learned": lambda: toy_model(),
+    "alibi": lambda: toy_model(positional_embedding_type="alibi"),
+    "soft cap": lambda: toy_model(attn_scores_soft_cap=3.0),
+    "scaled by layer": lambda: toy_model(scale_attn_by_inverse_layer_idx=True),
+    "adjacent pairs": lambda: toy_model(positional_embedding_type="rotary", rotary_dim=8, rotary_adjacent_pairs=True),
+    "ungrouped": lambda: toy_model(n_heads=4, d_head=4, n_key_value_heads=2, ungroup_grouped_query_attention=True),
+}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("host", [*HOSTS, "pythia", "llama", "qwen3"])
+def test_parts_sum_to_the_scores_of_the_attached_host(host, packed):
+    model = HOSTS[host]() if host in HOSTS else families.hooked(host)
+    check_parts(model, random_factors(model, packed), ROW)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_offsets_of_transported_factors_act_like_biases(packed):
+    model = toy_model()
+    with_offsets, without = random_factors(model, packed, offsets=True), random_factors(model, packed)
+    check_parts(model, with_offsets, ROW)
+    parts = [score_parts(model, f, 0, 1, ROW) for f in (with_offsets, without)]
+    assert not torch.allclose(parts[0].biases, parts[1].biases, atol=1e-3)
+
+
+def test_the_parts_by_name():
+    """Without biases only pairs are left; with them, the constant parts do not depend on what they should not depend on."""
+    model = toy_model()
+    factors = random_factors(model)
+    parts = score_parts(model, factors, 1, 0, ROW)
+    assert torch.allclose(parts.biases[-1], parts.biases[-1, :1].expand(len(ROW)))
+    assert torch.allclose(parts.query_bias[-1, :-1], parts.query_bias[-2, :-1])
+    assert torch.allclose(parts.key_bias[-1], parts.key_bias[-1, :1].expand(len(ROW)), atol=1e-6)
+    for block in model.blocks:
+        block.attn.b_Q.data.zero_()
+        block.attn.b_K.data.zero_()
+    bare = score_parts(model, factors, 1, 0, ROW)
+    assert not any(getattr(bare, name).any() for name in ("query_bias", "key_bias", "biases", "position"))
+    assert torch.equal(bare.total, bare.pairs)
+
+
+def test_the_strongest_pairs_of_one_score():
+    model = families.hooked("qwen3")  # norms, rotation and groups at once
+    parts = score_parts(model, random_factors(model), 1, 3, ROW)
+    table = parts.strongest(5, 2, n=81)
+    assert float(table["contribution"].sum()) == pytest.approx(float(parts.pairs[5, 2]), abs=1e-5)
+    assert table["contribution"].abs().is_monotonic_decreasing
+    first = table.iloc[0]
+    seen = parts.contribution(int(first["q unit"]), int(first["k unit"]))[5, 2]
+    assert float(seen) == pytest.approx(first["contribution"], abs=1e-6)
+    with pytest.raises(QKError, match="destination 2 does not look at source 5"):
+        parts.strongest(2, 5)
+    with pytest.raises(QKError, match=r"k_unit is 9, but blocks\.1\.attn_qkv has units 0 to 8"):
+        parts.contribution(0, 9)
+
+
+def test_parts_show_themselves():
+    model = toy_model(positional_embedding_type="alibi")
+    parts = score_parts(model, random_factors(model), 0, 0, ROW)
+    assert parts.table().iloc[0]["part"] == "all unit pairs" and "<svg" in parts._repr_html_()
+    assert len(parts.plot().axes) == 7  # five parts, their sum, one bar
+    assert "L0H0 on 7 tokens" in repr(parts)
+
+
+def test_a_host_that_does_something_else_to_queries_is_refused():
+    model = toy_model()
+    model.add_hook("blocks.1.attn.hook_q", lambda tensor, hook: 2 * tensor)
+    with pytest.raises(UnsupportedHostError, match="layer 1: queries and keys give scores that differ"):
+        score_parts(model, random_factors(model), 1, 0, ROW)
+    score_parts(model, random_factors(model), 0, 0, ROW)

@@ -1,0 +1,150 @@
+"""A replay is what really happens: removed patterns equal a hook's, numbers follow from the maps, the host stays as it was."""
+
+import pytest
+import torch
+
+from swd_lens.figures import svg
+from swd_lens.hosts import UnsupportedHostError
+from swd_lens.inject import attach
+from swd_lens.study.qk import QKError, QKPair, qk_replay
+from swd_lens.tasks import TokenError
+from tests import families
+from tests.micro import toy_model
+from tests.study.qk_checks import ROW, intervened, random_factors, same, snapshot
+
+HOSTS = {
+    "learned": lambda: toy_model(),
+    "alibi": lambda: toy_model(positional_embedding_type="alibi"),
+    "soft cap": lambda: toy_model(attn_scores_soft_cap=2.0),
+    "pythia": lambda: families.hooked("pythia"),
+    "llama": lambda: families.hooked("llama"),
+    "qwen3": lambda: families.hooked("qwen3"),
+}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_removed_pattern_is_that_of_a_real_intervention(host, packed):
+    model = HOSTS[host]()
+    factors = random_factors(model, packed)
+    pair = QKPair(1, int(model.cfg.n_heads) - 1, 3, 5)
+    for remove in ("q", "k"):
+        made = qk_replay(model, factors, pair, ROW, remove=remove)
+        assert torch.allclose(made.removed, intervened(model, factors, pair, ROW, remove), atol=1e-5)
+        assert torch.allclose(made.reconstructed, intervened(model, factors, pair, ROW, "none"), atol=1e-5)
+        assert made.max_change > 1e-4
+
+
+def test_the_numbers_follow_from_the_maps():
+    model = toy_model()
+    factors = random_factors(model)
+    made = qk_replay(model, factors, QKPair(1, 1, 2, 4), ROW)
+    _, cache = model.run_with_cache(torch.tensor([ROW]))
+    assert torch.allclose(made.dense, cache["pattern", 1][0, 1], atol=1e-6)
+    write = factors["blocks.1.attn_qkv"].write
+    gamma = float(write[2, 8:16] @ write[4, 24:32]) / 8**0.5
+    with attach(model, factors):
+        _, cache = model.run_with_cache(torch.tensor([ROW]))
+        z, scores = cache["attn_qkv_unit", 1][0], cache["attn_scores", 1][0, 1]
+    assert made.pair.gamma == pytest.approx(gamma, rel=1e-5)
+    contribution = (torch.outer(z[:, 2], z[:, 4]) * gamma).tril()
+    assert torch.allclose(made.contribution, contribution, atol=1e-6)
+    assert torch.equal(made.mask, torch.ones(7, 7).tril().bool())
+    assert made.signed_mean == pytest.approx(float(contribution.sum()) / 28, abs=1e-6)
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+        return float(torch.where(made.mask, p * (p.log() - q.log()), 0.0).nan_to_num(0).sum(-1).mean())
+
+    assert made.dense_kl == pytest.approx(kl(made.dense, made.reconstructed), abs=1e-6)
+    assert made.removed_kl == pytest.approx(kl(made.reconstructed, made.removed), abs=1e-6)
+    change = made.removed - made.reconstructed
+    assert made.max_change == pytest.approx(float(change.abs().max()))
+    foretold = (scores - contribution).softmax(-1) - made.reconstructed
+    correlation = torch.corrcoef(torch.stack([foretold[made.mask], change[made.mask]]))[0, 1]
+    assert made.agreement == pytest.approx(float(correlation), abs=1e-4)
+
+
+def test_shares_of_all_partners_sum_to_one():
+    model = toy_model()
+    factors = random_factors(model)
+    shares = [qk_replay(model, factors, QKPair(0, 1, 6, b), ROW).share for b in range(9)]
+    # The unit with the key bias gives every source of a row the same, which no pattern feels.
+    assert sum(shares) == pytest.approx(1, abs=1e-5) and max(shares) < 1.5
+
+
+def test_removing_the_pair_alone_is_what_the_map_foretells():
+    model = toy_model()
+    made = qk_replay(model, random_factors(model), QKPair(0, 0, 1, 2), ROW, remove="pair")
+    assert made.agreement == pytest.approx(1, abs=1e-6) and made.share == pytest.approx(1, abs=1e-6)
+    assert made.taken_out == "q1×k2"
+
+
+def test_a_unit_that_writes_nothing_changes_nothing():
+    model = toy_model()
+    factors = random_factors(model)
+    factors["blocks.0.attn_qkv"].write[1, :8] = 0
+    made = qk_replay(model, factors, QKPair(0, 0, 1, 2), ROW)
+    assert made.max_change == 0 and made.removed_kl == 0 and made.agreement != made.agreement
+
+
+def test_a_half_precision_host_is_scored_in_float32():
+    model = toy_model().to(torch.bfloat16)
+    made = qk_replay(model, random_factors(model), QKPair(1, 0, 2, 4), ROW)
+    assert made.removed.dtype == torch.float32
+    assert torch.allclose(made.removed.sum(-1), torch.ones(7), atol=1e-6)  # bfloat16 would miss by 1e-2
+
+
+def test_the_host_is_left_as_it_was():
+    model = toy_model()
+    before = snapshot(model)
+    qk_replay(model, random_factors(model), QKPair(1, 0, 2, 4), ROW)
+    assert same(snapshot(model), before)
+
+    def stop(x: torch.Tensor, hook: object) -> None:
+        raise KeyboardInterrupt
+
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", stop)]), pytest.raises(KeyboardInterrupt):
+        qk_replay(model, random_factors(model), QKPair(1, 0, 2, 4), ROW)
+    assert same(snapshot(model), before)
+
+
+def test_a_replay_shows_itself(default_model):
+    factors = random_factors(default_model)
+    made = qk_replay(default_model, factors, QKPair(0, 0, 1, 2), "Mary gave a drink to John")
+    assert (
+        made.tokens[0] == default_model.tokenizer.bos_token and "".join(made.tokens[1:]) == "Mary gave a drink to John"
+    )
+    drawn = svg(made.plot())
+    assert "reconstructed" in drawn and "without q1" in drawn and "·gave" in drawn
+    assert "contribution to the score" in svg(made.plot_contribution())
+    panel = made.panel()._repr_html_()
+    assert "without q1" in panel and "AttentionHeads" in panel
+    assert "L0H0 q1×k2" in made._repr_html_() and "L0H0 q1×k2" in repr(made)
+    assert made.table()["removed kl"][0] == made.removed_kl
+
+
+@pytest.mark.parametrize(
+    ("pair", "prompt", "remove", "error", "said"),
+    [
+        (QKPair(0, 0, 9, 0), ROW, "q", QKError, r"q_unit is 9, but blocks\.0\.attn_qkv has units 0 to 8"),
+        (QKPair(0, 0, 0, -1), ROW, "q", QKError, "k_unit is -1"),
+        (QKPair(1, 0, 0, 0), ROW, "q", QKError, "layer 1 has no units on its queries and keys; layers with both: 0"),
+        (QKPair(0, 2, 0, 0), ROW, "q", QKError, "layer 0 has heads 0 to 1, not 2"),
+        (QKPair(0, 0, 0, 0), [3], "q", QKError, "at least two tokens"),
+        (QKPair(0, 0, 0, 0), [ROW, ROW], "q", QKError, "one row of tokens, got 2"),
+        (QKPair(0, 0, 0, 0), [1] * 33, "q", TokenError, "context of 32"),
+        (QKPair(0, 0, 0, 0), "text", "q", TokenError, "no tokenizer"),
+        (QKPair(0, 0, 0, 0), ROW, "v", QKError, "remove='v': give one of q, k, pair"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(pair, prompt, remove, error, said):
+    model = toy_model()
+    factors = {"blocks.0.attn_qkv": random_factors(model)["blocks.0.attn_qkv"]}
+    with pytest.raises(error, match=said):
+        qk_replay(model, factors, pair, prompt, remove=remove)
+
+
+def test_a_host_that_attends_both_ways_is_refused():
+    model = toy_model(attention_dir="bidirectional")
+    with pytest.raises(UnsupportedHostError, match="attends both ways"):
+        qk_replay(model, random_factors(model), QKPair(0, 0, 0, 0), ROW)

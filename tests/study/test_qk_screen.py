@@ -1,0 +1,135 @@
+"""The static screen: coefficients by hand, which units are kept, where the position enters, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from swd_lens.factors import Factors
+from swd_lens.figures import svg
+from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.hosts.heads import heads_of, rotations
+from swd_lens.study.qk import QKError, plot_attention_fidelity, qk_screen
+from tests import families
+from tests.micro import micro_model, toy_model
+from tests.study.qk_checks import random_factors
+
+
+def test_coefficients_by_hand():
+    """One head of width 2: gamma_ab = <query part of a, key part of b> / sqrt(2)."""
+    write = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, 9.0], [0.0, -1.0, 5.0, 0.0, 9.0, 9.0]])
+    screen = qk_screen(micro_model(), {"blocks.0.attn_qkv": Factors(torch.eye(2), write)})
+    # Query parts (1, 2), (0, -1), norms 2.2 and 1; key parts (3, 4), (5, 0), norms 5 and 5: of equal ones the first first.
+    assert screen.q_units.tolist() == [[[0, 1]]] and screen.k_units.tolist() == [[[0, 1]]]
+    expected = torch.tensor([[11.0, 5.0], [-4.0, 0.0]]) / 2**0.5
+    assert torch.allclose(screen.gamma[0, 0], expected)
+    assert float(screen.strongest[0, 0]) == pytest.approx(11 / 2**0.5)
+    assert [(p.q_unit, p.k_unit) for p in screen.pairs(4)] == [(0, 0), (0, 1), (1, 0)]  # a zero coefficient is no pair
+    assert screen.pairs(1)[0].gamma == pytest.approx(11 / 2**0.5) and str(screen.pairs(1)[0]) == "L0H0 q0×k0"
+
+
+def test_units_of_largest_write_norm_are_kept_head_by_head():
+    model = toy_model()
+    factors = random_factors(model)
+    screen = qk_screen(model, factors, top=4)
+    assert screen.gamma.shape == (2, 2, 4, 4)
+    write = factors["blocks.1.attn_qkv"].write
+    for head in range(2):
+        q, k = (write[:, start + 8 * head : start + 8 * head + 8] for start in (0, 16))
+        assert screen.q_units[1, head].tolist() == q.norm(dim=1).topk(4).indices.tolist()
+        assert screen.k_units[1, head].tolist() == k.norm(dim=1).topk(4).indices.tolist()
+        expected = q[screen.q_units[1, head]] @ k[screen.k_units[1, head]].T / 8**0.5
+        assert torch.allclose(screen.gamma[1, head], expected, atol=1e-6)
+
+
+def test_layers_without_units_are_not_a_number():
+    model = toy_model()
+    factors = random_factors(model)
+    screen = qk_screen(model, {"blocks.1.attn_qkv": factors["blocks.1.attn_qkv"]})
+    assert screen.strongest[0].isnan().all() and not screen.strongest[1].isnan().any()
+    assert {pair.layer for pair in screen.pairs()} == {1} and (screen.q_units[0] == -1).all()
+    apart = random_factors(model, packed=False)
+    with pytest.raises(QKError, match="no layer has units on its queries and its keys"):
+        qk_screen(model, {"blocks.0.attn_q": apart["blocks.0.attn_q"]})
+
+
+@pytest.mark.parametrize("name", ["pythia", "llama"])
+def test_rotary_coefficients_hold_at_a_distance(name):
+    """gamma(d) is what two rotated vectors give at any two positions d apart; pythia rotates half of a head only."""
+    model = families.hooked(name)
+    host, factors = host_of(model), random_factors(model)
+    screen = qk_screen(model, factors, top=3, distance=4)
+    heads, write = heads_of(host, 1), factors["blocks.1.attn_qkv"].write
+    turn = rotations(host, [heads], 12)[1]
+    assert turn is not None
+    width = heads.d_head
+    for head in range(heads.n_heads):
+        key_head = head // heads.group
+        a = write[screen.q_units[1, head], head * width : (head + 1) * width]
+        start = (heads.n_heads + key_head) * width
+        b = write[screen.k_units[1, head], start : start + width]
+        for dest, src in ((4, 0), (11, 7)):
+            gamma = turn.at(dest, a) @ turn.at(src, b).T / width**0.5
+            assert torch.allclose(gamma, screen.gamma[1, head], atol=1e-5)
+    assert "rotary" in screen.settings["positions"] and screen.settings["distance"] == 4
+    assert not torch.allclose(qk_screen(model, factors, top=3).gamma, screen.gamma, atol=1e-3)
+
+
+def test_the_weight_of_a_norm_is_in_the_coefficients():
+    model = families.hooked("qwen3")
+    factors = random_factors(model, packed=False)
+    screen = qk_screen(model, factors, top=2)
+    attn = model.blocks[0].attn
+    q = factors["blocks.0.attn_q"].write[:, 8:16] * attn.q_norm.w
+    k = factors["blocks.0.attn_k"].write[:, :8] * attn.k_norm.w
+    expected = q[screen.q_units[0, 1]] @ k[screen.k_units[0, 1]].T / 8**0.5
+    assert torch.allclose(screen.gamma[0, 1], expected, atol=1e-5)
+
+
+def test_a_screen_shows_itself():
+    model = toy_model()
+    screen = qk_screen(model, random_factors(model))
+    assert "2 layers x 2 heads, 4 with units, top 9 per side" in repr(screen)
+    assert len(screen.table(per_head=3)) == 12 and "<svg" in screen._repr_html_()
+    assert "largest |γ|" in svg(screen.plot())
+    assert {"model", "sites", "positions", "top", "distance", "version"} <= screen.settings.keys()
+
+
+def test_attention_fidelity_is_drawn_by_layer():
+    from swd_lens.circuits.fidelity import Fidelity
+
+    errors = {"blocks.0.attn_qkv": 0.01, "blocks.1.attn_qkv": 0.02, "blocks.1.attn_o": 0.05, "blocks.0.mlp_in": 0.5}
+    figure = plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, errors, 10))
+    lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in figure.axes[0].lines}
+    assert lines["QKV (attn_qkv)"] == [1.0, 2.0] and lines["output (attn_o)"][1] == 5.0
+    with pytest.raises(QKError, match=r"this fidelity is of blocks\.0\.mlp_in"):
+        plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, {"blocks.0.mlp_in": 0.5}, 10))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"top": 0}, "top=0"), ({"distance": 32}, "give 0 to 31"), ({"distance": -1}, "distance=-1")]
+)
+def test_numbers_out_of_range_are_refused(options, said):
+    model = toy_model()
+    with pytest.raises(QKError, match=said):
+        qk_screen(model, random_factors(model), **options)
+    with pytest.raises(QKError, match="per_head=0"):
+        qk_screen(model, random_factors(model)).pairs(0)
+
+
+def test_hosts_and_units_without_such_scores_are_refused():
+    both_ways = toy_model(attention_dir="bidirectional")
+    with pytest.raises(UnsupportedHostError, match="attends both ways"):
+        qk_screen(both_ways, random_factors(both_ways))
+    sinks = toy_model(use_attention_sinks=True)
+    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn has attention sinks"):
+        qk_screen(sinks, random_factors(sinks))
+
+    class Coder:
+        def encode(self, h: torch.Tensor) -> torch.Tensor:
+            return h
+
+        def decode(self, z: torch.Tensor) -> torch.Tensor:
+            return z.repeat(1, 1, 3)
+
+    with pytest.raises(UnsupportedHostError, match="must be read and write factors"):
+        qk_screen(toy_model(), {"blocks.0.attn_qkv": Coder()})
