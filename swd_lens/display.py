@@ -1,6 +1,7 @@
 """How an object shows itself in a notebook: a title, then its parts one below the other.
 
-A part is a figure (as SVG), a table (pandas), a panel (its own HTML) or a line of text; text is escaped here.
+A part is a figure (as SVG), a table (pandas; its first 20 rows), a panel (its own HTML) or a line of text; text is escaped
+here.
 """
 
 from html import escape
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 
 from swd_lens.figures import svg
 
+_ROWS = 20  # of a table
 _LONGEST = 160  # characters of a cell
 
 
@@ -24,9 +26,16 @@ def _part(part: Any) -> str:
     if isinstance(part, Figure):
         return f'<div style="overflow-x:auto">{svg(part)}</div>'
     if isinstance(part, pd.DataFrame):
-        with pd.option_context("display.max_colwidth", _LONGEST):  # pandas cuts text at 50 characters
-            table = part.to_html(index=False, border=0, escape=True, na_rep="–", float_format="{:.4g}".format)
-        return f'<div style="overflow-x:auto">{table}</div>'
+        return _table(part)
     if hasattr(part, "_repr_html_"):
         return part._repr_html_()
     return f"<p>{escape(str(part))}</p>"
+
+
+def _table(frame: pd.DataFrame) -> str:
+    with pd.option_context("display.max_colwidth", _LONGEST):  # pandas cuts text at 50 characters
+        shown = frame.head(_ROWS)
+        html = shown.to_html(index=False, border=0, escape=True, na_rep="–", float_format="{:.4g}".format)
+    more = len(frame) - _ROWS
+    rest = f"<p>and {more:,} more row{'s' * (more > 1)}</p>" if more > 0 else ""
+    return f'<div style="overflow-x:auto">{html}</div>{rest}'

@@ -28,7 +28,7 @@ class NotebookFigure(Figure):
         return svg(self)
 
 
-def new_figure(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.1):
+def new_figure(rows: int = 1, columns: int = 1, *, width: float | int = 4.2, height: float | int = 3.1):
     """A figure of rows x columns panels, each width x height inches, and its axes as a 2-D array."""
     figure = NotebookFigure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
@@ -65,7 +65,7 @@ def heatmap(
     *,
     label: str,
     signed: bool = False,
-    largest: float | None = None,
+    largest: float | int | None = None,
     rows: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     bar: bool = True,

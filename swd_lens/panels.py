@@ -24,6 +24,8 @@ from torch import Tensor
 
 POSITIVE, NEGATIVE = "#B34700", "#0072B2"  # as the report colours z
 _DIGITS = 4  # of a pattern's entries: finer than any screen shows
+# CircuitsVis labels heads in white on a colour of their own, some too light to read.
+_STYLE = ".swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
 # CircuitsVis' thumbnails listen to the mouse alone. Keyboards get them as buttons, named after their heads.
 _CALL = """
 (() => {
@@ -37,7 +39,17 @@ _CALL = """
       target.textContent = "This panel could not be drawn (" + error.message + "). Below it stands in words.";
       return;
     }
-    const adapt = () => target.querySelectorAll("canvas").forEach(canvas => {
+    const adapt = () => {
+      target.querySelectorAll("h2, h3, h4").forEach(plain);
+      target.querySelectorAll("canvas").forEach(reachable);
+    };
+    // Headings of its own would stand among the page's. Who hears the page is told which head is shown.
+    const plain = heading => {
+      if (heading.getAttribute("role") === "presentation") return;
+      heading.setAttribute("role", "presentation");
+      if (heading.textContent.includes("Zoomed")) heading.setAttribute("aria-live", "polite");
+    };
+    const reachable = canvas => {
       canvas.setAttribute("aria-hidden", "true");
       const head = clickable(canvas, target);
       if (!head || head.tabIndex === 0) return;
@@ -47,7 +59,7 @@ _CALL = """
       head.addEventListener("keydown", event => {
         if (event.key === "Enter" || event.key === " ") { event.preventDefault(); head.click(); }
       });
-    });
+    };
     new MutationObserver(adapt).observe(target, { childList: true, subtree: true });
     adapt();
   };
@@ -79,7 +91,7 @@ class Panel:
 
 @cache
 def library() -> str:
-    """CircuitsVis as one <script> element (1.3 MB), for a page to hold once.
+    """CircuitsVis as one <script> element (1.3 MB) with a line of style before it, for a page to hold once.
 
     Raises:
         ImportError: circuitsvis is not installed, or came without its script.
@@ -95,7 +107,7 @@ def library() -> str:
     # The one "</script" in it is in a string, where "<\/script" means the same. Its source map is not part of the page, and
     # as a plain script a page that has it already would complain of a second "var".
     text = text.replace("</script", "<\\/script").replace("//# sourceMappingURL=iife.js.map", "")
-    return f"<script>if (!window.CircuitsVis) {{ {text}\nwindow.CircuitsVis = CircuitsVis; }}</script>"
+    return f"<style>{_STYLE}</style><script>if (!window.CircuitsVis) {{ {text}\nwindow.CircuitsVis = CircuitsVis; }}</script>"
 
 
 def attention_heads(
@@ -105,7 +117,8 @@ def attention_heads(
     names: Sequence[str] | None = None,
     title: str = "Attention",
     strongest: int = 3,
-    largest: float | None = None,
+    largest: float | int | None = None,
+    later: bool = False,
 ) -> Panel:
     """CircuitsVis' attention heads: hover shows values, a click keeps a head in full size.
 
@@ -117,6 +130,8 @@ def attention_heads(
         title: what the panel shows, for its heading and for screen readers.
         strongest: how many entries per head the description in words lists.
         largest: the value of the full colour; None = the largest |value| shown.
+        later: do not draw when the page is read; a script of the page takes `data-drawn` off and runs the panel's when it is
+            time (a page with a hundred canvases opens slowly).
 
     Raises:
         ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
@@ -145,7 +160,8 @@ def attention_heads(
         "negativeColor": NEGATIVE,
         "maskUpperTri": causal,
     }
-    return Panel(_element("AttentionHeads", props, title, _in_words(shown, values, names, strongest)))
+    words = _in_words(shown, values, names, strongest)
+    return Panel(_element("AttentionHeads", props, title, words, later))
 
 
 def visible(token: str) -> str:
@@ -154,10 +170,12 @@ def visible(token: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text) or "∅"
 
 
-def _element(name: str, props: dict[str, Any], title: str, words: str) -> str:
+def _element(name: str, props: dict[str, Any], title: str, words: str, later: bool) -> str:
     data = json.dumps(props, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    later_ = " data-drawn" if later else ""
     return (
-        f'<div data-swd-panel="{name}" role="group" aria-label="{escape(title)}" class="swd-panel" style="overflow-x:auto">'
+        f'<div{later_} data-swd-panel="{name}" role="group" aria-label="{escape(title)}" class="swd-panel" '
+        f'style="overflow-x:auto">'
         f'<p><b>{escape(title)}</b></p><div class="swd-cv"></div>'
         f'<script type="application/json">{data}</script><script>{_CALL}</script>'
         f"<details><summary>{escape(title)}, in words</summary>{words}</details></div>"

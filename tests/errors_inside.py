@@ -1,34 +1,22 @@
-"""Triggers of the section "Looking inside" of swd_lens/ERRORS.md; tests/test_errors.py runs them.
+"""Triggers of the section "Looking inside" of swd_lens/ERRORS.md, but for edits and files; tests/test_errors.py runs them.
 
-1. Hosts are small bridges, which every transformer_lens has; factors are random and stand for no matrix, except where an edit
-   asks whose they are.
-2. Short ones stand in tables (id -> call); a call that needs more than one line is a function under `trigger`.
-3. What is edited, saved or patched comes from a call of its own, so that triggers do not see each other.
+1. Hosts are small bridges, which every transformer_lens has; factors are random and stand for no matrix.
+2. Short ones stand in tables (id -> call); a trigger that needs more than one line is a function.
 """
 
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import swd_lens as swd
-from swd_lens import baselines
-from swd_lens.circuits.comparison import Comparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.inject.coder import CoderUnits
-from swd_lens.panels import attention_heads, library
 from swd_lens.study import qk
 from swd_lens.study.audit import logit_effect
-from swd_lens.study.edit import side_effects
 from swd_lens.study.graph import material
-from swd_lens.study.inside import look_inside
-from swd_lens.study.result import Replacement
-from swd_lens.study.section import Picture
 from tests import families
 from tests.study.audit_models import made_scores, sparse_factors
 from tests.study.graph_checks import all_units
@@ -125,9 +113,7 @@ TRIGGERS |= {
     "qk-none-per-head": lambda *_: screened().pairs(0),
     "qk-without-both-sides": lambda *_: screened(factors=unit_factors(model(), "mlp_in")),
     "qk-of-a-coder": lambda *_: screened(factors={"blocks.0.attn_qkv": Pair(48)}),
-    "qk-fidelity-of-other-sites": lambda *_: qk.plot_attention_fidelity(
-        Fidelity(1.0, 1.0, 0.0, 1.0, {SITE: 0.5}, 10)
-    ),
+    "qk-fidelity-of-other-sites": lambda *_: qk.plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, {SITE: 0.5}, 10)),
     "qk-both-ways": lambda *_: screened("bert"),
     "qk-gated-queries": lambda *_: screened(
         "qwen3_5", {k: f for k, f in qk_factors("qwen3_5", False).items() if k.startswith("blocks.3.")}
@@ -202,6 +188,7 @@ TRIGGERS |= {
     "graph-likeliest-without-a-prompt": lambda *_: graphed(answers=3),
     "graph-answer-of-several-tokens": lambda *_: graphed(prompt=ROW, answers=[" Mary John"]),
     "graph-answer-outside": lambda *_: graphed(prompt=ROW, answers=[families.D_VOCAB]),
+    "graph-answer-twice": lambda *_: graphed(prompt=ROW, answers=[9, 9]),
     "graph-without-a-path": lambda *_: graphed([f"{SITE}/1"]),
     "graph-behind-a-norm": lambda *_: graphed(factors=unit_factors(model("gemma2"), "mlp_out"), name="gemma2"),
     "graph-of-an-unknown-reader": lambda *_: graphed(factors=unit_factors(model("qwen3_5"), "mlp_out"), name="qwen3_5"),
@@ -240,6 +227,15 @@ def graph_through_mixed_neurons(*_):
     host = toy_model(act_fn="solu_ln")
     factors = unit_factors(host, "mlp_out")
     swd.unit_graph(host, factors, all_units(factors), prompt=ROW)
+
+
+@on_hooked
+def graph_to_capped_logits(*_):
+    from tests.micro import toy_model
+
+    host = toy_model(output_logits_soft_cap=30.0)
+    factors = unit_factors(host, "mlp_out")
+    swd.unit_graph(host, factors, all_units(factors), answers=[3])
 
 
 @trigger
@@ -307,6 +303,7 @@ TRIGGERS |= {
     "pairs-not-finite": lambda *_: overlapping(
         factors={WRITES: swd.Factors(torch.full((64, 2), 3e38), torch.ones(2, 16))}
     ),
+    "pairs-no-rows-per-forward": lambda *_: overlapping(batch_size=0),
     "overlap-of-one": lambda *_: overlapping(shown=1),
     "overlap-of-constants": lambda *_: overlapping(text=[[9], [9]]),
     "interactions-of-one": lambda *_: interacting(top=1),
@@ -342,7 +339,7 @@ def found():
     return audited()
 
 
-def labelled(unit, label="years"):
+def labelled(unit, label: Any = "years"):
     return found().with_labels({unit: label})
 
 
@@ -359,14 +356,12 @@ TRIGGERS |= {
     "audit-of-no-units": lambda *_: audited(units=[]),
     "audit-no-such-unit": lambda *_: audited(units=f"{WRITES}/12"),
     "audit-of-no-contexts": lambda *_: audited(n=0),
-    "audit-not-finite": lambda *_: audited(
-        factors={WRITES: swd.Factors(torch.full((64, 2), 3e38), torch.ones(2, 16))}
-    ),
+    "audit-not-finite": lambda *_: audited(factors={WRITES: swd.Factors(torch.full((64, 2), 3e38), torch.ones(2, 16))}),
+    "audit-with-other-scores": lambda *_: audited(scores=made_scores(audited_factors(1))),
     "audit-without-scores": lambda *_: found().rank_table(),
     "audit-of-which-task": lambda *_: audited(scores=made_scores(audited_factors())).rank_table("another"),
     "unit-not-audited": lambda *_: found().unit(f"{WRITES}/99"),
     "logit-effect-of-a-reader": lambda *_: logit_effect(model(), pair_factors(), (SITE, 0)),
-    "logit-effect-of-a-coder": lambda *_: logit_effect(model(), {WRITES: Pair(16)}, (WRITES, 0)),
     "labels-of-other-sites": lambda *_: labelled("blocks.7.mlp_out/0"),
     "labels-of-other-factors": lambda *_: found().with_labels(labels_of(1)),
     "labels-of-units-that-are-not-there": lambda *_: labelled(f"{WRITES}/12"),
@@ -389,205 +384,3 @@ TRIGGERS |= {
 def dashboard_too_long(folder, monkeypatch):
     monkeypatch.setattr("swd_lens.report.dashboard._PAGE_LIMIT", 11)
     swd.dashboard(found(), folder / "units.html")
-
-
-# ---------------------------------------------------------------------------------------------- edits
-
-
-@cache
-def svd():
-    return baselines.svd(model(), ["blocks.0.mlp_out", "blocks.0.attn_o"])
-
-
-def edited(unit=f"{WRITES}/1", prompt=ROW, answer=100, foil=200, shift=1, factors=None, **settings):
-    return swd.edit_unit(model(), factors or svd(), unit, torch.tensor(prompt) if isinstance(prompt, list) else prompt,
-                         answer, foil, shift, **settings)  # fmt: skip
-
-
-def compared(**settings):
-    settings = {"other_prompts": [tokens(1)[0]], "methods": ["unit"], "shifts": [1], "progress": False} | settings
-    return swd.compare_edits(model(), svd(), f"{WRITES}/1", torch.tensor(ROW), 100, 200, **settings)
-
-
-def selected(cases=((ROW, 100, 200),), factors=None, **settings):
-    cases = [(torch.tensor(case[0]), *case[1:]) for case in cases]
-    return swd.select_edit_unit(model(), factors or svd(), cases, **settings)
-
-
-def hooks(change, unit=f"{WRITES}/1", **settings):
-    return swd.unit_hooks({unit: change}, svd(), **settings)
-
-
-def with_unit(**factors):
-    """The replacement with another read or write vector of unit 1."""
-    f = svd()[WRITES]
-    tensors = {"read": f.read.clone(), "write": f.write.clone()}
-    for name, value in factors.items():
-        (tensors["read"].T if name == "read" else tensors["write"])[1] = value
-    return {WRITES: replace(f, **tensors)}
-
-
-def reads_nothing():
-    """Unit 1 reads nothing of what enters the site at the prompt's end."""
-    h, r = edited().target.input.double(), svd()[WRITES].read[:, 1].double()
-    return with_unit(read=(r - h * (h @ r) / (h @ h)).float())
-
-
-TRIGGERS |= {
-    "edit-of-a-reader": lambda *_: edited(f"{SITE}/1"),
-    "edit-of-another-site": lambda *_: edited("blocks.1.mlp_out/1"),
-    "edit-no-such-unit": lambda *_: edited(f"{WRITES}/99"),
-    "edit-of-an-invalid-unit": lambda *_: edited(factors=with_unit(write=0.0)),
-    "edit-of-a-silent-unit": lambda *_: edited(factors=reads_nothing()),
-    "edit-of-a-coder": lambda *_: edited(factors={WRITES: Pair(16)}),
-    "edit-without-a-number": lambda *_: edited(shift=float("nan")),
-    "edit-unknown-base": lambda *_: edited(base="sparse"),
-    "edit-unknown-direction": lambda *_: edited(direction="up"),
-    "edit-of-several-prompts": lambda *_: edited(prompt=[ROW, ROW]),
-    "edit-of-an-empty-prompt": lambda *_: edited(prompt=""),
-    "edit-answer-outside": lambda *_: edited(answer=families.D_VOCAB),
-    "edit-answer-of-several-tokens": lambda *_: edited(answer=" Mary John"),
-    "edit-without-a-margin": lambda *_: edited(foil=100),
-    "edit-not-applied": lambda *_: edited().undo(),
-    "edit-of-a-replacement-as-weights": lambda *_: edited(base="replacement").state_dict(),
-    "edit-of-a-replacement-saved": lambda folder, _: edited(base="replacement").save(folder / "edit"),
-    "edit-measured-on-one-text": lambda *_: side_effects(model(), edited(), "Once upon"),
-    "edit-measured-on-single-tokens": lambda *_: side_effects(model(), edited(), tokens=tokens(2, 1)),
-    "edits-at-no-shifts": lambda *_: compared(shifts=[1, 1]),
-    "edits-by-unknown-methods": lambda *_: compared(methods=["prune"]),
-    "edits-without-other-prompts": lambda *_: compared(other_prompts=[]),
-    "edits-cost-of-no-change": lambda *_: compared().cost_at(0),
-    "edits-of-no-writer": lambda *_: selected(factors=baselines.svd(model(), SITE)),
-    "edits-without-cases": lambda *_: selected(()),
-    "edits-with-other-scores": lambda *_: selected(scores=made_scores(audited_factors())),
-    "hooks-without-units": lambda *_: swd.unit_hooks({}),
-    "hooks-unknown-change": lambda *_: hooks(("double", 2)),
-    "hooks-no-such-unit": lambda *_: hooks(("scale", 2), f"{WRITES}/99"),
-    "hooks-of-another-site": lambda *_: hooks(("scale", 2), "blocks.1.mlp_out/1"),
-    "hooks-unknown-positions": lambda *_: hooks(("scale", 2), positions="last"),
-    "edit-file-missing": lambda folder, _: swd.Edit.load(folder / "edit"),
-}
-
-
-@trigger
-def edits_no_unit_towards_the_answer(*_):
-    """Both units of this replacement write away from the answer, or read nothing."""
-    f = svd()[WRITES]
-    selected(factors={WRITES: replace(f, write=torch.zeros_like(f.write))})
-
-
-@trigger
-def edits_without_a_control(*_):
-    """Of the replacement's units one is valid, the edited one."""
-    f = svd()[WRITES]
-    alone = replace(f, write=f.write * (torch.arange(16) == 1)[:, None])
-    swd.compare_edits(model(), {WRITES: alone}, f"{WRITES}/1", torch.tensor(ROW), 100, 200, other_prompts=[ROW],
-                      methods=["random"], shifts=[1], progress=False)  # fmt: skip
-
-
-@trigger
-def edit_applied_twice(*_):
-    edit = edited()
-    with edit:
-        edit.apply()
-
-
-@trigger
-def edit_of_another_model(*_):
-    edit = edited()
-    replace(edit, delta=replace(edit.delta, read=edit.delta.read[:-1])).apply()
-
-
-@trigger
-def edits_undone_out_of_order(*_):
-    first = edited()
-    with first:
-        with swd.edit_unit(model(), baselines.svd(model(), WRITES), f"{WRITES}/2", torch.tensor(ROW), 100, 200, 1):
-            first.undo()
-
-
-@trigger
-def edit_without_a_model(folder, _):
-    swd.Edit.load(edited().save(folder / "edit")).apply()
-
-
-@trigger
-def edit_file_unreadable(folder, _):
-    (folder / "edit").write_bytes(b"nothing of the kind")
-    swd.Edit.load(folder / "edit")
-
-
-@trigger
-def edit_file_of_another_kind(folder, _):
-    from safetensors.torch import save_file
-
-    save_file({"read": torch.ones(2)}, folder / "edit")
-    swd.Edit.load(folder / "edit")
-
-
-@trigger
-def edit_file_not_finite(folder, _):
-    edit = edited()
-    broken = replace(edit, delta=replace(edit.delta, write=edit.delta.write * float("nan")))
-    swd.Edit.load(broken.save(folder / "edit"))
-
-
-# ---------------------------------------------------------------------------------------------- saved runs and their pictures
-
-
-def svg(inside="", box="0 0 1 1"):
-    return f'<svg viewBox="{box}">{inside}</svg>'
-
-
-def run_with(folder, change=None, **parts):
-    """A saved run of one replacement, with its file changed by `change(values)`, loaded."""
-    factors = swd.FactorSet({WRITES: swd.Factors(torch.eye(2), torch.eye(2))})
-    one = Replacement("mlp", "SWD", factors, Fidelity(1.0, 1.0, 0.0, 1.0, {WRITES: 0.5}, 10), 0.0)
-    swd.Run({}, [one], {"mlp": Comparison({})}, [], 0.0).save(folder)
-    values = json.loads((folder / "run.json").read_text())
-    if change is not None:
-        change(values)
-    (folder / "run.json").write_text(parts.get("text") or json.dumps(values))
-    return swd.Run.load(folder)
-
-
-TRIGGERS |= {
-    "run-file-missing": lambda folder, _: swd.Run.load(folder),
-    "run-file-broken": lambda folder, _: run_with(folder, text="{"),
-    "run-file-without-a-part": lambda folder, _: run_with(folder, lambda values: values.pop("circuits")),
-    "run-file-of-the-future": lambda folder, _: run_with(folder, lambda values: values.update(format=99)),
-    "run-file-with-other-values": lambda folder, _: run_with(folder, lambda values: values["fidelity"][0].pop("ce")),
-    "run-of-other-factors": lambda folder, _: run_with(folder, lambda values: values["fidelity"][0].update(edges=1)),
-    "picture-of-another-kind": lambda *_: Picture("<html></html>", "a title"),
-    "picture-broken": lambda *_: Picture("<svg><g></svg>", "a title"),
-    "picture-without-a-box": lambda *_: Picture(svg(box="1 1 2 2"), "a title"),
-    "picture-with-another-element": lambda *_: Picture(svg("<script/>"), "a title"),
-    "picture-with-a-drawn-title": lambda *_: Picture(svg("<title><g/></title>"), "a title"),
-    "picture-that-acts": lambda *_: Picture(svg('<g onclick="go()"/>'), "a title"),
-    "picture-that-loads": lambda *_: Picture(svg('<image href="https://example.org/a.png"/>'), "a title"),
-    "picture-with-a-loading-style": lambda *_: Picture(svg('<g fill="url(https://example.org)"/>'), "a title"),
-    "inside-without-that-task": lambda *_: look_inside(
-        model(), {}, [SimpleNamespace(name="ioi")], graph_task="docstring"  # type: ignore[list-item]
-    ),
-    "panel-does-not-fit": lambda *_: attention_heads(["a", "b"], torch.zeros(1, 3, 3)),
-    "panel-not-finite": lambda *_: attention_heads(["a"], torch.full((1, 1, 1), -torch.inf)),
-}
-
-
-@trigger
-def run_without_its_factors(folder, _):
-    run_with(folder)
-    next(folder.glob("factors/*/factors.json")).unlink()
-    swd.Run.load(folder)
-
-
-@trigger
-def panel_without_circuitsvis(_, monkeypatch):
-    monkeypatch.setitem(sys.modules, "circuitsvis", None)  # import then fails as if it were not installed
-    library.__wrapped__()
-
-
-@trigger
-def panel_without_its_script(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "circuitsvis", SimpleNamespace(__file__=str(folder / "__init__.py")))
-    library.__wrapped__()

@@ -17,6 +17,13 @@ def test_card_holds_its_parts_in_order_and_escapes_text():
     assert html.index("a &lt; b") < html.index("<table") < html.index("<svg")
 
 
+def test_long_tables_are_cut_and_say_so():
+    html = card("t", pd.DataFrame({"n": range(23), "text": ["x" * 100] * 23}))
+    assert html.count("<tr>") == 20 and "and 3 more rows" in html and "x" * 100 in html  # the head's row has a style
+    assert "and 1 more row<" in card("t", pd.DataFrame({"n": range(21)}))
+    assert "more row" not in card("t", pd.DataFrame({"n": range(20)}))
+
+
 @pytest.mark.parametrize("signed", [False, True])
 def test_heatmap_colours(signed: bool):
     figure, axes = new_figure()

@@ -35,7 +35,8 @@ from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
 from swd_lens.passport import Offsets, Origin, Probe
 from swd_lens.sites import Site, parse_unit
-from tests import errors_circuits, errors_finetune, errors_whole, families
+from swd_lens.study import edit, qk
+from tests import errors_circuits, errors_edits, errors_finetune, errors_inside, errors_whole, families
 from tests.contract import identity
 from tests.inject.test_sources import (
     AddsItsInput,
@@ -62,8 +63,10 @@ TRIGGERS: dict[str, Trigger] = {
     **errors_circuits.TRIGGERS,
     **errors_whole.TRIGGERS,
     **errors_finetune.TRIGGERS,
+    **errors_inside.TRIGGERS,
+    **errors_edits.TRIGGERS,
 }
-NEEDS_HOOKED: set[str] = errors_circuits.NEEDS_HOOKED | errors_whole.NEEDS_HOOKED
+NEEDS_HOOKED: set[str] = errors_circuits.NEEDS_HOOKED | errors_whole.NEEDS_HOOKED | errors_inside.NEEDS_HOOKED
 
 
 def trigger(function: Trigger) -> Trigger:
@@ -91,7 +94,7 @@ def rows() -> dict[str, tuple[str, str]]:
 
 
 def class_named(name: str) -> type[BaseException]:
-    places = (swd, builtins, huggingface_hub.errors, solver, workers)
+    places = (swd, builtins, huggingface_hub.errors, solver, workers, edit, qk)
     return next(getattr(place, name) for place in places if hasattr(place, name))
 
 

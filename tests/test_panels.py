@@ -53,9 +53,15 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_library_is_whole_and_closed():
     script = library()
-    assert script.startswith("<script>") and script.index("</script>") == len(script) - len("</script>")
+    assert script.startswith("<style>") and script.count("</script>") == 1
+    assert script.endswith("</script>")
     assert len(script) < 1.5e6 and "sourceMappingURL" not in script
     assert attention_heads(TOKENS, PATTERN)._repr_html_().startswith(script)
+
+
+def test_a_page_may_have_panels_drawn_later():
+    assert " data-drawn " not in attention_heads(TOKENS, PATTERN).html
+    assert attention_heads(TOKENS, PATTERN, later=True).html.startswith("<div data-drawn data-swd-panel=")
 
 
 def test_every_token_can_be_seen():

@@ -21,7 +21,6 @@ from torch import Tensor
 from swd_lens._version import __version__
 from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores, require_same_units
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 from swd_lens.files import atomic, plain
 from swd_lens.inject import Attachment, Units, attach
@@ -140,7 +139,7 @@ class Circuit:
         )
 
     def _repr_html_(self) -> str:
-        return card(repr(self), *first_rows(self.frame()))
+        return card(repr(self), self.frame())
 
     # ------------------------------------------------------------------ at work
 

@@ -17,7 +17,6 @@ from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.seeds import summary
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 
 TOLERANCE = 0.001  # nats (paper §protocol)
@@ -201,7 +200,7 @@ class Comparison(Mapping[str, TaskComparison]):
         if not self:
             return card("Comparison of nothing")
         title = f"Comparison of {', '.join(self.methods)} on {', '.join(self)}"
-        return card(title, self.plot(), *first_rows(self._shown()), self.matching())
+        return card(title, self.plot(), self._shown(), self.matching())
 
     def _shown(self) -> pd.DataFrame:
         """The table without the spread over seeds, in digits that one can read."""

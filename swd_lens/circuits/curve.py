@@ -19,7 +19,6 @@ from torch import Tensor
 from swd_lens.circuits.bootstrap import resampled
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 
 COSTS = ("edges", "units")
@@ -164,7 +163,7 @@ class CostCurve:
     def _repr_html_(self) -> str:
         # The interval's ends and margins are in table(); a card has room for what is read most.
         shown = [name for name in self.rows if not name.endswith(("_low", "_high")) and not name.startswith("q_")]
-        return card(repr(self), self.plot(), *first_rows(pd.DataFrame(self.rows, columns=shown)))
+        return card(repr(self), self.plot(), pd.DataFrame(self.rows, columns=shown))
 
     def _require(self, what: str, value: Any) -> None:
         if not value:

@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
@@ -73,7 +72,7 @@ class Fidelity:
         title = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions: CE delta {self.ce_delta:+.4f} nats"
         by_site = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
         worst = by_site.sort_values("relMSE", ascending=False, kind="stable")
-        return card(title, self.table(), "relMSE by site, largest first:", *first_rows(worst))
+        return card(title, self.table(), "relMSE by site, largest first:", worst)
 
 
 def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Fidelity:

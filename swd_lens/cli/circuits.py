@@ -1,7 +1,10 @@
 """demo and circuit: the whole road, ending in a report (`run_study` does the work); report: the report again, from the folder."""
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -33,13 +36,16 @@ from swd_lens.cli.options import (
     UnitsOption,
 )
 from swd_lens.default_model import load_default_model, text_tokens
+from swd_lens.factors import FactorSet
 from swd_lens.hosts import find_sites
+from swd_lens.plan import factorize
 from swd_lens.report import write_report
 from swd_lens.report.terminal import print_run
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study import Run, run_study
+from swd_lens.study.inside import look_inside
 from swd_lens.study.run import CONTROLS
-from swd_lens.tasks import load_task
+from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 
 
@@ -74,7 +80,23 @@ def demo(
             on_step=say,
             progress=show_progress(),
         )
-        deliver(run, out, as_json)
+        deliver(_with_a_look_inside(run, model, host, tasks), out, as_json)
+
+
+def _with_a_look_inside(run: Run, model: Any, host: str, tasks: Sequence[Task]) -> Run:
+    """The demo's run with sections on query-key pairs, a graph of units and their paths."""
+    began = time.perf_counter()
+    say("look inside: query-key pairs, a graph of units, paths")
+    in_float64 = load_default_model(kind=host, dtype=torch.float64)
+    text = text_tokens(16_384, split="train")
+    # Sparser units are fewer and stronger in a head: a pair of them matters.
+    factors = dict(factorize(in_float64, "attn_qkv", sparsity=0.75, tokens=text, progress=show_progress()))
+    for r in run.replacements:
+        if r.method == "SWD s=0.75" and isinstance(r.factors, FactorSet) and len(r.factors) > 1:
+            factors |= dict(r.factors)
+    views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
+    spent = run.seconds + time.perf_counter() - began
+    return replace(run, attention=[*run.attention, *views], extras=sections, seconds=spent)
 
 
 @app.command()

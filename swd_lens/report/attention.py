@@ -28,14 +28,14 @@ def attention_section(run: Run) -> list[dict[str, Any]]:
 
 def _view(view: AttentionView, prefix: str) -> dict[str, Any]:
     title = f"{wording.readable(view.task)}: {view.title}" if view.task else view.title
-    panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title)
+    panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title, later=True)
     what = "Values" if view.signed else "Attention patterns"
     description = f"{what} of {wording.plural(len(view.names), 'head')} over {len(view.tokens)} tokens. {view.caption}"
     heads = list(dict.fromkeys(head for column in view.measures.values() for head in column))
     return {
         "view": view,
         "title": title,
-        "panel": Markup(panel.html.replace("<div data-swd-panel=", "<div data-drawn data-swd-panel=", 1)),
+        "panel": Markup(panel.html),
         "picture": Markup(plots.page_svg(pattern_grid(view), prefix, title, description)),
         "columns": list(view.measures),
         "rows": [(head, [column.get(head) for column in view.measures.values()]) for head in heads],

@@ -80,7 +80,7 @@ def _of(units: Any, only: Iterable[str] | None) -> tuple[list[str], Iterator[Uni
     if only is not None:
         by_name, wanted = {p.unit: p for p in found}, list(only)
         if missing := [name for name in wanted if name not in by_name]:
-            raise KeyError(f"{missing[0]} is not among the profiles")
+            raise KeyError(f"{missing[0]} is not among the profiles, which are of {', '.join(by_name)}")
         found = [by_name[name] for name in wanted]
     return [p.unit for p in found], iter(found), dict(found[0].settings) if found else {}
 

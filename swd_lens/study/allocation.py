@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 from swd_lens.files import write_json
 from swd_lens.sites import split_name
@@ -157,7 +156,7 @@ class Allocation(Mapping[str, float]):
         )
 
     def _repr_html_(self) -> str:
-        return card(self._title(), *first_rows(self._shown()))
+        return card(self._title(), self._shown())
 
     def _shown(self) -> pd.DataFrame:
         table, shown = self.table(), pd.DataFrame()

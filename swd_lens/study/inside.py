@@ -72,7 +72,14 @@ def _pair_view(replay: QKReplay, task: str) -> AttentionView:
         f"to removed {replay.removed_kl:.2g} nats."
     )
     return AttentionView.of(
-        maps, replay.tokens, names, kind="query-key pair", title=str(replay.pair), task=task, signed=True, caption=caption
+        maps,
+        replay.tokens,
+        names,
+        kind="query-key pair",
+        title=str(replay.pair),
+        task=task,
+        signed=True,
+        caption=caption,
     )
 
 
@@ -157,14 +164,18 @@ def _graph(model: Any, factors: Any, task: Task) -> ReportSection:
         "dashed takes away."
     )
     picture = Picture(
-        graph.plot().svg, f"Units of {task.name.replace('_', ' ')} as a graph", _edges_in_words(graph), "Input at the bottom."
+        graph.plot().svg,
+        f"Units of {task.name.replace('_', ' ')} as a graph",
+        _edges_in_words(graph),
+        "Input at the bottom.",
     )
     return ReportSection("Unit graph: who feeds whom?", (said,), (picture,), (), "Unit graph")
 
 
 def _edges_in_words(graph: UnitGraph, n: int = 8) -> str:
-    rows = graph.table(n).to_dict("records")
-    return "Strongest edges: " + "; ".join(f"{row['source']} to {row['target']}" for row in rows) + "."
+    names = {row["node"]: row["label"] or row["node"] for row in graph.nodes.to_dict("records")}
+    told = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.table(n).to_dict("records")]
+    return f"Strongest edges: {'; '.join(told)}."
 
 
 def _paths(model: Any, factors: Any, task: Task) -> ReportSection:
@@ -176,5 +187,7 @@ def _paths(model: Any, factors: Any, task: Task) -> ReportSection:
         "activations and adds its write vector to the residual stream. Ranks are by attribution on training prompts."
     )
     best = ", ".join(f"{site}/{unit}" for site, unit in scores.ranking()[:6])
-    picture = Picture.of(plot_unit_paths(model, kinds, scores), f"Paths of the best units for {name}", f"Best units: {best}.")
+    picture = Picture.of(
+        plot_unit_paths(model, kinds, scores), f"Paths of the best units for {name}", f"Best units: {best}."
+    )
     return ReportSection(f"Paths of the best units: {name}", (said,), (picture,), (), "Paths")

@@ -15,7 +15,6 @@ import pandas as pd
 from swd_lens._version import __version__
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 from swd_lens.factors import FactorSet
 from swd_lens.files import write_json
@@ -169,11 +168,11 @@ class Run:
         if not self.replacements:
             return card(repr(self))
         shown = ["surface", "method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
-        circuits = [pd.DataFrame(), None] if not any(self.comparisons.values()) else first_rows(self.circuit_table())
+        circuits = self.circuit_table() if any(self.comparisons.values()) else None
         return card(
             repr(self),
-            *first_rows(pd.DataFrame(self.fidelity_table(), columns=shown)),
-            *(part for part in circuits if part is not None and len(part)),
+            pd.DataFrame(self.fidelity_table(), columns=shown),
+            circuits,
             'The whole report: swd_lens.report.write_report(run, "report.html").',
         )
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 
 DENSE = "dense"
@@ -107,7 +106,7 @@ class Samples:
             for sample in self.samples
             for label, one in sample.by_host.items()
         ]
-        return card(self._title(), *first_rows(pd.DataFrame(rows, columns=["prompt", "host", "how", "text"])))
+        return card(self._title(), pd.DataFrame(rows, columns=["prompt", "host", "how", "text"]))
 
 
 # ---------------------------------------------------------------------------------------------- words

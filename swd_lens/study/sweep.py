@@ -21,7 +21,6 @@ from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
 from swd_lens.circuits.comparison import typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.plots import cost_axis
-from swd_lens.circuits.shown import first_rows
 from swd_lens.display import card
 from swd_lens.factors import FactorSet
 from swd_lens.figures import INK, new_figure, style
@@ -158,7 +157,7 @@ class Sweep:
     def _repr_html_(self) -> str:
         tasks = list(self.points[0].curves) if self.points else []
         figure = self.plot() if self.points else None
-        return card(f"Sweep of {len(self.points)} points; tasks {', '.join(tasks)}", figure, *first_rows(self.table()))
+        return card(f"Sweep of {len(self.points)} points; tasks {', '.join(tasks)}", figure, self.table())
 
 
 def sweep(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swd_lens.circuits import Fidelity, Refinement, UnitScores
-from swd_lens.circuits.shown import first_rows
 from swd_lens.factors import Factors, FactorSet
 from swd_lens.study import Allocation, ModelReplacement, Run, Samples, Sweep, SweepPoint
 from swd_lens.study.samples import Continuation, Sample
@@ -128,9 +127,3 @@ def test_scores_of_nothing_and_of_many() -> None:
     many = torch.linspace(-1, 1, 50_000)
     shown = _shown(UnitScores({"blocks.0.mlp_out": many}, {"blocks.0.mlp_out": many}, {"task": BAD}))
     assert "50,000 units" in shown.text and "blocks.0.mlp_out/49999" in shown.text
-
-
-def test_first_rows_counts_what_it_leaves_out() -> None:
-    table = pd.DataFrame({"x": range(22)})
-    assert first_rows(table)[1] == "and 2 more rows" and len(first_rows(table)[0]) == 20
-    assert first_rows(table.head(21))[1] == "and 1 more row" and first_rows(table.head(20))[1] is None

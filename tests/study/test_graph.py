@@ -190,6 +190,33 @@ def test_pruning_keeps_the_strongest_and_says_so():
     assert unit_graph(model, factors, units, keep=None, per_node=2).edges["target"].value_counts().max() == 2
 
 
+def test_of_equal_edges_no_more_are_kept_than_asked_for():
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_in")
+    factors["blocks.0.attn_o"].write[:] = factors["blocks.0.attn_o"].write[:1].clone()
+    graph = unit_graph(model, factors, all_units(factors), keep=None, per_node=2)
+    counts = graph.edges["target"].value_counts()
+    assert counts.max() == 2 and counts.min() == 2
+    # Of equal ones the first.
+    assert set(graph.edges["source"]) == {"blocks.0.attn_o/0", "blocks.0.attn_o/1"}
+
+
+def test_a_graph_inside_inference_mode_is_the_same():
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_out")
+    made = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    with torch.inference_mode():
+        again = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    assert made.edges.equals(again.edges)
+
+
+def test_one_unit_and_all_the_answers_there_are():
+    model = toy_model()
+    factors = random_factors(model, "attn_o")
+    graph = unit_graph(model, factors, "blocks.0.attn_o/1", prompt=TOKENS, answers=99, keep=None)
+    assert graph.nodes["kind"].value_counts().to_dict() == {"logit": 20, "unit": 1, "token": 1}
+
+
 def test_influence_is_shared_out():
     """Shares of the answers, the one at the top, and everything below it holds no more than the whole."""
     model = toy_model()
@@ -241,6 +268,9 @@ def test_what_cannot_be_drawn_is_refused():
     refused(ValueError, "33|32", prompt=list(range(20)) + list(range(13)))
     refused(ValueError, "answer 20 is no token id", prompt=TOKENS, answers=[20])
     refused(ValueError, "likeliest tokens are those of a prompt", answers=3)
+    refused(ValueError, "answer 4 is named twice", prompt=TOKENS, answers=[4, 3, 4])
+    refused(ValueError, "answers=True", prompt=TOKENS, answers=True)
+    refused(ValueError, "per_node=True: give a whole number", per_node=True)
     refused(ValueError, "one prompt, got 2", prompt=[TOKENS, TOKENS])
 
 
@@ -258,6 +288,14 @@ class _Pair:
 
     def decode(self, z):
         return z
+
+
+def test_logits_that_are_capped_have_no_linear_weights():
+    model = toy_model(output_logits_soft_cap=5.0)
+    factors = random_factors(model, "attn_o", "mlp_in")
+    with pytest.raises(UnsupportedHostError, match=r"caps them \(at 5\.0\); take answers=0"):
+        unit_graph(model, factors, all_units(factors), prompt=TOKENS)
+    assert len(unit_graph(model, factors, all_units(factors), prompt=TOKENS, answers=0).edges)
 
 
 def test_activation_functions_that_mix_neurons():

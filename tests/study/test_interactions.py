@@ -177,6 +177,32 @@ def test_the_host_is_as_before_also_after_an_interruption(monkeypatch):
     assert set(model.hook_dict) == names and not any(hook.fwd_hooks for hook in model.hook_dict.values())
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_torchs_threads_are_as_before_after_one_and_two_interruptions(monkeypatch, twice):
+    """The second one hits while the first waits for its threads."""
+    model = toy_model()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def shut(pool, **how):
+        waited(pool, **how)
+        raise KeyboardInterrupt
+
+    waited = difference.ThreadPoolExecutor.shutdown
+    monkeypatch.setattr(difference.PairSums, "_squared", stop)
+    if twice:
+        monkeypatch.setattr(difference.ThreadPoolExecutor, "shutdown", shut)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            unit_interactions(model, {SITE: sparse_factors(model, SITE)}, SITE, TOKENS, progress=False)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("act_fn", ["solu", "solu_ln"])
 def test_an_activation_that_mixes_channels_is_refused(act_fn):
     model = toy_model(act_fn=act_fn)
@@ -193,6 +219,9 @@ def test_errors_say_what_to_do():
         unit_interactions(model, factors, "blocks.0.mlp_in", TOKENS, progress=False)
     with pytest.raises(ValueError, match="names 2 sites"):
         unit_interactions(model, factors, "mlp_in", TOKENS)
+    for batch_size in (0, -1, True):
+        with pytest.raises(ValueError, match=f"batch_size={batch_size}: give how many rows"):
+            unit_interactions(model, factors, SITE, TOKENS, batch_size=batch_size)
     with pytest.raises(ValueError, match=r"top must be .* got 1"):
         unit_interactions(model, factors, SITE, TOKENS, top=1)
     one = Factors(torch.randn(16, 3), torch.eye(3, 32) * torch.tensor([[1.0], [0.0], [0.0]]))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swd_lens.baselines import svd
 from swd_lens.figures import svg
 from swd_lens.hosts import UnsupportedHostError
 from swd_lens.inject import attach
@@ -92,6 +93,18 @@ def test_a_half_precision_host_is_scored_in_float32():
     made = qk_replay(model, random_factors(model), QKPair(1, 0, 2, 4), ROW)
     assert made.removed.dtype == torch.float32
     assert torch.allclose(made.removed.sum(-1), torch.ones(7), atol=1e-6)  # bfloat16 would miss by 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kl_of_a_half_precision_host_is_one_of_probabilities(dtype):
+    """Exact factors: what is left is rounding, and rows that do not sum to one would make it negative."""
+    model = toy_model().to(dtype)
+    model.cfg.dtype = dtype
+    factors = svd(model, "attn_qkv")
+    for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        made = qk_replay(model, factors, QKPair(layer, head, 2, 4), ROW)
+        assert torch.allclose(made.dense.sum(-1), torch.ones(7), atol=1e-6)
+        assert -1e-7 < made.dense_kl < 1e-3
 
 
 def test_the_host_is_left_as_it_was():

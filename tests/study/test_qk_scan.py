@@ -61,9 +61,12 @@ def test_pairs_come_from_the_screen_or_as_given():
     pairs = [QKPair(0, 1, 2, 3), QKPair(1, 0, 4, 5)]
     made = qk_scan(model, factors, ROW, pairs=pairs, progress=False)  # one row of ids is one prompt
     assert sorted(zip(made.frame["layer"], made.frame["q_unit"], strict=True)) == [(0, 2), (1, 4)]
-    screen = qk_screen(model, {"blocks.1.attn_qkv": factors["blocks.1.attn_qkv"]})
+    assert made.settings["pairs"] == "given" and "per_head" not in made.settings
+    screen = qk_screen(model, {"blocks.1.attn_qkv": factors["blocks.1.attn_qkv"]}, top=9)
     made = qk_scan(model, factors, torch.tensor([ROW, ROW]), screen=screen, per_head=1, progress=False)
     assert set(made.frame["layer"]) == {1} and len(made.frame) == 4
+    of_screen = {"pairs": "of a screen", "per_head": 1, "top": 9, "distance": 0}
+    assert of_screen.items() <= made.settings.items()
     with pytest.raises(QKError, match="not both"):
         qk_scan(model, factors, [ROW], screen=screen, pairs=pairs)
     with pytest.raises(QKError, match="no pairs to replay"):

@@ -7,7 +7,8 @@ import torch
 from swd_lens.factors import Factors
 from swd_lens.figures import svg
 from swd_lens.hosts import UnsupportedHostError, host_of
-from swd_lens.hosts.heads import heads_of, rotations
+from swd_lens.hosts.heads import heads_of
+from swd_lens.hosts.rotary import rotations
 from swd_lens.study.qk import QKError, plot_attention_fidelity, qk_screen
 from tests import families
 from tests.micro import micro_model, toy_model

@@ -1,15 +1,4 @@
 (() => {
-  // CircuitsVis writes headings of its own, which would stand among the page's; whoever hears the page is told what changed.
-  const adapt = box => {
-    box.querySelectorAll("h2, h3, h4").forEach(heading => {
-      if (heading.getAttribute("role") !== "presentation") heading.setAttribute("role", "presentation");
-      if (heading.tagName === "H3" && heading.textContent.includes("Zoomed")) heading.setAttribute("aria-live", "polite");
-    });
-  };
-  document.querySelectorAll(".swd-cv").forEach(box => {
-    new MutationObserver(() => adapt(box)).observe(box, { childList: true, subtree: true });
-    adapt(box);
-  });
   // Panels draw themselves one after the other once the page stands, not all before it opens: the script of each draws every
   // panel that is not marked as drawn.
   const draw = panel => {

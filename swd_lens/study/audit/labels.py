@@ -68,7 +68,8 @@ class UnitLabels(_Base):
         """
         labels: dict[str, UnitLabel] = {}
         factors: dict[str, str] = {}
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -133,7 +134,9 @@ class UnitLabels(_Base):
         """Both; where both name a unit, the right one's label. Raises ValueError where they are of different factors."""
         differ = [site for site, identity in other.factors.items() if self._differs(site, identity)]
         if differ:
-            raise ValueError(f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart")
+            raise ValueError(
+                f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart"
+            )
         return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
 
     def table(self) -> pd.DataFrame:

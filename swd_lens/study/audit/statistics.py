@@ -125,9 +125,10 @@ class Statistics:
     def _count(self, z: Float[Tensor, "tokens chosen"]) -> None:
         self.smallest = torch.minimum(self.smallest, z.amin(0))
         self.largest = torch.maximum(self.largest, z.amax(0))
-        # |z| < 2^e' by frexp, so e = e' - log2(SIDE) puts it inside the bins.
-        needed = torch.frexp(z.abs().amax(0)).exponent.long() - (SIDE.bit_length() - 1)
-        needed = torch.maximum(needed.clamp_min(_LEAST), self.exponent)
+        # |z| < 2^e' by frexp, so e = e' - log2(SIDE) puts it inside the bins. Zeros ask for nothing (frexp says e' = 0).
+        peak = z.abs().amax(0)
+        needed = torch.frexp(peak).exponent.long() - (SIDE.bit_length() - 1)
+        needed = torch.maximum(torch.where(peak > 0, needed, _LEAST).clamp_min(_LEAST), self.exponent)
         self._widen(needed)
         bins = (z * self.bins_per_z).floor_().long() + SIDE
         places = torch.arange(z.shape[1], device=z.device) * (2 * SIDE)

@@ -69,6 +69,7 @@ class Edit:
     factors: FactorSet | None = None
     replaced: FactorSet | None = None
     _standing: list[Standing] = field(default_factory=list, init=False)
+    _entered: list[int] = field(default_factory=list, init=False)  # how many stood before each open with block
 
     # ------------------------------------------------------------------ what it is
 
@@ -167,19 +168,23 @@ class Edit:
                 self._down_to(depth)
 
     def __enter__(self) -> "Edit":
-        depth = len(self._standing)
+        depth, blocks = len(self._standing), len(self._entered)
         try:
+            self._entered.append(depth)
             return self.apply()
         except BaseException:
             # A Ctrl-C in here: the with statement does not leave what it has not entered.
             self._down_to(depth)
+            del self._entered[blocks:]
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        depth = len(self._standing) - 1
+        depth = 0
         try:
+            # Not one less than stand now: in the block it may have been undone, or applied to another host as well.
+            depth = self._entered.pop()
             self._down_to(depth)
         finally:  # a Ctrl-C may hit the first; what is undone is not undone again
             self._down_to(depth)
@@ -320,5 +325,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise EditError(f"{path}: {name} holds values that are not finite; the file is damaged")
+            raise EditError(
+                f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
+            )
     return tensors, json.loads(about["edit"])

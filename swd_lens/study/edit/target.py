@@ -100,7 +100,7 @@ class Reader:
         try:
             ids = self.tokenizer.prompt(given)
         except Unusable as why:
-            raise EditError(f"prompt {given!r}: {why}") from None
+            raise EditError(f"prompt {given!r}: {why}; give a shorter one, or one that is not empty") from None
         return given, ids, self.tokenizer.prepend_bos
 
     def word(self, given: str | int, role: str) -> tuple[str, int]:
@@ -139,7 +139,7 @@ def require_number(what: str, value: Any) -> float:
     except (TypeError, ValueError):
         raise EditError(f"{what} must be a number, got {value!r}") from None
     if not math.isfinite(number):
-        raise EditError(f"{what} must be a finite number (in logits), got {number}")
+        raise EditError(f"{what} must be a finite number (neither infinite nor nan), got {number}")
     return number
 
 

@@ -39,7 +39,7 @@ def check_settings(
             "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
         )
     for what, value in (("keep", keep), ("per_node", per_node)):
-        if value is not None and value < 1:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{what}={value}: give a whole number of at least 1, or None for all edges")
     if not min_weight >= 0:
         raise ValueError(f"min_weight={min_weight}: give a number of at least 0")
@@ -65,7 +65,7 @@ def units_of(host: Host, factors: Any, units: Any) -> tuple[dict[str, Factors], 
         require_same_units(units.scores.settings, found, "this circuit")
         units, score = units.units, units.scores
     chosen: dict[str, list[int]] = {}
-    for unit in units:
+    for unit in [units] if isinstance(units, str) else units:
         name, index = parse_unit(unit) if isinstance(unit, str) else (unit[0], int(unit[1]))
         if name not in found or not 0 <= index < found[name].n_units:
             has = ", ".join(f"{site} (0 to {f.n_units - 1})" for site, f in found.items())
@@ -99,13 +99,13 @@ def answer_ids(model: Any, answers: Any, run: Frozen, with_prompt: bool) -> list
     if answers is None:
         answers = 3 if with_prompt else []
     if isinstance(answers, int):
-        if not with_prompt or answers < 0:
+        if not with_prompt or isinstance(answers, bool) or answers < 0:
             raise ValueError(
                 f"answers={answers}: the likeliest tokens are those of a prompt; name tokens, or give a prompt"
             )
-        return run.logits.topk(answers).indices.tolist()
+        return run.logits.topk(min(answers, len(run.logits))).indices.tolist()
     ids = []
-    for one in answers:
+    for one in [answers] if isinstance(answers, str) else answers:
         if isinstance(one, str):
             if model.tokenizer is None:
                 raise ValueError("this host has no tokenizer; give answers as token ids")
@@ -115,5 +115,7 @@ def answer_ids(model: Any, answers: Any, run: Frozen, with_prompt: bool) -> list
                 raise ValueError(f"{error}; give a token id, or text that is one token") from None
         if not 0 <= int(one) < model.cfg.d_vocab:
             raise ValueError(f"answer {one} is no token id of this host; ids go from 0 to {model.cfg.d_vocab - 1}")
+        if int(one) in ids:
+            raise ValueError(f"answer {one} is named twice; name it once")
         ids.append(int(one))
     return ids

@@ -28,11 +28,11 @@ from swd_lens.study.graph.result import UnitGraph
 def unit_graph(
     model: Any,
     factors: Any,
-    units: Circuit | Iterable[str | tuple[str, int]],
+    units: Circuit | Iterable[str | tuple[str, int]] | str,
     *,
     prompt: Any = None,
     attention: str = "none",
-    answers: Sequence[str | int] | int | None = None,
+    answers: Sequence[str | int] | str | int | None = None,
     tokens: Any = None,
     normalize: str = "none",
     keep: int | None = 120,
@@ -56,7 +56,7 @@ def unit_graph(
 
     Args:
         factors: what to attach, see `swd_lens.attach`; the sites of `units` must be among them.
-        units: a Circuit, or names ("blocks.2.mlp_out/17") or (site, index) pairs.
+        units: a Circuit, or names ("blocks.2.mlp_out/17") or (site, index) pairs, or one name.
         prompt: text, or token ids. The graph is of its last position, with attention="frozen" of all positions.
         attention: "none": within one position. "frozen": patterns of this prompt carry values across positions.
         answers: tokens at the top, as text or ids, or how many of the likeliest. None: the 3 likeliest with a prompt, none
@@ -73,9 +73,9 @@ def unit_graph(
 
     Raises:
         ValueError: a unit that is not there, a circuit of other factors, no path between any two nodes, too many nodes, a
-            prompt that is too long, settings that exclude each other.
+            prompt that is too long, an answer named twice, settings that exclude each other.
         TypeError: units of a coder, which have no read and write vectors.
-        UnsupportedHostError: see `swd_lens.study.graph.frozen.freeze`.
+        UnsupportedHostError: see `swd_lens.study.graph.frozen.freeze`; answers of a host that caps its logits.
         AttachError: see `swd_lens.attach`.
     """
     check_settings(prompt, attention, tokens, normalize, keep, min_weight, per_node)
@@ -83,7 +83,8 @@ def unit_graph(
     found, chosen, score = units_of(host, factors, units)
     require_no_dropout(model)
     device = next(iter(found.values())).read.device
-    with torch.no_grad(), plain_float32(device):
+    # A caller's inference mode is left: slopes are gradients.
+    with torch.inference_mode(False), torch.no_grad(), plain_float32(device):
         if prompt is None:
             ids, prepend_bos, run = None, None, norms_alone(host, model, tokens)
         else:

@@ -76,8 +76,9 @@ def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDr
     title = escape(repr(graph))
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" role="img" aria-label="{title}" font-family="system-ui, sans-serif" font-size="11" '
-        f'fill="{INK}"><title>{title}</title>{"".join(body)}</svg>'
+        f'height="{height:.0f}" role="img" aria-label="{title}"><title>{title}</title>'
+        # On a group, not on the root: a page that makes the root its own keeps what is drawn.
+        f'<g font-family="system-ui, sans-serif" font-size="11" fill="{INK}">{"".join(body)}</g></svg>'
     )
     return GraphDrawing(svg, _words(graph, {row["node"]: row for row in nodes}))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.factors import Factors
-from swd_lens.hosts import Host, sites_of
+from swd_lens.hosts import Host, UnsupportedHostError, sites_of
 from swd_lens.sites import Site
 from swd_lens.study.graph.edges import LOGIT, TOKEN, Group, Parts
 from swd_lens.study.graph.frozen import Frozen, Reading, final_reading, freeze, read_norms
@@ -152,6 +152,12 @@ def _matrices(
 
 def _answer_vectors(host: Host, run: Frozen, answers: list[int], static: bool) -> Tensor:
     """(answer, d_model): what the answers' logits, less the mean over the vocabulary, read of the residual stream."""
+    cap = float(getattr(host.model.cfg, "output_logits_soft_cap", None) or 0)
+    if cap > 0:
+        raise UnsupportedHostError(
+            f"a unit graph needs logits that are linear in the residual stream, and this host caps them (at {cap}); take "
+            "answers=0 with a prompt, and none without"
+        )
     _, unembedding = host.readout()
     columns = unembedding[:, answers] - unembedding.mean(1, keepdim=True)
     reading = final_reading(host, run.leaving[-1:])

@@ -96,9 +96,10 @@ def pruned(
     if settings["keep"] is not None or settings["per_node"] is not None:
         eligible &= strength > 0
     strength = torch.where(eligible, strength, -1.0)
-    if settings["per_node"] is not None and settings["per_node"] < len(strength):
-        least = strength.topk(settings["per_node"], dim=0).values[-1]
-        strength = torch.where(strength >= least, strength, -1.0)
+    if settings["per_node"] is not None:
+        # By place and not by size: of equal ones the first are kept, and no more than asked for.
+        weaker = torch.sort(strength, dim=0, descending=True, stable=True).indices[settings["per_node"] :]
+        strength = strength.scatter(0, weaker, -1.0)
     wanted = int((strength >= 0).sum())
     n_kept = wanted if settings["keep"] is None else min(settings["keep"], wanted)
     order = torch.sort(strength.flatten(), descending=True, stable=True).indices[:n_kept]

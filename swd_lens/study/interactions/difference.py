@@ -16,7 +16,7 @@ Nothing is approximated; three facts about f and B make it cheap.
 Tensors are laid out (channel, token), so that picking channels copies whole rows. Tokens come in blocks; sums over blocks are
 float64, products have the host's precision (float32 at least). On a CPU as many Python threads as torch would use take one
 unit at a time, each with single-threaded kernels: two threads that meet after every small kernel wait for each other most of
-the time on a busy machine. So the bits do not depend on the number of threads either.
+the time on a busy machine. So the bits of these sums do not depend on the number of threads; those of the host's forward may.
 """
 
 from collections.abc import Callable, Iterator
@@ -196,6 +196,8 @@ def _each_unit(device: torch.device) -> Iterator[Callable[..., Any]]:
         torch.set_num_threads(1)
         yield pool.map
     finally:
-        # After a Ctrl-C units that were not begun are dropped; nothing is left to run when this returns.
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+        try:
+            # After a Ctrl-C units that were not begun are dropped; nothing is left to run when this returns.
+            pool.shutdown(cancel_futures=True)
+        finally:  # also after a second Ctrl-C, which does not wait
+            torch.set_num_threads(threads)

@@ -21,7 +21,15 @@ from swd_lens.sites import Pattern, Site, split_name
 from swd_lens.study.interactions.activation import Activation, find_activation
 from swd_lens.study.interactions.difference import PairSums
 from swd_lens.study.interactions.results import UnitInteractions
-from swd_lens.study.interactions.watching import Use, factors_at, one_site, provenance, require_tokens, watch
+from swd_lens.study.interactions.watching import (
+    Use,
+    factors_at,
+    one_site,
+    provenance,
+    require_batch_size,
+    require_tokens,
+    watch,
+)
 from swd_lens.tasks.streams import TokenStream, as_stream
 
 
@@ -45,7 +53,7 @@ def unit_interactions(
         factors: what is attached while the tokens run, see `swd_lens.attach`: the site's factors, and those of any other
             site (the paper attaches the mlp_in of all lower layers, too).
         site: one mlp_in, of a gated MLP one mlp_gate.
-        tokens: (rows, pos) ids or a `TokenStream`; every position counts. Gone through twice, never held.
+        tokens: (rows, pos) ids or a `TokenStream`; every position counts. Each row is run twice; none are held.
         top: how many units are paired, those of largest E[z^2] |B W_out|^2; all valid ones where there are fewer.
         batch_size: rows per forward.
         progress: show a bar.
@@ -54,8 +62,8 @@ def unit_interactions(
         UnitInteractions: R, and the RMS over tokens of q and m in units of the residual stream.
 
     Raises:
-        ValueError: another kind of site, several sites, a site without factors, fewer than two valid units, top < 2, or
-            units that are not finite.
+        ValueError: another kind of site, several sites, a site without factors, fewer than two valid units, top < 2,
+            batch_size < 1, or units that are not finite.
         UnsupportedHostError: the activation does not act on each channel by itself (solu_ln), or was not found.
         TokenError: see `swd_lens.tasks.streams.as_stream`.
         AttachError, UnknownSiteError: see `swd_lens.attach`.
@@ -65,6 +73,7 @@ def unit_interactions(
     _require_activated(host, at)
     if isinstance(top, bool) or not isinstance(top, int) or top < 2:
         raise ValueError(f"top must be a whole number of 2 or more (a pair needs two units), got {top!r}")
+    require_batch_size(batch_size)
     require_no_dropout(model)
     stream = as_stream(tokens, model)
     require_tokens(stream, 1, "the sums need")

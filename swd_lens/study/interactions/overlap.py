@@ -24,7 +24,14 @@ from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.inject import attach
 from swd_lens.sites import Pattern
 from swd_lens.study.interactions.results import UnitOverlap
-from swd_lens.study.interactions.watching import factors_at, one_site, provenance, require_tokens, watch
+from swd_lens.study.interactions.watching import (
+    factors_at,
+    one_site,
+    provenance,
+    require_batch_size,
+    require_tokens,
+    watch,
+)
 from swd_lens.tasks.streams import as_stream
 
 # A standard deviation below this share of the RMS is float32 rounding of one value, not variation.
@@ -50,14 +57,14 @@ def unit_overlap(
         model: the host, with these sites not attached.
         factors: what is attached while the tokens run, see `swd_lens.attach`; the site's are among them.
         site: one site of any kind (the paper's case is mlp_out).
-        tokens: (rows, pos) ids or a `TokenStream`; every position counts. Gone through once, never held.
+        tokens: (rows, pos) ids or a `TokenStream`; every position counts. Each row is run once; none are held.
         shown: how many units the matrix views show, those of largest energy; all of them where there are fewer.
         batch_size: rows per forward.
         progress: show a bar.
 
     Raises:
-        ValueError: several sites, a site without factors, shown < 2, fewer than two units to pair (without edges and
-            constant ones are counted), or units that are not finite.
+        ValueError: several sites, a site without factors, shown < 2, batch_size < 1, fewer than two units to pair (without edges
+            and constant ones are counted), or units that are not finite.
         TokenError: a single token, and see `swd_lens.tasks.streams.as_stream`.
         AttachError, UnknownSiteError, UnsupportedHostError: see `swd_lens.attach`.
     """
@@ -65,6 +72,7 @@ def unit_overlap(
     at = one_site(host, site)
     if isinstance(shown, bool) or not isinstance(shown, int) or shown < 2:
         raise ValueError(f"shown must be a whole number of 2 or more (a matrix of pairs), got {shown!r}")
+    require_batch_size(batch_size)
     require_no_dropout(model)
     stream = as_stream(tokens, model)
     require_tokens(stream, 2, "a correlation needs")

@@ -60,6 +60,12 @@ def factors_at(attachment: Attachment, site: Site) -> Factors:
     return units
 
 
+def require_batch_size(batch_size: Any) -> None:
+    """Raises ValueError unless it is a whole number of rows."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
+
+
 def require_tokens(stream: TokenStream, least: int, why: str) -> None:
     """Raises TokenError where the stream holds fewer tokens than `least`."""
     if stream.n_tokens < least:

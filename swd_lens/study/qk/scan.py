@@ -152,8 +152,15 @@ def qk_scan(
         raise QKError("give pairs or a screen to take them from, not both")
     rows = prompt_rows(model, prompts)
     found = layer_units(host, factors)
+    chosen: dict[str, Any] = {"pairs": "given"}
     if pairs is None:
-        pairs = (qk_screen(model, factors, top=top) if screen is None else screen).pairs(per_head)
+        screen = qk_screen(model, factors, top=top) if screen is None else screen
+        chosen = {
+            "pairs": "of a screen",
+            "per_head": per_head,
+            **{name: screen.settings[name] for name in ("top", "distance")},
+        }
+        pairs = screen.pairs(per_head)
     if not pairs:
         raise QKError("there are no pairs to replay: every coefficient of the screen is zero, or the list is empty")
     of_layer: dict[int, list[QKPair]] = {}
@@ -176,8 +183,7 @@ def qk_scan(
         frame = frame[frame["dense_kl"] <= max_dense_kl]
     order = ["removed_kl", "layer", "head", "q_unit", "k_unit", "prompt"]
     frame = frame.sort_values(order, ascending=[False, *[True] * 5], ignore_index=True)
-    settings = {**provenance(host, factors, found), "remove": remove, "max_dense_kl": max_dense_kl}
-    settings |= {"pairs": "given"} if screen is None and pairs is None else {"per_head": per_head, "top": top}
+    settings = {**provenance(host, factors, found), "remove": remove, "max_dense_kl": max_dense_kl, **chosen}
     texts = tuple(strings_of(model, row) for row in rows)
     prompts_ = tuple(tuple(row.tolist()) for row in rows)
     return QKScan(frame, prompts_, texts, (len(model.blocks), heads), settings)

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.hosts import Host, UnsupportedHostError, require_no_dropout
-from swd_lens.hosts.heads import Heads, Rotation, rotations
+from swd_lens.hosts.heads import Heads
+from swd_lens.hosts.rotary import Rotation, rotations
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
 from swd_lens.machine import plain_float32
@@ -39,7 +40,7 @@ class LayerScores:
     Attributes:
         z_q, z_k: (batch, pos, unit) of the sites that write queries and keys (the same tensor for attn_qkv).
         seen: (batch, head, dest, src) the host's scores with units attached, after cap and mask.
-        dense: the host's pattern without units.
+        dense: the host's pattern without units; its rows sum to one also where the host rounds to 8 or 11 bits.
         turn: rotary angles, or None.
     """
 
@@ -163,7 +164,7 @@ def run_layers(
             units = found[layer]
             z_q, z_k = (kept[side.site.hook_name, False].float() for side in (units.q, units.k))
             seen, dense = _shown(kept, units.heads.scores_hook, False), _shown(kept, units.heads.pattern_hook, True)
-            made[layer] = LayerScores(units, z_q, z_k, seen.float(), dense.float(), turns[layer])
+            made[layer] = LayerScores(units, z_q, z_k, seen.float(), _rows_of_one(dense.float()), turns[layer])
             made[layer].check(seen.dtype)
     return made
 
@@ -190,6 +191,11 @@ def _shown(kept: Mapping[tuple[str, bool], Tensor], name: str, dense: bool) -> T
             "leaves attention to transformers does not show them"
         )
     return kept[name, dense]
+
+
+def _rows_of_one(pattern: Float[Tensor, "*any pos pos"]) -> Float[Tensor, "*any pos pos"]:
+    """Probabilities that a half-precision host rounded, made to sum to one again: the KL of others is no number below 0."""
+    return pattern / pattern.sum(-1, keepdim=True)
 
 
 def _device(model: Any) -> torch.device:
@@ -275,7 +281,7 @@ def effects(
     intact = run.scores[:, head]
     without = scores_without(run, head, q_unit, k_unit, remove, map_)
     log_before, log_after = run.log_before[:, head], run.log_pattern(without)
-    before, after, dense = run.pattern(log_before), run.pattern(log_after), run.dense[:, head] * mask
+    before, after, dense = run.pattern(log_before), run.pattern(log_after), run.dense[:, head]
     log_dense = dense.clamp(min=torch.finfo(torch.float32).tiny).log()
     # The change that the map alone foretells: its contributions leave, all other pairs stay.
     foretold = run.pattern(run.log_pattern(intact - map_)) - before

@@ -25,7 +25,7 @@ from torch import Tensor
 from swd_lens.display import card
 from swd_lens.figures import heatmap, new_figure
 from swd_lens.hosts import host_of
-from swd_lens.hosts.heads import Rotation, rotations
+from swd_lens.hosts.rotary import Rotation, rotations
 from swd_lens.study.qk.vectors import LayerUnits, QKError, layer_units, provenance, top_units
 
 
