@@ -356,6 +356,7 @@ TRIGGERS |= {
     "audit-of-no-units": lambda *_: audited(units=[]),
     "audit-no-such-unit": lambda *_: audited(units=f"{WRITES}/12"),
     "audit-of-no-contexts": lambda *_: audited(n=0),
+    "audit-of-no-places": lambda *_: audited(per_row=0),
     "audit-not-finite": lambda *_: audited(factors={WRITES: swd.Factors(torch.full((64, 2), 3e38), torch.ones(2, 16))}),
     "audit-with-other-scores": lambda *_: audited(scores=made_scores(audited_factors(1))),
     "audit-without-scores": lambda *_: found().rank_table(),

@@ -20,7 +20,7 @@ from swd_lens.files import write_text
 from swd_lens.report.wording import count, percent, plural, readable
 from swd_lens.sites import execution_key, parse_unit
 from swd_lens.study.audit import Audit, UnitProfile, unit_html
-from swd_lens.study.audit.view import STYLE, number, words_html
+from swd_lens.study.audit.view import STYLE, number, printable, words_html
 
 INDEX = "index.html"
 _AROUND = 5  # tokens on either side of the peak in the index
@@ -56,7 +56,7 @@ def dashboard(
         raise ValueError("there is no unit to show; give an audit that holds some, or profiles")
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise ValueError(f"{', '.join(twice)} is given twice; a dashboard shows every unit once")
-    title = title or f"Units of {settings.get('model') or 'a model'}"
+    title = printable(title or f"Units of {settings.get('model') or 'a model'}")
     if path is None or Path(path).suffix.lower() in (".html", ".htm"):
         if len(names) > _PAGE_LIMIT:
             raise ValueError(
@@ -161,7 +161,7 @@ def _render(
 def _template() -> Template:
     loader = PackageLoader("swd_lens.report", "templates")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["readable"] = readable
+    env.filters["readable"] = lambda name: printable(readable(name))
     return env.get_template("dashboard.html.j2")
 
 
@@ -182,7 +182,7 @@ def _row(profile: UnitProfile, target: str) -> dict[str, Any]:
         "site": profile.site,
         "index": profile.index,
         "target": target,
-        "label": "" if profile.label is None else profile.label.label,
+        "label": "" if profile.label is None else printable(profile.label.label),
         "ranks": {task: count(rank.rank) for task, rank in profile.tasks.items()},
         "largest": number(profile.peak, signed=False),
         "density": percent(profile.density),

@@ -5,6 +5,7 @@ from typing import Any
 from swd_lens.report.headline import CONTROL, main_replacement
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study import Run
+from swd_lens.study.result import Replacement, folders_of
 
 DEFAULT_MODEL = "swd-lens-default"
 
@@ -21,12 +22,17 @@ def load_code(run: Run) -> str:
             "import swd_lens as swd",
             "",
             _model_line(run),
-            f"factors = swd.FactorSet.load({r.folder!r})",
+            f"factors = swd.FactorSet.load({_folder(run, r)!r})",
             "with swd.attach(model, factors):",
             '    logits, cache = model.run_with_cache("The list is")',
             f'    z = cache["{kind}_unit", {layer}]  # (batch, pos, unit) of {site}',
         ]
     )
+
+
+def _folder(run: Run, replacement: Replacement) -> str:
+    """Where `Run.save` put its factors."""
+    return next(f for r, f in zip(run.replacements, folders_of(run.replacements), strict=True) if r is replacement)
 
 
 def run_code(run: Run) -> str:

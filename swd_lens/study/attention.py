@@ -12,6 +12,7 @@ signs) is one, too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import torch
@@ -85,8 +86,13 @@ class AttentionView:
     def from_dict(cls, values: Mapping[str, Any]) -> "AttentionView":
         """What `dataclasses.asdict` gave, back from JSON. Raises KeyError, TypeError or ValueError where it is something else."""
         tensor = torch.tensor(values["values"], dtype=torch.float64)
-        rest = {key: value for key, value in values.items() if key not in ("values", "tokens", "names")}
-        return cls.of(tensor, values["tokens"], values["names"], **rest)
+        rest = {key: value for key, value in values.items() if key not in ("values", "tokens", "names", "measures")}
+        # JSON knows no NaN.
+        measures = {
+            what: {head: nan if number is None else number for head, number in its.items()}
+            for what, its in values["measures"].items()
+        }
+        return cls.of(tensor, values["tokens"], values["names"], measures=measures, **rest)
 
 
 def attention_views(

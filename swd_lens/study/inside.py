@@ -116,14 +116,14 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, told: bool) 
     )
     columns = {"removed kl": 3, "dense kl": 3, "max change": 2, "agreement": 2, "share": 2, "gamma": 3}
     frame = scan.table(PAIRS_LISTED)
-    rows = [
+    rows = tuple(
         (
             f"L{row['layer']} H{row['head']} q{row['q unit']} × k{row['k unit']}",
             str(row["text"]),
             *(float(f"{row[name]:.{digits}g}") for name, digits in columns.items()),
         )
         for row in frame.to_dict("records")
-    ]
+    )
     table = SectionTable("Strongest cases of the scan (KL in nats)", ("pair", "prompt", *columns), rows)
     intro = (
         "An attention score is a sum over pairs of query units and key units: z of one, times z of the other, times a fixed "

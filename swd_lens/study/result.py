@@ -7,6 +7,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Replacement:
 
     @property
     def folder(self) -> str:
-        """Where `Run.save` puts the factors, below its own folder."""
+        """Where `Run.save` puts the factors, below its own folder (with a number behind it where that is taken)."""
         return f"factors/{_slug(self.surface)}-{_slug(self.method)}"
 
     @property
@@ -108,8 +109,8 @@ class Run:
             "fidelity": [
                 {"surface": r.surface, "method": r.method, "edges": r.factors.edges, "units": r.factors.n_units}
                 | {"sparsity": r.factors.sparsity, "seconds": r.seconds, **r.fidelity.as_dict()}
-                | ({"folder": r.folder} if r.is_saved else {"factors": _record(r.factors)})
-                for r in self.replacements
+                | ({"folder": place} if r.is_saved else {"factors": _record(r.factors)})
+                for r, place in zip(self.replacements, folders_of(self.replacements), strict=True)
             ],
             "comparisons": {surface: comparison_to_dict(its) for surface, its in self.comparisons.items()},
             "circuits": [
@@ -126,9 +127,9 @@ class Run:
     def save(self, folder: str | Path) -> None:
         """Write the factors of every sparse replacement, then run.json, each atomically."""
         folder = Path(folder)
-        for r in self.replacements:
+        for r, place in zip(self.replacements, folders_of(self.replacements), strict=True):
             if r.is_saved and isinstance(r.factors, FactorSet):
-                r.factors.save(folder / r.folder)
+                r.factors.save(folder / place)
         write_json(folder / NAME, self.as_dict())
 
     @classmethod
@@ -146,7 +147,7 @@ class Run:
         try:
             return cls(
                 values["settings"],
-                [_replacement(folder, row) for row in values["fidelity"]],
+                _replacements(folder, values["fidelity"]),
                 comparisons_of(values),
                 [card_of(card) for card in values["units"]],
                 values["seconds"],
@@ -181,16 +182,31 @@ def _record(factors: FactorSet | FactorsRecord) -> dict[str, Any]:
     return {"sites": dict(factors.summary()), "provenance": dict(factors.provenance)}
 
 
-def _replacement(folder: Path, row: Mapping[str, Any]) -> Replacement:
-    """One replacement of a saved run, with its factors from their folder."""
-    made = Replacement(row["surface"], row["method"], record_of(row), fidelity_of(row), row["seconds"])
+def folders_of(replacements: Sequence[Replacement]) -> list[str]:
+    """Where the factors of each go; names that differ in signs that a folder cannot have, or in case, get numbers."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for r in replacements:
+        tries = (r.folder if n == 1 else f"{r.folder}-{n}" for n in count(1))
+        names.append(next(name for name in tries if name.casefold() not in taken))
+        taken.add(names[-1].casefold())
+    return names
+
+
+def _replacements(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Replacement]:
+    """The replacements of a saved run, with their factors."""
+    made = [Replacement(r["surface"], r["method"], record_of(r), fidelity_of(r), r["seconds"]) for r in rows]
+    # The folders are never what the file says: a name that leads elsewhere would be followed.
+    return [_with_factors(folder, *one) for one in zip(made, folders_of(made), rows, strict=True)]
+
+
+def _with_factors(folder: Path, made: Replacement, name: str, row: Mapping[str, Any]) -> Replacement:
     if not made.is_saved:
         return made
-    # Never what the file says: a name that leads elsewhere would be followed.
-    place = folder / made.folder
+    place = folder / name
     if not (place / "factors.json").is_file():
         raise FileNotFoundError(
-            f"{folder / NAME} goes with the factors in {made.folder}, which are not in {folder}; copy the whole folder"
+            f"{folder / NAME} goes with the factors in {name}, which are not in {folder}; copy the whole folder"
         )
     factors = FactorSet.load(place)
     if factors.edges != row["edges"] or set(factors) != set(row["relmse"]):

@@ -5,7 +5,7 @@
    those left out. A later format is refused.
 2. Of the sparse replacements it keeps the name of a folder; of the exact ones, which are not saved, a `FactorsRecord`: sizes,
    counts and provenance.
-3. JSON knows no NaN: undefined numbers are null there, and NaN again when read. Scores, means and prompts' margins are
+3. JSON knows no NaN: undefined and infinite numbers are null there, and NaN when read. Scores, means and prompts' margins are
    tensors and stay out; curves that were loaded price circuits, but cannot make them.
 """
 
@@ -155,12 +155,17 @@ def _curve(row: Mapping[str, Any]) -> CostCurve:
 
 
 def card_of(values: Mapping[str, Any]) -> UnitCard:
-    contexts = tuple(
-        Context(tuple(one["tokens"]), tuple(map(_number, one["z"])), one["peak"]) for one in values["contexts"]
-    )
+    contexts = tuple(map(_context, values["contexts"]))
     effects = values["logits"]
     logits = effects and LogitEffect(*(_effects(effects[sign]) for sign in ("promoted", "suppressed")))
-    return UnitCard(**{**values, "contexts": contexts, "logits": logits})
+    return UnitCard(**{**values, "score": _number(values["score"]), "contexts": contexts, "logits": logits})
+
+
+def _context(values: Mapping[str, Any]) -> Context:
+    tokens, z, peak = tuple(values["tokens"]), tuple(map(_number, values["z"])), values["peak"]
+    if len(tokens) != len(z) or peak not in range(len(z)):
+        raise TypeError(f"a context of {len(tokens)} tokens has {len(z)} z and its peak at {peak!r}")
+    return Context(tokens, z, peak)
 
 
 def _effects(pairs: Any) -> tuple[tuple[str, float], ...]:

@@ -1,6 +1,7 @@
 """Whether two runs of the demo found the same: `python -m tests.bridge.compare_runs A/run.json B/run.json`.
 
-1. Every number of fidelity, circuits and units is paired with its counterpart, by path; wall-clock seconds are left out.
+1. Every number of fidelity, circuits and units is paired with its counterpart, by path; wall-clock seconds are left out, and the
+   provenance of factors, which names the kind of host.
 2. Two numbers agree within TOLERANCE, absolute below 1 and relative above it: logits of a margin reach 12. Anything else
    (names of units, tokens, lengths of lists, counts of edges) must be the same.
 3. The largest difference of each kind of number is printed, where there is one. Exit code 1 if any is too large, or anything
@@ -15,6 +16,7 @@ from typing import Any
 
 TOLERANCE = 1e-4
 PARTS = ("fidelity", "circuits", "units")
+LEFT_OUT = ("seconds", "provenance")
 # What the two runs must have been made of; versions, kind of host and threads may differ.
 SAME_SETTINGS = ("model", "weights", "surfaces", "sparsities", "tasks", "solver settings", "calibration dtype")
 
@@ -23,7 +25,7 @@ def pairs(a: Any, b: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tu
     """Leaves of two JSON values side by side; where their shapes differ, the values themselves."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         for key in a:
-            if key != "seconds":
+            if key not in LEFT_OUT:
                 yield from pairs(a[key], b[key], (*path, key))
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for index, (one, other) in enumerate(zip(a, b, strict=True)):

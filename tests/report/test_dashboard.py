@@ -4,6 +4,7 @@ import html
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from swd_lens.report import dashboard as module
 from swd_lens.report.dashboard import dashboard
-from swd_lens.study.audit import Audit, audit
+from swd_lens.study.audit import Audit, UnitLabels, audit
 from tests.report.conftest import HOSTILE, VOCABULARY
 from tests.study.audit_models import made_scores, sparse_factors
 
@@ -112,6 +113,15 @@ def test_tokens_and_labels_are_text(found: Audit) -> None:
     assert html.escape("</style><script>alert(1)</script>") in text and "<script" not in text
     shown = found.unit(f"{SITE}/0")._repr_html_()
     assert "<script" not in shown and Page(shown).open == []
+
+
+def test_nothing_turns_a_page_around(found: Audit) -> None:
+    """Right-to-left marks and control characters of labels, tasks and titles, in the index as on the pages."""
+    odd = "x\u202ey\u2066\x00\ud83d"
+    named = replace(found, scores={odd: next(iter(found.scores.values()))}, labels=UnitLabels({}))
+    text = dashboard(named.with_labels({f"{SITE}/0": {"label": odd, "note": odd, "author": odd}}), title=odd)
+    assert isinstance(text, str) and "x\ufffdy\ufffd" in text
+    assert not [c for c in text if not c.isprintable() and c != "\n"]
 
 
 def test_profiles_alone(found: Audit, tmp_path: Path) -> None:

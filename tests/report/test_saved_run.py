@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_hostile_tokens_seeds_and_sections_come_back(run: Run, tmp_path: Path) -
     assert {s: c.methods for s, c in loaded.comparisons.items()} == {s: c.methods for s, c in seeds.items()}
 
 
+def test_what_is_undefined_comes_back_undefined(run: Run, tmp_path: Path) -> None:
+    undefined = [replace(r.fidelity, kl=nan, relmse=dict.fromkeys(r.fidelity.relmse, nan)) for r in run.replacements]
+    views = [replace(view, measures={"KL": dict.fromkeys(view.names, nan)}) for view in run.attention]
+    odd = replace(run, cards=[replace(card, score=nan) for card in run.cards], attention=views)
+    odd = replace(odd, replacements=[replace(r, fidelity=f) for r, f in zip(run.replacements, undefined, strict=True)])
+    odd.save(tmp_path)
+    loaded = Run.load(tmp_path)
+    assert all(isnan(card.score) for card in loaded.cards) and isnan(loaded.replacements[0].fidelity.kl)
+    assert render_report(loaded) == render_report(odd)
+
+
+def test_surfaces_whose_folders_would_be_one(run: Run, tmp_path: Path) -> None:
+    """Their factors once overwrote each other."""
+    few, most = [r for r in run.replacements if r.is_saved][:2]
+    assert few.factors.edges != most.factors.edges
+    clash = [replace(few, surface="a b"), replace(most, surface="a_b", method=few.method)]
+    replace(run, replacements=clash).save(tmp_path)
+    loaded = Run.load(tmp_path)
+    assert [r.factors.edges for r in loaded.replacements] == [few.factors.edges, most.factors.edges]
+    assert sorted(p.name for p in (tmp_path / "factors").iterdir()) == ["a_b-SWD_s=0.5", "a_b-SWD_s=0.5-2"]
+
+
 def test_nothing_comes_back_as_nothing(tmp_path: Path) -> None:
     empty = Run({}, [], {"nowhere": Comparison({})}, [], 0.0)
     empty.save(tmp_path)
@@ -104,6 +127,9 @@ def _dropped(key: str) -> Callable[[dict[str, Any]], Any]:
         (lambda values: values["units"][0].update(new=1), "not what Run.save writes"),
         (lambda values: values["attention"][0]["names"].pop(), "names"),
         (lambda values: values["extras"].append(_SCRIPT), "may not hold <script>"),
+        (lambda values: values["extras"].append(_RAGGED), "not what Run.save writes .*rows of other lengths"),
+        (lambda values: values["units"][0]["contexts"][0].update(peak=99), "not what Run.save writes .*its peak at 99"),
+        (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "not what Run.save writes .*3 tokens has 2 z"),
     ],
 )
 def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
@@ -117,6 +143,9 @@ def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, me
 
 _SCRIPT = {"title": "t", "intro": [], "tables": [], "short": ""}
 _SCRIPT["pictures"] = [{"svg": '<svg viewBox="0 0 1 1"><script/></svg>', "title": "", "description": "", "caption": ""}]
+
+
+_RAGGED = {**_SCRIPT, "pictures": [], "tables": [{"caption": "c", "columns": ["a", "b"], "rows": [[1]]}]}
 
 
 def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:

@@ -65,10 +65,36 @@ def test_all_units_of_all_sites_at_once_equal_a_search_over_every_position(model
 
 def test_fewer_rows_than_contexts_and_windows_wider_than_rows(model, factors):
     tokens = random_tokens(2, 3)
-    found = audit(model, factors, tokens, n=20, before=30, after=30, progress=False)
+    found = audit(model, factors, tokens, n=20, before=30, after=30, per_row=1, progress=False)
     z = activations(model, factors, tokens)["blocks.1.mlp_out"]
     contexts = found.unit("blocks.1.mlp_out/4").contexts
     assert as_tuples(contexts) == brute_force(z, tokens, 4, 2, 30, 30) and len(contexts[0].tokens) == 3
+
+
+@pytest.mark.parametrize(("per_row", "batch_size"), [(None, 2), (None, 3), (2, 1), (4, None)])
+def test_a_text_of_few_rows_fills_the_list_from_each(model, factors, per_row, batch_size):
+    # The paper's dashboard is 2,048 tokens, 20 contexts per unit: two rows of 1,024.
+    tokens = random_tokens(3, 9, seed=5)
+    found = audit(
+        model, factors, tokens, n=8, before=2, after=1, per_row=per_row, batch_size=batch_size, progress=False
+    )
+    assert found.settings["contexts_per_row"] == (per_row or 3)
+    z = activations(model, factors, tokens)
+    for profile in found.profiles():
+        size = z[profile.site][:, :, profile.index].abs()
+        # Every position of every row by size, each row's largest only, equal ones in the order of the text.
+        places = []
+        for row in range(3):
+            order = sorted(range(9), key=lambda pos, row=row: (-float(size[row, pos]), pos))[: per_row or 3]
+            places += [(row, pos) for pos in order]
+        places = sorted(places, key=lambda at: -float(size[at]))[:8]  # stable
+        if profile.index != 11:  # never fires
+            expected = [pytest.approx(float(z[profile.site][row, pos, profile.index]), abs=1e-5) for row, pos in places]
+            assert [context.z[context.peak] for context in profile.contexts] == expected
+    units = [("blocks.1.mlp_out", 4)]
+    assert len(top_contexts(model, factors, units, tokens, n=8, per_row=per_row)[units[0]]) == min(
+        8, 3 * (per_row or 3)
+    )
 
 
 def test_of_equal_peaks_the_earlier_row_stays_ahead():

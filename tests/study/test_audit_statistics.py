@@ -57,6 +57,20 @@ def test_a_peak_at_a_power_of_two_lies_inside_the_bins():
         assert int(s.counts.sum()) == 3
 
 
+def test_silence_asks_for_no_room():
+    """A unit of small z that is 0 throughout some batch keeps its fine bins: frexp(0) has the exponent of 1/2."""
+    z = some_z()[:, :1] * 1e-4
+    silent = torch.zeros(2500, 1)
+    for parts in ((silent, z), (z, silent)):
+        s = Statistics(torch.arange(1))
+        for part in parts:
+            s.add(part)
+        h, peak = s.histogram(0), float(z.abs().max())
+        assert SIDE / 2 * h.width <= peak < SIDE * h.width
+        exact = float((z.abs() > DENSE * peak).sum()) / 5500
+        assert 0 < float(s.density[0]) <= exact
+
+
 def test_density_is_the_share_beyond_a_tenth_of_the_peak():
     z = some_z()
     peak = z.abs().amax(0)

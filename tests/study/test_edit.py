@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import swd_lens as swd
 from swd_lens import baselines
@@ -13,6 +14,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.writing import stored_matrix
 from swd_lens.inject import AttachError, attach
 from swd_lens.study.edit import Edit, EditError, edit_unit, unit_hooks
+from swd_lens.study.edit.edited import FORMAT
 from swd_lens.study.edit.lora import lora_edits
 from swd_lens.study.edit.make import oracle_edit, random_unit, unit_edit
 from swd_lens.study.edit.target import find_target
@@ -172,6 +174,25 @@ def test_the_host_comes_back_bit_for_bit(model, factors, name):
         edit.undo()
 
 
+def test_what_is_undone_or_applied_within_a_with_block(model, factors):
+    """The block leaves what it entered, however many stand at its end: none (this once never returned), or one elsewhere."""
+    edit, other = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3), toy_model()
+    weights = [one.blocks[0].mlp.W_out for one in (model, other)]
+    kept = weights[0].detach().clone()
+    with edit:
+        edit.undo()
+        assert torch.equal(weights[0], kept)
+    with edit:
+        edit.apply(other)
+        assert not torch.equal(weights[0], kept) and not torch.equal(weights[1], kept)
+    assert torch.equal(weights[0], kept) and torch.equal(weights[1], kept) and "not applied" in repr(edit)
+    edit.apply(other)  # stood before: stays
+    with edit, edit.applied(toy_model()):
+        pass
+    assert torch.equal(weights[0], kept) and not torch.equal(weights[1], kept)
+    edit.undo()
+
+
 @pytest.mark.parametrize("how", ["with", "apply"])
 def test_ctrl_c_at_any_line(model, factors, how):
     edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 3)
@@ -288,6 +309,16 @@ def test_files(model, factors, tmp_path, monkeypatch):
         broken.save(path)
     assert Edit.load(path).local_shift == edit.local_shift  # the old file, whole
     assert sorted(file.name for file in tmp_path.iterdir()) == ["junk", "nan", "one.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"site": "blocks.0.mlp_out"'])
+def test_a_file_that_names_the_format_and_nothing_else(model, factors, tmp_path, text):
+    edit = edit_unit(model, factors, "blocks.0.mlp_out/3", PROMPT, 3, 5, 2)
+    tensors = {"read": edit.delta.read, "write": edit.delta.write}
+    tensors |= {"input": edit.target.input, "direction": edit.target.direction}
+    save_file(tensors, tmp_path / "odd", metadata={"format": FORMAT, **({"edit": text} if text else {})})
+    with pytest.raises(EditError, match="cannot be read as an edit"):
+        Edit.load(tmp_path / "odd")
 
 
 # ---------------------------------------------------------------------------------------------- controls

@@ -1,5 +1,7 @@
 """What edits do elsewhere, methods against each other, and the choice of a unit; on the toy model, against plain forwards."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -226,6 +228,33 @@ def test_selection_with_scores_and_text(model, factors):
     edit = edit_unit(model, surface, **found.best, shift=1)
     assert edit.settings["unit"] == rows["unit"][0] and edit.target.answer_id in (3, 7)
     assert len(found.plot().axes[0].collections) == 3  # two prompts, and a ring around the best
+
+
+def test_cases_that_share_a_prompt_or_come_as_lists(model, factors):
+    """The largest contribution of each case has strength 1, and each case has its own colour."""
+    ids = PROMPT.tolist()
+    found = select_edit_unit(model, factors, [(ids, 3, 5), (ids, 7, 5), (ids[:4], 3, 5)], top=4)
+    rows = found.table()
+    cases = rows.groupby([rows["prompt"].map(len), rows["answer"]])
+    assert cases["strength"].max().tolist() == [1.0, 1.0, 1.0] and len(rows) == 12
+    assert len(set(cases["contribution"].max().tolist())) == 3
+    assert len(found.plot().axes[0].collections) == 4  # three cases, and a ring
+
+
+def test_scores_below_zero_count_for_nothing(model, factors):
+    scores = swd.attribute(model, factors, random_split())
+    below = replace(scores, scores={site: -s.abs() - 1 for site, s in scores.scores.items()})
+    rows = select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=below).table()
+    assert rows["importance"].tolist() == pytest.approx(((1 - rows["rank"] / below.n_units) / 2).tolist())
+
+
+def test_scores_of_other_factors_are_refused(model, factors):
+    other = FactorSet({name: replace(f, read=f.read * 2, write=f.write / 2) for name, f in factors.items()})
+    scores = swd.attribute(model, other, random_split())
+    with pytest.raises(
+        EditError, match=r"the scores were made with other factors of blocks\.0\.attn_o, .* attribute these"
+    ):
+        select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=scores)
 
 
 def test_selection_errors(model, factors):

@@ -8,6 +8,7 @@ from swd_lens import baselines
 from swd_lens.factors import Factors
 from swd_lens.hosts import UnsupportedHostError, host_of
 from swd_lens.inject import attach
+from swd_lens.passport import Offsets
 from swd_lens.study.interactions import difference, unit_interactions
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.text import TokenError
@@ -139,6 +140,25 @@ def test_neither_blocks_nor_batches_nor_threads_nor_a_stream_change_the_sums(mon
     torch.testing.assert_close(threaded.ratio, parts.ratio, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
+def test_the_sums_bits_do_not_depend_on_the_number_of_threads():
+    """Wide enough that four threads would share W W^T, and round it otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    write = torch.randn(3, 1024, generator=generator) * (torch.rand(3, 1024, generator=generator) < 0.2)
+    weight, z, pre = (torch.randn(*shape, generator=generator) for shape in ((1024, 256), (300, 3), (300, 1024)))
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3, 4):
+            torch.set_num_threads(threads)
+            sums = difference.PairSums(write, weight, torch.nn.functional.gelu, torch.float32)
+            sums.add(z, pre, None)
+            assert torch.get_num_threads() == threads
+            found.append((sums.pairs, sums.marginals))
+    finally:
+        torch.set_num_threads(before)
+    for pairs, marginals in found[1:]:
+        assert torch.equal(pairs, found[0][0]) and torch.equal(marginals, found[0][1])
+
+
 def test_pairs_table_and_figures_say_the_same():
     model = toy_model()
     found = unit_interactions(model, {SITE: sparse_factors(model, SITE)}, SITE, TOKENS, progress=False)
@@ -210,6 +230,13 @@ def test_an_activation_that_mixes_channels_is_refused(act_fn):
         unit_interactions(model, {SITE: sparse_factors(model, SITE)}, SITE, TOKENS, progress=False)
 
 
+def test_a_step_behind_the_activation_is_refused():
+    model = toy_model()
+    model.add_hook("blocks.1.mlp.hook_post", lambda post, hook: 2 * post)
+    with pytest.raises(UnsupportedHostError, match="another step stands there"):
+        unit_interactions(model, {SITE: sparse_factors(model, SITE)}, SITE, TOKENS, progress=False)
+
+
 def test_errors_say_what_to_do():
     model = toy_model()
     factors = {SITE: sparse_factors(model, SITE)}
@@ -236,8 +263,12 @@ def test_units_without_edges_are_never_paired():
     factors = sparse_factors(model, SITE)
     factors.write[3] = 0
     factors.read[:, 5] = 0
-    found = unit_interactions(model, {SITE: factors}, SITE, TOKENS, progress=False)
-    assert sorted(found.units) == [i for i in range(12) if i not in (3, 5)]
+    # Transported factors add constants to z: unit 5 has the most energy, and no read edge.
+    constants = Offsets(torch.zeros(12).index_fill(0, torch.tensor([5]), 50.0), torch.zeros(32))
+    moved = Factors(factors.read, factors.write, offsets=constants)
+    for some in (factors, moved):
+        found = unit_interactions(model, {SITE: some}, SITE, TOKENS, progress=False)
+        assert sorted(found.units) == [i for i in range(12) if i not in (3, 5)]
 
 
 def test_a_float64_host_gives_float64_sums():

@@ -51,6 +51,16 @@ def test_the_parts_by_name():
     assert torch.equal(bare.total, bare.pairs)
 
 
+def test_scores_that_are_all_zero_are_summed_without_error():
+    model = toy_model()
+    factors = random_factors(model)
+    for block in model.blocks:
+        block.attn.b_Q.data.zero_()
+    factors["blocks.0.attn_qkv"].write[:, :16] = 0
+    parts = score_parts(model, factors, 0, 1, ROW)
+    assert parts.error == 0 and not parts.total.any() and "within 0.0e+00" in repr(parts)
+
+
 def test_the_strongest_pairs_of_one_score():
     model = families.hooked("qwen3")  # norms, rotation and groups at once
     parts = score_parts(model, random_factors(model), 1, 3, ROW)
@@ -64,6 +74,16 @@ def test_the_strongest_pairs_of_one_score():
         parts.strongest(2, 5)
     with pytest.raises(QKError, match=r"k_unit is 9, but blocks\.1\.attn_qkv has units 0 to 8"):
         parts.contribution(0, 9)
+
+
+def test_the_spread_is_within_rows():
+    """What is the same for all sources of a row changes no pattern: the query units with a constant key."""
+    parts = score_parts(toy_model(), random_factors(toy_model()), 0, 1, ROW)
+    table = parts.table().set_index("part")
+    assert table.loc["Q units × key bias", "spread"] < 1e-6 < parts.key_bias[parts.mask].std()
+    rows = [row[: i + 1] - row[: i + 1].mean() for i, row in enumerate(parts.pairs)]
+    spread = float(torch.cat(rows).square().mean().sqrt())
+    assert table.loc["all unit pairs", "spread"] == pytest.approx(spread, rel=1e-5)
 
 
 def test_parts_show_themselves():

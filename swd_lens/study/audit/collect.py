@@ -19,7 +19,7 @@ from swd_lens.hosts import UnsupportedHostError, host_of, require_no_dropout
 from swd_lens.inject import attach
 from swd_lens.passport import fingerprint
 from swd_lens.sites import Site, parse_unit, select_sites
-from swd_lens.study.audit.contexts import TopPlaces
+from swd_lens.study.audit.contexts import TopPlaces, places_per_row
 from swd_lens.study.audit.labels import UnitLabels
 from swd_lens.study.audit.logits import Readout
 from swd_lens.study.audit.names import Ends, TokenNames
@@ -41,6 +41,7 @@ def audit(
     labels: UnitLabels | None = None,
     before: int = 14,
     after: int = 6,
+    per_row: int | None = None,
     batch_size: int | None = None,
     coactivation: bool = True,
     progress: bool = True,
@@ -51,10 +52,11 @@ def audit(
         factors: what to attach, see `swd_lens.attach`.
         tokens: (rows, pos) ids of text that the factors were not fitted to, or a `TokenStream`, which is read once.
         units: names ("blocks.2.mlp_out/5") and patterns of sites ("blocks.2.*", "mlp_out"); None = every unit of the set.
-        n: contexts per unit, by |z|, at most one per row.
+        n: contexts per unit, by |z|.
         scores: task -> UnitScores, or one alone; of these very factors. They are shown, and say nothing about the contexts.
         labels: what the units are called, see `Audit.with_labels`.
         before, after: tokens shown on either side of a peak.
+        per_row: at most this many contexts of one row; None = one, or as many as it takes where the text has fewer rows than n.
         batch_size: rows per forward; None = about 8,192 tokens.
         coactivation: correlate every unit with all others of its site: units² float64 per site.
 
@@ -70,7 +72,7 @@ def audit(
     """
     host, stream = host_of(model), as_stream(tokens, model)
     require_no_dropout(model)
-    by_task = _by_task(scores)
+    by_task, at_most = _by_task(scores), places_per_row(per_row, n, stream)
     with attach(model, factors) as attachment:
         for task, one in by_task.items():
             require_same_units(one.settings, attachment.factors, f"scores of {task}")
@@ -79,7 +81,10 @@ def audit(
         counts = {site.name: attachment.factors[site.name].n_units for site in attachment.sites}
         if labels is not None:
             labels.require(known, counts)
-        looking = {site: _Looking(indices, n, before, after, coactivation) for site, indices in chosen.items()}
+        looking = {
+            site: _Looking(indices, TopPlaces(n, before, after, at_most), coactivation)
+            for site, indices in chosen.items()
+        }
         text = watch(host, stream, looking, batch_size, progress)
     names = TokenNames(model)
     settings = {
@@ -91,7 +96,7 @@ def audit(
         "row_length": stream.row_length,
         "tokens_sha256": text,
         "contexts": n,
-        "contexts_per_row": 1,
+        "contexts_per_row": at_most,
         "before": before,
         "after": after,
         "version": __version__,
@@ -112,9 +117,9 @@ def audit(
 class _Looking:
     """The observers of one site."""
 
-    def __init__(self, chosen: Int[Tensor, " chosen"], n: int, before: int, after: int, coactivation: bool):
-        self.chosen = chosen
-        self.places, self.statistics = TopPlaces(n, before, after), Statistics(chosen, coactivation)
+    def __init__(self, chosen: Int[Tensor, " chosen"], places: TopPlaces, coactivation: bool):
+        self.chosen, self.places = chosen, places
+        self.statistics = Statistics(chosen, coactivation)
 
     def __call__(self, first_row: int, rows: Tensor, z: Tensor) -> None:
         own = z if len(self.chosen) == z.shape[-1] else z[..., self.chosen.to(z.device)]

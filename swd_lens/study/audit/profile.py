@@ -30,7 +30,7 @@ class UnitProfile:
 
     Attributes:
         unit: its name, "blocks.2.mlp_out/5".
-        contexts: the places of largest |z|, largest first, at most one per row of text.
+        contexts: the places of largest |z|, largest first.
         n_tokens: tokens that the statistics are over.
         mean, sd, smallest, largest: of z.
         density: share of tokens with |z| beyond a tenth of its largest.

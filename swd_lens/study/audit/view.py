@@ -188,7 +188,7 @@ def _contexts(contexts: Sequence[Context]) -> str:
     )
     return (
         f'<h3>Fires most on</h3><p class="soft">Left, z at the outlined token. Orange with a solid line: positive. Blue with a '
-        f"dotted line: negative. Full colour: |z| = {number(largest, signed=False)}. At most one place per row of text.</p>"
+        f"dotted line: negative. Full colour: |z| = {number(largest, signed=False)}.</p>"
         f'<ol class="contexts">{rows}</ol>'
     )
 
@@ -257,6 +257,10 @@ def _list(
     return f'<ol class="bars">{"".join(items)}</ol>'
 
 
+def printable(text: str) -> str:
+    """Text of a user: nothing in it is invisible but its spaces, or turns what follows around. Not escaped."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _plain(text: str) -> str:
-    """Text of a user: escaped, and nothing in it is invisible but its spaces."""
-    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+    return escape(printable(text))

@@ -288,29 +288,34 @@ class Edit:
             FileNotFoundError: no such file.
             EditError: not a file of `save`, or values that are not finite.
         """
-        tensors, about = _read(Path(path))
-        target = dict(about["target"])
-        direction_is = target.pop("direction")
-        tokens = torch.tensor(target.pop("tokens"))
-        return cls(
-            about["site"],
-            about["method"],
-            float(about["shift"]),
-            Delta(tensors["read"], tensors["write"]),
-            Target(
+        tensors, text = _read(Path(path))
+        try:
+            about = json.loads(text)
+            target = dict(about["target"])
+            direction_is = target.pop("direction")
+            tokens = torch.tensor(target.pop("tokens"))
+            return cls(
                 about["site"],
-                **target,
-                tokens=tokens,
-                input=tensors["input"],
-                direction=tensors["direction"],
-                direction_is=direction_is,
-            ),
-            about["settings"],
-            model,
-        )
+                about["method"],
+                float(about["shift"]),
+                Delta(tensors["read"], tensors["write"]),
+                Target(
+                    about["site"],
+                    **target,
+                    tokens=tokens,
+                    input=tensors["input"],
+                    direction=tensors["direction"],
+                    direction_is=direction_is,
+                ),
+                about["settings"],
+                model,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EditError(f"{path} cannot be read as an edit: {error!r}") from error
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors, and what was said of them as JSON."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; edit.save(path) writes one")
     try:
@@ -328,4 +333,4 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise EditError(
                 f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
             )
-    return tensors, json.loads(about["edit"])
+    return tensors, about.get("edit", "")

@@ -5,7 +5,7 @@
 2. Units with z > 0 and B_c . d > 0 stay; of each prompt the `top` (24) with the largest direct contribution z (B_c . d).
 3. They are ranked by a selection score. The paper says what goes in (activation, alignment, stored importance and rank) and
    gives no formula; ours is a product, each factor in [0, 1]:
-       strength    z (B_c . d), over the largest of the prompt: cases compare, whatever their logits
+       strength    z (B_c . d), over the largest of the case: cases compare, whatever their logits
        importance  with UnitScores: the mean of score / largest score and 1 - rank / units
        specificity with text: z^2 over its mean square on the text, over the largest among the candidates. The side effects
                    of an edit grow with alpha^2 E[z^2] ~ E[z^2] / z*^2: this is what its locality hangs on
@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens._version import __version__
-from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.scores import UnitScores, identities
 from swd_lens.display import card
 from swd_lens.factors import FactorSet
 from swd_lens.figures import INK, literal, new_figure, style
@@ -61,11 +61,14 @@ class EditSelection:
         return self.rows.iloc[:n].copy()
 
     def plot(self):
-        """Write alignment against activation, one marker per candidate, one colour per prompt; a matplotlib Figure."""
+        """Write alignment against activation, one marker per candidate, one colour per case; a matplotlib Figure."""
         figure, axes = new_figure(1, 1, width=5.4, height=3.6)
         ax = axes[0, 0]
-        for index, (prompt, some) in enumerate(self.rows.groupby("prompt", sort=False)):
-            label = f"{_ending(str(prompt))} ({visible(str(some['answer'].iloc[0]))} over {visible(str(some['foil'].iloc[0]))})"
+        for index, (_, some) in enumerate(self.rows.groupby(_case_names(self.rows), sort=False)):
+            first = some.iloc[0]
+            label = (
+                f"{_ending(str(first['prompt']))} ({visible(str(first['answer']))} over {visible(str(first['foil']))})"
+            )
             ax.scatter(
                 some["z"],
                 some["alignment"],
@@ -156,7 +159,7 @@ def select_edit_unit(
     if not rows:
         raise EditError("no unit is active and writes towards the answer on any of these prompts; give other cases")
     table = pd.DataFrame(rows)
-    table["strength"] = table["contribution"] / table.groupby(table["prompt"].map(str))["contribution"].transform("max")
+    table["strength"] = table["contribution"] / table.groupby(_case_names(table))["contribution"].transform("max")
     table["selection"] = table["strength"]
     if scores is not None:
         _add_importance(table, scores)
@@ -196,6 +199,12 @@ def _candidates(factors: FactorSet, site: Site, target: Target, case: dict[str, 
     ]
 
 
+def _case_names(table: pd.DataFrame) -> list[str]:
+    """Of each row: its case as text. Prompts may be lists or tensors, and two cases may share one."""
+    prompts = [p.tolist() if isinstance(p, Tensor) else p for p in table["prompt"]]
+    return [repr(case) for case in zip(prompts, table["answer"], table["foil"], strict=True)]
+
+
 def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site]) -> None:
     for site in sites:
         n = len(scores.scores[site.name]) if site.name in scores.scores else 0
@@ -204,11 +213,20 @@ def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site])
                 f"the scores cover {n} units of {site.name}, these factors have {factors[site.name].n_units}; "
                 "attribute these factors"
             )
+    known = dict(scores.settings.get("factors", {}))
+    own = identities({site.name: factors[site.name] for site in sites})
+    others = [site for site, identity in own.items() if known.get(site, identity) != identity]
+    if others:
+        raise EditError(
+            f"the scores were made with other factors of {', '.join(others)} (same number of units, other weights), where unit "
+            "i is another unit; attribute these factors"
+        )
 
 
 def _add_importance(table: pd.DataFrame, scores: UnitScores) -> None:
     ranks = scores.ranks()
-    best = max(float(s.max()) for s in scores.scores.values()) or 1.0
+    # Of scores below 0 none counts for anything.
+    best = max(0.0, *(float(s.max()) for s in scores.scores.values())) or 1.0
     places = [(unit.rpartition("/")[0], int(unit.rpartition("/")[2])) for unit in table["unit"]]
     table["score"] = [float(scores.scores[site][index]) for site, index in places]
     table["rank"] = [int(ranks[site][index]) for site, index in places]

@@ -81,7 +81,7 @@ class PairSums:
         self.n_tokens = 0
         self._activation = activation
         self._weight = weight.to(dtype)
-        with plain_float32(device):
+        with plain_float32(device), _one_thread(device):
             self._gram = self._weight @ self._weight.T
         self._writes = [_writes(row.to(device, dtype)) for row in write]
         # Where a channel sits in a unit's own list; -1 where the unit does not write it.
@@ -115,9 +115,10 @@ class PairSums:
         self.n_tokens += len(pre)
 
     def _add_block(self, z: Tensor, pre: Tensor, up: Tensor | None, each: Callable[[], Any]) -> None:
-        full = self._value(pre, up, slice(None))
-        own = [full[unit.channels] - self._value(_less(pre, unit, z_i), up, unit.channels)
-               for unit, z_i in zip(self._writes, z, strict=True)]  # fmt: skip
+        def difference(i: int) -> Tensor:
+            unit = self._writes[i]
+            with torch.no_grad():
+                return full[unit.channels] - self._value(_less(pre, unit, z[i]), up, unit.channels)
 
         def one(i: int) -> tuple[int, Tensor, Tensor]:
             unit = self._writes[i]
@@ -127,8 +128,11 @@ class PairSums:
                 later = self._with_later(i, z, _less(pre, unit, z[i]), full[unit.channels] - own[i], up, own, gram)
             return i, marginal, later
 
+        units = range(len(self._writes))
         with _each_unit(pre.device) as each_unit:
-            for i, marginal, later in each_unit(one, range(len(self._writes))):
+            full = self._value(pre, up, slice(None))
+            own = list(each_unit(difference, units))
+            for i, marginal, later in each_unit(one, units):
                 self.marginals[i] += marginal.double().cpu()
                 self.pairs[i, i + 1 :] += later
                 self.pairs[i + 1 :, i] += later
@@ -191,13 +195,22 @@ def _each_unit(device: torch.device) -> Iterator[Callable[..., Any]]:
     if device.type != "cpu" or threads == 1:
         yield map
         return
-    pool = ThreadPoolExecutor(threads)
-    try:
-        torch.set_num_threads(1)
-        yield pool.map
-    finally:
+    with _one_thread(device):
+        pool = ThreadPoolExecutor(threads)
         try:
+            yield pool.map
+        finally:
             # After a Ctrl-C units that were not begun are dropped; nothing is left to run when this returns.
             pool.shutdown(cancel_futures=True)
-        finally:  # also after a second Ctrl-C, which does not wait
-            torch.set_num_threads(threads)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Kernels of a CPU on one thread inside: how many share a kernel decides how it rounds. Restored after."""
+    threads = torch.get_num_threads()
+    try:
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -73,8 +73,9 @@ class ScoreParts:
 
     @property
     def error(self) -> float:
-        """Largest |capped - host|, as a fraction of the largest |score|."""
-        return float(((self.capped - self.host) * self.mask).abs().max() / (self.host * self.mask).abs().max())
+        """Largest |capped - host|, as a fraction of the largest |score|; 0 where all scores are 0."""
+        off, largest = (float((x * self.mask).abs().max()) for x in (self.capped - self.host, self.host))
+        return off / max(largest, 1e-30)
 
     def contribution(self, q_unit: int, k_unit: int) -> Float[Tensor, "dest src"]:
         """One pair's part. Raises QKError where a unit is not there."""
