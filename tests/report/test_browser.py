@@ -30,6 +30,8 @@ QUIET += ["--disable-background-networking", "--disable-component-update", "--di
 QUIET += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=60000"]
 DARK = ["--blink-settings=preferredColorScheme=0"]
 WIDTHS = (360, 1200)
+# What the README's first command writes; .ci/run runs it before the tests.
+DEMO = Path(__file__).resolve().parents[2] / "swd-demo" / "report.html"
 # In the page before anything else: whatever goes wrong, or is told to the console as an error, is kept.
 RECORDER = """<script>window.complaints = [];
 addEventListener("error", e => complaints.push("error: " + (e.message || e.target.outerHTML)), true);
@@ -92,6 +94,19 @@ def test_the_report_fits_is_accessible_and_its_heads_can_be_chosen(
     heads = sum(len(view.names) for view in full.attention)
     for width in WIDTHS:
         assert found[str(width)] == {"wrong": [], "panels": len(full.attention), "buttons": heads}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEMO.is_file(), reason=f"needs {DEMO}: run the README's first command in this clone first")
+def test_the_demos_own_report(tmp_path: Path) -> None:
+    page = DEMO.read_text(encoding="utf-8")
+    assert len(page.encode()) < 5e6
+    panels = page.count("<div data-drawn data-swd-panel=")
+    found = _probed(page, tmp_path, [])
+    assert panels > 4  # four tasks and the query-key pair
+    for width in WIDTHS:
+        assert found[str(width)]["wrong"] == [] and found[str(width)]["panels"] == panels
+        assert found[str(width)]["buttons"] > panels
 
 
 def test_a_report_without_panels_fits(run: Run, tmp_path: Path) -> None:
