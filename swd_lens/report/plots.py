@@ -73,15 +73,19 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str) -> None:
 
 
 def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
-    """relMSE of every site, one dot per method; None if there is a single site or every method is exact (nothing to see)."""
+    """relMSE of every site, one dot per method; None if there is a single site or every method is exact (nothing to see).
+
+    An error that is not finite has no place on the axis; the table says it.
+    """
     sites = list(dict.fromkeys(site for r in replacements for site in r.fidelity.relmse))
-    shown = [(i, r) for i, r in enumerate(replacements) if max(r.fidelity.relmse.values(), default=0.0) > EXACT]
+    drawn = [{site: e for site, e in r.fidelity.relmse.items() if math.isfinite(e)} for r in replacements]
+    shown = [(i, errors) for i, errors in enumerate(drawn) if max(errors.values(), default=0.0) > EXACT]
     if not shown or len(sites) < 2:
         return None
     figure, axes = new_figure(1, 1, width=4.8, height=0.62 + 0.24 * len(sites))
     ax = axes[0, 0]
-    for index, r in shown:
-        points = [(max(error, EXACT), sites.index(site)) for site, error in r.fidelity.relmse.items()]
+    for index, its in shown:
+        points = [(max(error, EXACT), sites.index(site)) for site, error in its.items()]
         ax.scatter(
             *zip(*points, strict=True),
             s=26,
@@ -91,7 +95,7 @@ def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
         )
     ax.set_yticks(range(len(sites)), [literal(site) for site in sites])
     ax.set_ylim(len(sites) - 0.5, -0.5)
-    errors = [max(error, EXACT) for _, r in shown for error in r.fidelity.relmse.values()]
+    errors = [max(error, EXACT) for _, its in shown for error in its.values()]
     # Whole decades, so that there are always two labelled ticks to read a log axis by.
     ax.set_xscale("log")
     ax.set_xlim(10.0 ** math.floor(math.log10(min(errors)) - 0.05), 10.0 ** math.ceil(math.log10(max(errors)) + 0.05))

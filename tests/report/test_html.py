@@ -390,3 +390,15 @@ def test_nothing_found(run: Run) -> None:
 def test_sites_that_do_not_write_to_the_residual_stream_say_so(run: Run) -> None:
     page = _check(render_report(replace(run, cards=[replace(card, logits=None) for card in run.cards])))
     assert "does not write to the residual stream" in "".join(page.text)
+
+
+@pytest.mark.parametrize("error", [math.inf, math.nan])
+def test_a_replacement_that_fell_apart_is_still_reported(run: Run, error: float) -> None:
+    # Two sites, the first of them beyond all numbers: it has no dot, and a dash in the table.
+    its = next(r for r in run.replacements if len(r.fidelity.relmse) == 2)
+    sites = list(its.fidelity.relmse)
+    broken = replace(its.fidelity, ce=error, kl=error, relmse={sites[0]: error, sites[1]: 0.5})
+    page = render_report(
+        replace(run, replacements=[replace(r, fidelity=broken) if r is its else r for r in run.replacements])
+    )
+    assert "–</td>" in page and "inf" not in page.split('id="fidelity"')[1].split('id="tasks"')[0]
