@@ -1,7 +1,5 @@
 """Ctrl-C while units go in or come out: whatever line it hits, the host is mended. Both kinds of host, 3.9 and 4.x."""
 
-import sys
-
 import pytest
 import torch
 
@@ -10,33 +8,11 @@ from swd_lens.inject import attach
 from tests import families
 from tests.contract import identity
 from tests.hosts.test_families import HAS_HOOKED
+from tests.interrupts import run_to_line
 
 TOKENS = families.some_tokens(1, 4)
 HOSTS = [("bridge", "gpt2", "blocks.1.attn_qkv"), ("bridge", "llama", "blocks.1.attn_o")]
 HOSTS += [("hooked", "gpt2", "blocks.1.attn_*")] if HAS_HOOKED else []
-
-
-def run_to_line(function, stop):
-    """Run a function, raising KeyboardInterrupt before its stop-th line inside swd_lens' injection and hosts; the lines run."""
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        if not any(part in frame.f_code.co_filename for part in ("swd_lens/inject/", "swd_lens/hosts/")):
-            return None
-        if event == "line":
-            lines += 1
-            if lines == stop:
-                raise KeyboardInterrupt
-        return trace
-
-    former = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(former)
-    return lines
 
 
 def everything(model):

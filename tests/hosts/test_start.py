@@ -21,7 +21,8 @@ from swd_lens.residuals import Residuals
 from swd_lens.sites import hook_name, split_name
 from tests import families
 from tests.hosts.test_families import HAS_HOOKED, HOSTS, relative
-from tests.hosts.test_interrupts import everything, run_to_line
+from tests.hosts.test_interrupts import everything
+from tests.interrupts import run_to_line
 
 TOYS = [("hooked", "toy"), ("hooked", "capped")] if HAS_HOOKED else []
 every_host = pytest.mark.parametrize(("kind", "family"), [*HOSTS, *TOYS])

@@ -1,6 +1,5 @@
 """Edits of one matrix: calibration, applying and undoing, files, errors. What they do elsewhere: test_edit_effects.py."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,9 +18,11 @@ from swd_lens.study.edit.lora import lora_edits
 from swd_lens.study.edit.make import oracle_edit, random_unit, unit_edit
 from swd_lens.study.edit.target import find_target
 from tests.hosts.test_interrupts import everything
+from tests.interrupts import run_to_line
 from tests.micro import identity_factors, micro_model, random_tokens, toy_model
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
+EDITS = ("study/edit/edited.py", "study/edit/standing.py", "hosts/writing.py")
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +33,6 @@ def model():
 @pytest.fixture(scope="module")
 def factors(model):
     return baselines.svd(model, ["mlp_out", "attn_o"])
-
-
-def run_to_line(function, stop):
-    """Run a function, raising KeyboardInterrupt before its stop-th line in these files; the lines run."""
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        if not frame.f_code.co_filename.endswith(
-            ("study/edit/edited.py", "study/edit/standing.py", "hosts/writing.py")
-        ):
-            return None
-        if event == "line":
-            lines += 1
-            if lines == stop:
-                raise KeyboardInterrupt
-        return trace
-
-    former = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(former)
-    return lines
 
 
 def output_at_the_end(model, name, tokens=PROMPT):
@@ -206,11 +182,11 @@ def test_ctrl_c_at_any_line(model, factors, how):
             with edit:
                 pass
 
-    lines = run_to_line(there_and_back, None)
+    lines = run_to_line(there_and_back, None, EDITS)
     assert lines > 40
     for at in range(1, lines + 1):
         with pytest.raises(KeyboardInterrupt):
-            run_to_line(there_and_back, at)
+            run_to_line(there_and_back, at, EDITS)
         if edit._standing:  # an interrupted undo can be called again
             edit.undo()
         assert torch.equal(model(PROMPT[None]), logits), f"interrupted before line {at} of {lines}"
