@@ -1,0 +1,81 @@
+"""Causal importance: how much each component matters for an input, a number per component and token in [0, 1].
+
+1. A network maps the projection's input x to one raw number r per component (method.md §1.3).
+2. Two squashings of the same r (leaky-hard, §1.4): `lower_leaky` is the mask, `upper_leaky` is what minimality charges.
+
+Both are clamps to [0, 1]. They differ in what they let through where they clamp, so that no component is stuck: the mask of a
+component that is off can be raised by its own gradient, and the charge of one that is above 1 still falls.
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+_LEAK = 0.01
+
+
+class _LowerLeaky(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor) -> Tensor:
+        ctx.save_for_backward(raw)
+        return raw.clamp(0.0, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (raw,) = ctx.saved_tensors
+        gradient = gradients[0]
+        # Below zero only what would raise the mask (a negative gradient, as descent subtracts it), and a hundredth of it.
+        below = torch.where(gradient < 0, _LEAK * gradient, torch.zeros_like(gradient))
+        inside = torch.where(raw <= 1, gradient, torch.zeros_like(gradient))
+        return torch.where(raw > 0, inside, below)
+
+
+def lower_leaky(raw: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """clamp(r, 0, 1); its gradient is 1 on (0, 1], 0 above, and below 0 a hundredth of what would raise r."""
+    return _LowerLeaky.apply(raw)  # type: ignore[return-value]
+
+
+def upper_leaky(raw: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """0 below 0, r on [0, 1], 1 + (r - 1) / 100 above."""
+    return torch.where(raw > 1, 1 + _LEAK * (raw - 1), raw.clamp_min(0.0))
+
+
+class VectorMlp(nn.Module):
+    """One MLP per component on the whole input: d_in -> hidden -> 1, exact GELU; C d_in hidden parameters."""
+
+    def __init__(self, d_in: int, width: int, hidden: int, generator: torch.Generator):
+        super().__init__()
+        self.w1 = nn.Parameter(_normal((width, d_in, hidden), math.sqrt(2 / d_in), generator))
+        self.b1 = nn.Parameter(torch.zeros(width, hidden))
+        self.w2 = nn.Parameter(_normal((width, hidden), math.sqrt(1 / hidden), generator))
+        self.b2 = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
+        inner = torch.einsum("...d,udh->...uh", x, self.w1) + self.b1
+        return (nn.functional.gelu(inner) * self.w2).sum(-1) + self.b2
+
+
+class SharedMlp(nn.Module):
+    """One MLP for all components: d_in -> hidden -> C, exact GELU."""
+
+    def __init__(self, d_in: int, width: int, hidden: int, generator: torch.Generator):
+        super().__init__()
+        self.w1 = nn.Parameter(_normal((d_in, hidden), math.sqrt(2 / d_in), generator))
+        self.b1 = nn.Parameter(torch.zeros(hidden))
+        self.w2 = nn.Parameter(_normal((hidden, width), math.sqrt(1 / hidden), generator))
+        self.b2 = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
+        return nn.functional.gelu(x @ self.w1 + self.b1) @ self.w2 + self.b2
+
+
+def importance_network(kind: str, d_in: int, width: int, hidden: int, generator: torch.Generator) -> nn.Module:
+    """The network of this kind ("vector_mlp" or "shared_mlp"), with its random start."""
+    return {"vector_mlp": VectorMlp, "shared_mlp": SharedMlp}[kind](d_in, width, hidden, generator)
+
+
+def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator) * std
