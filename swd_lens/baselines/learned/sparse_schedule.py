@@ -86,8 +86,8 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
             f"density {density:.4g} keeps {keep} entries of {tuple(matrix.shape)}, fewer than its {rows} rows"
         )
     magnitude = matrix.abs()
-    kept = torch.zeros_like(matrix, dtype=torch.bool)
+    kept = torch.zeros(matrix.shape, dtype=torch.bool, device=matrix.device)  # contiguous, whatever the matrix is
     kept.scatter_(1, magnitude.argmax(1, keepdim=True), True)
-    rest = torch.where(kept, -1.0, magnitude).flatten()
+    rest = torch.where(kept, -1.0, magnitude).reshape(-1)
     kept.view(-1)[rest.topk(keep - rows).indices] = True
     matrix.mul_(kept)
