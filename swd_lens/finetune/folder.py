@@ -3,14 +3,15 @@
     run.json                what decides the bits of the run (the recipe), and, once it is finished, its result
     checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
     log.jsonl               one line per step, no clock in it: the same run writes the same lines
-    factors/                the result, a FactorSet
+    factors/                the result, a FactorSet (of other training runs: what they make)
 
 1. `open` compares recipes. Another run is refused, every difference named; a finished one is taken over.
 2. An interrupted one goes on from its checkpoint: later log lines are cut, and written again by the steps repeated.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,18 @@ _HASHES = {
 }
 
 
-class RunFolder:
-    """Args: path: the folder, made by `start`; recipe: of the run that is called for."""
+class TrainingFolder:
+    """The folder of any training run: run.json, checkpoint.safetensors, log.jsonl, and whatever its result is.
 
-    def __init__(self, path: Path, recipe: Mapping[str, Any]):
-        self.path = path
+    Args:
+        path: the folder, made by `start`.
+        recipe: of the run that is called for; plain values.
+        call: the function that trains, as errors name it.
+        result: what stands there at the end, beside the run's own files.
+    """
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
+        self.path, self.call, self.result = path, call, tuple(result)
         self.recipe: dict[str, Any] = json.loads(json.dumps(recipe))  # as it will be read again
 
     # ------------------------------------------------------------------ what is there
@@ -50,18 +58,16 @@ class RunFolder:
             run = json.loads((self.path / _RUN).read_text(encoding="utf-8"))
             then = dict(run["recipe"])
         except FileNotFoundError:
-            if there := [name for name in (_LOG, _CHECKPOINT, _FACTORS, "factors.json") if (self.path / name).exists()]:
-                raise self._refusal(f"holds {', '.join(there)} without {_RUN}: it is no folder of finetune") from None
+            if there := [name for name in (_LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
+                raise self._refusal(
+                    f"holds {', '.join(there)} without {_RUN}: it is no folder of {self.call}"
+                ) from None
             return False
         except (ValueError, KeyError, TypeError) as error:
             raise self._refusal(f"has a damaged {_RUN} ({error})") from error
         if changed := differences(then, self.recipe, _HASHES):
             raise self._refusal(f"holds another run: {'; '.join(changed)}")
         return bool(run.get("finished"))
-
-    def factors(self) -> FactorSet:
-        """The result of a finished run."""
-        return FactorSet.load(self.path / _FACTORS)
 
     def last_step(self) -> int:
         """Of the checkpoint; 0 where there is none."""
@@ -72,6 +78,10 @@ class RunFolder:
         with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, self._meta()  # noqa: SIM118 - no dict
 
+    def lines(self) -> list[dict[str, Any]]:
+        """The log, as far as its lines are whole."""
+        return [json.loads(line) for line in self._whole_lines()]
+
     def _meta(self) -> dict[str, Any]:
         try:
             with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
@@ -81,7 +91,7 @@ class RunFolder:
 
     def _refusal(self, what: str) -> ResumeError:
         return ResumeError(
-            f"{self.path} {what}. Call finetune as then to go on, give another folder, or overwrite=True to start again"
+            f"{self.path} {what}. Call {self.call} as then to go on, give another folder, or overwrite=True to start again"
         )
 
     # ------------------------------------------------------------------ writing
@@ -95,17 +105,20 @@ class RunFolder:
         write_text(self.path / _LOG, "".join(line + "\n" for line in self._lines_until(step)))
 
     def _lines_until(self, step: int) -> list[str]:
-        if step == 0 or not (self.path / _LOG).is_file():
+        if step == 0:
             return []
+        # The first step after the checkpoint ends the part that counts.
+        return list(takewhile(lambda line: json.loads(line)["step"] <= step, self._whole_lines()))
+
+    def _whole_lines(self) -> list[str]:
         kept = []
-        for line in (self.path / _LOG).read_text(encoding="utf-8").splitlines():
-            try:
-                # A line cut short by a kill ends the part that counts; so does the first step after the checkpoint.
-                if json.loads(line)["step"] > step:
+        if (self.path / _LOG).is_file():
+            for line in (self.path / _LOG).read_text(encoding="utf-8").splitlines():
+                try:
+                    json.loads(line)
+                except ValueError:  # cut short by a kill
                     break
-            except ValueError:
-                break
-            kept.append(line)
+                kept.append(line)
         return kept
 
     def log(self, entry: Mapping[str, Any]) -> None:
@@ -118,11 +131,26 @@ class RunFolder:
             on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             save_file(on_cpu, temporary, metadata={"state": json.dumps(state)})
 
-    def finish(self, factors: FactorSet, result: Mapping[str, Any]) -> None:
-        """Factors first, then the word that they are there, then the checkpoint goes."""
-        factors.save(self.path / _FACTORS)
+    def end(self, result: Mapping[str, Any]) -> None:
+        """The word that the result is there; then the checkpoint goes."""
         write_json(self.path / _RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
         (self.path / _CHECKPOINT).unlink(missing_ok=True)
+
+
+class RunFolder(TrainingFolder):
+    """The folder of a fine-tuning run; its result is a FactorSet."""
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any]):
+        super().__init__(path, recipe, "finetune", (_FACTORS, "factors.json"))
+
+    def factors(self) -> FactorSet:
+        """The result of a finished run."""
+        return FactorSet.load(self.path / _FACTORS)
+
+    def finish(self, factors: FactorSet, result: Mapping[str, Any]) -> None:
+        """Factors first, then the word that they are there."""
+        factors.save(self.path / _FACTORS)
+        self.end(result)
 
 
 def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:

@@ -2,7 +2,7 @@
 
 from swd_lens.inject.attach import Attachment, attach, by_site, require_free
 from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
-from swd_lens.inject.match import AttachError, described
+from swd_lens.inject.match import AttachError, described, described_site, matrices_of
 from swd_lens.inject.probe import add_probe, is_bare, probe_tokens
 from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
@@ -24,8 +24,10 @@ __all__ = [
     "attach",
     "by_site",
     "described",
+    "described_site",
     "from_saelens",
     "is_bare",
+    "matrices_of",
     "origin_of",
     "probe_tokens",
     "require_free",

@@ -146,15 +146,20 @@ class CoderUnits:
         Nonzeros of W_enc[:, i] and W_dec[i] where the coder shows such weights: that is the paper's definition, and it is
         d_in + d_out for a dense transcoder (2 d_out for an SAE on the output). A coder that hides them counts as dense. A
         unit that writes the input reaches the output through W, which is dense: d_out edges if it writes anything.
+
+        A coder whose units have other edges than its weights show (an MLP's channels, whose read weights lie in the matrix
+        before) has an `edges_per_unit` (unit,) of its own, and may have `valid_units` (unit,): they are taken as they are.
         """
+        own = self._own("edges_per_unit")
         reads, writes = self._edges()
-        return reads + writes
+        return reads + writes if own is None else own
 
     @property
     def valid_units(self) -> Bool[Tensor, " unit"]:
         """Units with at least one read and one write edge; the others contribute nothing but a constant."""
+        own = self._own("valid_units")
         reads, writes = self._edges()
-        return (reads > 0) & (writes > 0)
+        return (reads > 0) & (writes > 0) if own is None else own
 
     @property
     def edges(self) -> int:
@@ -164,6 +169,18 @@ class CoderUnits:
     def sparsity(self) -> float:
         """s = 1 - K / numel(W); below zero where the units hold more weights than W."""
         return 1.0 - self.edges / (self._known(self.d_in) * self._known(self.d_out))
+
+    def _own(self, name: str) -> Tensor | None:
+        """What the coder says of its units itself, on the CPU; None where it says nothing."""
+        own = getattr(self.coder, name, None)
+        if own is None:
+            return None
+        if not isinstance(own, Tensor) or own.shape != (self.n_units,):
+            what = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+            raise UnitSourceError(
+                f"{self.name}.{name} is {what}; it must be a tensor of one number for each of {self.n_units} units"
+            )
+        return own.detach().cpu()
 
     def _edges(self) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
         """(read edges, write edges) of each unit."""

@@ -17,7 +17,7 @@ from swd_lens.factors import Factors, fingerprint
 from swd_lens.hosts import Host
 from swd_lens.inject.coder import Units
 from swd_lens.passport import Origin
-from swd_lens.sites import Site
+from swd_lens.sites import PACKED, Site
 
 # Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
 ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,6 +37,25 @@ def described(host: Host, weight: Float[Tensor, "d_in d_out"]) -> dict[str, Any]
     }
 
 
+def described_site(host: Host, site: Site) -> dict[str, Any]:
+    """`described` of a site; of a whole MLP, which has no single matrix, that of each of its matrices under "matrices"."""
+    if site.kind != "mlp":
+        return described(host, host.weight(site))
+    parts = matrices_of(host, site)
+    return {
+        "matrices": {part.name: described(host, host.weight(part)) for part in parts},
+        "processing": host.processing(),
+        "dtype": dtype_of(host),
+    }
+
+
+def matrices_of(host: Host, site: Site) -> list[Site]:
+    """The host's matrices that a whole MLP is made of, in execution order; of a single matrix the site itself."""
+    if site.kind != "mlp":
+        return [site]
+    return [one for one in host.sites() if one.layer == site.layer and one.kind in PACKED["mlp"]]
+
+
 def dtype_of(host: Host) -> str:
     """float32, bfloat16, ...: of the host's first block."""
     return str(next(host.model.blocks[0].parameters()).dtype).removeprefix("torch.")
@@ -44,8 +63,11 @@ def dtype_of(host: Host) -> str:
 
 def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
     """Whether provenance describes the host's present W at a site; True where provenance says nothing."""
+    if site.kind == "mlp":
+        then = made_from.get("matrices", {})
+        return all(same_weights(host, part, then[part.name]) for part in matrices_of(host, site) if part.name in then)
     sha = made_from.get("weight_sha256")
-    if sha is None or site.kind == "mlp":
+    if sha is None:
         return True
     now = fingerprint(host.weight(site))
     return now in (sha, made_from.get("weight_sha256_as", {}).get(dtype_of(host)))
@@ -121,9 +143,8 @@ def _difference(host: Host, site: Site, f: Units) -> str:
             f"{start}: they were made in {f.provenance['dtype']}, this host is {dtype_of(host)}, and its W is not theirs "
             f"rounded to {dtype_of(host)}. Load the host in {f.provenance['dtype']}, or factorize this one"
         )
-    weight = host.weight(site)
     error = (
-        f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(weight):.3f}"
+        f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(host.weight(site)):.3f}"
         if isinstance(f, Factors)
         else ""
     )

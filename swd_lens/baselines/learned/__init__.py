@@ -1,6 +1,8 @@
-"""Learned baselines."""
+"""Baselines that are trained: transcoders, VPD by reconstruction or KL, and sparse pretraining. Their units go where SWD's go."""
 
-from swd_lens.baselines.learned.make import transcoder, vpd_kl, vpd_recon
+from swd_lens.baselines.learned.activity import Activity
+from swd_lens.baselines.learned.methods import transcoder, vpd_kl, vpd_recon
+from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec
 from swd_lens.baselines.learned.units import LearnedUnits
 
-__all__ = ["LearnedUnits", "transcoder", "vpd_kl", "vpd_recon"]
+__all__ = ["Activity", "LearnedUnits", "TrainError", "TranscoderSpec", "VpdSpec", "transcoder", "vpd_kl", "vpd_recon"]

@@ -1,17 +1,24 @@
-"""Settings of the learned baselines: what is the same for all (TrainSpec), and each method's own.
+"""Settings of the learned baselines: what is the same for all (TrainSpec), and each method's own; checked.
 
 Numbers stand with where they come from: the paper's appendix where it speaks, else the method's public recipe (method.md §§1, 2).
+The named recipes are in presets.py.
 """
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 SCHEDULES = ("constant", "linear", "cosine")
 TRANSCODER_LOSSES = ("mse", "normed")
 IMPORTANCES = ("vector_mlp", "shared_mlp")
+FIDELITIES = ("recon", "kl")
+ROUTINGS = ("all", "layerwise")
+SCOPES = ("token", "batch")
+AUTOCASTS = ("bfloat16", "float16", None)
+_MULTIPLE = re.compile(r"^(\d+(?:\.\d+)?)x$")
 
 
 class TrainError(ValueError):
@@ -22,38 +29,60 @@ class TrainError(ValueError):
 class TrainSpec:
     """What every learned baseline is trained by."""
 
-    # Tokens in all. 2,048,000 are the 500 steps after which the paper's transcoders of GPT-2's c_proj are judged.
+    # The budget: tokens in all, text gone through again where it is shorter (the paper's "optimizer-replay tokens").
+    # 2,048,000 are the 500 steps after which the paper's transcoders of GPT-2's c_proj are judged.
     n_tokens: int = 2_048_000
     # Every trained baseline of the paper takes 4,096 tokens per optimizer step (method.md §0.6: its budgets are multiples).
     tokens_per_step: int = 4096
-    learning_rate: float = 4e-4
+    # Units of each site: a number, or "4x" for so many times the larger of d_in and d_out.
+    width: int | str = 3072
+    learning_rate: float | int = 4e-4
     beta1: float | int = 0.9
     beta2: float | int = 0.999
     weight_decay: float | int = 0.0
-    # Steps in which the rate rises from zero; None: a share of all, see each method.
+    # Steps in which the rate rises from zero; None: the method's share of all.
     warmup_steps: int | None = None
     # After the warm-up.
     schedule: str = "constant"
     # What is left of the rate at the end of "linear" or "cosine".
     final: float | int = 0.1
+    # What matrix products in training run in; None: float32. Weights and moments stay in float32.
+    autocast: str | None = None
     seed: int = 42
 
     def __post_init__(self) -> None:
         for name in ("n_tokens", "tokens_per_step"):
-            _whole(name, getattr(self, name), 1)
-        _whole("seed", self.seed, 0)
+            whole(name, getattr(self, name), 1)
+        whole("seed", self.seed, 0)
         if self.warmup_steps is not None:
-            _whole("warmup_steps", self.warmup_steps, 0)
-        _number("learning_rate", self.learning_rate, math.inf, zero=False)
-        _number("weight_decay", self.weight_decay, math.inf)
-        _number("final", self.final, 1.0)
+            whole("warmup_steps", self.warmup_steps, 0)
+        number("learning_rate", self.learning_rate, math.inf, zero=False)
+        number("weight_decay", self.weight_decay, math.inf)
+        number("final", self.final, 1.0)
         for name in ("beta1", "beta2"):
-            _number(name, getattr(self, name), 1.0)
-        _one_of("schedule", self.schedule, SCHEDULES)
+            number(name, getattr(self, name), 1.0, below=True)
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("autocast", self.autocast, AUTOCASTS)
+        self.units(1, 1)
 
     @property
     def steps(self) -> int:
+        """Optimizer steps; the last may go beyond n_tokens."""
         return -(-self.n_tokens // self.tokens_per_step)
+
+    def units(self, d_in: int, d_out: int) -> int:
+        """Units of a site of this shape. The paper's 3,072 at GPT-2's c_proj and c_fc are "1x", its TC24k at the MLP "32x".
+
+        Raises:
+            TrainError: `width` is neither a number nor a multiple.
+        """
+        if isinstance(self.width, str) and (found := _MULTIPLE.match(self.width)) and float(found[1]) > 0:
+            return max(1, round(float(found[1]) * max(d_in, d_out)))
+        if not isinstance(self.width, int) or isinstance(self.width, bool) or self.width < 1:
+            raise TrainError(
+                f'width={self.width!r}: give a number of units, or "4x" for four times the larger side of the matrix'
+            )
+        return self.width
 
     def warmup(self) -> int:
         """Steps of warm-up: as set, or the method's share of all."""
@@ -63,12 +92,12 @@ class TrainSpec:
         return 0
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of a step, counted from 1 (method.md §1.6)."""
         warm = self.warmup()
         if step <= warm:
             return self.learning_rate * step / warm
         if self.schedule == "constant":
-            return self.learning_rate
+            return float(self.learning_rate)
         progress = (step - warm - 1) / max(1, self.steps - warm - 1)
         left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.learning_rate * (self.final + (1 - self.final) * left)
@@ -80,23 +109,23 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class TranscoderSpec(TrainSpec):
-    """A ReLU transcoder with an L1 penalty (method.md §2.1; the paper's use §2.3)."""
+    """A ReLU transcoder with an L1 penalty (method.md §2.1; the paper's use §2.3). The defaults are the paper's TC3k."""
 
-    # Features. 3,072 and 12,288 at GPT-2's c_proj, 24,576 at its whole MLP.
-    width: int = 3072
     # On the sum of activations, averaged over tokens. 5e-5 at c_proj, 1.4e-4 at the whole MLP.
     l1: float | int = 5e-5
     # "normed": the squared error over the target's norm, per token, as the public recipe divides; "mse": not divided.
     loss: str = "normed"
     # Decoder rows have norm 1 before every step, and their gradients no part along them.
     unit_decoder: bool = True
+    # A feature counts as dead when so many tokens in a row left it at zero.
+    dead_after: int = 100_000
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole("width", self.width, 1)
-        _number("l1", self.l1, math.inf)
-        _one_of("loss", self.loss, TRANSCODER_LOSSES)
-        _one_of("unit_decoder", self.unit_decoder, (True, False))
+        number("l1", self.l1, math.inf)
+        one_of("loss", self.loss, TRANSCODER_LOSSES)
+        one_of("unit_decoder", self.unit_decoder, (True, False))
+        whole("dead_after", self.dead_after, 1)
 
     def _default_warmup(self) -> int:
         # 5,000 in the public recipe, which cannot be meant for 500 steps (method.md §2.4).
@@ -105,13 +134,12 @@ class TranscoderSpec(TrainSpec):
 
 @dataclass(frozen=True)
 class VpdSpec(TrainSpec):
-    """Rank-one parameter components with learned causal importance (method.md §1)."""
+    """Rank-one parameter components with learned causal importance (method.md §1). The defaults are the paper's VPD-Recon-CI."""
 
-    learning_rate: float = 3e-4
+    n_tokens: int = 4_194_304
+    learning_rate: float | int = 3e-4
     schedule: str = "cosine"
     seed: int = 0
-    # Components; 3,072 at GPT-2's c_proj.
-    width: int = 3072
     # "recon": squared error of the importance-masked output (VPD-Recon-CI); "kl": KL of the logits under stochastic masks.
     fidelity: str = "recon"
     # Of the fidelity term; 2.0 in the public GPT-2 recipe of the KL.
@@ -125,37 +153,50 @@ class VpdSpec(TrainSpec):
     p_end: float | int = 0.3
     # Frequency term of the minimality: mean_c log2(1 + sum_c); 0 in the public GPT-2 recipe.
     beta: float | int = 0.0
-    # What V U lacks of W, as a component with a mask of its own, in stochastic forwards only.
+    # Only "kl": all matrices masked at once, or one at a time and averaged. The same for a single matrix.
+    routing: str = "all"
+    # Only "kl": what V U lacks of W, as a component with a mask of its own.
     delta: bool = True
-    # In the main loss; the delta lets it be 0.
+    # Only "kl": weight of the KL under the worst masks between g and 1 that so many steps along the gradient's sign find,
+    # from a random start (one-shot PGD, method.md §1.5); the masks of every token, or of the batch. 0 leaves it out.
+    adversarial: float | int = 0.0
+    adversarial_steps: int = 4
+    adversarial_rate: float | int = 0.25
+    adversarial_scope: str = "token"
+    # Weight of ||W - VU||^2 in the main loss; the delta lets it be 0.
     faithfulness: float | int = 0.0
     # Steps of AdamW on ||W - VU||^2 before the first token; V and U start random.
     faithfulness_steps: int = 200
-    faithfulness_rate: float = 1e-2
+    faithfulness_rate: float | int = 1e-2
     faithfulness_decay: float | int = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("width", "hidden"):
-            _whole(name, getattr(self, name), 1)
-        _whole("faithfulness_steps", self.faithfulness_steps, 0)
-        for name in ("minimality", "beta", "faithfulness", "fidelity_weight", "faithfulness_decay"):
-            _number(name, getattr(self, name), math.inf)
-        for name in ("p_start", "p_end", "faithfulness_rate"):
-            _number(name, getattr(self, name), math.inf, zero=False)
-        _one_of("fidelity", self.fidelity, ("recon", "kl"))
-        _one_of("importance", self.importance, IMPORTANCES)
-        _one_of("delta", self.delta, (True, False))
+        whole("hidden", self.hidden, 1)
+        whole("adversarial_steps", self.adversarial_steps, 1)
+        whole("faithfulness_steps", self.faithfulness_steps, 0)
+        for name in ("minimality", "beta", "faithfulness", "fidelity_weight", "faithfulness_decay", "adversarial"):
+            number(name, getattr(self, name), math.inf)
+        for name in ("p_start", "p_end", "faithfulness_rate", "adversarial_rate"):
+            number(name, getattr(self, name), math.inf, zero=False)
+        one_of("fidelity", self.fidelity, FIDELITIES)
+        one_of("importance", self.importance, IMPORTANCES)
+        one_of("routing", self.routing, ROUTINGS)
+        one_of("adversarial_scope", self.adversarial_scope, SCOPES)
+        one_of("delta", self.delta, (True, False))
 
     def _default_warmup(self) -> int:
         return int(0.01 * self.steps)
 
     def p(self, step: int) -> float:
         """The power of the minimality term at a step, counted from 1; falls along a line over the whole training."""
-        return self.p_start + (self.p_end - self.p_start) * (step - 1) / max(1, self.steps - 1)
+        return float(self.p_start + (self.p_end - self.p_start) * (step - 1) / max(1, self.steps - 1))
 
 
-def resolve(spec: TrainSpec, overrides: Mapping[str, Any]) -> Any:
+Spec = TypeVar("Spec", bound=TrainSpec)
+
+
+def resolve(spec: Spec, overrides: Mapping[str, Any]) -> Spec:
     """The spec with some settings changed.
 
     Raises:
@@ -172,17 +213,24 @@ def resolve(spec: TrainSpec, overrides: Mapping[str, Any]) -> Any:
     return replace(spec, **overrides)
 
 
-def _whole(name: str, value: Any, least: int) -> None:
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    """Raises TrainError unless the value is a whole number of at least this."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise TrainError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
-def _number(name: str, value: Any, most: float, *, zero: bool = True) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not (value >= 0 if zero else value > 0) or value > most or math.isinf(value):
-        raise TrainError(f"{name}={value!r}: give a number {'of 0 or more' if zero else 'above 0'}")
+def number(name: str, value: Any, most: float, *, zero: bool = True, below: bool = False) -> None:
+    """Raises TrainError unless the value is finite, not negative, and at most `most` (below: less)."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero) or value > most or (below and value == most):
+        bound = "" if math.isinf(most) else f" and {'below' if below else 'at most'} {most:g}"
+        raise TrainError(f"{name}={value!r}: give a finite number {'of 0 or more' if zero else 'above 0'}{bound}")
 
 
-def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
+def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises TrainError unless the value is one of the choices."""
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise TrainError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")

@@ -1,48 +1,72 @@
-"""LearnedUnits: a trained baseline as a unit source, with its trajectory.
+"""LearnedUnits: a trained baseline as a unit source, with its trajectory, in memory or in a folder.
 
-It is a mapping of one site to its units, which `attach`, `fidelity`, `attribute`, `evaluate` and `compare` take as they take
-factors. `at(tokens)` is the same training after fewer tokens.
+    units.json             provenance, sites, and the token counts at which weights were kept
+    weights/               one safetensors file per count
+    log.jsonl              what training logged (run.json beside it: the recipe, if training wrote the folder)
+
+It is a mapping of sites to units, which `attach`, `fidelity`, `attribute`, `evaluate` and `compare` take as they take factors.
+`at(tokens)` is the same training after fewer tokens.
 """
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from swd_lens.baselines.learned.spec import TrainError
+from swd_lens.baselines.learned.activity import Activity, measured
+from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec
+from swd_lens.baselines.learned.trajectory import Trajectory
+from swd_lens.baselines.learned.transcoder import Transcoder
+from swd_lens.baselines.learned.vpd import Vpd
+from swd_lens.files import write_json, write_text
 from swd_lens.inject.coder import CoderUnits
+
+INDEX = "units.json"
+_LOG = "log.jsonl"
+_FORMAT = 1
 
 
 class LearnedUnits(Mapping[str, CoderUnits]):
-    """One site's units after training.
+    """One or several sites' units after training; the matrices of a whole MLP are several.
 
     Attributes:
-        provenance: method, settings, host, tokens used; plain JSON values.
+        provenance: method, settings, host, text; plain JSON values.
         checkpoints: tokens -> weights, as training went.
-        log: what every logged step said.
+        log: what every logged step said, one row each.
+        tokens: after how many these units are.
     """
 
     def __init__(
         self,
-        make: Any,
-        checkpoints: Mapping[int, Mapping[str, Tensor]],
+        checkpoints: Trajectory,
         provenance: Mapping[str, Any],
         log: pd.DataFrame,
+        *,
         tokens: int | None = None,
+        device: "str | torch.device" = "cpu",
     ):
-        self._make = make  # () -> an untrained coder and its widths
-        self.checkpoints = dict(sorted(checkpoints.items()))
-        self.provenance, self.log = dict(provenance), log
-        self.tokens = max(self.checkpoints) if tokens is None else tokens
-        coder: nn.Module = make()
-        coder.load_state_dict(self.checkpoints[self.tokens])
-        coder.requires_grad_(False)
-        site = self.provenance["site"]
-        d_in, d_out = coder.W_enc.shape[0], coder.W_dec.shape[1]  # type: ignore[union-attr,index]
-        said = {**self.provenance, "tokens": self.tokens}
-        name = str(self.provenance["method"])
-        self._units = {site: CoderUnits(coder, d_in, d_out, coder.W_enc.shape[1], name=name, provenance=said)}  # type: ignore[union-attr,index]
+        self.checkpoints, self.provenance, self.log = checkpoints, dict(provenance), log
+        self.tokens = max(checkpoints) if tokens is None else tokens
+        self.device = torch.device(device)
+        self._units = self._made()
+
+    def _made(self) -> dict[str, CoderUnits]:
+        coders = coders_of(self.provenance, meta=True)
+        coders.load_state_dict(dict(self.checkpoints[self.tokens]), assign=True)
+        coders.requires_grad_(False)
+        coders.to(self.device)
+        units = {}
+        for name, site in self.provenance["sites"].items():
+            about = {key: value for key, value in self.provenance.items() if key != "sites"}
+            about |= {**site["host"], "site": name, "tokens": self.tokens}
+            coder: Any = coders[site["kind"]]
+            width, method = coder.W_enc.shape[1], str(self.provenance["method"])
+            units[name] = CoderUnits(coder, site["d_in"], site["d_out"], width, name=method, provenance=about)
+        return units
 
     def __getitem__(self, site: str) -> CoderUnits:
         return self._units[site]
@@ -53,21 +77,119 @@ class LearnedUnits(Mapping[str, CoderUnits]):
     def __len__(self) -> int:
         return len(self._units)
 
+    @property
+    def edges(self) -> int:
+        """Of all sites."""
+        return sum(units.edges for units in self.values())
+
+    @property
+    def n_units(self) -> int:
+        """Of all sites."""
+        return sum(units.n_units for units in self.values())
+
+    # ------------------------------------------------------------------ trajectory
+
     def at(self, tokens: int) -> "LearnedUnits":
         """The same training after this many tokens.
 
         Raises:
-            TrainError: no checkpoint was kept there.
+            TrainError: no weights were kept there.
         """
         if tokens not in self.checkpoints:
-            raise TrainError(
-                f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{n:,}' for n in self.checkpoints)}"
-            )
-        return LearnedUnits(self._make, self.checkpoints, self.provenance, self.log, tokens)
+            there = ", ".join(f"{n:,}" for n in self.checkpoints)
+            raise TrainError(f"no weights were kept at {tokens:,} tokens; there are {there}")
+        return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=tokens, device=self.device)
 
-    def trajectory(self) -> dict[int, "LearnedUnits"]:
-        """Tokens -> the units after them, as training went."""
-        return {tokens: self.at(tokens) for tokens in self.checkpoints}
+    def to(self, device: "str | torch.device") -> "LearnedUnits":
+        """The same units on another device: a host computes with units on its own."""
+        return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=self.tokens, device=device)
+
+    # ------------------------------------------------------------------ reports
+
+    def report(self, model: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:
+        """How many units are at work per token (L0), and which never are (dead), on some text.
+
+        Args:
+            model: the host, with these sites not attached.
+            tokens: (rows, pos) ids, or a TokenStream.
+            batch_size: rows per forward.
+
+        Raises:
+            AttachError, TokenError: bad host or text.
+        """
+        return measured(model, self, tokens, batch_size=batch_size, progress=progress)
 
     def __repr__(self) -> str:
-        return f"LearnedUnits({self.provenance['method']}, {self.tokens:,} tokens: {next(iter(self.values()))!r})"
+        lines = [f"{site}: {units!r}" for site, units in self.items()]
+        head = f"LearnedUnits({self.provenance['method']}, {self.tokens:,} tokens, {len(self.checkpoints)} checkpoints)"
+        return "\n  ".join([head, *lines])
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, folder: str | Path) -> None:
+        """Write everything, the whole trajectory among it; the index last, so that a folder with an index is complete."""
+        folder = Path(folder)
+        copied = Trajectory(folder, self.provenance)
+        for tokens, weights in self.checkpoints.items():
+            copied.add(tokens, weights)
+        lines = self.log.to_dict("records")
+        write_text(folder / _LOG, "".join(json.dumps(line) + "\n" for line in lines))
+        write_index(folder, self.provenance, copied)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: "str | torch.device" = "cpu") -> "LearnedUnits":
+        """Read a folder that `save`, or training with out=, wrote.
+
+        Raises:
+            TrainError: it is none, of a later format, or damaged.
+        """
+        folder = Path(folder)
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            if index["format"] > _FORMAT:
+                raise TrainError(f"{folder / INDEX} has format {index['format']}, newer than this swd_lens; update it")
+            provenance, counts = dict(index["provenance"]), [int(tokens) for tokens in index["tokens"]]
+        except FileNotFoundError:
+            raise TrainError(
+                f"{folder} holds no {INDEX}: no learned units, or their training is not finished"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise (
+                error
+                if isinstance(error, TrainError)
+                else TrainError(f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again")
+            ) from error
+        checkpoints = Trajectory(folder, provenance)
+        for tokens in counts:
+            checkpoints.found(tokens)
+        text = (folder / _LOG).read_text(encoding="utf-8") if (folder / _LOG).is_file() else ""
+        log = pd.DataFrame([json.loads(line) for line in text.splitlines()])
+        return cls(checkpoints, provenance, log, device=device)
+
+
+def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory) -> None:
+    """The word that a folder's weights are whole."""
+    write_json(folder / INDEX, {"format": _FORMAT, "provenance": dict(provenance), "tokens": list(checkpoints)})
+
+
+def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.ModuleDict:
+    """Untrained coders of every site, by its kind; meta: without memory, to be filled by load_state_dict(assign=True).
+
+    Raises:
+        TrainError: settings that this swd_lens does not know.
+    """
+    try:
+        kind = TranscoderSpec if provenance["method"] == "transcoder" else VpdSpec
+        spec = kind(**provenance["settings"])
+    except TypeError as error:
+        raise TrainError(
+            f"these units have settings that this swd_lens does not know ({error}); update swd_lens"
+        ) from error
+    with torch.device("meta" if meta else "cpu"):
+        made = {
+            site["kind"]: Transcoder(site["d_in"], site["d_out"], spec)
+            if isinstance(spec, TranscoderSpec)
+            else Vpd(site["d_in"], site["d_out"], spec)
+            for site in provenance["sites"].values()
+        }
+    return nn.ModuleDict(made)

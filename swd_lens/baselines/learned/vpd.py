@@ -11,6 +11,7 @@ p_start to p_end along a line.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from swd_lens.baselines.learned.importance import importance_network, lower_leaky, upper_leaky
 from swd_lens.baselines.learned.spec import VpdSpec
+from swd_lens.baselines.learned.transcoder import Said
 
 _EPS = 1e-12
 
@@ -25,81 +27,134 @@ _EPS = 1e-12
 class Vpd(nn.Module):
     """Components of one matrix: W_enc = V (d_in, unit), W_dec = U (unit, d_out), and the network of their importance.
 
-    `weight` (d_in, d_out) and `bias` are the frozen matrix it stands for.
+    `weight` (d_in, d_out) is the frozen matrix that they stand for; only training needs it, and files do not hold it.
     """
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor
 
-    def __init__(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"], spec: VpdSpec):
+    def __init__(self, d_in: int, d_out: int, spec: VpdSpec):
         super().__init__()
         self.spec = spec
-        d_in, d_out = weight.shape
-        generator = torch.Generator().manual_seed(spec.seed)
-        self.W_enc = nn.Parameter(torch.randn(d_in, spec.width, generator=generator) / math.sqrt(d_in))
-        self.W_dec = nn.Parameter(torch.randn(spec.width, d_out, generator=generator) / math.sqrt(spec.width))
-        self.importance = importance_network(spec.importance, d_in, spec.width, spec.hidden, generator)
-        self.register_buffer("weight", weight.detach().float())
-        self.register_buffer("bias", bias.detach().float())
+        width = spec.units(d_in, d_out)
+        self.W_enc = nn.Parameter(torch.empty(d_in, width))
+        self.W_dec = nn.Parameter(torch.empty(width, d_out))
+        self.importance = importance_network(spec.importance, d_in, width, spec.hidden)
+        self.register_buffer("bias", torch.zeros(d_out))
+        self.register_buffer("weight", None, persistent=False)
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start."""
+        self.W_enc.copy_(torch.randn(self.W_enc.shape, generator=generator) / math.sqrt(self.W_enc.shape[0]))
+        self.W_dec.copy_(torch.randn(self.W_dec.shape, generator=generator) / math.sqrt(self.W_dec.shape[0]))
+        self.importance.draw(generator)
+
+    def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:
+        """Give it its matrix and the bias, which is kept as it is."""
+        self.weight, self.bias = weight.detach().float(), bias.detach().float()
 
     # ------------------------------------------------------------------ units
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
-        """z = g(x) (x V)."""
-        return lower_leaky(self.importance(x)) * (x @ self.W_enc)
+        """z = g(x) (x V). The plain clamp: the leak below zero is for training, it is no gradient of this function."""
+        return self.importance(x).clamp(0.0, 1.0) * (x @ self.W_enc)
 
     def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
+        """z U + bias: the site's output."""
         return z @ self.W_dec + self.bias
 
     # ------------------------------------------------------------------ training
 
+    def masked(
+        self, x: Float[Tensor, "*batch d_in"], sources: Float[Tensor, "*_some _sources"] | None = None
+    ) -> tuple[Float[Tensor, "*batch d_out"], Float[Tensor, "*batch unit"]]:
+        """The output under masks, and the raw importances.
+
+        Args:
+            x: the site's input.
+            sources: in [0, 1], one per component and a last one for what VU lacks of W: masks are g + (1 - g) sources. They
+                broadcast over the batch. None: the masks are g, and what VU lacks is left out.
+        """
+        raw = self.importance(x)
+        g, read = lower_leaky(raw), x @ self.W_enc
+        if sources is None:
+            return self.decode(g * read), raw
+        y = self.decode((g + (1 - g) * sources[..., :-1]) * read)
+        if self.spec.delta:
+            y = y + sources[..., -1:] * (x @ self.remainder())
+        return y, raw
+
+    def remainder(self) -> Float[Tensor, "d_in d_out"]:
+        """What VU lacks of W."""
+        assert self.weight is not None, "stand_for comes first"
+        return self.weight - self.W_enc @ self.W_dec
+
     def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
-        """Steps towards VU = W before the first token; neither x nor y is looked at."""
-        spec = self.spec
-        adam = torch.optim.AdamW(
-            [self.W_enc, self.W_dec],
-            lr=spec.faithfulness_rate,
-            weight_decay=spec.faithfulness_decay,
-            foreach=False,
-        )
+        """The steps towards VU = W before the first token; neither x nor y is looked at."""
+        reconstruct([self])
+
+    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Said]:
+        """The local loss of a batch (VPD-Recon-CI), and what to log of it."""
+        got, raw = self.masked(x)
+        return total_loss((got - y).square().mean(), [raw], [self], step)
+
+    def before_step(self) -> None:
+        """Nothing is normalized."""
+
+    def adjust_gradients(self) -> None:
+        """Gradients stay as they are."""
+
+
+def reconstruct(parts: list[Vpd]) -> None:
+    """The faithfulness warm-up of all matrices of a run together."""
+    spec = parts[0].spec
+    adam = torch.optim.AdamW(
+        [p for part in parts for p in (part.W_enc, part.W_dec)],
+        lr=spec.faithfulness_rate,
+        weight_decay=spec.faithfulness_decay,
+        foreach=False,
+    )
+    with torch.enable_grad():
         for _ in range(spec.faithfulness_steps):
             adam.zero_grad()
-            self.unfaithfulness().backward()
+            unfaithfulness(parts).backward()
             adam.step()
-        adam.zero_grad()
+    adam.zero_grad()
 
-    def unfaithfulness(self) -> Float[Tensor, ""]:
-        """||W - VU||^2 over the number of entries."""
-        return (self.weight - self.W_enc @ self.W_dec).square().mean()
 
-    def loss(
-        self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The local loss of a batch (VPD-Recon-CI) and what to log of it."""
-        raw = self.importance(x)
-        g = lower_leaky(raw)
-        error = (self.decode(g * (x @ self.W_enc)) - y).square().mean()
-        return self.total(error, raw, g, step)
+def unfaithfulness(parts: Iterable[Vpd]) -> Float[Tensor, ""]:
+    """||W - VU||^2 over the number of entries, of all matrices together."""
+    errors = [part.remainder().square() for part in parts]
+    total = torch.stack([error.sum() for error in errors]).sum()
+    return total / sum(error.numel() for error in errors)
 
-    def total(self, error: Tensor, raw: Tensor, g: Tensor, step: int) -> tuple[Tensor, dict[str, float]]:
-        spec = self.spec
-        charge = minimality(upper_leaky(raw), spec.p(step), spec.beta)
-        total = spec.fidelity_weight * error + spec.minimality * charge
-        if spec.faithfulness:
-            total = total + spec.faithfulness * self.unfaithfulness()
-        with torch.no_grad():
-            said = {
-                "error": float(error),
-                "minimality": float(charge),
-                "l0": float((g > 0).float().sum(-1).mean()),
-                "unfaithfulness": float(self.unfaithfulness()),
-                "p": spec.p(step),
-            }
-        return total, said
 
-    def before_step(self) -> None: ...
+def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -> tuple[Tensor, Said]:
+    """Fidelity, minimality and faithfulness of a step, weighted, and what to log of them.
 
-    def adjust_gradients(self) -> None: ...
+    Args:
+        error: the fidelity term, squared error or KL.
+        raws: the raw importances (..., unit) of the run's matrices.
+        parts: the matrices, in the same order.
+        step: from 1.
+    """
+    spec = parts[0].spec
+    flat = [raw.flatten(0, -2) for raw in raws]
+    charges = [minimality(upper_leaky(raw), spec.p(step), spec.beta) for raw in flat]
+    charge = torch.stack(charges).sum()
+    total = spec.fidelity_weight * error + spec.minimality * charge
+    if spec.faithfulness:
+        total = total + spec.faithfulness * unfaithfulness(parts)
+    with torch.no_grad():
+        said = {
+            "error": error.detach(),
+            "minimality": charge.detach(),
+            "l0": torch.stack([(raw > 0).float().sum(-1).mean() for raw in flat]).sum(),
+            "unfaithfulness": unfaithfulness(parts),
+            "p": torch.tensor(spec.p(step), dtype=torch.float64),
+        }
+    return total, said
 
 
 def minimality(upper: Float[Tensor, "token unit"], p: float | int, beta: float | int) -> Float[Tensor, ""]:

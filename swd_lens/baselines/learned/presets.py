@@ -1,0 +1,70 @@
+"""Named recipes of the learned baselines.
+
+"paper": what the paper trained on GPT-2 Small, as far as it says; the rest is the method's public recipe (method.md §§1.6, 2.1).
+"small": ours, the default: for hosts of some hundred channels, trained on a CPU in minutes.
+
+A recipe named "..._mlp" takes the place of "..." where a whole MLP is replaced.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from swd_lens.baselines.learned.spec import Spec, TrainError, TranscoderSpec, VpdSpec
+
+DEFAULT = "small"
+
+# Steps are many and small, as the hosts' text is short; rates were chosen on the embedded model's training text.
+TRANSCODERS: Mapping[str, TranscoderSpec] = {
+    "small": TranscoderSpec(
+        n_tokens=1_048_576, width="1x", learning_rate=1e-3, tokens_per_step=1024, schedule="cosine"
+    ),
+    "small_mlp": TranscoderSpec(
+        n_tokens=1_048_576, width="32x", learning_rate=1e-3, tokens_per_step=1024, schedule="cosine", l1=1.4e-4
+    ),
+    # TC3k: GPT-2's c_proj, judged after 500 steps. TC12k: width=12288, or the next.
+    "paper": TranscoderSpec(),
+    "paper_tc12k": TranscoderSpec(width=12_288),
+    # TC24k: the whole MLP, 6.29M tokens.
+    "paper_mlp": TranscoderSpec(width=24_576, l1=1.4e-4, n_tokens=6_291_456),
+}
+
+_SMALL_VPD = VpdSpec(n_tokens=1_048_576, width="1x", hidden=12, learning_rate=1e-3, tokens_per_step=1024)
+VPD_RECONS: Mapping[str, VpdSpec] = {
+    "small": _SMALL_VPD,
+    # C = 3,072 (of each matrix, where a whole MLP is replaced: method.md §1.9), 4.19M tokens.
+    "paper": VpdSpec(),
+}
+
+# The public GPT-2 recipe: 50,000 steps of 2 rows of 1,024; one matrix at a time; bfloat16.
+_SPD_GPT2 = VpdSpec(
+    fidelity="kl",
+    n_tokens=102_400_000,
+    tokens_per_step=2048,
+    width=768,
+    hidden=12,
+    fidelity_weight=2.0,
+    minimality=3e-4,
+    routing="layerwise",
+    autocast="bfloat16",
+)
+VPD_KLS: Mapping[str, VpdSpec] = {
+    "small": replace(_SMALL_VPD, fidelity="kl", fidelity_weight=2.0, minimality=3e-4, routing="layerwise"),
+    "spd_gpt2": _SPD_GPT2,
+    # The same with the paper's C and its longest trajectory, 1.6384B tokens, 4,096 a step.
+    "paper": replace(_SPD_GPT2, width=3072, n_tokens=1_638_400_000, tokens_per_step=4096),
+    # 1B tokens at the whole MLP.
+    "paper_mlp": replace(_SPD_GPT2, width=3072, n_tokens=1_000_001_536, tokens_per_step=4096),
+}
+
+
+def named(presets: Mapping[str, Spec], name: str, kind: str) -> Spec:
+    """The recipe of this name for a site of this kind.
+
+    Raises:
+        TrainError: there is none.
+    """
+    if kind == "mlp" and f"{name}_mlp" in presets:
+        return presets[f"{name}_mlp"]
+    if name not in presets:
+        raise TrainError(f"preset={name!r}: choose one of {', '.join(map(repr, presets))}")
+    return presets[name]
