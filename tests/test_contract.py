@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate, intervention_hooks
+from swd_lens.factors import Factors
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.inject import attach
-from tests.contract import EXACT, UNIT_SOURCES
+from tests.contract import CASES, EXACT, UNIT_SOURCES, read_of, write_of
 from tests.micro import random_split, random_tokens, toy_model
 
-SITES = ["blocks.1.attn_qkv", "blocks.0.attn_o", "blocks.0.mlp_in", "blocks.1.mlp_out", "all"]
+SITES = ["blocks.1.attn_qkv", "blocks.0.attn_o", "blocks.0.mlp_in", "blocks.1.mlp_out", "all"]  # of the exact ones
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +21,11 @@ def model():
 @pytest.fixture(scope="module")
 def sources(model):
     """Every source on every site, made once."""
-    return {(name, sites): make(model, sites) for name, make in UNIT_SOURCES.items() for sites in SITES}
+    return {(name, sites): UNIT_SOURCES[name](model, sites) for name, sites in CASES}
 
 
 def cases():
-    return [pytest.param(name, sites, id=f"{name}-{sites}") for name in UNIT_SOURCES for sites in SITES]
+    return [pytest.param(name, sites, id=f"{name}-{sites}") for name, sites in CASES]
 
 
 @pytest.mark.parametrize(("name", "sites"), cases())
@@ -40,8 +41,9 @@ def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
         _, cache = model.run_with_cache(tokens)
     for site in chosen:
         f, z = factors[site.name], cache[site.hook_name]
-        torch.testing.assert_close(z, inputs[site.name] @ f.read, rtol=1e-5, atol=1e-5)
-        contributions = torch.einsum("bpu,uo->bpuo", z, f.write)  # one path per unit
+        h = inputs[site.name]
+        torch.testing.assert_close(z, h @ f.read if isinstance(f, Factors) else f.encode(h), rtol=1e-5, atol=1e-5)
+        contributions = torch.einsum("bpu,uo->bpuo", z, write_of(f))  # one path per unit
         attn = model.blocks[site.layer].attn
         bias = {
             "mlp_in": lambda block: block.mlp.b_in,
@@ -49,6 +51,8 @@ def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
             "attn_o": lambda block: block.attn.b_O,
             "attn_qkv": lambda _, attn=attn: torch.cat([attn.b_Q.flatten(), attn.b_K.flatten(), attn.b_V.flatten()]),
         }[site.kind](model.blocks[site.layer])
+        if name == "transcoder":  # which learns its own
+            bias = f.coder.b_out
         torch.testing.assert_close(outputs[site.name], contributions.sum(2) + bias, rtol=1e-4, atol=1e-4)
 
 
@@ -65,10 +69,14 @@ def test_keep_all_is_the_identity_and_ablating_nothing_too(model, sources, name,
 
 
 @pytest.mark.parametrize(("name", "sites"), cases())
-def test_edges_are_the_nonzeros_of_read_and_write(sources, name, sites):
-    for f in sources[name, sites].values():
+def test_edges_are_the_nonzeros_of_read_and_write(model, sources, name, sites):
+    for site, f in sources[name, sites].items():
+        mlp = model.blocks[int(site.split(".")[1])].mlp
+        # A channel reads with the matrix before; its bias is one more edge of the paper's count.
+        read = torch.cat([mlp.W_in, mlp.b_in[None]]) if name == "channels" else read_of(f)
         by_hand = [
-            sum(value != 0 for value in f.read[:, unit].tolist()) + sum(value != 0 for value in f.write[unit].tolist())
+            sum(value != 0 for value in read[:, unit].tolist())
+            + sum(value != 0 for value in write_of(f)[unit].tolist())
             for unit in range(f.n_units)
         ]
         assert f.edges_per_unit.tolist() == by_hand
@@ -112,7 +120,7 @@ def test_curves_end_at_the_unpruned_replacement(model, sources, name, sites):
     scores = attribute(model, factors, split)
     curve = evaluate(model, factors, split, scores)
     whole, empty = curve.rows.iloc[-1], curve.rows.iloc[0]
-    assert whole["units"] == factors.n_units
+    assert whole["units"] == sum(f.n_units for f in factors.values())
     assert whole["edges"] == sum(int(f.edges_per_unit[f.valid_units].sum()) for f in factors.values())
     assert whole["q_keep"] == pytest.approx(curve.q_unpruned, abs=1e-5)
     assert empty["q_ablate"] == pytest.approx(curve.q_unpruned, abs=1e-5)

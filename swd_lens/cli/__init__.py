@@ -13,10 +13,10 @@
    exits with 130 and leaves no half-written file; `factorize` and `replace` go on from there when called again.
 """
 
-from swd_lens.cli import circuits, matrices
+from swd_lens.cli import baselines, circuits, matrices
 from swd_lens.cli.common import app
 
-__all__ = ["app", "circuits", "main", "matrices"]
+__all__ = ["app", "baselines", "circuits", "main", "matrices"]
 
 
 def main() -> None:

@@ -7,13 +7,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.baselines.learned.transcoder import Said, Transcoder
+from swd_lens.baselines.learned.transcoders import Said, Transcoder
 from swd_lens.baselines.learned.vpd import Vpd, reconstruct, total_loss
 from swd_lens.hosts import Host, Start, Undo
 from swd_lens.hosts.seen import require_seen
@@ -23,6 +23,7 @@ from swd_lens.sites import Site
 _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the weights that it would rewrite"
 
 
+@runtime_checkable
 class Fit(Protocol):
     """What the training loop needs. `coders` maps a site's kind to its coder; all of their parameters are trained."""
 

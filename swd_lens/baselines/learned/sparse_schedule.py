@@ -1,4 +1,4 @@
-"""Sparse pretraining's schedule and projection: tensors and numbers only (paper app. sparse-pretrain-setting; method.md §§0.2, 3).
+"""Sparse pretraining's schedule and projection, on tensors and numbers (paper app. sparse-pretrain-setting; method.md §§0.2, 3).
 
 1. `Schedule`: density and learning rate after n tokens. Density is 1 in the warm-up, falls exponentially to its end value, and
    stays. The learning rate grows with 1 / sqrt(density), times a linear warm-up and a linear fall to 0.
@@ -19,17 +19,21 @@ _SMALLEST_RMS, _ADDED_TO_RMS = 1e-8, 1e-5
 
 @dataclass(frozen=True)
 class Schedule:
-    """updates: of the whole training; tokens_per_update: 131,072 in the paper; the rest is the paper's."""
+    """Density and learning rate by tokens gone through before an update. The defaults are the paper's."""
 
+    # Of the whole schedule, whatever part of it is trained.
     updates: int = 38_146
     tokens_per_update: int = 131_072
-    end_density: float = 0.2
-    learning_rate: float = 3e-4
-    warmup: float = 0.01
-    falling_until: float = 0.8
+    end_density: float | int = 0.2
+    # Where density is 1 and the warm-up is over.
+    learning_rate: float | int = 3e-4
+    # Shares of the updates, rounded down to whole ones: end of the warm-up, and from where the density stays.
+    warmup: float | int = 0.01
+    falling_until: float | int = 0.8
 
     @property
     def tokens(self) -> int:
+        """Of the whole schedule."""
         return self.updates * self.tokens_per_update
 
     @property
@@ -47,7 +51,7 @@ class Schedule:
         if tokens < self.n0:
             return 1.0
         if tokens >= self.n1:
-            return self.end_density
+            return float(self.end_density)
         return self.end_density ** ((tokens - self.n0) / (self.n1 - self.n0))
 
     def rate(self, tokens: int) -> float:

@@ -107,6 +107,9 @@ class TrainSpec:
         return asdict(self)
 
 
+Spec = TypeVar("Spec", bound=TrainSpec)
+
+
 @dataclass(frozen=True)
 class TranscoderSpec(TrainSpec):
     """A ReLU transcoder with an L1 penalty (method.md §2.1; the paper's use §2.3). The defaults are the paper's TC3k."""
@@ -193,11 +196,8 @@ class VpdSpec(TrainSpec):
         return float(self.p_start + (self.p_end - self.p_start) * (step - 1) / max(1, self.steps - 1))
 
 
-Spec = TypeVar("Spec", bound=TrainSpec)
-
-
-def resolve(spec: Spec, overrides: Mapping[str, Any]) -> Spec:
-    """The spec with some settings changed.
+def check_names(spec: Any, overrides: Mapping[str, Any]) -> Any:
+    """A settings dataclass with some settings changed.
 
     Raises:
         TrainError: a setting that it does not have (the nearest is named), or a value out of range.
@@ -211,6 +211,11 @@ def resolve(spec: Spec, overrides: Mapping[str, Any]) -> Spec:
                 f"Settings: {', '.join(known)}"
             )
     return replace(spec, **overrides)
+
+
+def resolve(spec: Spec, overrides: Mapping[str, Any]) -> Spec:
+    """`check_names` of a TrainSpec, with its type."""
+    return check_names(spec, overrides)
 
 
 # ---------------------------------------------------------------------------------------------- checks

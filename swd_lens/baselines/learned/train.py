@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from swd_lens.baselines.learned.fits import Fit
 from swd_lens.baselines.learned.spec import TrainError, TrainSpec
 from swd_lens.baselines.learned.trajectory import Trajectory
-from swd_lens.baselines.learned.transcoder import Said
+from swd_lens.baselines.learned.transcoders import Said
 from swd_lens.finetune.folder import TrainingFolder
 from swd_lens.finetune.rows import Rows, Shuffled, Streamed
 from swd_lens.tasks.streams import TokenStream, as_stream

@@ -20,7 +20,7 @@ from torch import nn
 from swd_lens.baselines.learned.activity import Activity, measured
 from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec
 from swd_lens.baselines.learned.trajectory import Trajectory
-from swd_lens.baselines.learned.transcoder import Transcoder
+from swd_lens.baselines.learned.transcoders import Transcoder
 from swd_lens.baselines.learned.vpd import Vpd
 from swd_lens.files import write_json, write_text
 from swd_lens.inject.coder import CoderUnits

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from swd_lens.baselines.learned.importance import importance_network, lower_leaky, upper_leaky
 from swd_lens.baselines.learned.spec import VpdSpec
-from swd_lens.baselines.learned.transcoder import Said
+from swd_lens.baselines.learned.transcoders import Said
 
 _EPS = 1e-12
 

@@ -1,0 +1,284 @@
+"""Training a baseline: the same bits whatever interrupts it, folders, what is refused, the host as it was, reports."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.baselines import LearnedUnits, TrainError
+from swd_lens.baselines.learned.train import Training
+from swd_lens.finetune.rows import Shuffled
+from tests import families
+from tests.finetune.conftest import everything
+from tests.micro import random_split, random_tokens, toy_model
+
+SITE = "blocks.1.mlp_out"
+TOKENS = random_tokens(24, 10)
+# Seven steps of five rows, a checkpoint after every third.
+SAME = {"n_tokens": 350, "tokens_per_step": 50, "checkpoint_every": 3, "progress": False}
+METHODS = {
+    "transcoder": (baselines.transcoder, SITE, {"dead_after": 60}),
+    "transcoder of an MLP": (baselines.transcoder, "blocks.1.mlp", {"width": 24}),
+    "vpd_recon": (baselines.vpd_recon, SITE, {}),
+    "vpd_recon of an MLP": (baselines.vpd_recon, "blocks.0.mlp", {}),
+    "vpd_kl": (baselines.vpd_kl, SITE, {"adversarial": 0.5, "importance": "shared_mlp"}),
+    "vpd_kl of an MLP": (baselines.vpd_kl, "blocks.0.mlp", {"faithfulness": 1.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def train(model, name, **more):
+    function, site, settings = METHODS[name]
+    return function(model, site, TOKENS, **{**SAME, **settings, **more})
+
+
+def bits(units):
+    return {
+        tokens: {name: t.numpy().tobytes() for name, t in weights.items()}
+        for tokens, weights in units.checkpoints.items()
+    }
+
+
+def interrupt(monkeypatch, after):
+    one = Training._one
+
+    def stopping(self, rows):
+        if self.step == after:
+            raise KeyboardInterrupt
+        return one(self, rows)
+
+    monkeypatch.setattr(Training, "_one", stopping)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name, tmp_path, monkeypatch):
+    before = everything(model)
+    whole = train(model, name)
+    for after in (2, 5):
+        out = tmp_path / str(after)
+        with monkeypatch.context() as patch:
+            interrupt(patch, after)
+            with pytest.raises(KeyboardInterrupt):
+                train(model, name, out=out)
+        assert everything(model) == before
+        with open(out / "log.jsonl", "a") as file:
+            file.write('{"step": 6, "lo')  # a kill in the middle of a line
+        made, one = [], Training._one
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Training, "_one", lambda self, rows, made=made, one=one: made.append(self.step) or one(self, rows)
+            )
+            resumed = train(model, name, out=out)
+        assert made == list(range(after - after % 3, 7))  # from the last checkpoint on
+        assert bits(resumed) == bits(whole) and resumed.log.equals(whole.log)
+        assert bits(LearnedUnits.load(out)) == bits(whole)
+        assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "run.json", "units.json", "weights"]
+    assert everything(model) == before
+    assert list(whole.checkpoints) == [50, 100, 200, 350]
+    assert whole.log["loss"].iloc[-1] < whole.log["loss"].iloc[0] or "kl" in name
+
+
+def test_a_kill_before_the_index_needs_no_training(model, tmp_path, monkeypatch):
+    def broken(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("swd_lens.baselines.learned.methods.write_index", broken)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, "transcoder", out=tmp_path)
+    with pytest.raises(TrainError, match=r"holds no units\.json: no learned units, or their training is not finished"):
+        LearnedUnits.load(tmp_path)
+    monkeypatch.setattr(Training, "_one", broken)
+    assert bits(train(model, "transcoder", out=tmp_path)) == bits(LearnedUnits.load(tmp_path))
+
+
+def test_another_run_is_refused_and_a_finished_one_taken_over(model, tmp_path, monkeypatch):
+    first = bits(train(model, "transcoder", out=tmp_path))
+    text = (tmp_path / "run.json").read_text()
+    with pytest.raises(
+        swd.ResumeError,
+        match=r"holds another run: seed 42 then, 1 now; l1 5e-05 then, 0\.1 now\. Call transcoder as then",
+    ):
+        train(model, "transcoder", out=tmp_path, l1=0.1, seed=1)
+    with pytest.raises(swd.ResumeError, match="kept_after_steps"):
+        train(model, "transcoder", out=tmp_path, keep=(100,))
+    with pytest.raises(swd.ResumeError, match=r"the tokens .* then, .* now"):
+        baselines.transcoder(model, SITE, TOKENS.flip(0), out=tmp_path, **{**SAME, "dead_after": 60})
+    assert (tmp_path / "run.json").read_text() == text
+    with monkeypatch.context() as patch:
+        interrupt(patch, 0)
+        assert bits(train(model, "transcoder", out=tmp_path)) == first
+    again = train(model, "transcoder", out=tmp_path, seed=1, overwrite=True)
+    assert bits(again) != first
+    assert bits(again) == bits(train(model, "transcoder", seed=1))
+
+
+def test_overwriting_does_not_go_on_from_the_run_before(model, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, "transcoder", out=tmp_path, seed=1)
+    assert bits(train(model, "transcoder", out=tmp_path, overwrite=True)) == bits(train(model, "transcoder"))
+
+
+@pytest.mark.parametrize("name", ["transcoder", "vpd_kl of an MLP"])
+def test_save_and_load(model, name, tmp_path):
+    units = train(model, name)
+    units.save(tmp_path / "saved")
+    loaded = LearnedUnits.load(tmp_path / "saved")
+    assert bits(loaded) == bits(units) and loaded.provenance == units.provenance
+    assert loaded.log.equals(units.log) and repr(loaded) == repr(units)
+    for at in (units.at(100), loaded.at(100)):
+        assert at.tokens == 100 and swd.fidelity(model, at, TOKENS) == swd.fidelity(model, units.at(100), TOKENS)
+    with pytest.raises(TrainError, match="no weights were kept at 77 tokens; there are 50, 100, 200, 350"):
+        units.at(77)
+
+
+def test_damaged_folders_are_named(model, tmp_path):
+    train(model, "transcoder", out=tmp_path)
+    (tmp_path / "weights" / "000000000000100.safetensors").write_bytes(b"short")
+    loaded = LearnedUnits.load(tmp_path)
+    with pytest.raises(TrainError, match=r"000000000000100\.safetensors cannot be read"):
+        loaded.at(100)
+    (tmp_path / "weights" / "000000000000100.safetensors").unlink()
+    with pytest.raises(TrainError, match=r"000000000000100\.safetensors is missing"):
+        LearnedUnits.load(tmp_path)
+    index = json.loads((tmp_path / "units.json").read_text())
+    (tmp_path / "units.json").write_text(json.dumps({**index, "format": 9}))
+    with pytest.raises(TrainError, match="has format 9, newer than this swd_lens"):
+        LearnedUnits.load(tmp_path)
+    (tmp_path / "units.json").write_text("{")
+    with pytest.raises(TrainError, match=r"units\.json is damaged"):
+        LearnedUnits.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["transcoder", "transcoder of an MLP", "vpd_recon of an MLP"])
+def test_units_of_another_host_are_refused(model, name):
+    units, other = train(model, name), toy_model()
+    with torch.no_grad():
+        for block in other.blocks:
+            block.mlp.W_out.mul_(1.5)
+    with pytest.raises(swd.AttachError, match="were made from another W than this host has now"):
+        swd.attach(other, units)
+    bf16 = toy_model().to(torch.bfloat16)  # the same weights, rounded: they belong
+    with torch.no_grad(), swd.attach(bf16, units):
+        assert torch.isfinite(bf16(TOKENS[:2])).all()
+
+
+def test_memory_maps_and_streams_are_text_too(model, tmp_path):
+    mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="w+", shape=(24, 10))
+    mapped[:] = TOKENS.numpy()
+    stream = swd.TokenStream(lambda: iter(TOKENS), n_rows=24)
+    one, two = (baselines.transcoder(model, SITE, text, **SAME) for text in (mapped, stream))
+    assert bits(one) == bits(two)
+    assert bits(one) != bits(baselines.transcoder(model, SITE, TOKENS, **SAME))  # in its own order, not shuffled
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_bridge_gives_the_same_units(kind):
+    """The Llama's MLP is gated: a whole MLP there is three matrices."""
+    hosts = [families.bridge(kind), families.hooked(kind)]
+    text = families.some_tokens(16, 10)
+    for function, site in ((baselines.transcoder, "blocks.1.mlp"), (baselines.vpd_recon, "blocks.1.mlp")):
+        made = [function(host, site, text, **SAME) for host in hosts]
+        for name in made[0]:
+            a, b = (units[name].coder for units in made)
+            torch.testing.assert_close(a.W_dec, b.W_dec, rtol=1e-3, atol=1e-4)
+        assert [len(units) for units in made] == [1 if function is baselines.transcoder else 2 + (kind == "llama")] * 2
+        for host in hosts:  # whichever it was trained in
+            assert swd.fidelity(host, made[0], text).kl >= 0
+
+
+def test_a_whole_mlp_pools_its_units(model):
+    units, split = train(model, "vpd_recon of an MLP"), random_split()
+    scores = swd.attribute(model, units, split)
+    curve = swd.evaluate(model, units, split, scores)
+    assert set(scores.scores) == {"blocks.0.mlp_in", "blocks.0.mlp_out"} == set(units)
+    assert curve.rows["units"].iloc[-1] == units.n_units == 64  # 32 components of each matrix
+    assert curve.rows["edges"].iloc[-1] == units.edges == 64 * (16 + 32)
+
+
+def test_learned_units_compare_with_swd(model):
+    factors = swd.factorize(model, SITE, sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
+    methods = {"SWD": factors, "TC": train(model, "transcoder"), "VPD": lambda: train(model, "vpd_recon")}
+    split = random_split()
+    task = swd.Task("by hand", split, random_split(name="test", seed=1), "by hand", False)
+    table = swd.compare(methods, model, task, tokens=TOKENS).table()
+    assert list(table["method"]) == ["SWD", "TC", "VPD"] and table["CE difference"].notna().all()
+
+
+def test_activity_by_hand(model):
+    units = train(model, "transcoder")
+    found = units.report(model, TOKENS)
+    with torch.no_grad(), swd.attach(model, units):
+        _, cache = model.run_with_cache(TOKENS)
+    alive = cache["mlp_out_unit", 1] > 0
+    assert found.tokens == 240 and torch.equal(found.counts[SITE], alive.sum((0, 1)))
+    assert found.l0(SITE) == pytest.approx(float(alive.sum(-1).float().mean()))
+    assert found.dead(SITE).tolist() == (~alive.any(0).any(0)).nonzero().flatten().tolist()
+    row = found.table().iloc[0]
+    assert row["units"] == 32 and row["dead"] == len(found.dead(SITE)) and row["L0"] == found.l0(SITE)
+    # training logs the same two, of its batches
+    assert {"l0", "dead", "error", "l1"} <= set(units.log.columns)
+
+
+def test_what_is_kept(model):
+    assert list(train(model, "transcoder", keep=()).checkpoints) == [350]
+    assert list(train(model, "transcoder", keep=(60, 150)).checkpoints) == [100, 150, 350]  # the step that reaches it
+    with pytest.raises(TrainError, match="give token counts from 1 to n_tokens=350, not 999"):
+        train(model, "transcoder", keep=(999,))
+
+
+def test_what_cannot_be_trained_is_refused(model):
+    with pytest.raises(TrainError, match=r"'mlp_out' names 2 sites .*; a baseline is trained on one"):
+        baselines.transcoder(model, "mlp_out", TOKENS, **SAME)
+    with pytest.raises(TrainError, match="is no multiple of the rows' 10 tokens; take 50"):
+        train(model, "transcoder", tokens_per_step=55)
+    with pytest.raises(TrainError, match="has 24 rows of 10 tokens, a step of tokens_per_step=500 takes 50"):
+        train(model, "transcoder", tokens_per_step=500, n_tokens=500)
+    with pytest.raises(TrainError, match="for fidelity='kl' call vpd_kl"):
+        train(model, "vpd_recon", fidelity="kl")
+    with pytest.raises(TrainError, match="checkpoint_every=0"):
+        train(model, "vpd_recon", checkpoint_every=0)
+    with (
+        swd.attach(model, baselines.svd(model, SITE)),
+        pytest.raises(swd.AttachError, match=r"blocks\.1\.mlp_out is attached already"),
+    ):
+        train(model, "transcoder")
+    with pytest.raises(TrainError, match=r"the loss is (inf|nan), at learning rate .* Lower learning_rate"):
+        train(model, "transcoder", learning_rate=1e30, loss="mse", unit_decoder=False)
+
+
+def test_kl_steps_by_hand(model):
+    """The logged KL of the first step, before any update, is that of the host with masks drawn from seed and step."""
+    units = train(model, "vpd_kl", n_tokens=50, keep=(), adversarial=0.0, learning_rate=1e-30)
+    coder = units[SITE].coder
+    rows = next(Shuffled(TOKENS).batches(5, 0, 0))
+    u = torch.rand(5, 10, 33, generator=torch.Generator().manual_seed(1))  # 0 * 1,000,003 + step 1
+    w, b = model.blocks[1].mlp.W_out.detach(), model.blocks[1].mlp.b_out.detach()
+    with torch.no_grad():
+        dense, cache = model.run_with_cache(rows)
+        x = cache["blocks.1.mlp.hook_post"]
+        g = coder.importance(x).clamp(0, 1)
+        y = ((g + (1 - g) * u[..., :-1]) * (x @ coder.W_enc)) @ coder.W_dec + b
+        y = y + u[..., -1:] * (x @ (w - coder.W_enc @ coder.W_dec))
+        masked = model.run_with_hooks(rows, fwd_hooks=[("blocks.1.hook_mlp_out", lambda out, hook: y)])
+    log_p, log_q = dense.log_softmax(-1), masked.log_softmax(-1)
+    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    assert kl > 0 and math.isclose(units.log["error"].iloc[0], kl, rel_tol=1e-4)
+
+
+def test_worst_masks_are_worse(model):
+    """Adversarial masks have a larger KL than the random ones that they start from."""
+    log = train(model, "vpd_kl", adversarial_steps=6, n_tokens=350).log
+    assert (log["adversarial"] > log["error"]).all()
+    wide = train(model, "vpd_kl", adversarial_scope="batch", n_tokens=100).log
+    assert (wide["adversarial"] > 0).all()

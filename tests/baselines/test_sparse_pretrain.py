@@ -1,0 +1,198 @@
+"""Sparse pretraining end to end on a tiny GPT-2: the schedule at work, interruption, the folder as a host, channels as units."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.baselines import SparseSpec, TrainError
+from swd_lens.baselines.learned.sparse_network import config_of, fresh, matrices, nonzeros
+from swd_lens.baselines.learned.sparse_schedule import budget, normalized
+from swd_lens.baselines.learned.sparse_spec import PRESETS
+from swd_lens.baselines.learned.sparse_training import _Run
+from swd_lens.default_model.load import WEIGHTS
+from swd_lens.default_model.tokenizer import load_tokenizer
+from swd_lens.finetune.rows import Shuffled
+from swd_lens.hosts import find_sites, host_of
+from tests import families
+from tests.micro import random_split
+
+CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}
+CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
+TEXT = families.some_tokens(48, 12)
+SAME = {
+    "updates": 20,
+    "tokens_per_update": 96,
+    "warmup": 0.1,
+    "checkpoint_every": 6,
+    "eval_every": 10,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(WEIGHTS)
+
+
+def train(out, tokenizer, **more):
+    return baselines.sparse_pretrain(
+        CONFIG, TEXT, out=out, tokenizer=tokenizer, **{**SAME, "heldout": TEXT[:9], **more}
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tokenizer, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("sparse"), tokenizer)
+
+
+def weights(made):
+    return (made.folder / "model.safetensors").read_bytes()
+
+
+def test_the_log_follows_the_schedule(trained):
+    log, spec = trained.log, SparseSpec(updates=20, tokens_per_update=96, warmup=0.1, learning_rate=3e-3)
+    assert log["step"].tolist() == list(range(1, 21)) and log["tokens"].iloc[-1] == 1920
+    before = [96 * update for update in range(20)]
+    assert log["density"].tolist() == [spec.density(n) for n in before]
+    assert log["learning_rate"].tolist() == [spec.rate(n) for n in before]
+    assert log["learning_rate"][0] == 0.0 and log["density"][15] > 0.2 == log["density"][16]  # floor(.8 * 20) updates
+    assert log["heldout_ce"].notna().tolist() == [step in (10, 20) for step in range(1, 21)]
+    assert log["loss"].iloc[-1] < log["loss"].iloc[0]
+
+
+def test_every_matrix_has_its_budget_and_every_row_a_weight(trained):
+    network = GPT2LMHeadModel.from_pretrained(trained.folder)
+    for matrix in matrices(network):
+        assert int((matrix != 0).sum()) == budget(matrix.numel(), 0.2) and bool((matrix != 0).any(1).all())
+    counts = nonzeros(network)
+    assert {key: trained.provenance[key] for key in counts} == counts
+    # 2 layers of (16, 48), (16, 16), (16, 64), (64, 16), a fifth of each; embeddings of 1,366 and 64 rows
+    assert counts["blocks"] == 2 * (153 + 51 + 204 + 204)
+    assert counts["all"] == counts["blocks"] + 4371 + 204
+    assert network.config.activation_function == "gelu" and network.config.resid_pdrop == 0
+    assert network.lm_head.weight is network.transformer.wte.weight
+
+
+def test_one_update_by_hand(tokenizer, tmp_path):
+    """The first has rate 0 and moves nothing; the second is AdamW on normalized gradients, beta-corrected."""
+    frozen = train(tmp_path / "1", tokenizer, stop_after=1, warmup=0.5)
+    start = fresh(config_of(CONFIG), 0)
+    state = load_file(frozen.folder / "model.safetensors")
+    for name, p in start.named_parameters():
+        assert torch.equal(state[name], p.detach())
+    moved = load_file(train(tmp_path / "2", tokenizer, stop_after=2, warmup=0.5).folder / "model.safetensors")
+    gradients = []
+    for _, rows in zip(range(2), Shuffled(TEXT).batches(8, 0, 0), strict=False):
+        start.zero_grad()
+        logits = start(rows).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        gradients.append(normalized([p.grad for p in start.parameters()]))
+    rate = 3e-3 * 1 / 10  # the second of ten warm-up updates; n0 = 10 updates
+    for (name, p), g1, g2 in zip(start.named_parameters(), *gradients, strict=True):
+        first = (0.9 * 0.1 * g1 + 0.1 * g2) / (1 - 0.9**2)
+        second = (0.95 * 0.05 * g1**2 + 0.05 * g2**2) / (1 - 0.95**2)
+        expected = p.detach() * (1 - rate * 1e-3) - rate * first / (second.sqrt() + 0.1)
+        torch.testing.assert_close(moved[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_resumed_is_uninterrupted_to_the_bit(trained, tokenizer, tmp_path, monkeypatch):
+    one = _Run._one
+
+    def stopping(self, rows):
+        if self.update == 14:
+            raise KeyboardInterrupt
+        return one(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_one", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, tokenizer)
+    made = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_one", lambda self, rows: made.append(self.update) or one(self, rows))
+        resumed = train(tmp_path, tokenizer)
+    assert made == list(range(12, 20))
+    assert weights(resumed) == weights(trained) and resumed.log.equals(trained.log)
+    assert resumed.provenance == trained.provenance
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "model", "run.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_one", stopping)
+        assert weights(train(tmp_path, tokenizer)) == weights(trained)  # taken over
+    with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Call sparse_pretrain as then"):
+        train(tmp_path, tokenizer, end_density=0.5)
+    assert json.loads((tmp_path / "run.json").read_text())["finished"] is True
+
+
+def test_rows_at_once_change_rounding_only(trained, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("swd_lens.baselines.learned.sparse_training._LOGITS_AT_ONCE", 3 * 12 * families.D_VOCAB)
+    parts = train(tmp_path, tokenizer, stop_after=4)
+    torch.testing.assert_close(
+        torch.tensor(parts.log["loss"].tolist()), torch.tensor(trained.log["loss"].tolist()[:4]), rtol=1e-5, atol=0
+    )
+
+
+def test_bfloat16_autocast_trains(tokenizer, tmp_path):
+    made = train(tmp_path, tokenizer, autocast="bfloat16", stop_after=4, heldout=None)
+    assert made.log["loss"].notna().all() and "heldout_ce" not in made.log
+    assert next(iter(made.load("bridge").parameters())).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_the_folder_is_a_host_and_its_channels_are_units(trained, kind):
+    model = trained.load(kind)
+    units = baselines.channels_of(model)
+    assert list(units) == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
+    measured = swd.fidelity(model, units, TEXT[:9])
+    assert measured.ce == measured.ce_dense == pytest.approx(trained.log["heldout_ce"].iloc[-1], rel=1e-5)
+    split = random_split(d_vocab=families.D_VOCAB)
+    scores = swd.attribute(model, units, split)
+    curve = swd.evaluate(model, units, split, scores)
+    # 204 nonzeros read, 204 written, and a bias each, in either layer (none of them is zero after training)
+    assert curve.rows["edges"].iloc[-1] == 2 * (204 + 204 + 64)
+    assert curve.q_unpruned == pytest.approx(curve.q_dense, abs=1e-6)
+    with pytest.raises(ValueError, match=r"channels are units of mlp_out, not of blocks\.0\.mlp_in"):
+        baselines.channels_of(model, "blocks.0.mlp_in")
+
+
+def test_channel_edges_count_what_is_not_zero(trained):
+    model = trained.load("bridge")
+    (site,) = find_sites(model, "blocks.0.mlp_in")
+    weight = host_of(model).weight(site)
+    units = baselines.channels_of(model, "blocks.0.mlp_out")["blocks.0.mlp_out"]
+    (out,) = find_sites(model, "blocks.0.mlp_out")
+    written = host_of(model).weight(out)
+    for unit in (0, 5):
+        by_hand = sum(v != 0 for v in weight[:, unit].tolist()) + sum(v != 0 for v in written[unit].tolist())
+        assert units.edges_per_unit[unit] == by_hand + 1
+
+
+def test_a_hosts_shape_can_be_taken(default_model):
+    config = config_of(default_model)
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (4, 128, 4, 128)
+    assert config.vocab_size == default_model.cfg.d_vocab and config.activation_function == "gelu"
+    drawn = fresh(config, 0)
+    std = float(drawn.transformer.h[0].mlp.c_proj.weight.detach().std())
+    assert std == pytest.approx(0.02 / 8**0.5, rel=0.02)  # over sqrt(2 * 4 layers)
+
+
+def test_what_cannot_be_trained_is_refused(tokenizer, tmp_path):
+    assert PRESETS["paper"].last == 22_000 and PRESETS["paper"].updates == 38_146
+    for more, says in (
+        ({"tokens_per_update": 100}, "tokens_per_update=100 cannot be made of these 48 rows of 12 tokens"),
+        ({"preset": "best"}, "preset='best': choose one of 'paper', 'small'"),
+        ({"updats": 3}, "did you mean 'updates'"),
+        ({"stop_after": 21}, "stop_after=21: the schedule has 20 updates"),
+        ({"warmup": 0.9}, "density falls between"),
+        ({"learning_rate": 1e30}, r"update \d+: the loss is (nan|inf)"),
+    ):
+        with pytest.raises(TrainError, match=says):
+            train(tmp_path / "refused", tokenizer, **more)
+    with pytest.raises(TrainError, match="tokenizer= is needed"):
+        train(tmp_path, None)
+    with pytest.raises(TrainError, match="config is a str; give a GPT2Config"):
+        baselines.sparse_pretrain("gpt2", TEXT, out=tmp_path, tokenizer=tokenizer)
