@@ -44,7 +44,7 @@ def test_the_same_command_takes_over_and_another_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(Training, "_one", lambda *args: pytest.fail("trained again"))
     assert run(*arguments).exit_code == 0
     other = run(*arguments, "--set", "learning_rate=0.0004")
-    assert other.exit_code == 1 and "learning_rate 0.001 then, 0.0004 now" in re.sub(r"\s+", " ", other.output)
+    assert other.exit_code == 1 and "learning_rate 0.003 then, 0.0004 now" in re.sub(r"\s+", " ", other.output)
 
 
 def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_model):

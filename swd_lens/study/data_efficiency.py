@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm.auto import tqdm
 
 from swd_lens._version import __version__
@@ -26,7 +27,7 @@ from swd_lens.plan import factorize
 from swd_lens.sites import Pattern, Site
 from swd_lens.tasks.text import TokenError, as_rows
 
-METRICS = {"CE delta": "CE delta (nats)", "KL": "KL to the dense model (nats)", "relMSE": "relMSE of the output"}
+METRICS = {"CE delta": "CE delta (nats)", "KL": "KL to dense (nats)", "relMSE": "relMSE of the output"}
 TOKEN_COUNTS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 FIT, CHECKPOINT = "independent fit", "checkpoint"
 # CE deltas span decades and may be negative: linear up to this, which is the paper's tolerance, logarithmic beyond.
@@ -88,8 +89,10 @@ class DataEfficiency:
             ValueError: an unknown metric.
         """
         _check_metric(metric)
-        table = self.table()
-        return {method: _first(table[table["method"] == method], metric, target) for method in self.methods}
+        return {method: _first(self._rows(method), metric, target) for method in self.methods}
+
+    def _rows(self, method: str) -> pd.DataFrame:
+        return self.table().query("method == @method")
 
     def plot(self, metrics: str | Sequence[str] = tuple(METRICS)):
         """One panel per metric against tokens used (log axis); a matplotlib Figure. Lower is better everywhere.
@@ -106,14 +109,13 @@ class DataEfficiency:
         for ax, metric in zip(axes[0], chosen, strict=True):
             self._draw(ax, metric)
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=8, frameon=False)
         figure.suptitle(literal(f"{self.settings['site']} of {self.settings['model']}"), fontsize=9, color=INK)
         return figure
 
     def _draw(self, ax: Any, metric: str) -> None:
-        table = self.table()
         for index, method in enumerate(self.methods):
-            rows, look = table[table["method"] == method], style(index)
+            rows, look = self._rows(method), style(index)
             fitted = rows["kind"].iloc[0] == FIT
             marker = {
                 "marker": "o" if fitted else "s",
@@ -121,13 +123,14 @@ class DataEfficiency:
                 "markerfacecolor": look["color"] if fitted else "white",
             }
             ax.plot(rows["tokens"], rows[metric], label=literal(method), linewidth=1.4, **look, **marker)
-        ax.set_xscale("log")
-        ax.xaxis.set_major_formatter(lambda value, _: compact(value))
+        _log_axis(ax, "x")
         if metric == "CE delta":
             ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
             ax.axhline(0, color=INK, linewidth=0.6)
+            if min(point.fidelity.ce_delta for point in self.points) >= 0:
+                ax.set_ylim(bottom=-0.2 * _LINEAR_BELOW)
         else:
-            ax.set_yscale("log")
+            _log_axis(ax, "y")
         ax.set_xlabel("tokens used", fontsize=9, color=INK)
         ax.set_ylabel(METRICS[metric], fontsize=9, color=INK)
 
@@ -217,7 +220,7 @@ def _maker(
     if callable(given):
 
         def trained() -> Made:
-            units = given()
+            units: Any = given()
             _require_of(name, units, where)
             return _checkpoints(units)
 
@@ -271,6 +274,15 @@ def _first(rows: pd.DataFrame, metric: str, target: float | int) -> int | None:
     below = (rows[metric] <= target).tolist()
     since = next((place for place in range(len(below)) if all(below[place:])), None)
     return None if since is None else int(rows["tokens"].iloc[since])
+
+
+def _log_axis(ax: Any, name: str) -> None:
+    """Ticks at 1 and 3 times the powers of ten, written as plain numbers; also where the axis spans less than a decade."""
+    getattr(ax, f"set_{name}scale")("log")
+    axis = getattr(ax, f"{name}axis")
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(lambda value, _: compact(value))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _check_metric(metric: str) -> None:

@@ -16,10 +16,10 @@ DEFAULT = "small"
 # Steps are many and small, as the hosts' text is short; rates were chosen on the embedded model's training text.
 TRANSCODERS: Mapping[str, TranscoderSpec] = {
     "small": TranscoderSpec(
-        n_tokens=1_048_576, width="1x", learning_rate=1e-3, tokens_per_step=1024, schedule="cosine"
+        n_tokens=1_048_576, width="1x", learning_rate=3e-3, tokens_per_step=1024, schedule="cosine"
     ),
     "small_mlp": TranscoderSpec(
-        n_tokens=1_048_576, width="32x", learning_rate=1e-3, tokens_per_step=1024, schedule="cosine", l1=1.4e-4
+        n_tokens=1_048_576, width="32x", learning_rate=3e-3, tokens_per_step=1024, schedule="cosine", l1=1.4e-4
     ),
     # TC3k: GPT-2's c_proj, judged after 500 steps. TC12k: width=12288, or the next.
     "paper": TranscoderSpec(),
@@ -28,7 +28,8 @@ TRANSCODERS: Mapping[str, TranscoderSpec] = {
     "paper_mlp": TranscoderSpec(width=24_576, l1=1.4e-4, n_tokens=6_291_456),
 }
 
-_SMALL_VPD = VpdSpec(n_tokens=1_048_576, width="1x", hidden=12, learning_rate=1e-3, tokens_per_step=1024)
+# One importance network for all components: those of one each take most of the time (method.md §1.3).
+_SMALL_VPD = VpdSpec(n_tokens=1_048_576, width="1x", importance="shared_mlp", learning_rate=3e-3, tokens_per_step=1024)
 VPD_RECONS: Mapping[str, VpdSpec] = {
     "small": _SMALL_VPD,
     # C = 3,072 (of each matrix, where a whole MLP is replaced: method.md §1.9), 4.19M tokens.
