@@ -92,6 +92,9 @@ class CoderUnits:
             raise UnitSourceError(
                 "units cannot read the site's output and write its input; reads='input' or writes='output'"
             )
+        if self.n_units:  # 0 before a trial has shown the width
+            for name in ("edges_per_unit", "valid_units"):
+                self._own(name)
 
     # ------------------------------------------------------------------ running
 

@@ -129,19 +129,20 @@ def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
 def _difference(host: Host, site: Site, f: Units) -> str:
     made, now = f.provenance.get("processing", {}), host.processing()
     changed = [key for key in now if key in made and made[key] != now[key] and key != "compatibility_mode"]
+    again = "factorize" if isinstance(f, Factors) else "train them on"
     start = f"the factors of {site.name} were made from another W than this host has now"
     if changed:
         was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (made, now))
         return (
             f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host has "
-            f"{has}. Move them exactly with factors.transport(model), or "
-            "load the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge without "
+            f"{has}. {'Move them exactly with factors.transport(model), or load' if isinstance(f, Factors) else 'Load'} "
+            "the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge without "
             "enable_compatibility_mode, is no processing)"
         )
     if f.provenance.get("dtype") not in (None, dtype_of(host)):
         return (
             f"{start}: they were made in {f.provenance['dtype']}, this host is {dtype_of(host)}, and its W is not theirs "
-            f"rounded to {dtype_of(host)}. Load the host in {f.provenance['dtype']}, or factorize this one"
+            f"rounded to {dtype_of(host)}. Load the host in {f.provenance['dtype']}, or {again} this one"
         )
     error = (
         f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(host.weight(site)):.3f}"
@@ -152,5 +153,5 @@ def _difference(host: Host, site: Site, f: Units) -> str:
     whose = f" (they are of {made_of!r}, this host is {str(host.model.cfg.model_name)!r})" if made_of else ""
     return (
         f"{start}, under the same weight processing{whose}{error}. The usual cause is another checkpoint or further "
-        "training; attach them to the model they were made from, or factorize this one"
+        f"training; attach them to the model they were made from, or {again} this one"
     )

@@ -173,6 +173,33 @@ def test_units_of_another_host_are_refused(model, name):
         assert torch.isfinite(bf16(TOKENS[:2])).all()
 
 
+def test_units_of_another_weight_processing_are_refused(model):
+    """A whole MLP's units belong to its matrices as they are: mlp_in changes when LayerNorm is folded into it."""
+    units, folded = train(model, "transcoder of an MLP"), toy_model()
+    folded.process_weights_(
+        fold_ln=True, center_writing_weights=False, center_unembed=False, refactor_factored_attn_matrices=False
+    )
+    with pytest.raises(
+        swd.AttachError, match=r"with fold_ln=False.* has fold_ln=True.*\. Load the host as it was then"
+    ):
+        swd.attach(folded, units)
+
+
+@pytest.mark.parametrize("name", ["transcoder", "vpd_kl of an MLP"])
+def test_bfloat16_products_are_for_training_only(model, name):
+    rounded, exact = train(model, name, autocast="bfloat16"), train(model, name)
+    assert all(t.dtype in (torch.float32, torch.int64) for t in rounded.checkpoints[350].values())
+    assert 0 < abs(rounded.log["loss"].iloc[0] - exact.log["loss"].iloc[0]) < 0.05 * exact.log["loss"].iloc[0]
+
+
+def test_the_callers_random_numbers_and_switches_are_left_alone(model):
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        train(model, "vpd_kl", n_tokens=50)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_memory_maps_and_streams_are_text_too(model, tmp_path):
     mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="w+", shape=(24, 10))
     mapped[:] = TOKENS.numpy()

@@ -28,6 +28,7 @@ SAME = {
     "updates": 20,
     "tokens_per_update": 96,
     "warmup": 0.1,
+    "learning_rate": 3e-3,
     "checkpoint_every": 6,
     "eval_every": 10,
     "progress": False,

@@ -117,6 +117,25 @@ def test_a_transcoder_goes_through_fidelity_attribution_and_circuits(model):
     assert curve.rows["q_keep"].iloc[-1] == pytest.approx(curve.q_unpruned, abs=1e-6)
 
 
+def test_a_coder_may_count_its_own_edges(model):
+    coder = relu_coder(model)
+    coder.edges_per_unit = torch.arange(24)
+    coder.valid_units = torch.arange(24) % 2 == 0
+    with swd.attach(model, {SITE: coder}) as attachment:
+        units = attachment.factors[SITE]
+        assert units.edges_per_unit.tolist() == list(range(24)) and units.edges == 276
+        assert units.valid_units.sum() == 12
+    scores = swd.attribute(model, {SITE: coder}, random_split())
+    curve = swd.evaluate(model, {SITE: coder}, random_split(name="test"), scores)
+    assert curve.rows["edges"].iloc[-1] == sum(range(0, 24, 2))  # those of valid units
+    for wrong, what in ((torch.zeros(3), r"\(3,\)"), ([1] * 24, "list")):
+        coder.edges_per_unit = wrong
+        with pytest.raises(
+            swd.UnitSourceError, match=f"edges_per_unit is {what}; it must be a tensor of one number for each"
+        ):
+            swd.attach(model, {SITE: coder})
+
+
 def test_what_a_coder_needs_of_its_host_is_checked(model):
     coder = relu_coder(model)
 

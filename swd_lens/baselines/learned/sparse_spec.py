@@ -59,9 +59,9 @@ class SparseSpec(Schedule):
         return check_names(self, settings)
 
 
-# "small": ours, for networks of some hundred thousand weights and a CPU. Rates are high for the same reason as the embedded
-# model's own (default_model/train.py): a short run, many small updates.
+# "small": ours, for networks of some hundred thousand weights and a CPU: a short run of many small updates. On the embedded
+# model's shape and text, 409,600 tokens into a schedule of 1M, held-out CE was 2.17 with this rate, 2.39 with 3e-3.
 PRESETS: Mapping[str, SparseSpec] = {
     "paper": SparseSpec(stop_after=22_000),
-    "small": SparseSpec(updates=4000, tokens_per_update=2048, learning_rate=3e-3, warmup=0.04, autocast=None),
+    "small": SparseSpec(updates=4000, tokens_per_update=2048, learning_rate=1e-2, warmup=0.04, autocast=None),
 }
