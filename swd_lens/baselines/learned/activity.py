@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Int
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.display import card
+from swd_lens.figures import INK, PALETTE, literal, new_figure
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject import attach
@@ -57,11 +61,26 @@ class Activity:
             )
         return pd.DataFrame(rows)
 
+    def plot(self):
+        """How many units are at work at which share of the tokens, one panel per site; a matplotlib Figure."""
+        figure, axes = new_figure(1, len(self.counts), width=3.2, height=2.5)
+        edges = np.linspace(-np.log10(self.tokens) - 0.5, 0.0, 41)
+        for ax, (site, counts) in zip(axes[0], self.counts.items(), strict=True):
+            alive = counts[counts > 0].double() / self.tokens
+            ax.hist(alive.log10().numpy(), bins=edges, color=PALETTE[0])
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.xaxis.set_major_formatter(lambda power, _: f"{10.0**power:.0e}" if power < -3 else f"{10.0**power:g}")
+            ax.set_xlabel("share of tokens at which a unit is at work", fontsize=9, color=INK)
+            ax.set_ylabel("units", fontsize=9, color=INK)
+            title = f"{site}: L0 {self.l0(site):.1f}, {len(self.dead(site))} of {len(counts)} dead"
+            ax.set_title(literal(title), fontsize=9, color=INK)
+        return figure
+
     def __repr__(self) -> str:
         return self.table().to_string(index=False)
 
     def _repr_html_(self) -> str:
-        return self.table().to_html(index=False, border=0)
+        return card(f"Units at work on {self.tokens:,} tokens", self.table(), self.plot())
 
 
 def measured(model: Any, units: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:

@@ -22,6 +22,7 @@ from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec
 from swd_lens.baselines.learned.trajectory import Trajectory
 from swd_lens.baselines.learned.transcoders import Transcoder
 from swd_lens.baselines.learned.vpd import Vpd
+from swd_lens.display import card
 from swd_lens.files import write_json, write_text
 from swd_lens.inject.coder import CoderUnits
 
@@ -106,6 +107,23 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     # ------------------------------------------------------------------ reports
 
+    def table(self) -> pd.DataFrame:
+        """One row per site: method, tokens used, units, edges, and s (below zero where there are more edges than weights)."""
+        method = self.provenance["method"]
+        return pd.DataFrame(
+            [
+                {
+                    "site": site,
+                    "method": method,
+                    "tokens": self.tokens,
+                    "units": u.n_units,
+                    "edges": u.edges,
+                    "s": u.sparsity,
+                }
+                for site, u in self.items()
+            ]
+        )
+
     def report(self, model: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:
         """How many units are at work per token (L0), and which never are (dead), on some text.
 
@@ -123,6 +141,11 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         lines = [f"{site}: {units!r}" for site, units in self.items()]
         head = f"LearnedUnits({self.provenance['method']}, {self.tokens:,} tokens, {len(self.checkpoints)} checkpoints)"
         return "\n  ".join([head, *lines])
+
+    def _repr_html_(self) -> str:
+        shown = [column for column in self.log.columns if column not in ("step", "learning_rate", "p")]
+        kept = self.log[self.log["tokens"].isin(list(self.checkpoints))][shown] if len(self.log) else None
+        return card(f"{self.provenance['method']} at {self.provenance['replaces']}", self.table(), kept)
 
     # ------------------------------------------------------------------ files
 
@@ -144,27 +167,28 @@ class LearnedUnits(Mapping[str, CoderUnits]):
             TrainError: it is none, of a later format, or damaged.
         """
         folder = Path(folder)
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            if index["format"] > _FORMAT:
-                raise TrainError(f"{folder / INDEX} has format {index['format']}, newer than this swd_lens; update it")
-            provenance, counts = dict(index["provenance"]), [int(tokens) for tokens in index["tokens"]]
-        except FileNotFoundError:
-            raise TrainError(
-                f"{folder} holds no {INDEX}: no learned units, or their training is not finished"
-            ) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise (
-                error
-                if isinstance(error, TrainError)
-                else TrainError(f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again")
-            ) from error
+        provenance, counts = _index(folder)
         checkpoints = Trajectory(folder, provenance)
         for tokens in counts:
             checkpoints.found(tokens)
         text = (folder / _LOG).read_text(encoding="utf-8") if (folder / _LOG).is_file() else ""
         log = pd.DataFrame([json.loads(line) for line in text.splitlines()])
         return cls(checkpoints, provenance, log, device=device)
+
+
+def _index(folder: Path) -> tuple[dict[str, Any], list[int]]:
+    """Provenance and token counts of a folder; see `LearnedUnits.load` for what it raises."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        version = int(index["format"])
+        found = dict(index["provenance"]), [int(tokens) for tokens in index["tokens"]]
+    except FileNotFoundError:
+        raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again") from error
+    if version > _FORMAT:
+        raise TrainError(f"{folder / INDEX} has format {version}, newer than this swd_lens; update it")
+    return found
 
 
 def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory) -> None:
