@@ -127,6 +127,14 @@ def test_overwriting_does_not_go_on_from_the_run_before(model, tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             train(model, "transcoder", out=tmp_path, seed=1)
     assert bits(train(model, "transcoder", out=tmp_path, overwrite=True)) == bits(train(model, "transcoder"))
+    # Nor do its files stay beside the new ones, or pass for finished while those are made.
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, "transcoder", out=tmp_path, seed=1, keep=(), overwrite=True)
+    with pytest.raises(TrainError, match=r"holds no units\.json"):
+        LearnedUnits.load(tmp_path)
+    assert list(tmp_path.glob("weights/*")) == []
 
 
 @pytest.mark.parametrize("name", ["transcoder", "vpd_kl of an MLP"])

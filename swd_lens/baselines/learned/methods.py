@@ -20,7 +20,7 @@ from swd_lens.baselines.learned.presets import DEFAULT, TRANSCODERS, VPD_KLS, VP
 from swd_lens.baselines.learned.spec import TrainError, TrainSpec, VpdSpec, resolve, whole
 from swd_lens.baselines.learned.train import Training, kept_steps, require_enough, rows_per_step, text_of
 from swd_lens.baselines.learned.trajectory import Trajectory
-from swd_lens.baselines.learned.units import INDEX, LearnedUnits, coders_of, write_index
+from swd_lens.baselines.learned.units import INDEX, LearnedUnits, coders_of, forget, write_index
 from swd_lens.checkpoint import host_fingerprint
 from swd_lens.finetune.folder import TrainingFolder
 from swd_lens.finetune.rows import Rows
@@ -175,6 +175,7 @@ def _trained(
     if folder is not None and not overwrite and folder.check():
         return LearnedUnits.load(folder.path, device=device)
     if folder is not None and overwrite:
+        forget(folder.path)
         folder.start(0)  # a checkpoint of the run before must not be taken for one of this
     trajectory = Trajectory(None if folder is None else folder.path, provenance)
     # Also where the caller has switched gradients off.

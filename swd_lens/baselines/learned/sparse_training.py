@@ -118,6 +118,7 @@ def sparse_pretrain(
     if not overwrite and folder.check():
         return _finished(folder)
     if overwrite:
+        shutil.rmtree(folder.path / MODEL, ignore_errors=True)
         folder.start(0)  # a checkpoint of the run before must not be taken for one of this
     where = torch.device(device)
     exact = plain_float32(where) if spec.autocast is None else nullcontext()

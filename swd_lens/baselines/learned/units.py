@@ -9,6 +9,7 @@ It is a mapping of sites to units, which `attach`, `fidelity`, `attribute`, `eva
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from swd_lens.baselines.learned.activity import Activity, measured
 from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec
-from swd_lens.baselines.learned.trajectory import Trajectory
+from swd_lens.baselines.learned.trajectory import WEIGHTS, Trajectory
 from swd_lens.baselines.learned.transcoders import Transcoder
 from swd_lens.baselines.learned.vpd import Vpd
 from swd_lens.display import card
@@ -194,6 +195,12 @@ def _index(folder: Path) -> tuple[dict[str, Any], list[int]]:
 def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory) -> None:
     """The word that a folder's weights are whole."""
     write_json(folder / INDEX, {"format": _FORMAT, "provenance": dict(provenance), "tokens": list(checkpoints)})
+
+
+def forget(folder: Path) -> None:
+    """Take a folder's units away: the index first, so that nobody reads what is only half there."""
+    (folder / INDEX).unlink(missing_ok=True)
+    shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
 
 
 def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.ModuleDict:
