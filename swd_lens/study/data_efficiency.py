@@ -184,14 +184,16 @@ def data_efficiency(
     if not makers:
         raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
     points: list[Point] = []
+    described: dict[str, Any] = {}
     for name, maker in tqdm(makers.items(), desc="data efficiency", unit="method", disable=not progress, leave=False):
         for used, kind, units in maker():
             found = fidelity(model, units, held)
             # The last site in execution order: of a whole MLP what the MLP writes.
             relmse = list(found.relmse.values())[-1]
+            described[name] = _described(methods[name], units)
             points.append(Point(name, used, kind, sum(one.edges for one in units.values()), found, relmse))
     settings = {"model": str(model.cfg.model_name), "site": where.name, "swd_lens": __version__}
-    settings |= {"heldout_tokens": held.numel(), "methods": {n: _described(given) for n, given in methods.items()}}
+    settings |= {"heldout_tokens": held.numel(), "methods": described}
     return DataEfficiency(points, settings)
 
 
@@ -259,15 +261,12 @@ def _text(name: str, tokens: Any, token_counts: Iterable[int], model: Any) -> tu
     return rows, sorted({min(count, rows.numel()) for count in counts})
 
 
-def _described(given: Any) -> Any:
-    if isinstance(given, LearnedUnits):
-        return {"method": given.provenance["method"], "settings": given.provenance["settings"]}
-    if isinstance(given, Mapping):
-        return {"method": "swd"} | {
-            key: value if isinstance(value, str | int | float | bool | None) else str(value)
-            for key, value in given.items()
-        }
-    return str(given)
+def _described(given: Any, units: Any) -> dict[str, Any]:
+    """How a method was made, as plain values."""
+    if isinstance(units, LearnedUnits):
+        return {"method": units.provenance["method"], "settings": units.provenance["settings"]}
+    options = {name: v if isinstance(v, str | int | float | bool | None) else str(v) for name, v in given.items()}
+    return {"method": "swd", **options}
 
 
 def _first(rows: pd.DataFrame, metric: str, target: float | int) -> int | None:
