@@ -105,7 +105,8 @@ def _matrix(model: Any, args: argparse.Namespace) -> None:
     )
     efficiency.plot().savefig(args.folder / "efficiency.png", dpi=160)
     print(efficiency.table().to_string(index=False))
-    target = _swd_delta(efficiency, CALIBRATION if CALIBRATION in counts else counts[-1])
+    judged = CALIBRATION if CALIBRATION in counts else counts[-1]
+    target = _swd_delta(efficiency, judged)
     chosen = {name: _chosen(efficiency, name, target) for name in trained}
     factors = swd.factorize(model, args.site, tokens=calibration[: CALIBRATION // 128], progress=False, **swd_options)
     methods = {SWD: factors, **{name: units.at(chosen[name]) for name, units in trained.items()}}
@@ -113,7 +114,7 @@ def _matrix(model: Any, args: argparse.Namespace) -> None:
     circuits = swd.compare(methods, model, tasks, tokens=test, evaluation={"bootstrap": 0})
     circuits.plot().savefig(args.folder / "circuits.png", dpi=160)
     table = _matrix_table(efficiency, circuits, target, chosen)
-    print(f"\n{args.site}, SWD s={args.sparsity:g}: CE delta {target:+.5f} after {CALIBRATION:,} tokens\n")
+    print(f"\n{args.site}, SWD s={args.sparsity:g}: CE delta {target:+.5f} after {judged:,} tokens\n")
     print(_markdown(table))
     _write(args.folder / "matrix.json", args, {
         "efficiency": efficiency.as_dict(), "target": target, "chosen": chosen, "seconds": seconds,
@@ -208,14 +209,13 @@ def _markdown(table: pd.DataFrame) -> str:
     for column in table.columns[1:]:
         counts = not any(word in column for word in ("CE", "KL", "margin", "accuracy"))
         counts = counts or column.startswith("tokens")
-        lines.append(f"| {column} | " + " | ".join(_shown(value, counts) for value in table[column]) + " |")
+        shown = "{:,.0f}" if counts else "{:+.5f}" if "delta" in column else "{:.4f}"
+        lines.append(f"| {column} | " + " | ".join(_shown(value, shown) for value in table[column]) + " |")
     return "\n".join(lines)
 
 
-def _shown(value: Any, count: bool) -> str:
-    if value is None or pd.isna(value):
-        return "never"
-    return f"{int(value):,}" if count else f"{value:+.5f}"
+def _shown(value: Any, how: str) -> str:
+    return "never" if value is None or pd.isna(value) else how.format(value)
 
 
 def _write(path: Path, args: argparse.Namespace, values: dict[str, Any]) -> None:
