@@ -4,6 +4,7 @@ from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.study.allocate import allocate
 from swd_lens.study.allocation import Allocation
 from swd_lens.study.audit import logit_effect, top_contexts
+from swd_lens.study.data_efficiency import DataEfficiency, data_efficiency
 from swd_lens.study.generate import generate
 from swd_lens.study.replacement import ModelReplacement, replace_model
 from swd_lens.study.run import Run, run_study
@@ -12,6 +13,7 @@ from swd_lens.study.sweep import Sweep, SweepPoint, sweep
 
 __all__ = [
     "Allocation",
+    "DataEfficiency",
     "Fidelity",
     "ModelReplacement",
     "Run",
@@ -19,6 +21,7 @@ __all__ = [
     "Sweep",
     "SweepPoint",
     "allocate",
+    "data_efficiency",
     "fidelity",
     "generate",
     "logit_effect",
