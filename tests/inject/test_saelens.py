@@ -6,7 +6,7 @@ random weights, biases and thresholds; compared are the SAE's own forward, and, 
 
 import sae_lens
 import torch
-from sae_lens import saes
+from sae_lens import SAE, saes
 from sae_lens.saes.sae import SAEMetadata
 from torch import nn
 
@@ -14,12 +14,15 @@ from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
 from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
 from swd_lens.sites import Site
+from tests.micro import random_split, random_tokens, toy_model
 
 D_MODEL, D_MLP, UNITS = 6, 10, 16
+SITE = "blocks.1.mlp_out"
 SAE_KINDS = {
     "standard": (saes.StandardSAE, saes.StandardSAEConfig, {}),
     "jumprelu": (saes.JumpReLUSAE, saes.JumpReLUSAEConfig, {}),
     "topk": (saes.TopKSAE, saes.TopKSAEConfig, {"k": 4}),
+    "absolute topk": (saes.AbsTopKSAE, saes.AbsTopKSAEConfig, {"k": 4}),
     "topk, rescaled": (saes.TopKSAE, saes.TopKSAEConfig, {"k": 4, "rescale_acts_by_decoder_norm": True}),
     "gated": (saes.GatedSAE, saes.GatedSAEConfig, {}),
     "matching pursuit": (saes.MatchingPursuitSAE, saes.MatchingPursuitSAEConfig, {"max_iterations": 3}),
@@ -33,10 +36,10 @@ def make(kind, width=D_MODEL, meta=None, **settings):
     return shaken(sae_class(cfg_class(d_in=width, d_sae=UNITS, metadata=metadata, **own, **settings)))
 
 
-def transcoder(name="Transcoder", read="mlp.hook_post", write="hook_mlp_out", d_in=D_MLP, **meta):
+def transcoder(name="Transcoder", read="mlp.hook_post", write="hook_mlp_out", d_in=D_MLP, d_out=D_MODEL, **meta):
     metadata = SAEMetadata(hook_name=f"blocks.1.{read}", hook_name_out=f"blocks.1.{write}", **meta)
     cfg = getattr(saes, f"{name}Config")(
-        d_in=d_in, d_out=D_MODEL, d_sae=UNITS, apply_b_dec_to_input=False, metadata=metadata
+        d_in=d_in, d_out=d_out, d_sae=UNITS, apply_b_dec_to_input=False, metadata=metadata
     )
     return shaken(getattr(saes, name)(cfg))
 
@@ -238,6 +241,74 @@ def test_attached_they_give_the_logits_of_sae_lens_own_host():
                 assert cache[hook].shape == (1, 8, UNITS)
                 assert (expected - plain).abs().max() > 0.1
                 assert torch.equal(ours(tokens), plain)
+
+
+# ---------------------------------------------------------------------------------------------- from disk
+
+
+def test_from_their_own_files_every_kind_is_what_it_was(tmp_path):
+    made = {kind: make(kind) for kind in SAE_KINDS}
+    made |= {name: transcoder(name, write="mlp.hook_out") for name in ("Transcoder", "JumpReLUTranscoder")}
+    for kind, sae in made.items():
+        sae.save_model(tmp_path / kind)
+        ((site, units),) = from_saelens(SAE.load_from_disk(tmp_path / kind)).items()
+        assert site == SITE and units.n_units == UNITS
+        assert torch.equal(
+            units.run(inputs(D_MLP), dense), sae(inputs(units.d_in) if units.d_in else dense(inputs(D_MLP)))
+        )
+
+
+def test_training_saes_become_units_through_their_inference_files(tmp_path):
+    settings = {"d_in": D_MODEL, "d_sae": UNITS, "metadata": SAEMetadata(hook_name="blocks.1.hook_mlp_out")}
+    kinds = {
+        "Standard": ({}, "StandardSAE"),
+        "Gated": ({}, "GatedSAE"),
+        "TopK": ({"k": 4}, "TopKSAE"),
+        "JumpReLU": ({}, "JumpReLUSAE"),
+        "BatchTopK": ({"k": 4}, "JumpReLUSAE"),  # the threshold that it has learned
+        "MatryoshkaBatchTopK": ({"k": 4, "matryoshka_widths": [8, UNITS]}, "JumpReLUSAE"),
+    }
+    for kind, (own, becomes) in kinds.items():
+        cfg = getattr(sae_lens, f"{kind}TrainingSAEConfig")(**settings, **own)
+        training = shaken(getattr(sae_lens, f"{kind}TrainingSAE")(cfg))
+        assert "training SAE" in refusal(training)
+        training.save_inference_model(tmp_path / kind)
+        released = SAE.load_from_disk(tmp_path / kind)
+        ((site, units),) = from_saelens(released).items()
+        assert (site, units.name) == (SITE, becomes)
+        assert torch.equal(units.run(inputs(D_MLP), dense), released(dense(inputs(D_MLP))))
+
+
+# ---------------------------------------------------------------------------------------------- beside SWD
+
+
+def test_they_go_the_way_of_swd(tmp_path):
+    import swd_lens as swd
+
+    model, tokens = toy_model(), random_tokens(8, 10)
+    task = swd.Task("by hand", random_split(), random_split(seed=1, name="test"), "made here", False)
+    d_mlp, d_model = 32, 16
+    about = {"read": "mlp.hook_in", "d_in": d_model, "d_out": d_model}
+    sources = {
+        "transcoder": transcoder(d_in=d_mlp, d_out=d_model),
+        "whole MLP": transcoder("JumpReLUTranscoder", **about),
+        "on the output": make("gated", width=d_model),
+        "on the input": make("topk", width=d_mlp, meta={"hook_name": "blocks.1.mlp.hook_post"}),
+    }
+    factors = swd.factorize(model, SITE, sparsity=0.5, tokens=tokens, outer_iterations=3, progress=False)
+    found = swd.compare({"SWD": factors, **sources}, model, task, tokens=tokens)
+    assert found.table()["method"].tolist() == ["SWD", *sources]
+    for name, sae in sources.items():
+        (site,) = from_saelens(sae)
+        assert found.fidelities[name] == swd.fidelity(model, sae, tokens)
+        scores = swd.attribute(model, sae, task.train)
+        curve = swd.evaluate(model, sae, task.test, scores)
+        assert curve.rows["edges"].tolist() == found["by hand"].curves[name].rows["edges"].tolist()
+        circuit = curve.circuit(4)
+        assert len(circuit.names) == 4 and all(name.startswith(f"{site}/") for name in circuit.names)
+        with circuit.attach(model, sae), torch.no_grad():
+            kept = model(tokens)
+        assert torch.isfinite(kept).all()
 
 
 def test_it_says_where_it_is_not_at_home():

@@ -1,13 +1,21 @@
-"""data_efficiency: independent fits and one run's checkpoints, measured by the same function; the first count that suffices."""
+"""data_efficiency: independent fits, one run's checkpoints and single points, measured by the same function, and once.
 
+Then what is made of them: the first count that suffices, the figure, the file.
+"""
+
+import sys
 from functools import partial
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.checkpoint import ResumeError
 from swd_lens.study.data_efficiency import DataEfficiency, Point, data_efficiency
+from tests.contract import saelens_transcoder
 from tests.micro import random_tokens, toy_model
 
 SITE = "blocks.1.mlp_out"
@@ -64,16 +72,31 @@ def test_a_whole_mlp_is_judged_by_what_it_writes(model):
     assert set(made.points[0].fidelity.relmse) == {"blocks.0.mlp_in", "blocks.0.mlp_out"}
 
 
-def test_tokens_to_reach():
-    def points(method, *deltas):
-        measured = [swd.Fidelity(0.0, d, d, 1.0, {SITE: d}, 1) for d in deltas]
-        return [Point(method, 10 ** (i + 1), "checkpoint", 5, f, f.relmse[SITE]) for i, f in enumerate(measured)]
+def points(method, *deltas):
+    measured = [swd.Fidelity(0.0, d, d, 1.0, {SITE: d}, 1) for d in deltas]
+    return [Point(method, 10 ** (i + 1), "checkpoint", 5, f, f.relmse[SITE]) for i, f in enumerate(measured)]
 
+
+def test_tokens_to_reach():
     made = DataEfficiency([*points("a", 0.5, 0.1, 0.01), *points("b", 0.05, 0.5, 0.2), *points("c", 0.0, 0.3, 0.1)], {})
     assert made.tokens_to_reach(0.1) == {"a": 100, "b": None, "c": 1000}  # c was there by chance, and left again
     assert made.tokens_to_reach(0.01, "relMSE") == {"a": 1000, "b": None, "c": None}
     with pytest.raises(ValueError, match="metric='loss': choose one of 'CE delta', 'KL', 'relMSE'"):
         made.tokens_to_reach(0.1, "loss")
+
+
+def test_a_training_that_diverged_reaches_nothing_and_hides_nothing():
+    nan = float("nan")
+    made = DataEfficiency([*points("a", 0.5, nan, nan), *points("b", 0.5, 0.1)], {"site": SITE, "model": "toy"})
+    assert made.tokens_to_reach(0.2) == {"a": None, "b": 100}
+    drawn(made)
+    every = DataEfficiency(points("a", nan, nan), {"site": SITE, "model": "toy"})
+    assert every.tokens_to_reach(0.2) == {"a": None}
+    drawn(every)
+
+
+def drawn(made):
+    assert made.plot()._repr_svg_().startswith("<svg")
 
 
 def test_the_figure(found):
@@ -82,6 +105,104 @@ def test_the_figure(found):
     assert [ax.get_yscale() for ax in figure.axes] == ["symlog", "log", "log"]
     assert [line.get_marker() for line in figure.axes[1].lines] == ["o", "s", "s"]
     assert len(found[0].plot("KL").axes) == 1
+    with pytest.raises(ValueError, match="no metric to plot: choose among 'CE delta'"):
+        found[0].plot([])
+
+
+def test_what_is_zero_lies_on_the_lower_edge_of_a_log_axis():
+    figure = DataEfficiency(points("a", 0.5, 0.02, 0.0), {"site": SITE, "model": "toy"}).plot("KL")
+    (ax,) = figure.axes
+    assert np.asarray(ax.lines[0].get_ydata()).tolist() == [0.5, 0.02, 0.01] and ax.get_ylim()[0] == 0.01
+
+
+# ---------------------------------------------------------------------------------------------- methods
+
+
+def test_counts_are_rounded_up_to_rows_and_fitted_once(model):
+    made = data_efficiency(model, SITE, {"SWD": SWD}, heldout=HELD, tokens=TEXT, token_counts=(38, 31, 39, 40))
+    assert made.table()["tokens"].tolist() == [40]
+
+
+def test_a_folder_and_units_with_their_tokens(model, found, tmp_path):
+    made, units = found
+    units.save(tmp_path)
+    factors = swd.factorize(model, SITE, tokens=TEXT[:10], progress=False, **SWD)
+    # Another name of the same site is understood, and so is a function that gives units with their tokens.
+    methods = {
+        "folder": str(tmp_path),
+        "set": (factors, 100),
+        "mapping": ({"blocks.1.mlp.W_out": factors[SITE]}, 100),
+        "function": lambda: (factors[SITE], 7),
+    }
+    again = data_efficiency(model, SITE, methods, heldout=HELD)
+    by_hand = [p for p in made.points if p.method == "TC"]
+    assert [(p.tokens, p.fidelity) for p in again.points[:3]] == [(p.tokens, p.fidelity) for p in by_hand]
+    alone = swd.fidelity(model, factors, HELD)
+    for point, tokens in zip(again.points[3:], (100, 100, 7), strict=True):
+        assert (point.kind, point.tokens, point.edges) == ("single point", tokens, factors.edges)
+        assert point.fidelity == alone
+    assert [line.get_marker() for line in again.plot("KL").axes[0].lines].count("D") == 3
+
+
+@pytest.mark.skipif(find_spec("sae_lens") is None, reason="needs sae_lens, which is not installed here")
+def test_a_published_dictionary_as_a_single_point(model):
+    for site in (SITE, "blocks.1.mlp"):
+        (units,) = saelens_transcoder(model, site).values()
+        made = data_efficiency(model, site, {"published": (units.coder, 60_000_000)}, heldout=HELD)
+        (point,) = made.points
+        assert (point.kind, point.tokens, point.edges) == ("single point", 60_000_000, units.edges)
+        assert point.fidelity == swd.fidelity(model, units, HELD) and point.relmse == point.fidelity.relmse[site]
+
+
+def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
+    path, units = tmp_path / "efficiency.json", found[1]
+    asked = {"heldout": HELD, "tokens": TEXT, "token_counts": (20, 100), "out": path}
+
+    def broken():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        data_efficiency(model, SITE, {"SWD": SWD, "TC": broken, "late": units}, **asked)
+    assert DataEfficiency.load(path).methods == ["SWD"] and len(DataEfficiency.load(path).points) == 2
+
+    measured = []
+    module = sys.modules[data_efficiency.__module__]  # which the package's function of the same name hides
+    fidelity = module.fidelity
+    monkeypatch.setattr(module, "fidelity", lambda *given: measured.append(1) or fidelity(*given))
+    methods = {"SWD": SWD, "TC": lambda: units}
+    made = data_efficiency(model, SITE, methods, **asked)
+    assert len(measured) == 3  # the transcoder's
+    assert made.points == found[0].points[:2] + found[0].points[3:6]
+    assert DataEfficiency.load(path) == made
+    data_efficiency(model, SITE, methods, **asked)
+    assert len(measured) == 3
+    # Fewer counts: the file keeps the others.
+    fewer = data_efficiency(model, SITE, {"SWD": SWD}, **{**asked, "token_counts": (100,)})
+    assert len(fewer.points) == 1 and len(measured) == 3 and DataEfficiency.load(path).points == made.points
+
+    with pytest.raises(ResumeError, match=r"holds 'SWD' at 20 tokens, made otherwise: sparsity 0\.5 then, 0\.6 now"):
+        data_efficiency(model, SITE, {"SWD": {**SWD, "sparsity": 0.6}}, **asked)
+    with pytest.raises(
+        ResumeError, match=r"holds another measurement: the held-out tokens .* Measure as then to go on"
+    ):
+        data_efficiency(model, SITE, {"SWD": SWD}, **{**asked, "heldout": TEXT})
+    assert DataEfficiency.load(path) == made
+    renewed = data_efficiency(model, SITE, {"SWD": {**SWD, "sparsity": 0.6}}, **asked, overwrite=True)
+    assert DataEfficiency.load(path) == renewed
+
+
+def test_files_that_are_none(found, tmp_path):
+    path = tmp_path / "efficiency.json"
+    nan = DataEfficiency(points("a", float("nan")), {"site": SITE})
+    nan.save(path)
+    assert DataEfficiency.load(path).tokens_to_reach(1.0) == {"a": None}
+    for text, says in (
+        ("{", "is no file of data_efficiency, or damaged"),
+        ('{"format": 9, "settings": {}}', "format 9"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            DataEfficiency.load(path)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +212,23 @@ def test_the_figure(found):
         ({"x": 3}, {}, TypeError, "'x' is a int; give LearnedUnits"),
         ({"SWD": SWD}, {"tokens": None}, swd.TokenError, "'SWD' is fitted by SWD, which needs tokens="),
         ({"SWD": SWD}, {"token_counts": ()}, ValueError, r"token_counts=\[\]"),
+        (
+            {"SWD": SWD},
+            {"token_counts": (10, True)},
+            ValueError,
+            r"token_counts=\[10, True\]: give one or more whole",
+        ),
+        (
+            {"SWD": {**SWD, "tokens": None}},
+            {},
+            ValueError,
+            "'SWD' sets 'tokens': its fits take tokens= and token_counts=",
+        ),
+        ({"SWD": {**SWD, "steps": 3}}, {}, ValueError, "steps"),
+        ({"SWD": SWD}, {"heldout": HELD[:, :1]}, swd.TokenError, "heldout needs rows of at least two tokens"),
+        ({"SWD": SWD}, {"out": "."}, ValueError, r"out='\.' is a folder; give a file, such as 'efficiency\.json'"),
         ({"x": lambda: 3}, {}, TypeError, "the function of 'x' gave a int"),
+        ({"x": swd.FactorSet({})}, {}, TypeError, "'x' is a FactorSet, which does not say how many tokens"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(model, methods, more, error, says):
@@ -99,8 +236,28 @@ def test_what_cannot_be_measured_is_refused(model, methods, more, error, says):
         data_efficiency(model, SITE, methods, **{"heldout": HELD, "tokens": TEXT, **more})
 
 
+def test_what_cannot_be_measured_is_refused_before_anything_is_trained(model, found):
+    def trained():
+        raise AssertionError("was called")
+
+    factors = found[1]
+    for wrong, error, says in (
+        ({"sparsity": 2.0}, ValueError, "sparsity"),
+        ((factors, 0), ValueError, "'wrong' says tokens=0: give the number of tokens"),
+        (factors[SITE], TypeError, "'wrong' is a CoderUnits, which does not say how many tokens it took"),
+        (dict(factors), TypeError, "'wrong' is a dict, which does not say"),
+        ("nowhere/at/all", baselines.TrainError, "holds no units.json"),
+    ):
+        with pytest.raises(error, match=says):
+            data_efficiency(model, SITE, {"first": trained, "wrong": wrong}, heldout=HELD, tokens=TEXT)
+    with swd.attach(model, factors), pytest.raises(swd.AttachError, match="attached already"):
+        data_efficiency(model, SITE, {"first": trained}, heldout=HELD)
+
+
 def test_units_of_another_site_are_refused(model, found):
     with pytest.raises(ValueError, match=r"'TC' replaces blocks\.1\.mlp_out, not blocks\.0\.mlp_out"):
         data_efficiency(model, "blocks.0.mlp_out", {"TC": found[1]}, heldout=HELD)
+    with pytest.raises(ValueError, match=r"'TC' replaces blocks\.1\.mlp_out, not blocks\.1\.mlp"):
+        data_efficiency(model, "blocks.1.mlp", {"TC": (dict(found[1]), 200)}, heldout=HELD)
     with pytest.raises(ValueError, match="'mlp_out' names 2 sites"):
         data_efficiency(model, "mlp_out", {"TC": found[1]}, heldout=HELD)
