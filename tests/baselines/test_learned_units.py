@@ -27,6 +27,12 @@ METHODS = {
     "vpd_recon of an MLP": (baselines.vpd_recon, "blocks.0.mlp", {}),
     "vpd_kl": (baselines.vpd_kl, SITE, {"adversarial": 0.5, "importance": "shared_mlp"}),
     "vpd_kl of an MLP": (baselines.vpd_kl, "blocks.0.mlp", {"faithfulness": 1.0}),
+    "transcoder with ghosts": (baselines.transcoder, SITE, {"dead_after": 60, "ghost": True, "start": "median"}),
+    "vpd_kl, everything else": (
+        baselines.vpd_kl,
+        "blocks.0.mlp",
+        {"adversarial": 0.5, "adversary": "persistent", "routing": "subset", "masks": "binomial", "clip": 0.01},
+    ),
 }
 
 

@@ -2,10 +2,10 @@
 
 1. `LocalFit`: one coder to the inputs and outputs of its site in the dense host (transcoders, VPD-Recon-CI of one matrix).
 2. `HostFit`: components of one or several matrices, at work inside the host, to what comes out behind them: the whole MLP's
-   output (VPD-Recon-CI of an MLP) or the logits (VPD-KL). Masks of a step are drawn from the seed and the step.
+   output (VPD-Recon-CI of an MLP) or the logits (VPD-KL). Masks of a step are drawn from the seed and the step (masks.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,8 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from swd_lens.baselines.learned.adversary import adversary_of
+from swd_lens.baselines.learned.masks import Draws, Shown
 from swd_lens.baselines.learned.transcoders import Said, Transcoder
-from swd_lens.baselines.learned.vpd import Vpd, reconstruct, total_loss
+from swd_lens.baselines.learned.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.hosts import Host, Start, Undo
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject.units import UnitHookPoint
@@ -41,6 +43,18 @@ class Fit(Protocol):
         """The loss of step 1, 2, ..., and what to log of it."""
         ...
 
+    def after_backward(self, step: int) -> None:
+        """What is done to the gradients, or by them, before the optimizer's step."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides the coders."""
+        ...
+
+    def load_state(self, named: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave."""
+        ...
+
 
 # ---------------------------------------------------------------------------------------------- beside the host
 
@@ -60,6 +74,15 @@ class LocalFit:
 
     def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Said]:
         return self.coder.loss(*activations(self.host, self.site, rows), step)
+
+    def after_backward(self, step: int) -> None:
+        self.coder.adjust_gradients()
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, named: Mapping[str, Tensor]) -> None:
+        pass
 
 
 @torch.no_grad()
@@ -117,17 +140,18 @@ class _Masked(nn.Module):
         super().__init__()
         object.__setattr__(self, "vpd", vpd)  # no child of the host
         self.ran = self.bypassed = False
-        self.dense = True
-        self.sources: Tensor | None = None
+        self.shown: Shown | None = None  # None: dense
         self.raw: Tensor | None = None
 
     def forward(self, h: Tensor, bias: Tensor | None, dense: Any) -> Tensor:
         self.ran = True
-        if self.dense:
+        if self.shown is None:
             return dense(h)
         vpd: Any = self.vpd
-        y, self.raw = vpd.masked(h.float(), self.sources)
-        return y.to(h.dtype)
+        y, self.raw = vpd.masked(h.float(), self.shown.sources, self.shown.noise)
+        if self.shown.routed is None:
+            return y.to(h.dtype)
+        return torch.where(self.shown.routed[..., None], y.to(h.dtype), dense(h))
 
 
 class HostFit:
@@ -145,7 +169,8 @@ class HostFit:
         self.spec = self.vpds[0].spec
         self.coders = nn.ModuleDict({part.kind: vpd for part, vpd in parts.items()})
         self.mounted = {part: _Masked(vpd) for part, vpd in parts.items()}
-        self.generator = torch.Generator()
+        self.draws = Draws(self.vpds)
+        self.adversary = adversary_of(self.spec, self.draws)
 
     def begin(self, rows: Int[Tensor, "_rows pos"]) -> None:
         reconstruct(self.vpds)
@@ -156,14 +181,25 @@ class HostFit:
     def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Said]:
         if self.spec.fidelity == "recon":
             return total_loss(*self._recon(rows), self.vpds, step)
-        self.generator.manual_seed(self.spec.seed * 1_000_003 + step)
+        self.draws.begin(step, tuple(rows.shape))
         with torch.no_grad():
             log_p = self._logits(rows)
         total, said = total_loss(*self._stochastic(rows, log_p), self.vpds, step)
         if self.spec.adversarial:
-            worst, _ = self._kl_under(rows, log_p, self._worst(rows, log_p))
+            worst = self._worst(rows, log_p, step)
             total, said = total + self.spec.adversarial * worst, {**said, "adversarial": worst.detach()}
         return total, said
+
+    def after_backward(self, step: int) -> None:
+        clip_components(self.vpds)
+        if self.spec.adversarial:
+            self.adversary.after_backward(step)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.adversary.state()
+
+    def load_state(self, named: Mapping[str, Tensor]) -> None:
+        self.adversary.load_state(named)
 
     # ------------------------------------------------------------------ reconstruction
 
@@ -172,7 +208,7 @@ class HostFit:
         with torch.no_grad():
             start = Start(self.site.layer, self.host.residual(rows, self.site.layer))
             wanted = self._output(rows, start)
-        self._show([None] * len(self.mounted))
+        self._show([Shown() for _ in self.mounted])
         got = self._output(rows, start)
         return (got - wanted).square().mean(), self._hide()
 
@@ -186,41 +222,31 @@ class HostFit:
     # ------------------------------------------------------------------ KL
 
     def _stochastic(self, rows: Int[Tensor, "_rows pos"], log_p: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """KL under uniform masks: of all matrices together, or of one at a time, averaged."""
-        if self.spec.routing == "all" or len(self.mounted) == 1:
-            return self._kl_under(rows, log_p, self._draw(rows.shape))
-        turns = [self._one_of(place, rows.shape) for place in range(len(self.mounted))]
-        found = [self._kl_under(rows, log_p, sources) for sources in turns]
-        return torch.stack([kl for kl, _ in found]).mean(), [raws[0] for _, raws in found]
+        """KL under drawn masks: of all matrices together, of one at a time, averaged, or of some at each position."""
+        shape, routing, n = tuple(rows.shape), self.spec.routing, len(self.mounted)
+        if routing == "layerwise" and n > 1:
+            # All are drawn each time, so that places do not share masks.
+            turns = [[s if i == place else None for i, s in enumerate(self.draws.sources(shape))] for place in range(n)]
+            found = [self._kl_under(rows, log_p, sources) for sources in turns]
+            return torch.stack([kl for kl, _ in found]).mean(), [raws[0] for _, raws in found]
+        sources = self.draws.sources(shape)
+        return self._kl_under(rows, log_p, sources, self.draws.routes(shape) if routing == "subset" and n > 1 else None)
 
-    def _worst(self, rows: Tensor, log_p: Tensor) -> list[Tensor | None]:
-        """Sources that steps along the sign of the KL's gradient reach from a random start."""
-        whole = self.spec.adversarial_scope == "batch"
-        sources = [s for s in self._draw((1, 1) if whole else rows.shape) if s is not None]
-        for _ in range(self.spec.adversarial_steps):
-            leaves = [s.requires_grad_(True) for s in sources]
-            kl, _ = self._kl_under(rows, log_p, list(leaves))
-            gradients = torch.autograd.grad(kl, leaves)
-            stepped = (
-                s.detach() + self.spec.adversarial_rate * g.sign() for s, g in zip(leaves, gradients, strict=True)
-            )
-            sources = [s.clamp(0.0, 1.0) for s in stepped]
-        return list(sources)
+    def _worst(self, rows: Int[Tensor, "_rows pos"], log_p: Tensor, step: int) -> Float[Tensor, ""]:
+        """KL under the adversary's masks, of all matrices together."""
 
-    def _one_of(self, place: int, shape: tuple[int, ...]) -> list[Tensor | None]:
-        """Sources for one matrix; None keeps the others dense. All are drawn, so that places do not share masks."""
-        return [s if i == place else None for i, s in enumerate(self._draw(shape))]
+        def kl(sources: list[Tensor]) -> Tensor:
+            return self._kl_under(rows, log_p, sources)[0]
 
-    def _draw(self, shape: tuple[int, ...]) -> list[Tensor | None]:
-        """Uniform sources of every matrix, drawn on the CPU: the same masks on every device."""
-        device = self.vpds[0].W_enc.device
-        return [torch.rand(*shape, vpd.W_dec.shape[0] + 1, generator=self.generator).to(device) for vpd in self.vpds]
+        return kl(self.adversary.sources(kl, tuple(rows.shape), step))
 
     def _kl_under(
-        self, rows: Tensor, log_p: Tensor, sources: list[Tensor | None]
+        self, rows: Tensor, log_p: Tensor, sources: Sequence[Tensor | None], routes: list[Tensor] | None = None
     ) -> tuple[Float[Tensor, ""], list[Tensor]]:
-        """KL(dense || masked), mean over positions; matrices without sources stay dense."""
-        self._show(sources, keep_dense=True)
+        """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances."""
+        routed = [None for _ in sources] if routes is None else routes
+        each = zip(sources, self.draws.noise, routed, strict=True)
+        self._show([None if source is None else Shown(source, noise, where) for source, noise, where in each])
         try:
             log_q = self._logits(rows)
         finally:
@@ -232,15 +258,14 @@ class HostFit:
 
     # ------------------------------------------------------------------ switches
 
-    def _show(self, sources: list[Tensor | None], keep_dense: bool = False) -> None:
-        for masked, source in zip(self.mounted.values(), sources, strict=True):
-            masked.dense, masked.sources, masked.raw = keep_dense and source is None, source, None
+    def _show(self, shown: Sequence[Shown | None]) -> None:
+        for masked, one in zip(self.mounted.values(), shown, strict=True):
+            masked.shown, masked.raw = one, None
 
     def _hide(self) -> list[Tensor]:
         """Back to dense; the raw importances of those that were not."""
         raws = [masked.raw for masked in self.mounted.values() if masked.raw is not None]
-        for masked in self.mounted.values():
-            masked.dense, masked.sources, masked.raw = True, None, None
+        self._show([None for _ in self.mounted])
         return raws
 
 

@@ -2,6 +2,7 @@
 
 1. A network maps the projection's input x to one raw number r per component (method.md §1.3).
 2. Two squashings of the same r (leaky-hard, §1.4): `lower_leaky` is the mask, `upper_leaky` is what minimality charges.
+   Where masks are binomial, the mask's r is `jittered` first.
 
 Both are clamps to [0, 1]. They differ in what they let through where they clamp, so that no component is stuck: the mask of a
 component that is off can be raised by its own gradient, and the charge of one that is above 1 still falls.
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _LEAK = 0.01
+_JITTER = 0.05
 
 
 class _LowerLeaky(torch.autograd.Function):
@@ -42,6 +44,11 @@ def lower_leaky(raw: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def upper_leaky(raw: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """0 below 0, r on [0, 1], 1 + (r - 1) / 100 above."""
     return torch.where(raw > 1, 1 + _LEAK * (raw - 1), raw.clamp_min(0.0))
+
+
+def jittered(raw: Float[Tensor, "*shape"], noise: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """1.05 r - 0.05 noise, noise in [0, 1]: what `lower_leaky` gets where masks are binomial, so that r cannot rest at an end."""
+    return (1 + _JITTER) * raw - _JITTER * noise
 
 
 class VectorMlp(nn.Module):

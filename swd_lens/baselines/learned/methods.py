@@ -62,7 +62,7 @@ def transcoder(
         overwrite: start again, in place of the run that `out` holds.
         checkpoint_every: steps between checkpoints; the last step has one, too.
         progress: show a bar.
-        settings: what differs from the preset: n_tokens=, width=, l1=, learning_rate=, seed=, ... (see TranscoderSpec).
+        settings: what differs from the preset: n_tokens=, width=, l1=, ghost=, start=, learning_rate=, ... (see TranscoderSpec).
 
     Raises:
         TrainError: bad settings, not one site, too little text, or a loss that is not finite.
@@ -123,14 +123,15 @@ def vpd_kl(
 ) -> LearnedUnits:
     """Train VPD-KL: the components of `vpd_recon` by the KL of the host's logits under stochastic masks.
 
-    Stochastic masks of all matrices or of one at a time, faithfulness, and one-shot adversarial masks (`adversarial=`) are here;
-    persistent adversarial masks, random subsets of matrices per position and the transformer that predicts importance for a
-    whole model (the later VPD runs, method.md §1.1) are not.
+    Stochastic masks of all matrices, of one at a time or of a random subset at each position (`routing=`), faithfulness, and
+    adversarial masks (`adversarial=`), one-shot or persistent (`adversary=`), are here; the transformer that predicts importance
+    for a whole model (the later VPD runs, method.md §1.1) is not. A persistent adversary keeps three float32 per row, position
+    and component, on the device and in checkpoints.
 
     Args:
         preset: "small" (ours, the default), "spd_gpt2" (the public GPT-2 recipe, C = 768), "paper" (the same with C = 3,072 and
-            the paper's token counts).
-        settings: n_tokens=, width=, minimality=, routing=, adversarial=, ... (see VpdSpec).
+            the paper's token counts), "vpd_pile4l" (the later VPD's losses, for 13.1B tokens).
+        settings: n_tokens=, width=, minimality=, routing=, masks=, adversarial=, adversary=, clip=, ... (see VpdSpec).
         model, site, tokens, keep, out, overwrite, checkpoint_every, progress: see `transcoder`.
 
     Raises:

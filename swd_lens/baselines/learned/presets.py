@@ -48,6 +48,31 @@ _SPD_GPT2 = VpdSpec(
     routing="layerwise",
     autocast="bfloat16",
 )
+# What the later VPD trained a 4-layer model of the Pile by (method.md §1.6): 400,000 steps of 64 rows of 512; random subsets of
+# the matrices, a persistent adversary, a strong pull of V U towards W, clipped gradients. Its importances are of one transformer
+# for the whole model, which is not here: these are of one small MLP per component, `hidden` as in the recipe above. Widths were
+# of each matrix; 3,072 is that of mlp_out.
+_VPD_PILE4L = VpdSpec(
+    fidelity="kl",
+    n_tokens=400_000 * 32_768,
+    tokens_per_step=32_768,
+    width=3072,
+    learning_rate=5e-5,
+    warmup_steps=0,
+    hidden=12,
+    fidelity_weight=0.5,
+    routing="subset",
+    adversarial=0.5,
+    adversary="persistent",
+    minimality=2e-4,
+    p_end=0.4,
+    beta=0.5,
+    faithfulness=1e7,
+    clip=0.01,
+    faithfulness_steps=400,
+    faithfulness_rate=1e-3,
+    faithfulness_decay=0.0,
+)
 VPD_KLS: Mapping[str, VpdSpec] = {
     "small": replace(_SMALL_VPD, fidelity="kl", fidelity_weight=2.0, minimality=3e-4, routing="layerwise"),
     "spd_gpt2": _SPD_GPT2,
@@ -55,6 +80,7 @@ VPD_KLS: Mapping[str, VpdSpec] = {
     "paper": replace(_SPD_GPT2, width=3072, n_tokens=1_638_400_000, tokens_per_step=4096),
     # 1B tokens at the whole MLP.
     "paper_mlp": replace(_SPD_GPT2, width=3072, n_tokens=1_000_001_536, tokens_per_step=4096),
+    "vpd_pile4l": _VPD_PILE4L,
 }
 
 

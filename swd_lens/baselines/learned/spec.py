@@ -1,28 +1,29 @@
-"""Settings of the learned baselines: what is the same for all (TrainSpec), and each method's own; checked.
+"""Settings of the learned baselines: what is the same for all (TrainSpec), and each method's own; checked (checks.py).
 
 Numbers stand with where they come from: the paper's appendix where it speaks, else the method's public recipe (method.md §§1, 2).
 The named recipes are in presets.py.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
+
+from swd_lens.baselines.learned.checks import TrainError, check_names, number, one_of, whole
 
 SCHEDULES = ("constant", "linear", "cosine")
 TRANSCODER_LOSSES = ("mse", "normed")
 IMPORTANCES = ("vector_mlp", "shared_mlp")
 FIDELITIES = ("recon", "kl")
-ROUTINGS = ("all", "layerwise")
+ROUTINGS = ("all", "layerwise", "subset")
+MASKS = ("continuous", "binomial")
+REDUCTIONS = ("sum", "mean")
+ADVERSARIES = ("oneshot", "persistent")
 SCOPES = ("token", "batch")
+STARTS = ("mean", "median")
 AUTOCASTS = ("bfloat16", "float16", None)
 _MULTIPLE = re.compile(r"^(\d+(?:\.\d+)?)x$")
-
-
-class TrainError(ValueError):
-    """A baseline cannot be trained like this, or its training failed; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,18 @@ class TranscoderSpec(TrainSpec):
     unit_decoder: bool = True
     # A feature counts as dead when so many tokens in a row left it at zero.
     dead_after: int = 100_000
+    # Dead features get gradients by a term of their own (transcoders.py, `ghost_loss`). The public recipe has it on, with a slip.
+    ghost: bool = False
+    # Of the first batch, what b_dec and b_out are set to: "mean", or "median", its geometric median.
+    start: str = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         number("l1", self.l1, math.inf)
         one_of("loss", self.loss, TRANSCODER_LOSSES)
         one_of("unit_decoder", self.unit_decoder, (True, False))
+        one_of("ghost", self.ghost, (True, False))
+        one_of("start", self.start, STARTS)
         whole("dead_after", self.dead_after, 1)
 
     def _default_warmup(self) -> int:
@@ -150,24 +157,39 @@ class VpdSpec(TrainSpec):
     # One small network per component on the whole input, or one for all.
     importance: str = "vector_mlp"
     hidden: int = 128
-    # Of the minimality term sum_c mean_t (g_upper + eps)^p.
+    # Of the minimality term sum_c mean_t (g_upper + eps)^p. reduction="mean": the mean over components, in place of the sum.
     minimality: float | int = 1e-4
+    reduction: str = "sum"
     p_start: float | int = 2.0
     p_end: float | int = 0.3
     # Frequency term of the minimality: mean_c log2(1 + sum_c); 0 in the public GPT-2 recipe.
     beta: float | int = 0.0
-    # Only "kl": all matrices masked at once, or one at a time and averaged. The same for a single matrix.
+    # Only "kl": all matrices masked at once; one at a time and averaged; or, at every position, a number of them drawn from 1 to
+    # all, the others dense there. All the same for a single matrix.
     routing: str = "all"
+    # Only "kl": u of the masks g + (1 - g) u is uniform, or 0 or 1; then importance is jittered, too (method.md §1.4).
+    masks: str = "continuous"
     # Only "kl": what V U lacks of W, as a component with a mask of its own.
     delta: bool = True
-    # Only "kl": weight of the KL under the worst masks between g and 1 that so many steps along the gradient's sign find,
-    # from a random start (one-shot PGD, method.md §1.5); the masks of every token, or of the batch. 0 leaves it out.
+    # Only "kl": weight of the KL under bad masks between g and 1, which an adversary finds (adversary.py; method.md §1.5): the
+    # masks of every token, or of the batch. 0 leaves it out.
     adversarial: float | int = 0.0
+    adversary: str = "oneshot"
+    adversarial_scope: str = "token"
+    # "oneshot": so many steps of this size along the gradient's sign, from a random start (one-shot PGD).
     adversarial_steps: int = 4
     adversarial_rate: float | int = 0.25
-    adversarial_scope: str = "token"
+    # "persistent": sources that live on from step to step (persistent PGD). So many steps of Adam before each step's loss, one
+    # more after it; the rate rises from zero in the first 2.5% of training.
+    persistent_steps: int = 2
+    persistent_rate: float | int = 0.01
+    persistent_warmup: float | int = 0.025
+    persistent_beta1: float | int = 0.5
+    persistent_beta2: float | int = 0.99
     # Weight of ||W - VU||^2 in the main loss; the delta lets it be 0.
     faithfulness: float | int = 0.0
+    # Largest norm of the gradients of V and U, all matrices taken together; None: as they are. Importance is not clipped.
+    clip: float | int | None = None
     # Steps of AdamW on ||W - VU||^2 before the first token; V and U start random.
     faithfulness_steps: int = 200
     faithfulness_rate: float | int = 1e-2
@@ -180,13 +202,29 @@ class VpdSpec(TrainSpec):
         whole("faithfulness_steps", self.faithfulness_steps, 0)
         for name in ("minimality", "beta", "faithfulness", "fidelity_weight", "faithfulness_decay", "adversarial"):
             number(name, getattr(self, name), math.inf)
-        for name in ("p_start", "p_end", "faithfulness_rate", "adversarial_rate"):
+        whole("persistent_steps", self.persistent_steps, 0)
+        for name in ("p_start", "p_end", "faithfulness_rate", "adversarial_rate", "persistent_rate"):
             number(name, getattr(self, name), math.inf, zero=False)
+        if self.clip is not None:
+            number("clip", self.clip, math.inf, zero=False)
+        number("persistent_warmup", self.persistent_warmup, 1.0)
+        for name in ("persistent_beta1", "persistent_beta2"):
+            number(name, getattr(self, name), 1.0, below=True)
         one_of("fidelity", self.fidelity, FIDELITIES)
         one_of("importance", self.importance, IMPORTANCES)
+        one_of("reduction", self.reduction, REDUCTIONS)
         one_of("routing", self.routing, ROUTINGS)
+        one_of("masks", self.masks, MASKS)
+        one_of("adversary", self.adversary, ADVERSARIES)
         one_of("adversarial_scope", self.adversarial_scope, SCOPES)
         one_of("delta", self.delta, (True, False))
+        if self.fidelity == "recon":
+            for name, without in (("routing", "all"), ("masks", "continuous"), ("adversarial", 0)):
+                if getattr(self, name) != without:
+                    raise TrainError(
+                        f"{name}={getattr(self, name)!r} is for fidelity='kl': by reconstruction the masks are the importances "
+                        f"themselves; leave {name} out, or call vpd_kl"
+                    )
 
     def _default_warmup(self) -> int:
         return int(0.01 * self.steps)
@@ -196,46 +234,6 @@ class VpdSpec(TrainSpec):
         return float(self.p_start + (self.p_end - self.p_start) * (step - 1) / max(1, self.steps - 1))
 
 
-def check_names(spec: Any, overrides: Mapping[str, Any]) -> Any:
-    """A settings dataclass with some settings changed.
-
-    Raises:
-        TrainError: a setting that it does not have (the nearest is named), or a value out of range.
-    """
-    known = [field.name for field in fields(spec)]
-    for name in overrides:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise TrainError(
-                f"{type(spec).__name__} has no setting {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}"
-                f"Settings: {', '.join(known)}"
-            )
-    return replace(spec, **overrides)
-
-
 def resolve(spec: Spec, overrides: Mapping[str, Any]) -> Spec:
     """`check_names` of a TrainSpec, with its type."""
     return check_names(spec, overrides)
-
-
-# ---------------------------------------------------------------------------------------------- checks
-
-
-def whole(name: str, value: Any, least: int) -> None:
-    """Raises TrainError unless the value is a whole number of at least this."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise TrainError(f"{name}={value!r}: give a whole number, {least} or more")
-
-
-def number(name: str, value: Any, most: float, *, zero: bool = True, below: bool = False) -> None:
-    """Raises TrainError unless the value is finite, not negative, and at most `most` (below: less)."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero) or value > most or (below and value == most):
-        bound = "" if math.isinf(most) else f" and {'below' if below else 'at most'} {most:g}"
-        raise TrainError(f"{name}={value!r}: give a finite number {'of 0 or more' if zero else 'above 0'}{bound}")
-
-
-def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises TrainError unless the value is one of the choices."""
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise TrainError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")

@@ -3,8 +3,8 @@
 1. Batches of whole rows, `tokens_per_step` tokens each, in the order that the seed decides (finetune/rows.py); a stream's own.
 2. Each step: loss and gradients, AdamW at the step's rate; a line of log, at most some 1,000 to 2,000 of them a run.
 3. Weights are kept at token counts that double, and at the end: the trajectory.
-4. With a folder, weights, moments and log are written every `checkpoint_every` steps; the same call goes on from there with the
-   same bits.
+4. With a folder, weights, moments, what else the fit keeps, and log are written every `checkpoint_every` steps; the same call
+   goes on from there with the same bits.
 """
 
 import math
@@ -103,8 +103,7 @@ class Training:
             loss, said = self.fit.loss(rows, number)
         loss.backward()
         self._require_finite(float(loss.detach()), number, rate)
-        for coder in coders:
-            coder.adjust_gradients()
+        self.fit.after_backward(number)
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
@@ -146,7 +145,7 @@ class Training:
         for i, p in enumerate(self.parameters):
             moments = self.adam.state[p]
             named[f"first.{i}"], named[f"second.{i}"] = moments["exp_avg"], moments["exp_avg_sq"]
-        return named
+        return named | {f"fit.{name}": t for name, t in self.fit.state().items()}
 
     def _resume(self) -> None:
         assert self.folder is not None
@@ -155,13 +154,15 @@ class Training:
         self.lines = [line for line in self.folder.lines() if line["step"] <= self.step]
         for tokens in state["kept"]:
             self.trajectory.found(int(tokens))
-        prefix = "coder."
-        self.fit.coders.load_state_dict(
-            {name.removeprefix(prefix): t for name, t in named.items() if name.startswith(prefix)}
-        )
+        self.fit.coders.load_state_dict(_under("coder.", named))
+        self.fit.load_state(_under("fit.", named))
         for i, p in enumerate(self.parameters):
             moments = {"exp_avg": named[f"first.{i}"].to(p.device), "exp_avg_sq": named[f"second.{i}"].to(p.device)}
             self.adam.state[p] = {"step": torch.tensor(float(self.step)), **moments}
+
+
+def _under(prefix: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in named.items() if name.startswith(prefix)}
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for

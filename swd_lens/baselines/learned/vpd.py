@@ -2,12 +2,12 @@
 
 1. Start: V ~ N(0, 1/d_in), U ~ N(0, 1/C); then `faithfulness_steps` of AdamW on ||W - VU||^2, without data.
 2. VPD-Recon-CI: output under the importance mask g; loss = mean squared error + minimality.
-3. VPD-KL: masks m = g + (1 - g) u with u uniform, what V U lacks of W as a component with a mask of its own; loss = KL of the
-   host's logits + minimality (+ faithfulness).
+3. VPD-KL: masks m = g + (1 - g) u with u drawn (masks.py), what V U lacks of W as a component with a mask of its own; loss = KL
+   of the host's logits + minimality (+ KL under masks that an adversary finds, adversary.py) (+ faithfulness).
 4. Units: z_c = g_c(x) (x V)_c, so that the forward without stochastic masks is the sum of z_c U_c plus the bias.
 
 Minimality of a batch: sum over components of [mean + beta mean log2(1 + sum)] of (g_upper + 1e-12)^p over tokens; p falls from
-p_start to p_end along a line.
+p_start to p_end along a line. With reduction="mean" it is the mean over components.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.baselines.learned.importance import importance_network, lower_leaky, upper_leaky
+from swd_lens.baselines.learned.importance import importance_network, jittered, lower_leaky, upper_leaky
 from swd_lens.baselines.learned.spec import VpdSpec
 from swd_lens.baselines.learned.transcoders import Said
 
@@ -67,22 +67,27 @@ class Vpd(nn.Module):
     # ------------------------------------------------------------------ training
 
     def masked(
-        self, x: Float[Tensor, "*batch d_in"], sources: Float[Tensor, "*_some _sources"] | None = None
+        self,
+        x: Float[Tensor, "*batch d_in"],
+        sources: Float[Tensor, "*_some _sources"] | None = None,
+        noise: Float[Tensor, "*batch unit"] | None = None,
     ) -> tuple[Float[Tensor, "*batch d_out"], Float[Tensor, "*batch unit"]]:
         """The output under masks, and the raw importances.
 
         Args:
             x: the site's input.
-            sources: in [0, 1], one per component and a last one for what VU lacks of W: masks are g + (1 - g) sources. They
-                broadcast over the batch. None: the masks are g, and what VU lacks is left out.
+            sources: in [0, 1], one per component and a last one for what VU lacks of W (delta=False: not looked at): masks
+                are g + (1 - g) sources. They broadcast over the batch. None: the masks are g, and what VU lacks is left out.
+            noise: in [0, 1]; the importances that masks are made of are jittered by it. None: they are not.
         """
         raw = self.importance(x)
-        g, read = lower_leaky(raw), x @ self.W_enc
+        g = lower_leaky(raw if noise is None else jittered(raw, noise))
+        read, width = x @ self.W_enc, self.W_enc.shape[1]
         if sources is None:
             return self.decode(g * read), raw
-        y = self.decode((g + (1 - g) * sources[..., :-1]) * read)
+        y = self.decode((g + (1 - g) * sources[..., :width]) * read)
         if self.spec.delta:
-            y = y + sources[..., -1:] * (x @ self.remainder())
+            y = y + sources[..., width:] * (x @ self.remainder())
         return y, raw
 
     def remainder(self) -> Float[Tensor, "d_in d_out"]:
@@ -103,7 +108,18 @@ class Vpd(nn.Module):
         """Nothing is normalized."""
 
     def adjust_gradients(self) -> None:
-        """Gradients stay as they are."""
+        """Clips them, where this matrix is trained alone."""
+        clip_components([self])
+
+
+def clip_components(parts: list[Vpd]) -> None:
+    """Brings the gradients of V and U, of all matrices of a run together, to a norm of spec.clip where it is larger.
+
+    Gradients of importance networks stay as they are (method.md §1.6, the public recipe's `vpd_pile4L`).
+    """
+    if (most := parts[0].spec.clip) is not None:
+        components = [p for part in parts for p in (part.W_enc, part.W_dec)]
+        nn.utils.clip_grad_norm_(components, float(most), foreach=False)
 
 
 def reconstruct(parts: list[Vpd]) -> None:
@@ -141,7 +157,7 @@ def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -
     """
     spec = parts[0].spec
     flat = [raw.flatten(0, -2) for raw in raws]
-    charges = [minimality(upper_leaky(raw), spec.p(step), spec.beta) for raw in flat]
+    charges = [minimality(upper_leaky(raw), spec.p(step), spec.beta, spec.reduction) for raw in flat]
     charge = torch.stack(charges).sum()
     total = spec.fidelity_weight * error + spec.minimality * charge
     if spec.faithfulness:
@@ -157,8 +173,11 @@ def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -
     return total, said
 
 
-def minimality(upper: Float[Tensor, "token unit"], p: float | int, beta: float | int) -> Float[Tensor, ""]:
-    """sum_c [mean_t + beta mean_t log2(1 + sum_t)] of (upper + 1e-12)^p (method.md §1.5)."""
+def minimality(
+    upper: Float[Tensor, "token unit"], p: float | int, beta: float | int, reduction: str = "sum"
+) -> Float[Tensor, ""]:
+    """sum_c [mean_t + beta mean_t log2(1 + sum_t)] of (upper + 1e-12)^p (method.md §1.5); "mean": mean_c (§1.9)."""
     powered = (upper + _EPS) ** p
     mean = powered.mean(0)
-    return (mean + beta * mean * torch.log2(1 + powered.sum(0))).sum()
+    charges = mean + beta * mean * torch.log2(1 + powered.sum(0))
+    return charges.mean() if reduction == "mean" else charges.sum()
