@@ -6,12 +6,13 @@
     python -m tests.benchmarks.learned --folder /tmp/tiny --tiny                the same road in a minute; numbers mean nothing
 
 Part "matrix", at one matrix (default: mlp_out of layer 3, which the tasks need most, at s=.9, where CE tells methods apart):
-1. Train a transcoder of two widths, VPD-Recon-CI and VPD-KL on text that SWD's calibration does not touch. Each run lies in the
-   folder; the same command goes on where it was stopped.
+1. Train a transcoder of two widths, VPD-Recon-CI and VPD-KL on text that SWD's calibration does not touch; and the first and the
+   third once more with a stronger penalty ("sparser"), chosen on validation text so that they end near SWD's CE with few units
+   at work. Each run lies in the folder; the same command goes on where it was stopped.
 2. Replacement quality against tokens used: SWD fitted anew for every count, the others at their checkpoints. Tokens to reach
    the CE delta of SWD at 16,384 tokens, exactly and within .001.
 3. Circuits twice, edges at sufficiency .9 and at half the necessity drop, per task:
-   "matched" sets each baseline's first checkpoint within .001 of SWD s=.9 beside it (its best, where there is none);
+   "matched" sets each baseline's last checkpoint within .001 of SWD s=.9 beside it (the nearest, where there is none);
    "trained out" sets their last checkpoints beside SWD s=.75, which is as near to the dense model as they get.
 
 Part "sparse", on the whole model:
@@ -44,6 +45,7 @@ TOLERANCE = 0.001
 SWD = "SWD"
 COUNTS = (1_024, 2_048, 4_096, 8_192, CALIBRATION, 32_768, 65_536)
 POSITIONS = ("scoring", "all")
+SPARSER_L1, SPARSER_MINIMALITY = 4e-4, 1e-1
 # Share of the paper's schedule after which its model is taken, and the density there.
 STOP, DENSITY = 22_000 / 38_146, Schedule().density(21_999 * 131_072)
 
@@ -122,7 +124,9 @@ def _baselines(model: Any, args: argparse.Namespace, text: Any) -> dict[str, Cal
     return {
         "Transcoder 1x": made(baselines.transcoder, "transcoder-1x", width="1x"),
         "Transcoder 4x": made(baselines.transcoder, "transcoder-4x", width="4x"),
+        "Transcoder 1x, sparser": made(baselines.transcoder, "transcoder-1x-sparser", width="1x", l1=SPARSER_L1),
         "VPD-Recon-CI": made(baselines.vpd_recon, "vpd-recon", **small),
+        "VPD-Recon-CI, sparser": made(baselines.vpd_recon, "vpd-recon-sparser", minimality=SPARSER_MINIMALITY, **small),
         "VPD-KL": made(baselines.vpd_kl, "vpd-kl", **small),
     }
 
@@ -175,10 +179,10 @@ def _matrix(model: Any, args: argparse.Namespace) -> None:
 
 
 def _matched(efficiency: swd.DataEfficiency, method: str, target: float) -> int:
-    """The first checkpoint within the tolerance of SWD's CE; where there is none, the nearest."""
+    """The last checkpoint within the tolerance of SWD's CE; where there is none, the nearest."""
     off = {p.tokens: abs(p.fidelity.ce_delta - target) for p in efficiency.points if p.method == method}
     near = [tokens for tokens, distance in off.items() if distance <= TOLERANCE]
-    return min(near) if near else min(off, key=lambda tokens: off[tokens])
+    return max(near) if near else min(off, key=lambda tokens: off[tokens])
 
 
 def _tokens_table(efficiency: swd.DataEfficiency, target: float) -> pd.DataFrame:
