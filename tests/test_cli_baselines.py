@@ -1,15 +1,21 @@
 """swd-lens train-baseline: folders that Python reads, the same command going on, settings, and what is refused."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
 from swd_lens.baselines import LearnedUnits
 from swd_lens.baselines.learned.train import Training
+from swd_lens.cli.baselines import _settings
 
 SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
 
@@ -66,9 +72,146 @@ def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_m
         (["--set", "width"], "give NAME=VALUE"),
         (["--preset", "papr"], "preset='papr': choose one of 'small'"),
         (["--site", "blocks.9.mlp_out"], "no site matches 'blocks.9.mlp_out'"),
+        (["--site", "mlp_out"], "'mlp_out' names 4 sites"),
+        (["--set", "width=many"], "width='many': give a number of units"),
+        (["--set", "learning_rate=-1"], "learning_rate=-1: give a finite number above 0"),
+        (["--set", "tokens_per_step=100"], "tokens_per_step=100 is no multiple of the rows' 128 tokens"),
+        (
+            ["--set", "tokens_per_step=8192"],
+            "tokens has 16 rows of 128 tokens, a step of tokens_per_step=8192 takes 64",
+        ),
+        (["--text", "missing.txt"], "missing.txt"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, more, says):
     result = run("transcoder", "--out", tmp_path / "b", "--site", "blocks.1.mlp_out", *SMALL, *more)
-    assert result.exit_code == 1 and says in re.sub(r"\s+", " ", result.output)
-    assert not (tmp_path / "b").exists()
+    assert result.exit_code == 1 and says in re.sub(r"\s+", " ", result.stderr)
+    assert "Traceback" not in result.output and not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--preset", "papr"], "preset='papr': choose one of 'paper', 'small'"),
+        (["--set", "updats=3"], "did you mean 'updates'"),
+        (["--set", "tokens_per_update=100"], "cannot be made of these 16 rows of 128 tokens"),
+        (["--set", "end_density=0.001"], "each row keeps one; give a larger end_density"),
+    ],
+)
+def test_mistakes_of_sparse_pretraining(tmp_path, more, says):
+    result = run("sparse-pretrain", "--out", tmp_path / "s", "--tokens", 2048, "--heldout-tokens", 1024, *more)
+    assert result.exit_code == 1 and says in re.sub(r"\s+", " ", result.stderr)
+    assert not (tmp_path / "s").exists()
+
+
+def test_values_are_read_as_json_or_python_writes_them():
+    given = ["a=.001", "b=1e-3", "c=None", "d=null", "e=True", "f=true", "g=4x", "h = bfloat16", "i="]
+    read = {"a": 0.001, "b": 0.001, "c": None, "d": None, "e": True, "f": True, "g": "4x", "h": "bfloat16", "i": ""}
+    assert _settings(given, None) == read
+
+
+@pytest.mark.parametrize("command", ["transcoder", "vpd-recon", "vpd-kl", "sparse-pretrain"])
+def test_help_names_what_can_be_chosen(command):
+    result = run(command, "--help")
+    text = re.sub(r"[\s│]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+    assert result.exit_code == 0 and "goes on where it was stopped" in text
+    assert "small" in text and "paper" in text and "NAME=VALUE" in text
+
+
+def test_a_local_checkpoint_trained_on_a_text_file(tmp_path, default_model):
+    """A folder and a file in, units and a sparse model of the same shape out; both are then used by other commands."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder, text = tmp_path / "gpt2", tmp_path / "text.txt"
+    config = GPT2Config(vocab_size=default_model.cfg.d_vocab, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    default_model.tokenizer.save_pretrained(folder)
+    text.write_text(" ".join(f"Tom has {n} apples and Ann has {n + 1}." for n in range(300)))
+    taken = ["--text", text, "--tokens", 1024, "--heldout-tokens", 512, "--threads", torch.get_num_threads(), "--json"]
+    asked = ["--model", folder, "--site", "h.1.mlp.c_proj", "--out", tmp_path / "t", "--n-tokens", 1024]
+    small = ["--set", "tokens_per_step=256", "--set", "width=0.5x"]
+    result = run("transcoder", *asked, *small, *taken)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["activity"][0]["units"] == 64  # half of 128
+    units = LearnedUnits.load(tmp_path / "t")
+    assert list(units) == ["blocks.1.mlp_out"] and units.provenance["settings"]["tokens_per_step"] == 256
+    with swd.attach(swd.load_host(str(folder)), units):
+        pass
+    sizes = ["--set", "updates=3", "--set", "tokens_per_update=256"]
+    result = run("sparse-pretrain", "--like", folder, "--out", tmp_path / "s", *sizes, *taken)
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)["folder"]
+    more = ["--sites", "blocks.0.mlp_out", "--out", tmp_path / "f", "--outer-iterations", 4, *taken]
+    factorized = CliRunner().invoke(cli.app, ["factorize", "--model", made, *map(str, more)])
+    assert factorized.exit_code == 0, factorized.output
+    short = run("transcoder", *asked[:-4], "--out", tmp_path / "x", *small, *taken[2:])
+    assert short.exit_code == 1 and "a baseline is trained on its first part" in re.sub(r"\s+", " ", short.stderr)
+    text.write_text("Too short.")
+    short = run("transcoder", *asked[:-4], "--out", tmp_path / "x", *small, *taken)
+    assert short.exit_code == 1 and "too few for one row of 64" in re.sub(r"\s+", " ", short.stderr)
+
+
+def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
+    one = Training._one
+
+    def interrupted(training, rows):
+        if training.step == 2:
+            raise KeyboardInterrupt
+        one(training, rows)
+
+    arguments = ["transcoder", "--out", tmp_path / "b", "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "_one", interrupted)
+        stopped = run(*arguments, "--checkpoint-every", 1)
+    assert stopped.exit_code == 130 and "the same command again goes on" in re.sub(r"\s+", " ", stopped.stderr)
+    assert run(*arguments).exit_code == 0 and LearnedUnits.load(tmp_path / "b").tokens == 3072
+
+
+KILLED = {
+    "transcoder": "--site blocks.1.mlp_out --n-tokens 8192 --set width=64 --set tokens_per_step=512",
+    "sparse-pretrain": "--set updates=12 --set tokens_per_update=256",
+}
+# The third checkpoint is written, but not yet renamed, when the process dies.
+DIES = """
+import os, signal, sys
+from swd_lens import cli
+from swd_lens.finetune import folder
+save, calls = folder.save_file, []
+def dying(*arguments, **more):
+    save(*arguments, **more)
+    calls.append(None)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+folder.save_file = dying
+cli.app(["train-baseline", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_killed_and_called_again_gives_the_same_files(tmp_path):
+    """SIGKILL, which no handler sees, in the midst of training; every file at the end is that of a call left alone."""
+
+    def words(command, name):
+        small = ["--tokens", "4096", "--heldout-tokens", "256", "--checkpoint-every", "3", "--threads", "1"]
+        return [command, *KILLED[command].split(), *small, "--out", str(tmp_path / command / name)]
+
+    def read(command, name):
+        folder = tmp_path / command / name
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
+    dying = [subprocess.Popen([sys.executable, "-c", DIES, *words(c, "killed")], env=environment) for c in KILLED]
+    assert [process.wait() for process in dying] == [-signal.SIGKILL] * 2
+    threads = torch.get_num_threads()
+    try:
+        for command in KILLED:
+            left = read(command, "killed")
+            assert "checkpoint.safetensors" in left and any(name.endswith(".part") for name in left)
+            assert len(left["log.jsonl"].splitlines()) == 9
+            for name in ("killed", "alone"):
+                assert (done := run(*words(command, name))).exit_code == 0, done.output
+            assert read(command, "killed") == read(command, "alone")
+    finally:
+        torch.set_num_threads(threads)

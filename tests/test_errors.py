@@ -36,7 +36,15 @@ from swd_lens.inject.sources import as_units
 from swd_lens.passport import Offsets, Origin, Probe
 from swd_lens.sites import Site, parse_unit
 from swd_lens.study import edit, qk
-from tests import errors_circuits, errors_edits, errors_finetune, errors_inside, errors_whole, families
+from tests import (
+    errors_baselines,
+    errors_circuits,
+    errors_edits,
+    errors_finetune,
+    errors_inside,
+    errors_whole,
+    families,
+)
 from tests.contract import identity
 from tests.inject.test_sources import (
     AddsItsInput,
@@ -65,6 +73,7 @@ TRIGGERS: dict[str, Trigger] = {
     **errors_finetune.TRIGGERS,
     **errors_inside.TRIGGERS,
     **errors_edits.TRIGGERS,
+    **errors_baselines.TRIGGERS,
 }
 NEEDS_HOOKED: set[str] = errors_circuits.NEEDS_HOOKED | errors_whole.NEEDS_HOOKED | errors_inside.NEEDS_HOOKED
 
@@ -94,7 +103,7 @@ def rows() -> dict[str, tuple[str, str]]:
 
 
 def class_named(name: str) -> type[BaseException]:
-    places = (swd, builtins, huggingface_hub.errors, solver, workers, edit, qk)
+    places = (swd, builtins, huggingface_hub.errors, solver, workers, baselines, edit, qk)
     return next(getattr(place, name) for place in places if hasattr(place, name))
 
 

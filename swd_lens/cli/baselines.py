@@ -6,6 +6,7 @@ swd-lens train-baseline vpd-kl           the same by the KL of the host's logits
 swd-lens train-baseline sparse-pretrain  a GPT-2 of a host's shape, trained from scratch with ever fewer weights
 """
 
+import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.markup import escape
 
 from swd_lens.baselines import LearnedUnits, channels_of, sparse_pretrain, transcoder, vpd_kl, vpd_recon
 from swd_lens.baselines.learned import presets, sparse_spec
+from swd_lens.baselines.learned.spec import resolve
 from swd_lens.cli.common import app, load_model, output, print_json, say, show_progress, text_rows, told, use_threads
 from swd_lens.cli.options import (
     HeldoutOption,
@@ -67,12 +69,13 @@ def _command(name: str, train: Callable[..., LearnedUnits], recipes: Any, summar
         as_json: JsonOption = False,
         threads: ThreadsOption = None,
     ) -> None:
-        with told():
+        with told(goes_on=True):
             use_threads(threads)
             chosen = _settings(settings, n_tokens)
             model = load_model(model_name, host)
-            find_sites(model, site)  # a wrong name should fail before the text is read
-            rows, heldout = text_rows(model, model_name, text, tokens, heldout_tokens)
+            # A wrong name or setting should fail before the text is read.
+            resolve(presets.named(recipes, preset, find_sites(model, site)[0].kind), chosen)
+            rows, heldout = text_rows(model, model_name, text, tokens, heldout_tokens, trained=True)
             say(f"train {name} at {site}")
             units = train(
                 model,
@@ -120,11 +123,12 @@ def sparse_pretrain_command(
 
     The same command again goes on where it was stopped.
     """
-    with told():
+    with told(goes_on=True):
         use_threads(threads)
         chosen = _settings(settings, None)
+        sparse_spec.named(preset).changed(chosen)  # a wrong name should fail before the text is read
         model = load_model(like, host)
-        rows, heldout = text_rows(model, like, text, tokens, heldout_tokens)
+        rows, heldout = text_rows(model, like, text, tokens, heldout_tokens, trained=True)
         say("pretrain")
         made = sparse_pretrain(
             model,
@@ -156,11 +160,18 @@ def _settings(given: list[str] | None, n_tokens: int | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set {text}: give NAME=VALUE, such as --set learning_rate=1e-3")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value  # a word
+        found[name.strip()] = _value(value.strip())
     return found
+
+
+def _value(text: str) -> Any:
+    """A value as JSON or as Python writes it (true, True, null, None, .001), else a word."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
 
 
 def _deliver(model: Any, units: LearnedUnits, heldout: Any, out: Path, as_json: bool) -> None:

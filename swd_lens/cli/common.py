@@ -53,13 +53,16 @@ def load_model(name: str, kind: str, dtype: str = "float32", device_map: str | N
     return load_host(name, kind, dtype=dtype, device_map=device_map)
 
 
-def text_rows(model: Any, name: str, file: Path | None, n_calibration: int, n_heldout: int) -> tuple[Any, Any]:
-    """Calibration rows (None for zero-data) and held-out rows that share no token with them."""
+def text_rows(
+    model: Any, name: str, file: Path | None, n_calibration: int, n_heldout: int, *, trained: bool = False
+) -> tuple[Any, Any]:
+    """Calibration rows (None for zero-data) and held-out rows that share no token with them; trained: rows to train on."""
     if file is None:
         if name != "default":
-            raise ValueError(
-                "--text FILE is needed: fidelity and unit contexts are measured on text (add --tokens 0 for zero-data factors)"
-            )
+            why = "fidelity and unit contexts are measured on text (add --tokens 0 for zero-data factors)"
+            if trained:
+                why = "a baseline is trained on its first part and measured on its last"
+            raise ValueError(f"--text FILE is needed: {why}")
         heldout = text_tokens(n_heldout, split="test")
         return (text_tokens(n_calibration, split="train") if n_calibration else None), heldout
     rows = pack_text(model, file.read_text(encoding="utf-8"))
@@ -110,8 +113,11 @@ def show_progress() -> bool:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Errors that a user can mend become one line and exit code 1; Ctrl-C becomes exit code 130."""
+def told(*, goes_on: bool = False) -> Iterator[None]:
+    """Errors that a user can mend become one line and exit code 1; Ctrl-C becomes exit code 130.
+
+    goes_on: the same command again takes up what was interrupted, which Ctrl-C then says.
+    """
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
     try:
         yield
@@ -119,5 +125,6 @@ def told() -> Iterator[None]:
         status.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        status.print("interrupted; nothing half-written was left behind")
+        again = "; the same command again goes on from the last checkpoint" if goes_on else ""
+        status.print(f"interrupted; nothing half-written was left behind{again}", soft_wrap=True)
         raise typer.Exit(130) from None

@@ -4,12 +4,16 @@
     checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
     log.jsonl               one line per step, no clock in it: the same run writes the same lines
     factors/                the result, a FactorSet (of other training runs: what they make)
+    .writer                 which call writes here; gone when the run is finished
 
-1. `open` compares recipes. Another run is refused, every difference named; a finished one is taken over.
+1. `check` compares recipes. Another run is refused, every difference named; a finished one is taken over.
 2. An interrupted one goes on from its checkpoint: later log lines are cut, and written again by the steps repeated.
+3. Of two calls at once the later one takes the folder over, and the earlier one stops at its next line of log: a lock would
+   outlive a kill, or a notebook's traceback.
 """
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -24,6 +28,7 @@ from swd_lens.factors import Factors, FactorSet
 from swd_lens.files import atomic, write_json, write_text
 
 _RUN, _CHECKPOINT, _LOG, _FACTORS = "run.json", "checkpoint.safetensors", "log.jsonl", "factors"
+_WRITER = ".writer"
 _HASHES = {
     "host_sha256": "the host",
     "factors_sha256": "the factors",
@@ -44,6 +49,7 @@ class TrainingFolder:
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
         self.path, self.call, self.result = path, call, tuple(result)
+        self._writer = uuid.uuid4().hex
         self.recipe: dict[str, Any] = json.loads(json.dumps(recipe))  # as it will be read again
 
     # ------------------------------------------------------------------ what is there
@@ -99,6 +105,7 @@ class TrainingFolder:
     def start(self, step: int) -> None:
         """Begin after this step (0: anew): the log is cut there."""
         self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / _WRITER, self._writer)
         if step == 0:
             (self.path / _CHECKPOINT).unlink(missing_ok=True)
             write_json(self.path / _RUN, {"recipe": self.recipe, "finished": False})
@@ -122,19 +129,47 @@ class TrainingFolder:
         return kept
 
     def log(self, entry: Mapping[str, Any]) -> None:
+        """One line more.
+
+        Raises:
+            ResumeError: another call has taken the folder over.
+        """
+        self._require_own()
         with open(self.path / _LOG, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; state must hold "step"."""
+        """Replace the checkpoint; state must hold "step".
+
+        Raises:
+            ResumeError: another call has taken the folder over.
+        """
+        self._require_own()
+        without_remains(self.path / _CHECKPOINT)
         with atomic(self.path / _CHECKPOINT) as temporary:
             on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             save_file(on_cpu, temporary, metadata={"state": json.dumps(state)})
 
     def end(self, result: Mapping[str, Any]) -> None:
         """The word that the result is there; then the checkpoint goes."""
+        self._require_own()
         write_json(self.path / _RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
-        (self.path / _CHECKPOINT).unlink(missing_ok=True)
+        for name in (_CHECKPOINT, _WRITER):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _require_own(self) -> None:
+        path = self.path / _WRITER
+        if not path.is_file() or path.read_text(encoding="utf-8") != self._writer:
+            raise ResumeError(
+                f"another call of {self.call} has taken {self.path} over and goes on from the last checkpoint there, to the same "
+                "bits; this one stops. Give each call a folder of its own"
+            )
+
+
+def without_remains(path: Path) -> None:
+    """Remove what `atomic` began to write for this file when its process was killed."""
+    for left in path.parent.glob(f".{path.name}.*.part"):
+        left.unlink(missing_ok=True)
 
 
 class RunFolder(TrainingFolder):

@@ -1,9 +1,12 @@
 """The facts of method.md §0.2 that need no data, and the projection on matrices worked by hand."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from swd_lens.baselines.learned.sparse_schedule import Schedule, budget, normalized, project_
+from swd_lens.baselines.learned.sparse_spec import PRESETS
 
 PAPER = Schedule()
 BLOCKS = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12
@@ -16,6 +19,28 @@ def test_the_papers_schedule():
     assert before_22000 == 2_883_452_928
     assert PAPER.density(before_22000) == pytest.approx(0.3151944858, abs=5e-11)
     assert PAPER.density(0) == 1.0 and PAPER.density(PAPER.n1) == 0.2 == PAPER.density(PAPER.tokens)
+
+
+def test_the_papers_preset():
+    """Appendix, "Optimization and sparsification", number by number; stopped at 2,883,584,000 tokens."""
+    paper = asdict(PRESETS["paper"])
+    assert paper == {
+        "updates": 38_146,
+        "tokens_per_update": 131_072,
+        "end_density": 0.2,
+        "learning_rate": 3e-4,
+        "warmup": 0.01,
+        "falling_until": 0.8,
+        "stop_after": 22_000,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 0.1,
+        "weight_decay": 1e-3,
+        "autocast": "bfloat16",
+        "seed": 0,
+    }
+    assert (PAPER.n0, PAPER.n1, PAPER.tokens) == (49_938_432, 3_999_793_152, 4_999_872_512)
+    assert paper["stop_after"] * paper["tokens_per_update"] == 2_883_584_000
 
 
 def test_the_papers_nonzeros():

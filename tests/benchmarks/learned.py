@@ -149,6 +149,7 @@ def _matrix(model: Any, args: argparse.Namespace) -> None:
         heldout=test,
         tokens=calibration,
         token_counts=counts,
+        out=args.folder / "efficiency.json",
     )
     efficiency.plot().savefig(args.folder / "efficiency.svg")
     print(efficiency.table().to_string(index=False))
@@ -166,15 +167,13 @@ def _matrix(model: Any, args: argparse.Namespace) -> None:
         factors = swd.factorize(
             model, args.site, sparsity=sparsity, tokens=calibration[: CALIBRATION // 128], progress=False, **solver
         )
-        methods = {f"{SWD} s={sparsity:g}": factors, **{name: units.at(at[name]) for name, units in trained.items()}}
-        table = _circuits(model, args, methods, test, args.folder / figure)
+        taken = {name: units.at(at[name]) for name, units in trained.items()}
+        table = _circuits(model, args, {f"{SWD} s={sparsity:g}": factors, **taken}, test, args.folder / figure)
         table.insert(1, "circuits at tokens", [CALIBRATION, *at.values()])
+        at_work = [units.report(model, test).l0(args.site) for units in taken.values()]
+        table.insert(4, "units at work per token", [factors[args.site].n_units, *at_work])
         print(f"\n{title}\n\n{_markdown(table)}", flush=True)
         found[title] = table.to_dict("records")
-        found[f"{title}: activity"] = [
-            units.at(at[name]).report(model, test).table().assign(method=name).to_dict("records")
-            for name, units in trained.items()
-        ]
     _write(args.folder / "matrix.json", args, found)
 
 
@@ -215,8 +214,8 @@ def _circuits(model: Any, args: argparse.Namespace, methods: Any, test: Any, fig
             name = str(cost["method"])
             row = rows[name]
             row |= {"CE delta": fidelities[name].ce_delta, "KL": fidelities[name].kl}
-            for column in [column for column in costs.columns if str(column).startswith("edges")]:
-                row[f"{cost['task']}, {positions}: {column}"] = cost[column]
+            both = [_shown(cost[f"edges at {what}"], "{:,.0f}") for what in ("sufficiency 0.9", "necessity 0.5")]
+            row[f"{cost['task']}, {positions}: suff. 0.9 / half drop"] = " / ".join(both)
     return pd.DataFrame(list(rows.values()))
 
 
@@ -286,6 +285,8 @@ def _markdown(table: pd.DataFrame) -> str:
 
 
 def _shown(value: Any, how: str) -> str:
+    if isinstance(value, str):
+        return value
     return "never" if value is None or pd.isna(value) else how.format(value)
 
 

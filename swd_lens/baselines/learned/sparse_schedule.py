@@ -39,12 +39,16 @@ class Schedule:
     @property
     def n0(self) -> int:
         """Tokens at the end of the warm-up; whole updates."""
-        return math.floor(self.warmup * self.updates) * self.tokens_per_update
+        return self._updates(self.warmup) * self.tokens_per_update
 
     @property
     def n1(self) -> int:
         """Tokens from which the density stays; whole updates."""
-        return math.floor(self.falling_until * self.updates) * self.tokens_per_update
+        return self._updates(self.falling_until) * self.tokens_per_update
+
+    def _updates(self, share: float | int) -> int:
+        """A share of all updates, rounded down: 0.29 of 100 are 29, not the 28 that floats make of it."""
+        return math.floor(round(share * self.updates, 6))
 
     def density(self, tokens: int) -> float:
         """After `tokens` tokens: before the update that follows."""
@@ -93,5 +97,5 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
     kept = torch.zeros(matrix.shape, dtype=torch.bool, device=matrix.device)  # contiguous, whatever the matrix is
     kept.scatter_(1, magnitude.argmax(1, keepdim=True), True)
     rest = torch.where(kept, -1.0, magnitude).reshape(-1)
-    kept.view(-1)[rest.topk(keep - rows).indices] = True
+    kept.view(-1)[rest.topk(keep - rows, sorted=False).indices] = True
     matrix.mul_(kept)

@@ -37,8 +37,8 @@ class SparseSpec(Schedule):
         number("weight_decay", self.weight_decay, math.inf)
         for name in ("beta1", "beta2"):
             number(name, getattr(self, name), 1.0, below=True)
-        for name in ("warmup", "falling_until"):
-            number(name, getattr(self, name), 1.0)
+        number("warmup", self.warmup, 1.0, below=True)
+        number("falling_until", self.falling_until, 1.0)
         if self.warmup > self.falling_until:
             raise TrainError(
                 f"warmup={self.warmup} ends after falling_until={self.falling_until}; density falls between"
@@ -65,3 +65,13 @@ PRESETS: Mapping[str, SparseSpec] = {
     "paper": SparseSpec(stop_after=22_000),
     "small": SparseSpec(updates=4000, tokens_per_update=2048, learning_rate=1e-2, warmup=0.04, autocast=None),
 }
+
+
+def named(preset: str) -> SparseSpec:
+    """The settings of this name.
+
+    Raises:
+        TrainError: there are none.
+    """
+    one_of("preset", preset, tuple(PRESETS))
+    return PRESETS[preset]

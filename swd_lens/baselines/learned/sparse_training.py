@@ -12,7 +12,6 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -28,10 +27,18 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from swd_lens._version import __version__
-from swd_lens.baselines.learned.sparse_network import config_of, fresh, matrices, nonzeros
+from swd_lens.baselines.learned.sparse_network import (
+    config_of,
+    fresh,
+    matrices,
+    nonzeros,
+    recipe_of,
+    require_rows,
+    save,
+)
 from swd_lens.baselines.learned.sparse_schedule import normalized, project_
-from swd_lens.baselines.learned.sparse_spec import PRESETS, SparseSpec
-from swd_lens.baselines.learned.spec import TrainError, one_of, whole
+from swd_lens.baselines.learned.sparse_spec import SparseSpec, named
+from swd_lens.baselines.learned.spec import TrainError, whole
 from swd_lens.baselines.learned.train import text_of
 from swd_lens.finetune.folder import TrainingFolder
 from swd_lens.finetune.rows import Rows
@@ -96,12 +103,12 @@ def sparse_pretrain(
             autocast=, seed=, ... (see SparseSpec).
 
     Raises:
-        TrainError: bad settings or config, no tokenizer, rows that do not make an update, or a loss that is not finite.
+        TrainError: bad settings or config, no tokenizer, rows that do not make an update, a density that leaves some row of a
+            matrix without a weight, a loss that is not finite, or a finished folder without its model.
         TokenError: bad text.
         ResumeError: `out` holds another run; every difference is named.
     """
-    one_of("preset", preset, tuple(PRESETS))
-    spec = PRESETS[preset].changed(settings)
+    spec = named(preset).changed(settings)
     for name, every in (
         ("checkpoint_every", checkpoint_every),
         ("eval_every", 1 if eval_every is None else eval_every),
@@ -113,51 +120,42 @@ def sparse_pretrain(
     made = config_of(config)
     limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=made.vocab_size, n_ctx=made.n_positions))
     rows, held = text_of(tokens, limits), None if heldout is None else text_of(heldout, limits)
+    _rows_per_update(spec, rows)
     recipe = _recipe(made, spec, rows, held, eval_every or max(1, spec.last // 20))
     folder = TrainingFolder(Path(out), recipe, "sparse_pretrain", (MODEL,))
     if not overwrite and folder.check():
         return _finished(folder)
+    network = fresh(made, spec.seed)
+    require_rows(network, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
     if overwrite:
         shutil.rmtree(folder.path / MODEL, ignore_errors=True)
         folder.start(0)  # a checkpoint of the run before must not be taken for one of this
     where = torch.device(device)
     exact = plain_float32(where) if spec.autocast is None else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), exact:
-        run = _Run(fresh(made, spec.seed).to(where), spec, rows, held, folder, recipe["eval_every"], checkpoint_every)
+        run = _Run(network.to(where), spec, rows, held, folder, recipe["eval_every"], checkpoint_every)
         run.train(progress)
-    _save(run.network, tokenizer, folder.path / MODEL)
+    save(run.network, tokenizer, folder.path / MODEL)
     folder.end({**nonzeros(run.network), "tokens": run.tokens, **folder.lines()[-1]})
     return _finished(folder)
 
 
 def _recipe(config: Any, spec: SparseSpec, rows: Rows, held: Rows | None, eval_every: int) -> dict[str, Any]:
-    sizes = {
-        name: getattr(config, name) for name in ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "vocab_size")
-    }
     hashes = {
         "tokens_sha256": rows.fingerprint(),
         "heldout_sha256": None if held is None else held.fingerprint(),
     }
-    return {**sizes, **asdict(spec), **hashes, "eval_every": eval_every, "swd_lens": __version__}
+    return {**recipe_of(config), **asdict(spec), **hashes, "eval_every": eval_every, "swd_lens": __version__}
 
 
 def _finished(folder: TrainingFolder) -> SparsePretrained:
+    if not (folder.path / MODEL / "config.json").is_file():
+        raise TrainError(
+            f"{folder.path / MODEL} is missing; copy the folder again, or give overwrite=True to train again"
+        )
     run = json.loads((folder.path / "run.json").read_text(encoding="utf-8"))
     provenance = {"method": "sparse_pretrain", "settings": run["recipe"], **run["result"]}
     return SparsePretrained(folder.path / MODEL, pd.DataFrame(folder.lines()), provenance)
-
-
-def _save(network: Any, tokenizer: Any, folder: Path) -> None:
-    """The checkpoint folder, whole or not at all."""
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        network.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 class _Run:
@@ -214,10 +212,11 @@ class _Run:
         density, rate = self.spec.density(before), self.spec.rate(before)
         loss = self._gradients(rows)
         if not math.isfinite(loss):
-            kept = self.folder.last_step()
+            there = self.folder.last_step()
+            kept = f"update {there}" if there else "no checkpoint yet"
             raise TrainError(
-                f"update {self.update + 1}: the loss is {loss}, at learning rate {rate:.3g}. {self.folder.path} keeps update "
-                f"{kept}. Lower learning_rate, or train without autocast"
+                f"update {self.update + 1}: the loss is {loss}, at learning rate {rate:.3g}. {self.folder.path} keeps {kept}. "
+                "Lower learning_rate, or train without autocast"
             )
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         for gradient, divided in zip(gradients, normalized(gradients), strict=True):
@@ -241,26 +240,27 @@ class _Run:
         predictions, total = rows.shape[0] * (rows.shape[1] - 1), 0.0
         self.adam.zero_grad()
         for part in rows.split(self.at_once):
-            loss = self._loss(part) / predictions
+            loss = self._loss(part, self.spec.autocast) / predictions
             loss.backward()
             total += float(loss.detach().double())
         return total
 
-    def _loss(self, rows: Int[Tensor, "_rows pos"]) -> Tensor:
+    def _loss(self, rows: Int[Tensor, "_rows pos"], autocast: str | None = None) -> Tensor:
         """Sum of next-token cross-entropies, in nats."""
         device = self.parameters[0].device
-        autocast: Any = nullcontext()
-        if self.spec.autocast is not None:
-            autocast = torch.autocast(device.type, dtype=getattr(torch, self.spec.autocast))
+        how: Any = nullcontext()
+        if autocast is not None:
+            how = torch.autocast(device.type, dtype=getattr(torch, autocast))
         rows = rows.to(device)
-        with autocast:
+        with how:
             logits = self.network(rows, use_cache=False).logits
         return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
 
     @torch.no_grad()
     def _heldout_ce(self, heldout: Rows) -> float:
-        """Nats per prediction."""
-        total = sum(float(self._loss(part).double()) for part in heldout.all(self.at_once))
+        """Nats per prediction, in float32 however the network trains."""
+        with plain_float32(self.parameters[0].device):
+            total = sum(float(self._loss(part).double()) for part in heldout.all(self.at_once))
         return total / (heldout.n_rows * (heldout.row_length - 1))
 
     # ------------------------------------------------------------------ resuming

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swd_lens.baselines.learned.spec import TrainError
 from swd_lens.files import atomic
+from swd_lens.finetune.folder import without_remains
 
 WEIGHTS = "weights"
 
@@ -32,6 +33,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
             self._points[tokens] = on_cpu
             return
         path = self._path(tokens)
+        without_remains(path)
         with atomic(path) as temporary:
             about = json.dumps({**self.provenance, "tokens": tokens})
             save_file(on_cpu, temporary, metadata={"provenance": about})

@@ -1,0 +1,221 @@
+"""Sparse pretraining line by line (method.md §3): against a second writing of the recipe, and piece by piece."""
+
+import math
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, gelu
+from transformers import GPT2LMHeadModel
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.baselines import TrainError
+from swd_lens.baselines.learned.sparse_network import config_of, fresh, matrices
+from swd_lens.baselines.learned.sparse_schedule import Schedule, project_
+from swd_lens.baselines.learned.sparse_training import _Run
+from swd_lens.default_model.load import WEIGHTS
+from swd_lens.default_model.tokenizer import load_tokenizer
+from swd_lens.finetune.rows import Shuffled
+from tests import families
+
+CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}
+CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
+TEXT = families.some_tokens(12, 12)
+# Every number another than the default, and large enough to show: a decay of 1e-3 would drown in rounding.
+RECIPE = {"updates": 10, "tokens_per_update": 48, "end_density": 0.1, "warmup": 0.29, "falling_until": 0.7}
+RECIPE |= {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.7, "eps": 0.3, "weight_decay": 0.5, "seed": 3}
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+@cache
+def tokenizer():
+    return load_tokenizer(WEIGHTS)
+
+
+def train(out, text: Any = TEXT, config: Any = CONFIG, **more: Any):
+    given = {"tokenizer": tokenizer(), "progress": False, **RECIPE, **more}
+    return baselines.sparse_pretrain(config, text, out=out, **given)
+
+
+def weights(made):
+    return dict(GPT2LMHeadModel.from_pretrained(made.folder).named_parameters())
+
+
+def test_against_a_second_writing_of_the_recipe(tmp_path):
+    """Warm-up of 2 updates (of 2.9), density falling over 5, three more at .1; in all of them by hand what the appendix says."""
+    network, first, second = fresh(config_of(CONFIG), 3), {}, {}
+    for update, rows in zip(range(10), Shuffled(TEXT).batches(4, 3, 0), strict=False):
+        n, n0, n1, end = update * 48, 2 * 48, 7 * 48, 10 * 48
+        density = 1.0 if n < n0 else 0.1 if n >= n1 else 0.1 ** ((n - n0) / (n1 - n0))
+        h = n / n0 if n < n0 else 1 - (n - n0) / (end - n0)
+        rate = 0.01 * h / math.sqrt(density)
+        network.zero_grad()
+        cross_entropy(network(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+        everything = torch.cat([p.grad.flatten() for p in network.parameters()])
+        rms = everything.square().mean().sqrt()
+        with torch.no_grad():
+            for name, p in network.named_parameters():
+                g = p.grad / (rms + 1e-5)
+                first[name] = 0.8 * first.get(name, 0) + 0.2 * g
+                second[name] = 0.7 * second.get(name, 0) + 0.3 * g**2
+                m, v = first[name] / (1 - 0.8 ** (update + 1)), second[name] / (1 - 0.7 ** (update + 1))
+                p.copy_(p - rate * 0.5 * p - rate * m / (v.sqrt() + 0.3))
+                if p.ndim == 2 and density < 1:
+                    p.copy_(thinned(p.T, density).T if name.endswith(CONV1D) else thinned(p, density))
+    made = weights(train(tmp_path))
+    for name, p in network.named_parameters():
+        torch.testing.assert_close(made[name].detach(), p.detach(), rtol=1e-4, atol=1e-7)
+        assert torch.equal(made[name] == 0, p == 0) and (p.ndim == 2) == bool((p == 0).any())
+
+
+def thinned(matrix, density):
+    """floor(d numel) entries: of every row its largest, then the largest of what is left."""
+    order = sorted(range(matrix.numel()), key=lambda i: -abs(float(matrix.flatten()[i])))
+    return keep_first(matrix, order, density)
+
+
+def keep_first(matrix, order, density):
+    columns, seen, best = matrix.shape[1], set(), []
+    for i in order:
+        if i // columns not in seen:
+            seen.add(i // columns)
+            best.append(i)
+    chosen = set(best)
+    rest = [i for i in order if i not in chosen][: math.floor(density * matrix.numel()) - len(best)]
+    kept = torch.zeros(matrix.numel())
+    kept[best + rest] = 1
+    return matrix * kept.view(matrix.shape)
+
+
+@pytest.mark.parametrize("name", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
+def test_a_row_is_an_output(name):
+    """An output of small weights keeps one; an input of small weights keeps none. Conv1D holds (d_in, d_out)."""
+    network = fresh(config_of(CONFIG), 0)
+    weight = network.get_submodule(f"transformer.h.1.{name}").weight
+    with torch.no_grad():
+        weight[:, 3] *= 1e-4
+        weight[5] *= 1e-4
+    for matrix in matrices(network):
+        project_(matrix, 0.2)
+    assert int((weight[:, 3] != 0).sum()) == 1 and int((weight[5] != 0).sum()) <= 1
+    assert bool((weight != 0).any(0).all())
+
+
+def test_a_row_of_an_embedding_is_a_token_or_a_position():
+    network = fresh(config_of(CONFIG), 0)
+    for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
+        with torch.no_grad():
+            embedding[7] *= 1e-4
+    for matrix in matrices(network):
+        project_(matrix, 0.2)
+    for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
+        assert int((embedding[7] != 0).sum()) == 1 and bool((embedding != 0).any(1).all())
+    assert network.lm_head.weight is network.transformer.wte.weight
+
+
+def test_how_the_network_is_drawn():
+    """N(0, .02); what writes to the residual stream over sqrt(2 layers); biases 0, norms 1 and 0."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    network = fresh(config_of({**CONFIG, "n_embd": 64}), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, p in network.named_parameters():
+        if p.ndim == 1:
+            assert torch.equal(p, torch.ones_like(p) if "ln_" in name and "weight" in name else torch.zeros_like(p)), (
+                name
+            )
+        else:
+            wanted = 0.02 / 2 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 * 2 layers) = 2
+            std, mean = float(p.detach().std()), float(p.detach().mean())
+            assert std == pytest.approx(wanted, rel=0.03) and abs(mean) < 0.1 * wanted, name
+    again = dict(fresh(config_of({**CONFIG, "n_embd": 64}), 3).named_parameters())
+    assert all(torch.equal(again[name], p) for name, p in network.named_parameters())
+    three, four = (fresh(config_of(CONFIG), seed).transformer.wte.weight for seed in (3, 4))
+    assert not torch.equal(three, four)
+
+
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_the_gelu_is_exact_in_every_host(kind, tmp_path):
+    network = fresh(config_of({**CONFIG, "activation_function": "gelu_new", "resid_pdrop": 0.1}), 0)
+    x = torch.linspace(-4, 4, 101)
+    assert torch.equal(network.transformer.h[0].mlp.act(x), gelu(x))  # torch's, with erf
+    with torch.no_grad():
+        for matrix in matrices(network):
+            matrix *= 20  # where erf and tanh differ
+    network.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    wanted = network(TEXT).logits
+    assert torch.equal(wanted, network(TEXT).logits)  # no dropout, though in training mode
+    logits = swd.load_host(str(tmp_path), kind)(TEXT)
+    assert float((logits - wanted).abs().max()) < 1e-4
+    network.config.activation_function = "gelu_new"
+    approximate = GPT2LMHeadModel(network.config)
+    approximate.load_state_dict(network.state_dict())
+    assert float((approximate(TEXT).logits - wanted).abs().max()) > 1e-3
+
+
+def test_held_out_text_is_judged_in_float32(tmp_path):
+    made = train(tmp_path, heldout=TEXT[:5], autocast="bfloat16", stop_after=3)
+    with torch.no_grad():
+        logits = GPT2LMHeadModel.from_pretrained(made.folder)(TEXT[:5]).logits[:, :-1]
+    ce = float(cross_entropy(logits.flatten(0, 1), TEXT[:5, 1:].flatten()))
+    assert made.log["heldout_ce"].iloc[-1] == pytest.approx(ce, rel=1e-6)
+    in_float32 = train(tmp_path / "float32", heldout=TEXT[:5], autocast=None, stop_after=3)
+    assert in_float32.log["loss"][2] != made.log["loss"][2]  # bfloat16 was at work
+
+
+def test_shares_are_whole_updates():
+    assert Schedule(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n0 == 29  # 28.999... in floats
+    assert Schedule(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n1 == 57
+    at_once = Schedule(updates=4, tokens_per_update=8, warmup=0.0, falling_until=0.0)
+    assert (at_once.rate(0), at_once.density(0)) == (pytest.approx(3e-4 / math.sqrt(0.2)), 0.2)
+
+
+def test_what_decides_the_bits_is_in_the_recipe(tmp_path):
+    train(tmp_path, stop_after=1)
+    assert train(tmp_path, config={**CONFIG, "n_inner": 64}, stop_after=1).log["step"].tolist() == [
+        1
+    ]  # 4 * 16: the same
+    with pytest.raises(swd.ResumeError, match=r"layer_norm_epsilon 1e-05 then, 0\.001 now"):
+        train(tmp_path, config={**CONFIG, "layer_norm_epsilon": 1e-3}, stop_after=1)
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(TrainError, match="model is missing; copy the folder again"):
+        train(tmp_path, stop_after=1)
+
+
+def test_what_would_fail_late_is_refused_first(tmp_path):
+    train(tmp_path, stop_after=1)
+    for config, more, says in (
+        ({**CONFIG, "n_layers": 3}, {}, "GPT2Config has no argument 'n_layers'; did you mean 'n_layer'?"),
+        ({**CONFIG, "n_head": 3}, {}, "n_embd=16 cannot be shared out among n_head=3 heads"),
+        # floor(.05 * 64 * 16) = 51 weights for the 64 rows of mlp_in
+        (CONFIG, {"end_density": 0.05}, "leaves .* and each row keeps one; give a larger end_density"),
+        (CONFIG, {"tokens_per_update": 50}, "tokens_per_update=50 cannot be made"),
+        (SimpleNamespace(cfg=SimpleNamespace(d_mlp=None)), {}, "give a GPT2Config, .* or a host with MLPs"),
+    ):
+        with pytest.raises(TrainError, match=says):
+            train(tmp_path, config=config, overwrite=True, **more)
+    assert (tmp_path / "model" / "config.json").is_file()  # what stood there is not given up for that
+    train(tmp_path / "earlier", end_density=0.05, stop_after=4)  # density .37 when it stops
+
+
+def test_the_later_of_two_calls_has_the_folder(tmp_path, monkeypatch):
+    """A call that begins while another trains there goes on from its checkpoint; the other stops at its next step."""
+    whole, one, nested = train(tmp_path / "whole", checkpoint_every=2), _Run._one, []
+
+    def beginning(self, rows):
+        if self.update == 5 and not nested:
+            nested.append(None)
+            nested.append(train(tmp_path / "both", checkpoint_every=2))
+        return one(self, rows)
+
+    monkeypatch.setattr(_Run, "_one", beginning)
+    with pytest.raises(swd.ResumeError, match=r"another call of sparse_pretrain has taken .*both over"):
+        train(tmp_path / "both", checkpoint_every=2)
+    assert nested[1].log.equals(whole.log)
+    assert (tmp_path / "both/model/model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
+    assert train(tmp_path / "both", checkpoint_every=2).log.equals(whole.log)
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["log.jsonl", "model", "run.json"]
