@@ -50,7 +50,7 @@ def test_the_same_command_takes_over_and_another_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(Training, "_one", lambda *args: pytest.fail("trained again"))
     assert run(*arguments).exit_code == 0
     other = run(*arguments, "--set", "learning_rate=0.0004")
-    assert other.exit_code == 1 and "learning_rate 0.003 then, 0.0004 now" in re.sub(r"\s+", " ", other.output)
+    assert other.exit_code == 1 and "learning_rate 0.01 then, 0.0004 now" in re.sub(r"\s+", " ", other.output)
 
 
 def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_model):
@@ -166,6 +166,36 @@ def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatc
         stopped = run(*arguments, "--checkpoint-every", 1)
     assert stopped.exit_code == 130 and "the same command again goes on" in re.sub(r"\s+", " ", stopped.stderr)
     assert run(*arguments).exit_code == 0 and LearnedUnits.load(tmp_path / "b").tokens == 3072
+
+
+def test_a_trained_baseline_stands_beside_swd_in_circuits_and_report(tmp_path):
+    trained = tmp_path / "tc"
+    made = run("transcoder", "--out", trained, "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL)
+    assert made.exit_code == 0, made.output
+    small = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-train", "12", "--n-test", "8", "--task", "ioi"]
+
+    def circuit(site, *folders):
+        beside = [word for folder in folders for word in ("--beside", folder)]
+        words = ["circuit", "--sites", site, *small, *beside, "--out", tmp_path / "run"]
+        return CliRunner().invoke(cli.app, list(map(str, words)))
+
+    other = circuit("blocks.2.mlp_out", trained)
+    assert other.exit_code == 1 and "transcoder (tc) replaces blocks.1.mlp_out" in re.sub(r"\s+", " ", other.stderr)
+    twice = circuit("blocks.1.mlp_out", trained, trained)
+    assert twice.exit_code == 1 and "rename one of them" in re.sub(r"\s+", " ", twice.stderr)
+    assert not (tmp_path / "run").exists()
+    assert (done := circuit("blocks.1.mlp_out", trained)).exit_code == 0, done.output
+    read = swd.Run.load(tmp_path / "run")
+    (comparison,) = read.comparisons.values()
+    units = LearnedUnits.load(trained)
+    whole = comparison["ioi"].curves["transcoder (tc)"].rows.iloc[-1]
+    assert (whole["units"], whole["edges"]) == (16, units.edges) and read.settings["beside"] == ["transcoder (tc)"]
+    ce = swd.fidelity(swd.load_default_model(), units, swd.text_tokens(1024, split="test")).ce
+    assert comparison.fidelities["transcoder (tc)"].ce == pytest.approx(ce, abs=1e-9)
+    assert "transcoder (tc)" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "run" / "report.html").unlink()
+    again = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run")])
+    assert again.exit_code == 0 and "transcoder (tc)" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 KILLED = {

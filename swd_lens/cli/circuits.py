@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.markup import escape
 
+from swd_lens.baselines import LearnedUnits
 from swd_lens.cli.common import (
     app,
     load_model,
@@ -121,6 +122,10 @@ def circuit(
     controls: Annotated[
         str, typer.Option(help="Exact factorizations beside SWD: svd, random_b (3 seeds), 'svd,random_b', or 'none'.")
     ] = "svd",
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable."),
+    ] = None,
     preset: PresetOption = DEFAULT_PRESET,
     units: UnitsOption = None,
     outer_iterations: IterationsOption = None,
@@ -134,6 +139,7 @@ def circuit(
             raise ValueError(f"--positions must be 'scoring' or 'all', got {positions!r}")
         if ablation not in ("mean", "zero"):
             raise ValueError(f"--ablation must be 'mean' or 'zero', got {ablation!r}")
+        others = _labelled(beside or [])
         chosen = [] if controls == "none" else [name.strip() for name in controls.split(",")]
         if unknown := [name for name in chosen if name not in CONTROLS]:
             raise ValueError(f"--controls takes {', '.join(CONTROLS)} or none, got {', '.join(map(repr, unknown))}")
@@ -152,11 +158,24 @@ def circuit(
             positions=positions,
             ablation=ablation,
             controls=chosen,
+            beside=others,
             on_step=say,
             progress=show_progress(),
             **solver,
         )
         deliver(run, out, as_json)
+
+
+def _labelled(folders: Sequence[Path]) -> dict[str, LearnedUnits]:
+    """Units of finished trainings, by what they are and where they lie."""
+    found = {}
+    for folder in folders:
+        units = LearnedUnits.load(folder)
+        label = f"{units.provenance['method']} ({folder.resolve().name})"
+        if label in found:
+            raise ValueError(f"--beside {folder}: another folder gives {label}, too; rename one of them")
+        found[label] = units
+    return found
 
 
 @app.command()

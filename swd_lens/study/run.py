@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factors import FactorSet, fingerprint
 from swd_lens.files import plain
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.inject import matrices_of
 from swd_lens.plan import factorize
+from swd_lens.sites import Site
 from swd_lens.solver import PRESETS
 from swd_lens.study.attention import attention_views
 from swd_lens.study.cards import unit_cards
@@ -51,6 +54,7 @@ def run_study(
     positions: str = "scoring",
     ablation: str = "mean",
     controls: Sequence[str] = ("svd",),
+    beside: Mapping[str, Any] = MappingProxyType({}),
     cards_per_task: int = 3,
     contexts_per_card: int = 6,
     on_step: Callable[[str], None] = lambda text: None,
@@ -69,12 +73,14 @@ def run_study(
             do not depend on the rounding of a float32 forward (see `swd_lens.calibration`).
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`.
         controls: exact factorizations beside SWD: "svd", "random_b" (three seeds, in the circuits only), both or none.
+        beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
+            their CE beside them.
         cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
         on_step: called with a line of text before each step; progress: bars within the steps.
         solver: options for `factorize` (preset=, calibration=, ...).
 
     Raises:
-        ValueError: nothing to do (no surface, task or sparsity), and whatever the steps raise.
+        ValueError: nothing to do (no surface, task or sparsity), `beside` of another surface, and whatever the steps raise.
     """
     if not surfaces or not tasks or not sparsities:
         raise ValueError("a study needs at least one surface, one task and one sparsity")
@@ -82,7 +88,9 @@ def run_study(
         raise ValueError(f"no control {', '.join(map(repr, unknown))}; there are {', '.join(CONTROLS)}")
     began = time.perf_counter()
     for pattern in surfaces.values():
-        find_sites(model, pattern)  # an unknown site should fail before minutes of work
+        found = find_sites(model, pattern)  # an unknown site should fail before minutes of work
+        for label, units in beside.items():
+            _require_there(model, label, units, found)
     replacements: list[Replacement] = []
     comparisons: dict[str, Comparison] = {}
     for surface, pattern in surfaces.items():
@@ -105,13 +113,17 @@ def run_study(
         methods: dict[str, Any] = {r.method: r.factors for r in here}
         if "random_b" in controls:
             methods["Random-B"] = baselines.random_b_seeds(model, pattern, range(RANDOM_B_SEEDS))
+        fidelities = {r.method: r.fidelity for r in here}
+        for label, units in beside.items():
+            on_step(f"fidelity of {label}")
+            methods[label], fidelities[label] = units, fidelity(model, units, heldout_tokens)
         on_step(f"circuits of {', '.join(task.name for task in tasks)} on {surface}")
         comparisons[surface] = compare(
             methods,
             model,
             tasks,
             tokens=heldout_tokens,
-            fidelities={r.method: r.fidelity for r in here},
+            fidelities=fidelities,
             positions=positions,
             ablation=ablation,
             progress=progress,
@@ -123,10 +135,21 @@ def run_study(
     attention = attention_views(model, tasks, shown)
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
-    settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls)}
+    settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls), "beside": list(beside)}
     # As run.json gives it back: lists for tuples, text for names.
     settings = json.loads(json.dumps(plain(settings), default=str))
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began, attention)
+
+
+def _require_there(model: Any, label: str, units: Mapping[str, Any], surface: Sequence[Site]) -> None:
+    """Raises ValueError unless these units replace the matrices of this surface."""
+    host = host_of(model)
+    theirs = {one.name for site in find_sites(model, list(units)) for one in matrices_of(host, site)}
+    if theirs != {site.name for site in surface}:
+        raise ValueError(
+            f"{label} replaces {', '.join(sorted(theirs))}, this surface is {', '.join(site.name for site in surface)}; "
+            "circuits of different surfaces do not compare"
+        )
 
 
 def _sparsest(replacements: Sequence[Replacement], surface: str) -> tuple[str, FactorSet]:

@@ -124,7 +124,8 @@ class Training:
     def _require_finite(self, loss: float, number: int, rate: float) -> None:
         if math.isfinite(loss):
             return
-        kept = "" if self.folder is None else f" {self.folder.path} keeps step {self.folder.last_step()}."
+        there = 0 if self.folder is None else self.folder.last_step()
+        kept = "" if self.folder is None else f" {self.folder.path} keeps {f'step {there}' if there else 'no checkpoint yet'}."
         raise TrainError(
             f"step {number} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
         )
