@@ -23,8 +23,8 @@ SAME = {"n_tokens": 350, "tokens_per_step": 50, "checkpoint_every": 3, "progress
 METHODS = {
     "transcoder": (baselines.transcoder, SITE, {"dead_after": 60}),
     "transcoder of an MLP": (baselines.transcoder, "blocks.1.mlp", {"width": 24}),
-    "vpd_recon": (baselines.vpd_recon, SITE, {}),
-    "vpd_recon of an MLP": (baselines.vpd_recon, "blocks.0.mlp", {}),
+    "vpd_recon": (baselines.vpd_recon, SITE, {"minimality": 1e-4}),
+    "vpd_recon of an MLP": (baselines.vpd_recon, "blocks.0.mlp", {"minimality": 1e-4}),
     "vpd_kl": (baselines.vpd_kl, SITE, {"adversarial": 0.5, "importance": "shared_mlp"}),
     "vpd_kl of an MLP": (baselines.vpd_kl, "blocks.0.mlp", {"faithfulness": 1.0}),
     "transcoder with ghosts": (baselines.transcoder, SITE, {"dead_after": 60, "ghost": True, "start": "median"}),
