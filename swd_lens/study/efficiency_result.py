@@ -87,16 +87,24 @@ class DataEfficiency:
             ]
         )
 
-    def tokens_to_reach(self, target: float | int, metric: str = "CE delta") -> dict[str, int | None]:
-        """Method -> the fewest tokens after which the metric is at most this, and stays so at its later points; None: never.
+    def tokens_to_reach(
+        self, target: float | int, metric: str = "CE delta", *, lasting: bool = True
+    ) -> dict[str, int | None]:
+        """Method -> the fewest tokens after which the metric is at most this; None: never.
 
         A metric that is not a number, after a training that diverged, is not reached.
+
+        Args:
+            target: in the metric's unit.
+            metric: a column of `table`.
+            lasting: of a run's checkpoints only count those from which the metric stays there; False: the first, chance or
+                not, which is kind to the run. Independent fits do not know of each other: of them it is the first always.
 
         Raises:
             ValueError: an unknown metric.
         """
         _check_metric(metric)
-        return {method: _first(rows, metric, target) for method, rows in self._by_method()}
+        return {method: _first(rows, metric, target, lasting) for method, rows in self._by_method()}
 
     def _by_method(self) -> list[tuple[str, pd.DataFrame]]:
         """In the order given, each with its rows by tokens."""
@@ -202,9 +210,9 @@ def _number(value: Any) -> Any:
     return float("nan") if value is None else value
 
 
-def _first(rows: pd.DataFrame, metric: str, target: float | int) -> int | None:
-    below = (rows[metric] <= target).tolist()
-    since = next((place for place in range(len(below)) if all(below[place:])), None)
+def _first(rows: pd.DataFrame, metric: str, target: float | int, lasting: bool) -> int | None:
+    below, run = (rows[metric] <= target).tolist(), lasting and CHECKPOINT in set(rows["kind"])
+    since = next((place for place in range(len(below)) if (all(below[place:]) if run else below[place])), None)
     return None if since is None else int(rows["tokens"].iloc[since])
 
 

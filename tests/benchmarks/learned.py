@@ -10,7 +10,7 @@ Part "matrix", at one matrix (default: mlp_out of layer 3, which the tasks need 
    third once more with a stronger penalty ("sparser"), chosen on validation text so that they end near SWD's CE with few units
    at work. Each run lies in the folder; the same command goes on where it was stopped.
 2. Replacement quality against tokens used: SWD fitted anew for every count, the others at their checkpoints. Tokens to reach
-   the CE delta of SWD at 16,384 tokens, exactly and within .001.
+   the CE delta of SWD at 16,384 tokens, exactly and within .001, for the first time.
 3. Circuits twice, edges at sufficiency .9 and at half the necessity drop, per task:
    "matched" sets each baseline's last checkpoint within .001 of SWD s=.9 beside it (the nearest, where there is none);
    "trained out" sets their last checkpoints beside SWD s=.75, which is as near to the dense model as they get.
@@ -18,7 +18,8 @@ Part "matrix", at one matrix (default: mlp_out of layer 3, which the tasks need 
 Part "sparse", on the whole model:
 1. Sparse pretraining of the model's architecture on its text, along the paper's schedule up to the paper's density (.3152).
 2. SWD of every matrix at the same nonzeros, fine-tuned on its supports (SWD-FT).
-3. Held-out CE of both and of the dense model, tokens used, and circuits: of all units, and of the MLPs' channels alone.
+3. Held-out CE of both and of the dense model, tokens used, and circuits of each; beside them the dense model's MLP channels,
+   units of the same kind as those of the sparsely pretrained model.
 
 Everything is also written to the folder: matrix.json, sparse.json, efficiency.svg, circuits.svg, trained_out.svg.
 """
@@ -28,6 +29,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.baselines.learned.sparse_schedule import Schedule
+from swd_lens.baselines.learned.sparse_spec import PRESETS
 from swd_lens.files import plain
 from swd_lens.tasks.generators import FAMILIES
 
@@ -46,8 +49,8 @@ SWD = "SWD"
 COUNTS = (1_024, 2_048, 4_096, 8_192, CALIBRATION, 32_768, 65_536)
 POSITIONS = ("scoring", "all")
 SPARSER_L1, SPARSER_MINIMALITY = 4e-4, 1e-1
-# Share of the paper's schedule after which its model is taken, and the density there.
-STOP, DENSITY = 22_000 / 38_146, Schedule().density(21_999 * 131_072)
+# Of the blocks' matrices where the paper takes its model: after update 22,000.
+DENSITY = Schedule().density(21_999 * 131_072)
 
 
 def main() -> None:
@@ -64,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--test-tokens", type=int, default=65_536)
     parser.add_argument("--prompts", type=int, nargs=2, default=(300, 200), metavar=("TRAIN", "TEST"))
-    parser.add_argument("--updates", type=int, default=8_000, help="of sparse pretraining's whole schedule")
+    parser.add_argument("--updates", type=int, default=7_000, help="of sparse pretraining's whole schedule")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -185,7 +188,7 @@ def _matched(efficiency: swd.DataEfficiency, method: str, target: float) -> int:
 
 
 def _tokens_table(efficiency: swd.DataEfficiency, target: float) -> pd.DataFrame:
-    exact, near = (efficiency.tokens_to_reach(target + more) for more in (1e-9, TOLERANCE))
+    exact, near = (efficiency.tokens_to_reach(target + more, lasting=False) for more in (1e-9, TOLERANCE))
     rows = []
     for method in efficiency.methods:
         points = [p for p in efficiency.points if p.method == method]
@@ -222,8 +225,14 @@ def _circuits(model: Any, args: argparse.Namespace, methods: Any, test: Any, fig
 # ---------------------------------------------------------------------------------------------- the whole model
 
 
+def _updates_to(density: float, updates: int) -> int:
+    """Updates of preset "small" after which weights have this density, nearly: the schedule goes by what is before an update."""
+    schedule = replace(PRESETS["small"], updates=updates)
+    return 1 + min(range(updates), key=lambda n: abs(schedule.density(n * schedule.tokens_per_update) - density))
+
+
 def _sparse(model: Any, args: argparse.Namespace) -> None:
-    stop = max(2, round(args.updates * STOP))
+    stop = _updates_to(DENSITY, args.updates)
     text = swd.text_tokens(stop * 2048, split="train", seed=1)  # each token once
     calibration, test = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(args.test_tokens, split="test")
     began = time.perf_counter()
@@ -255,13 +264,14 @@ def _sparse(model: Any, args: argparse.Namespace) -> None:
         row |= {"candidate units": sum(u.n_units for u in units.values())}
         for task in _tasks(where, args):
             for positions in POSITIONS:
-                curve = swd.evaluate(
-                    where, units, task, swd.attribute(where, units, task, positions=positions), bootstrap=0
-                )
+                scores = swd.attribute(where, units, task, positions=positions)
+                curve = swd.evaluate(where, units, task, scores, bootstrap=0)
                 if positions == POSITIONS[0]:
                     row |= {f"{task.name}: margin": curve.q_unpruned, f"{task.name}: accuracy": curve.accuracy_unpruned}
-                row |= {f"{task.name}, {positions}: edges at sufficiency 0.9": curve.cost_at(sufficiency=0.9)}
-                row |= {f"{task.name}, {positions}: edges at half necessity": curve.cost_at(necessity=0.5)}
+                both = [
+                    _shown(cost, "{:,.0f}") for cost in (curve.cost_at(sufficiency=0.9), curve.cost_at(necessity=0.5))
+                ]
+                row[f"{task.name}, {positions}: suff. 0.9 / half drop"] = " / ".join(both)
         found.append(row)
     print(f"density of the blocks {1 - s:.4f} (the paper's {DENSITY:.4f})\n")
     print(_markdown(pd.DataFrame(found)))

@@ -3,6 +3,7 @@
 Then what is made of them: the first count that suffices, the figure, the file.
 """
 
+import dataclasses
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -81,6 +82,9 @@ def test_tokens_to_reach():
     made = DataEfficiency([*points("a", 0.5, 0.1, 0.01), *points("b", 0.05, 0.5, 0.2), *points("c", 0.0, 0.3, 0.1)], {})
     assert made.tokens_to_reach(0.1) == {"a": 100, "b": None, "c": 1000}  # c was there by chance, and left again
     assert made.tokens_to_reach(0.01, "relMSE") == {"a": 1000, "b": None, "c": None}
+    assert made.tokens_to_reach(0.1, lasting=False) == {"a": 100, "b": 10, "c": 10}
+    fits = [dataclasses.replace(point, kind="independent fit") for point in points("c", 0.0, 0.3, 0.1)]
+    assert DataEfficiency(fits, {}).tokens_to_reach(0.1) == {"c": 10}  # a worse fit to more text is another fit
     with pytest.raises(ValueError, match="metric='loss': choose one of 'CE delta', 'KL', 'relMSE'"):
         made.tokens_to_reach(0.1, "loss")
 

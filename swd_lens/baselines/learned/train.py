@@ -125,7 +125,11 @@ class Training:
         if math.isfinite(loss):
             return
         there = 0 if self.folder is None else self.folder.last_step()
-        kept = "" if self.folder is None else f" {self.folder.path} keeps {f'step {there}' if there else 'no checkpoint yet'}."
+        kept = (
+            ""
+            if self.folder is None
+            else f" {self.folder.path} keeps {f'step {there}' if there else 'no checkpoint yet'}."
+        )
         raise TrainError(
             f"step {number} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
         )
