@@ -111,9 +111,9 @@ def _layers(model: Any, args: argparse.Namespace) -> None:
 
 
 def _kept(n_tokens: int) -> list[int]:
-    """Token counts of the curve: each the square root of two times the one before, in whole steps of 1,024."""
-    counts = {min(n_tokens, 1024 * round(2 ** (i / 2))) for i in range(64)}
-    return sorted(counts)
+    """Token counts of the curve, in whole steps: doubling up to 32,768, four to a doubling beyond, where CE meets SWD's."""
+    doubling, finer = (1024 * 2**i for i in range(5)), (1024 * round(2 ** (i / 4)) for i in range(20, 128))
+    return sorted({min(n_tokens, count) for count in (*doubling, *finer)})
 
 
 def _baselines(model: Any, args: argparse.Namespace, text: Any) -> dict[str, Callable[..., Any]]:
