@@ -268,3 +268,13 @@ def efficiency_file_of_something_else(folder, _):
 def efficiency_newer_format(folder, _):
     (folder / "points.json").write_text(json.dumps({"format": 99, "settings": {}}))
     swd.DataEfficiency.load(folder / "points.json")
+
+
+@trigger
+def study_beside_another_surface(*_):
+    host = swd.load_default_model()
+    task, text = swd.load_task("ioi", host, n_train=2, n_test=2), swd.text_tokens(256)
+    swd.run_study(
+        model(), {"one": "blocks.1.mlp_out"}, [task], sparsities=(0.5,), calibration_tokens=text, heldout_tokens=text,
+        beside={"Transcoder": units()},
+    )  # fmt: skip
