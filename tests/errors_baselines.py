@@ -73,6 +73,18 @@ def learned_not_finite(*_):
     trained(learning_rate=1e30, n_tokens=480, train=baselines.vpd_recon)
 
 
+@trigger
+def learned_host_of_inference_mode(*_):
+    with torch.inference_mode():
+        host = families.bridge("gpt2")
+    baselines.vpd_kl(host, SITE, tokens(), n_tokens=96, tokens_per_step=48, width=4, progress=False)
+
+
+@trigger
+def learned_text_unreadable(*_):
+    trained(text="The cat sat on the mat.")
+
+
 # ---------------------------------------------------------------------------------------------- folders
 
 
@@ -104,6 +116,12 @@ def learned_not_kept_there(*_):
 @trigger
 def learned_no_units_there(folder, _):
     LearnedUnits.load(folder)
+
+
+@trigger
+def learned_saved_into_a_run(folder, _):
+    trained(out=folder)
+    units().save(folder)
 
 
 @trigger

@@ -26,7 +26,6 @@ from swd_lens.cli.options import (
     JsonOption,
     ModelOption,
     OverwriteOption,
-    TextOption,
     ThreadsOption,
 )
 from swd_lens.hosts import find_sites
@@ -38,6 +37,12 @@ app.add_typer(group, name="train-baseline")
 
 OutOption = Annotated[Path, typer.Option(help="Folder for recipe, log, checkpoints and result.")]
 SiteOption = Annotated[str, typer.Option("--site", help="One matrix, blocks.8.mlp_out, or a whole MLP, blocks.8.mlp.")]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text", help="A text file: its first part trains, its last part measures.", exists=True, dir_okay=False
+    ),
+]
 TextTokensOption = Annotated[int, typer.Option("--tokens", help="Tokens of training text; gone through again.", min=1)]
 BudgetOption = Annotated[
     int | None, typer.Option("--n-tokens", help="Tokens to train on; default the preset's.", min=1)
@@ -160,6 +165,8 @@ def _settings(given: list[str] | None, n_tokens: int | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set {text}: give NAME=VALUE, such as --set learning_rate=1e-3")
+        if name.strip() in found:
+            raise ValueError(f"--set {text}: {name.strip()} is given twice")
         found[name.strip()] = _value(value.strip())
     return found
 

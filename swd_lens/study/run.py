@@ -27,7 +27,7 @@ from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factors import FactorSet, fingerprint
 from swd_lens.files import plain
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject import matrices_of
+from swd_lens.inject import by_site, matrices_of
 from swd_lens.plan import factorize
 from swd_lens.sites import Site
 from swd_lens.solver import PRESETS
@@ -141,10 +141,10 @@ def run_study(
     return Run(settings, replacements, comparisons, cards, time.perf_counter() - began, attention)
 
 
-def _require_there(model: Any, label: str, units: Mapping[str, Any], surface: Sequence[Site]) -> None:
+def _require_there(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:
     """Raises ValueError unless these units replace the matrices of this surface."""
     host = host_of(model)
-    theirs = {one.name for site in find_sites(model, list(units)) for one in matrices_of(host, site)}
+    theirs = {one.name for site in find_sites(model, list(by_site(units))) for one in matrices_of(host, site)}
     if theirs != {site.name for site in surface}:
         raise ValueError(
             f"{label} replaces {', '.join(sorted(theirs))}, this surface is {', '.join(site.name for site in surface)}; "

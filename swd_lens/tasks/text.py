@@ -32,7 +32,13 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
     Raises:
         TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, or rows longer than n_ctx.
     """
-    rows = torch.as_tensor(tokens)
+    try:
+        rows = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TokenError(
+            f"tokens must be (rows, pos) integers, and this {type(tokens).__name__} cannot be read as that ({error}); strings "
+            "are turned into tokens by swd.pack_text(model, text), or by model.to_tokens(...)"
+        ) from error
     if rows.is_floating_point() or rows.dtype == torch.bool or rows.is_complex():
         raise TokenError(
             f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)"

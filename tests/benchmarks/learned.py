@@ -67,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--test-tokens", type=int, default=65_536)
     parser.add_argument("--prompts", type=int, nargs=2, default=(300, 200), metavar=("TRAIN", "TEST"))
-    parser.add_argument("--updates", type=int, default=7_000, help="of sparse pretraining's whole schedule")
+    parser.add_argument("--updates", type=int, default=9_000, help="of sparse pretraining's whole schedule")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()

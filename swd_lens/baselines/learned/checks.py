@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+
 
 class TrainError(ValueError):
     """A baseline cannot be trained like this, or its training failed; the message says why and what to do."""
@@ -25,7 +27,12 @@ def check_names(spec: Any, overrides: Mapping[str, Any]) -> Any:
                 f"{type(spec).__name__} has no setting {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}"
                 f"Settings: {', '.join(known)}"
             )
-    return replace(spec, **overrides)
+    return replace(spec, **{name: plain_number(value) for name, value in overrides.items()})
+
+
+def plain_number(value: Any) -> Any:
+    """A number of NumPy, as a sweep gives it, as Python's own; everything else as it is."""
+    return value.item() if isinstance(value, np.integer | np.floating) else value
 
 
 def whole(name: str, value: Any, least: int) -> None:

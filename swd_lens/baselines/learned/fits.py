@@ -273,7 +273,8 @@ class HostFit:
 def _swapped(host: Host, modules: dict[Site, Any]) -> Iterator[None]:
     """The modules in the host's products, its parameters without gradients; all as it was on the way out."""
     undo: list[Undo] = []
-    asked = [p for p in host.model.parameters() if p.requires_grad]
+    # Flags of inference tensors cannot be set back, and no gradient comes to them anyway.
+    asked = [p for p in host.model.parameters() if p.requires_grad and not p.is_inference()]
     try:
         host.guard(_WHILE_TRAINING, undo.append)
         undo.append(lambda: _ask(asked, True))

@@ -36,7 +36,7 @@ def transcoder(
     tokens: Any,
     *,
     preset: str = DEFAULT,
-    keep: Iterable[int] | None = None,
+    keep: Iterable[int] | int | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     checkpoint_every: int = 100,
@@ -56,7 +56,8 @@ def transcoder(
         tokens: (rows, pos) ids of training text, shuffled by the seed and gone through again where n_tokens asks for more; or a
             `TokenStream`, in its own order.
         preset: "small" (ours, the default), "paper" (TC3k of GPT-2's c_proj; TC24k at a whole MLP), "paper_tc12k".
-        keep: token counts at which to keep weights; None = after 1, 2, 4, ... steps, and the last. The last is always kept.
+        keep: token counts, or one, after which to keep weights; None = after 1, 2, 4, ... steps. The last are always kept. Runs
+            that differ in it differ in a transcoder's last bits: rows are normalized once more where weights are kept.
         out: a folder (see units.py and finetune/folder.py). The same call again after an interruption goes on from the last
             checkpoint and ends with the same bits; after the end it reads the result. Without it all kept weights stay in memory.
         overwrite: start again, in place of the run that `out` holds.
@@ -81,7 +82,7 @@ def vpd_recon(
     tokens: Any,
     *,
     preset: str = DEFAULT,
-    keep: Iterable[int] | None = None,
+    keep: Iterable[int] | int | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     checkpoint_every: int = 100,
@@ -114,7 +115,7 @@ def vpd_kl(
     tokens: Any,
     *,
     preset: str = DEFAULT,
-    keep: Iterable[int] | None = None,
+    keep: Iterable[int] | int | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     checkpoint_every: int = 100,
@@ -157,7 +158,7 @@ def _trained(
     parts: list[Site],
     tokens: Any,
     spec: TrainSpec,
-    keep: Iterable[int] | None,
+    keep: Iterable[int] | int | None,
     out: str | Path | None,
     overwrite: bool,
     checkpoint_every: int,
@@ -170,6 +171,10 @@ def _trained(
     require_no_dropout(model)
     host = host_of(model)
     require_free(host, parts)
+    if _inside(site, spec) and any(p.is_inference() for p in model.parameters()):
+        raise TrainError(
+            "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it"
+        )
     device = next(model.parameters()).device
     provenance = _provenance(method, host, site, parts, spec, rows)
     folder = None if out is None else _folder(Path(out), method, provenance, model, steps)
@@ -201,9 +206,14 @@ def _fit(host: Host, site: Site, parts: list[Site], provenance: Mapping[str, Any
         coder.to(next(host.model.parameters()).device)
         if isinstance(spec, VpdSpec):
             coder.stand_for(host.weight(part), bias_of(host, part, first))
-    if isinstance(spec, VpdSpec) and (spec.fidelity == "kl" or site.kind == "mlp"):
+    if _inside(site, spec):
         return HostFit(host, site, made)
     return LocalFit(host, site, made[site])
+
+
+def _inside(site: Site, spec: TrainSpec) -> bool:
+    """Whether training goes through the host (HostFit), not beside it."""
+    return isinstance(spec, VpdSpec) and (spec.fidelity == "kl" or site.kind == "mlp")
 
 
 def _provenance(method: str, host: Host, site: Site, parts: list[Site], spec: TrainSpec, rows: Rows) -> dict[str, Any]:
@@ -235,9 +245,10 @@ def _one(model: Any, pattern: Pattern) -> Site:
     """The one site of a pattern."""
     found = find_sites(model, pattern)
     if len(found) != 1:
+        some = ", ".join(site.name for site in found[:4]) + (", ..." if len(found) > 4 else "")
         raise TrainError(
-            f"{pattern!r} names {len(found)} sites ({', '.join(site.name for site in found[:4])}, ...); a baseline is trained "
-            "on one: a matrix, or a whole MLP such as 'blocks.0.mlp'"
+            f"{pattern!r} names {len(found)} sites ({some}); a baseline is trained on one: a matrix, or a whole MLP such as "
+            "'blocks.0.mlp'"
         )
     return found[0]
 

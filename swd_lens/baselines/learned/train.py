@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.baselines.learned.checks import plain_number
 from swd_lens.baselines.learned.fits import Fit
 from swd_lens.baselines.learned.spec import TrainError, TrainSpec
 from swd_lens.baselines.learned.trajectory import Trajectory
@@ -179,7 +180,7 @@ def text_of(tokens: Any, model: Any) -> Rows:
     Raises:
         TokenError: see `swd_lens.tasks.streams.as_stream`.
     """
-    if isinstance(tokens, TokenStream | np.memmap):
+    if isinstance(tokens, TokenStream | np.memmap | Iterator):
         return Streamed(as_stream(tokens, model))
     return Shuffled(as_rows(tokens, model))
 
@@ -208,7 +209,7 @@ def require_enough(spec: TrainSpec, rows: Rows) -> None:
         )
 
 
-def kept_steps(spec: TrainSpec, keep: Iterable[int] | None) -> frozenset[int]:
+def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:
     """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last.
 
     Raises:
@@ -216,7 +217,7 @@ def kept_steps(spec: TrainSpec, keep: Iterable[int] | None) -> frozenset[int]:
     """
     if keep is None:
         return frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
-    counts = list(keep)
+    counts = [keep] if isinstance(keep, int) else [plain_number(tokens) for tokens in keep]
     for tokens in counts:
         if (
             not isinstance(tokens, int)

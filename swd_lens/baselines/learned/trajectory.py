@@ -69,3 +69,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
 
     def __len__(self) -> int:
         return len(self._points)
+
+    def __repr__(self) -> str:
+        where = "in memory" if self.folder is None else f"in {self.folder}"
+        return f"Trajectory(after {', '.join(f'{tokens:,}' for tokens in self)} tokens, {where})"

@@ -28,6 +28,7 @@ from swd_lens.files import write_json, write_text
 from swd_lens.inject.coder import CoderUnits
 
 INDEX = "units.json"
+RUN = "run.json"  # of every training's folder (finetune/folder.py), and of a study's
 _LOG = "log.jsonl"
 _FORMAT = 1
 
@@ -71,6 +72,8 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         return units
 
     def __getitem__(self, site: str) -> CoderUnits:
+        if site not in self._units:
+            raise KeyError(f"no units for site {site!r}; these are of {', '.join(self._units)}")
         return self._units[site]
 
     def __iter__(self) -> Iterator[str]:
@@ -91,16 +94,17 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     # ------------------------------------------------------------------ trajectory
 
-    def at(self, tokens: int) -> "LearnedUnits":
+    def at(self, tokens: float | int) -> "LearnedUnits":
         """The same training after this many tokens.
 
         Raises:
             TrainError: no weights were kept there.
         """
-        if tokens not in self.checkpoints:
+        kept = [n for n in self.checkpoints if n == tokens]  # 1e6 is 1,000,000
+        if not kept:
             there = ", ".join(f"{n:,}" for n in self.checkpoints)
             raise TrainError(f"no weights were kept at {tokens:,} tokens; there are {there}")
-        return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=tokens, device=self.device)
+        return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=kept[0], device=self.device)
 
     def to(self, device: "str | torch.device") -> "LearnedUnits":
         """The same units on another device: a host computes with units on its own."""
@@ -151,8 +155,21 @@ class LearnedUnits(Mapping[str, CoderUnits]):
     # ------------------------------------------------------------------ files
 
     def save(self, folder: str | Path) -> None:
-        """Write everything, the whole trajectory among it; the index last, so that a folder with an index is complete."""
-        folder = Path(folder)
+        """Write everything, the whole trajectory among it; the index last, so that a folder with an index is complete.
+
+        Units that were saved there before are replaced.
+
+        Raises:
+            TrainError: the folder holds a run, whose result they would pass for.
+        """
+        folder, own = Path(folder), self.checkpoints.folder
+        if own is None or folder.resolve() != own.resolve():
+            if (folder / RUN).exists():
+                raise TrainError(
+                    f"{folder} holds a run ({RUN}); units saved there would pass for its result. Give another folder"
+                )
+            if (folder / INDEX).exists():
+                forget(folder)
         copied = Trajectory(folder, self.provenance)
         for tokens, weights in self.checkpoints.items():
             copied.add(tokens, weights)
@@ -183,7 +200,7 @@ def _index(folder: Path) -> tuple[dict[str, Any], list[int]]:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         version = int(index["format"])
         found = dict(index["provenance"]), [int(tokens) for tokens in index["tokens"]]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished") from None
     except (ValueError, KeyError, TypeError) as error:
         raise TrainError(f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again") from error

@@ -1,0 +1,156 @@
+"""Learned baselines as a first user takes them in hand: NumPy's numbers, what to keep, states of hosts, folders, printing."""
+
+import numpy as np
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.baselines import LearnedUnits, TrainError
+from swd_lens.cli.baselines import _settings
+from swd_lens.hosts import find_sites
+from swd_lens.study.run import _require_there
+from tests.finetune.conftest import everything
+from tests.micro import random_split, random_tokens, toy_model
+
+SITE = "blocks.1.mlp_out"
+TOKENS = random_tokens(24, 10)
+QUICK = {"n_tokens": 150, "tokens_per_step": 50, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def units(model):
+    return baselines.transcoder(model, SITE, TOKENS, **QUICK)
+
+
+def bits(units):
+    return {name: t.numpy().tobytes() for name, t in units.checkpoints[units.tokens].items()}
+
+
+def test_numbers_of_numpy_are_numbers(model, units):
+    """As a sweep over np.arange or np.geomspace gives them; the folder's index holds plain ones."""
+    sweep = {**QUICK, "n_tokens": np.int64(150), "seed": np.int64(42), "l1": np.float32(5e-5)}
+    made = baselines.transcoder(model, SITE, TOKENS, keep=(n for n in np.array([100])), **sweep)
+    assert list(made.checkpoints) == [100, 150] and type(made.provenance["settings"]["n_tokens"]) is int
+    assert bits(baselines.transcoder(model, SITE, TOKENS, **{**QUICK, "n_tokens": np.int64(150)})) == bits(units)
+
+
+def test_one_count_to_keep(model):
+    assert list(baselines.transcoder(model, SITE, TOKENS, keep=100, **QUICK).checkpoints) == [100, 150]
+    with pytest.raises(TrainError, match=r"keep=\[True\]: give token counts"):
+        baselines.transcoder(model, SITE, TOKENS, keep=True, **QUICK)
+
+
+def test_a_count_written_as_a_float_is_the_count(units):
+    at = units.at(1e2)
+    assert type(at.tokens) is int and repr(at) == repr(units.at(100))
+    assert at[SITE].provenance["tokens"] == 100
+
+
+def test_what_is_there_is_named(model, units, tmp_path):
+    with pytest.raises(KeyError, match=r"no units for site 'blocks\.0\.mlp_out'; these are of blocks\.1\.mlp_out"):
+        units["blocks.0.mlp_out"]
+    assert "blocks.0.mlp_out" not in units and units.get("blocks.0.mlp_out") is None
+    assert repr(units.checkpoints) == "Trajectory(after 50, 100, 150 tokens, in memory)"
+    units.save(tmp_path)
+    assert repr(LearnedUnits.load(tmp_path).checkpoints).endswith(f"in {tmp_path})")
+    with pytest.raises(TrainError, match=r"units\.json holds no units\.json"):  # the file itself
+        LearnedUnits.load(tmp_path / "units.json")
+    with pytest.raises(TrainError, match=r"names 2 sites \(blocks\.0\.mlp_out, blocks\.1\.mlp_out\); a baseline"):
+        baselines.transcoder(model, "mlp_out", TOKENS, **QUICK)
+
+
+def test_saving_where_something_is(model, units, tmp_path):
+    """Units saved into a run's folder would be read as its result by the same call; of other units nothing stays behind."""
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    trained = baselines.transcoder(model, SITE, TOKENS, out=run, seed=1, **QUICK)
+    with pytest.raises(TrainError, match=r"holds a run \(run\.json\); units saved there would pass for its result"):
+        units.save(run)
+    trained.save(run)  # into its own
+    assert bits(baselines.transcoder(model, SITE, TOKENS, out=run, seed=1, **QUICK)) == bits(trained)
+    trained.save(saved)
+    other = baselines.transcoder(model, SITE, TOKENS, keep=(), **QUICK)
+    other.save(saved)
+    assert [path.stem for path in (saved / "weights").iterdir()] == ["000000000000150"]
+    assert bits(LearnedUnits.load(saved)) == bits(other)
+    LearnedUnits.load(saved).save(saved)
+    assert bits(LearnedUnits.load(saved)) == bits(other)
+
+
+def test_a_folders_weights_that_are_not_units_stay(units, tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "mine.pt").write_bytes(b"mine")
+    units.save(tmp_path)
+    assert (tmp_path / "weights" / "mine.pt").exists() and bits(LearnedUnits.load(tmp_path)) == bits(units)
+
+
+def test_a_host_made_in_inference_mode(model, units):
+    """What trains beside it works, to the same bits; what trains inside it is refused, and nothing stays on the host."""
+    with torch.inference_mode():
+        host = toy_model()
+    before = everything(host)
+    assert bits(baselines.transcoder(host, SITE, TOKENS, **QUICK)) == bits(units)
+    recon = baselines.vpd_recon(host, SITE, TOKENS, **QUICK)
+    assert bits(recon) == bits(baselines.vpd_recon(model, SITE, TOKENS, **QUICK))
+    for train, site in ((baselines.vpd_kl, SITE), (baselines.vpd_recon, "blocks.0.mlp")):
+        with pytest.raises(TrainError, match=r"made under torch\.inference_mode\(\)"):
+            train(host, site, TOKENS, **QUICK)
+        assert everything(host) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The cat sat.", ["The cat sat.", "The dog ran."], [[1, 2, 3], [1, 2]], None, [torch.ones(3), torch.ones(3)]],
+)
+def test_what_is_no_token_rows_is_told(model, text):
+    with pytest.raises(
+        swd.TokenError, match=r"tokens must be \(rows, pos\) integers, and this (str|list|NoneType) cannot"
+    ):
+        baselines.transcoder(model, SITE, text, **QUICK)
+
+
+def test_a_generator_of_rows_is_told_what_to_be(model):
+    with pytest.raises(swd.TokenError, match=r"tokens are a generator, .* give TokenStream\(lambda: "):
+        baselines.transcoder(model, SITE, (row for row in TOKENS), **QUICK)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_hosts_dtype_is_kept_and_training_is_in_float32(dtype):
+    host = toy_model().to(dtype)
+    for train, site in ((baselines.transcoder, "blocks.0.mlp"), (baselines.vpd_recon, SITE), (baselines.vpd_kl, SITE)):
+        made = train(host, site, TOKENS, **{**QUICK, "n_tokens": 50})
+        assert {t.dtype for t in made.checkpoints[50].values()} <= {torch.float32, torch.int64}
+        with torch.no_grad(), swd.attach(host, made):
+            logits, cache = host.run_with_cache(TOKENS[:2])
+        assert logits.dtype == dtype
+        assert {cache[name].dtype for name in cache if "_unit" in name} == {dtype}
+
+
+def test_several_layers_are_one_surface(model, units):
+    """{**a, **b}, with factors among them, too: one ranking, one curve."""
+    vpd = baselines.vpd_recon(model, "blocks.0.mlp", TOKENS, **QUICK)
+    factors = swd.factorize(model, "blocks.0.attn_o", sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
+    everywhere = {**units, **vpd, **factors}
+    split = random_split()
+    scores = swd.attribute(model, everywhere, split)
+    curve = swd.evaluate(model, everywhere, split, scores)
+    assert curve.rows["units"].iloc[-1] == sum(one.n_units for one in everywhere.values())
+    assert curve.rows["edges"].iloc[-1] == units.edges + vpd.edges + factors.edges
+
+
+def test_one_sites_units_may_stand_beside_a_study(model, units):
+    _require_there(model, "Transcoder", units[SITE], find_sites(model, SITE))
+    with pytest.raises(ValueError, match=r"Transcoder replaces blocks\.1\.mlp_out, this surface is blocks\.0\.mlp_out"):
+        _require_there(model, "Transcoder", units[SITE], find_sites(model, "blocks.0.mlp_out"))
+
+
+def test_a_setting_given_twice_on_the_command_line():
+    assert _settings(["l1=1e-4", "width=4x"], 100) == {"n_tokens": 100, "l1": 1e-4, "width": "4x"}
+    for given, n_tokens in ((["n_tokens=50"], 100), (["l1=0.1", "l1=0.2"], None)):
+        with pytest.raises(ValueError, match=r"--set (n_tokens=50|l1=0\.2): \w+ is given twice"):
+            _settings(given, n_tokens)
