@@ -40,7 +40,7 @@ SiteOption = Annotated[str, typer.Option("--site", help="One matrix, blocks.8.ml
 TextOption = Annotated[
     Path | None,
     typer.Option(
-        "--text", help="A text file: its first part trains, its last part measures.", exists=True, dir_okay=False
+        "--text", help="Text file: its first part trains, its last measures. Not needed for the embedded model."
     ),
 ]
 TextTokensOption = Annotated[int, typer.Option("--tokens", help="Tokens of training text; gone through again.", min=1)]
