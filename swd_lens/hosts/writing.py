@@ -10,7 +10,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -49,8 +48,8 @@ class Stored:
 
     def restore(self, kept: Float[Tensor, "..."]) -> None:
         """Put back what the parameter held, as `parameter.detach().clone()` kept it: bit for bit."""
-        with torch.no_grad():
-            self.parameter.copy_(kept)
+        # Not under torch.no_grad(): a Ctrl-C on the way out of it would leave gradients switched off.
+        self.parameter.detach().copy_(kept.detach())
 
     def names(self, state: Any) -> list[str]:
         """Its keys in a state_dict that the host has just given (tensors there share their memory with the parameter)."""

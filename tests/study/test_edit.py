@@ -187,6 +187,7 @@ def test_ctrl_c_at_any_line(model, factors, how):
     for at in range(1, lines + 1):
         with pytest.raises(KeyboardInterrupt):
             run_to_line(there_and_back, at, EDITS)
+        assert torch.is_grad_enabled()
         if edit._standing:  # an interrupted undo can be called again
             edit.undo()
         assert torch.equal(model(PROMPT[None]), logits), f"interrupted before line {at} of {lines}"
