@@ -83,12 +83,13 @@ def mounted(host: Host, sites: list[Site], factors: Mapping[str, Factors]) -> It
         yield _mount(Mounted(host, sites, factors), undo)
     finally:
         try:
-            _undo_all(undo)
+            undo_all(undo)
         finally:  # a Ctrl-C may hit the first
-            _undo_all(undo)
+            undo_all(undo)
 
 
-def _undo_all(undo: list[Undo]) -> None:
+def undo_all(undo: list[Undo]) -> None:
+    """Undo from the last on; what is undone leaves the list, so that a second call goes on where a Ctrl-C hit the first."""
     while undo:
         # Popped only when done: undoing twice is harmless.
         undo[-1]()

@@ -17,6 +17,7 @@ from swd_lens.baselines.learned.adversary import adversary_of
 from swd_lens.baselines.learned.masks import Draws, Shown
 from swd_lens.baselines.learned.transcoders import Said, Transcoder
 from swd_lens.baselines.learned.vpd import Vpd, clip_components, reconstruct, total_loss
+from swd_lens.finetune.mount import undo_all
 from swd_lens.hosts import Host, Start, Undo
 from swd_lens.hosts.seen import require_seen
 from swd_lens.inject.units import UnitHookPoint
@@ -284,16 +285,9 @@ def _swapped(host: Host, modules: dict[Site, Any]) -> Iterator[None]:
         yield
     finally:
         try:
-            _undo_all(undo)
+            undo_all(undo)
         finally:  # a Ctrl-C may hit the first
-            _undo_all(undo)
-
-
-def _undo_all(undo: list[Undo]) -> None:
-    while undo:
-        # Popped only when done: undoing twice is harmless.
-        undo[-1]()
-        undo.pop()
+            undo_all(undo)
 
 
 def _ask(parameters: list[Any], gradients: bool) -> None:
