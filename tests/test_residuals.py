@@ -116,7 +116,7 @@ def test_a_host_whose_runs_differ_from_a_start_is_run_whole(model, tmp_path, mon
 
     def a_bit_off(self, tokens, n_blocks, start=None):
         if start is not None:
-            start.residual[0, 0, 0] = torch.nextafter(start.residual[0, 0, 0], torch.tensor(torch.inf))
+            start.residual[0, 0, 0] *= 1 + 1e-5  # enough to outlast the rounding of any processor's LayerNorm
         run_blocks(self, tokens, n_blocks, start)
 
     monkeypatch.setattr(kind, "run_blocks", a_bit_off)

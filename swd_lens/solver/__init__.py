@@ -2,8 +2,9 @@
 
 1. `resolve` the preset and overrides to a spec (spec.py).
 2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
-3. Solve in float32, without TF32 or autocast: by the annealed solver (anneal.py, then refine.py) or by the paper's (dsf.py).
-4. Bring the factors into canonical scale and sign (canonical.py).
+3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
+   solver (anneal.py, then refine.py) or by the paper's (dsf.py).
+4. Bring the factors into canonical scale and sign (canonical.py), and to float32.
 5. Return `Factors` whose settings are everything that was used, and the entries really kept.
 
 `cost` (cost.py) says beforehand how many operations and bytes a call takes.
@@ -79,12 +80,14 @@ def solve(
     """Sparse factors W ≈ read @ write with nnz(read) + nnz(write) <= K = (1 - sparsity) numel(W).
 
     Minimises tr((W - AB)^T G (W - AB)) heuristically (paper §swd-factorization and app. swd-optimization; method.md
-    §5.2; solver.md). Deterministic: the same inputs on the same machine and threads give the same bits. The factors are
-    in canonical form: each unit's read and write vector have equal norms, and the write vector's largest entry is
+    §5.2; solver.md). Deterministic: the same inputs on the same machine and threads give the same bits. Solved in float64
+    (`precision`: the default for small matrices), other machines give the same supports and, up to rounding, the same
+    values; solved in float32 they give other factors of about the same error (spec.py, `DOUBLE_UP_TO`). The factors are in
+    canonical form: each unit's read and write vector have equal norms, and the write vector's largest entry is
     positive; unit i started as coordinate i of the short side (canonical.py).
 
     Args:
-        weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Solved in float32.
+        weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Taken to float32 first.
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
         preset: a key of `PRESETS`: "best"; "quick" and "thorough", half and 2.5 times its iterations; "paper", the
@@ -94,7 +97,8 @@ def solve(
         tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram towards the
             identity by min(.3, d_in / tokens); `settings["shrinkage"]` says by how much.
         on_iteration: called with a `Step` after each outer iteration, for progress bars.
-        **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8.
+        **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8 or
+            precision="float64".
 
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
@@ -121,15 +125,19 @@ def solve(
     shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
 
     dense = weight.detach().to(torch.float32)
-    metric = None if gram is None else gram.detach().to(device=dense.device, dtype=torch.float32)
+    precision = spec.precision_for(d_in, d_out) if dense.device.type != "mps" else "float32"  # which has no float64
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    target = dense.to(dtype)
+    metric = None if gram is None else gram.detach().to(device=dense.device, dtype=dtype)
     with torch.no_grad(), plain_float32(dense.device):
         if isinstance(spec, AnnealSpec):
             budget = plan_shares(d_in, d_out, sparsity, width, spec)
-            read, write = anneal.factorize(dense, metric, width, budget, spec, shrinkage, on_iteration)
+            read, write = anneal.factorize(target, metric, width, budget, spec, shrinkage, on_iteration)
         else:
             budget = plan_budget(d_in, d_out, sparsity, spec)
-            read, write = dsf.factorize(dense, metric, budget, spec, on_iteration)
-        read, write = canonical(read, write)
+            read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
+        del target
+        read, write = (factor.to(torch.float32) for factor in canonical(read, write))
 
     settings = {
         "preset": preset,
@@ -138,6 +146,7 @@ def solve(
         "calibrated": gram is not None,
         **spec.as_dict(),
         "shrinkage": shrinkage,
+        "precision": precision,
         "budget_square": budget.square,
         "budget_other": budget.other,
         "nonzeros_read": int(read.count_nonzero()),

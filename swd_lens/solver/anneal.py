@@ -14,7 +14,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
 4. Each unit always keeps its largest entry. In the last alternation the support is exact: these, then the largest ones up
-   to K. Before, the threshold is a sample's quantile.
+   to K. Before, the threshold is a sample's quantile. Entries that only rounding tells apart count as equal.
 5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs.
 
 How it differs from the paper's solver (dsf.py): the penalty is annealed and the dual rescaled with it; the support is chosen
@@ -35,7 +35,7 @@ from .refine import refine
 from .scale import power_of_two
 from .spec import AnnealSpec
 from .step import OnIteration, Step
-from .threshold import keep_exactly, kth_largest, kth_largest_estimate
+from .threshold import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
 
 Matrix = Float[Tensor, "rows columns"]
 
@@ -132,7 +132,7 @@ def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Ten
     """
     n = len(short_long)
     everyone = torch.arange(n, device=short_long.device)
-    strongest = short_long.norm(dim=1).topk(units % n).indices.sort().values
+    strongest = short_long.norm(dim=1).sort(descending=True, stable=True).indices[: units % n].sort().values
     owner = torch.cat([everyone] * (units // n) + [strongest])
     copy = torch.arange(units, device=short_long.device) // n
     return owner, copy
@@ -147,7 +147,7 @@ def _deal(
 ) -> Float[Tensor, "unit long"]:
     """The target pruned to a share of the budget; each entry goes to one copy of its coordinate, drawn at random."""
     magnitude = short_long.abs()
-    pruned = short_long * (magnitude >= kth_largest(magnitude, max(int(budget * spec.start_share), 1)))
+    pruned = short_long * (magnitude >= tie_floor(kth_largest(magnitude, max(int(budget * spec.start_share), 1))))
     dealt = pruned[owner]
     copies = torch.bincount(owner, minlength=len(short_long))
     if int(copies.max()) > 1:
@@ -275,8 +275,8 @@ def _support(dense: Matrix, alive: Bool[Tensor, "_ _"], budget: int, exact: bool
     magnitude = dense.abs()
     peak = magnitude.amax(1 - unit_dim, keepdim=True)
     if not exact:
-        return magnitude.ge_(peak.clamp_max(kth_largest_estimate(dense, budget)))
-    largest = magnitude.argmax(1 - unit_dim, keepdim=True)
+        return magnitude.ge_(tie_floor(peak.clamp_max(kth_largest_estimate(dense, budget))))
+    largest = first_largest(magnitude, 1 - unit_dim)
     magnitude.scatter_(1 - unit_dim, largest, torch.where(peak > 0, peak + peak.max(), 0.0)).mul_(alive)
     kept = keep_exactly(magnitude, budget)
     del magnitude

@@ -1,7 +1,7 @@
 """The canonical form of a pair of factors: A S and S^-1 B are the same product for any diagonal S, so a rule is needed.
 
 1. Scale: each unit's read and write vector have the same Euclidean norm.
-2. Sign: the entry of largest magnitude in each write vector is positive (of equal ones the first).
+2. Sign: the entry of largest magnitude in each write vector is positive (of those that tie the first, see threshold.py).
 3. Order: the solver's own. Unit i started as coordinate i of the matrix's short side (anneal.py, dsf.py); it keeps that
    place, so that units of two runs on the same matrix can be compared by index.
 
@@ -11,6 +11,8 @@ A unit that is empty on either side is left as it is.
 from jaxtyping import Float
 from torch import Tensor
 
+from .threshold import first_largest
+
 
 def canonical(
     read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
@@ -18,7 +20,7 @@ def canonical(
     """The same product and supports, in canonical scale and sign."""
     read_norm, write_norm = _norm(read, 0), _norm(write, 1)
     valid = (read_norm > 0) & (write_norm > 0)
-    largest = write.gather(1, write.abs().argmax(1, keepdim=True)).squeeze(1)
+    largest = write.gather(1, first_largest(write.abs(), 1)).squeeze(1)
     scale = (write_norm.sqrt() / read_norm.sqrt()).where(valid, 1.0) * (1 - 2 * (largest < 0).to(write.dtype))
     return read * scale, write / scale[:, None]
 

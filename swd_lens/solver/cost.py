@@ -3,7 +3,8 @@
 1. Operations: the matrix products of every step, 2 a b c for an (a, b) by (b, c) product; eigenvalues, inverses and
    selections are counted in equivalent operations, measured against products (eigenvalues run at a few percent of a
    product's speed, so that their 9 n^3 count as 60 n^3).
-2. Bytes: the float32 buffers alive at the worst moment, beyond weight and Gram.
+2. Bytes: the buffers alive at the worst moment, beyond the float32 weight and Gram.
+3. In float64 an operation counts as two, and an entry has eight bytes.
 
 The counts are of the algorithm as written in anneal.py, refine.py and dsf.py; tests/solver/test_cost.py compares the
 bytes with what torch really allocates.
@@ -47,8 +48,16 @@ def cost(
     check_sparsity(sparsity)
     width = resolve_units(units, d_in, d_out, any_width=isinstance(spec, AnnealSpec))
     if isinstance(spec, AnnealSpec):
-        return Cost(_anneal_flops(d_in, d_out, width, calibrated, spec), _anneal_bytes(d_in, d_out, width, calibrated))
-    return Cost(_dsf_flops(d_in, d_out, calibrated, spec), _dsf_bytes(d_in, d_out, calibrated))
+        flops, entries = (
+            _anneal_flops(d_in, d_out, width, calibrated, spec),
+            _anneal_entries(d_in, d_out, width, calibrated),
+        )
+    else:
+        flops, entries = _dsf_flops(d_in, d_out, calibrated, spec), _dsf_entries(d_in, d_out, calibrated)
+    if spec.precision_for(d_in, d_out) == "float64":
+        copies = d_in * d_out + calibrated * d_in**2  # of weight and Gram
+        return Cost(2 * flops, int(8 * (entries + copies)))
+    return Cost(flops, int(4 * entries))
 
 
 def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealSpec) -> float:
@@ -65,7 +74,7 @@ def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealS
     return spec.outer_iterations * plain + refining + calibrated * (with_gram * in_gram + once)
 
 
-def _anneal_bytes(d_in: int, d_out: int, m: int, calibrated: bool) -> int:
+def _anneal_entries(d_in: int, d_out: int, m: int, calibrated: bool) -> float:
     weights, factors = d_in * d_out, (d_in + d_out) * m
     largest = max(d_in, d_out) * m
     # Target (and C M, C_g M); both factors and duals; right-hand side, dense solution, mask, three temporaries.
@@ -73,7 +82,7 @@ def _anneal_bytes(d_in: int, d_out: int, m: int, calibrated: bool) -> int:
     # Target; both factors and supports; conjugate gradients' seven.
     refinement = weights + 2 * factors + 7 * largest + 2 * m * m
     gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace
-    return int(4 * 1.1 * (max(alternation, refinement) + gram))
+    return 1.1 * (max(alternation, refinement) + gram)
 
 
 def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:
@@ -84,6 +93,6 @@ def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:
     return spec.outer_iterations * update + final
 
 
-def _dsf_bytes(d_in: int, d_out: int, calibrated: bool) -> int:
+def _dsf_entries(d_in: int, d_out: int, calibrated: bool) -> int:
     n, weights = min(d_in, d_out), d_in * d_out
-    return 4 * (12 * weights + 10 * n * n + d_in * n * calibrated)
+    return 12 * weights + 10 * n * n + d_in * n * calibrated

@@ -2,15 +2,17 @@
 
 1. `kth_largest`: two quantiles of a small strided sample bracket the answer; count what lies above the bracket; select
    inside it. The answer is exact; when the bracket misses, the whole matrix is searched.
-2. `keep_exactly`: the k largest; of those that tie at the threshold the first by index.
+2. `keep_exactly`: the k largest; of those that tie at the threshold the first by index. Entries tie when rounding could
+   have parted them (`TIED`): symmetric problems have such entries, and which of them is larger depends on the processor.
 3. `keep_above`: those strictly above the k-th largest, as the reference code does (ties at the threshold all drop out).
 4. `kth_largest_estimate`: the sample's own quantile, for iterations whose support is not the last one.
+5. `tie_floor` and `first_largest`: the same rule for a threshold of one's own, and for the largest entry of a row or column.
 """
 
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 # Brackets the threshold to about 6 % of the matrix (4 sigma).
@@ -19,6 +21,10 @@ SAMPLE = 16_384
 # The estimate's own sample: the share of entries it keeps is off by 0.3 % (one sigma), which changed the error reached
 # by less than 1 % (golden matrices).
 ESTIMATE_SAMPLE = 32_768
+
+# Magnitudes whose relative difference is below this count as equal. Rounding in an alternation parts entries that are equal
+# in exact arithmetic by 1e-15 to 1e-12 (float64); entries of different value lie 1e-6 apart near a threshold.
+TIED = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
 def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tensor, ""]:
@@ -76,13 +82,23 @@ def _inside_bracket(flat: Float[Tensor, " n"], k: int, row: int) -> Float[Tensor
 
 
 def keep_exactly(magnitude: Float[Tensor, "rows columns"], k: int) -> Bool[Tensor, "rows columns"]:
-    """Mask of exactly k entries, the largest; ties at the threshold are filled in index order."""
+    """Mask of exactly k entries, the largest; ties at the threshold (`TIED`) are filled in index order."""
     threshold = kth_largest(magnitude, k)
-    kept = (magnitude > threshold).flatten()
-    missing = k - int(kept.count_nonzero())
-    ties = (magnitude == threshold).flatten().nonzero().flatten()
-    kept[ties[:missing]] = True
+    kept = magnitude > threshold * (1 + TIED[magnitude.dtype])
+    ties = (magnitude >= tie_floor(threshold)).logical_and_(~kept).flatten().nonzero().flatten()
+    kept = kept.flatten()
+    kept[ties[: k - int(kept.count_nonzero())]] = True
     return kept.view(magnitude.shape)
+
+
+def tie_floor(threshold: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The smallest magnitude that ties with a threshold."""
+    return threshold * (1 - TIED[threshold.dtype])
+
+
+def first_largest(magnitude: Float[Tensor, "rows columns"], dim: int) -> Int[Tensor, "_ _"]:
+    """Index of the largest entry along `dim`, which is kept with length one; of those that tie the first."""
+    return (magnitude >= tie_floor(magnitude.amax(dim, keepdim=True))).int().argmax(dim, keepdim=True)
 
 
 def keep_above(magnitude: Float[Tensor, "rows columns"], k: int) -> Bool[Tensor, "rows columns"]:

@@ -16,6 +16,10 @@ from tests import families
 from tests.finetune.conftest import everything
 from tests.micro import random_split, random_tokens, toy_model
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the unpruned replacement's mean margin"
+)  # of a model with random weights
+
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(24, 10)
 # Seven steps of five rows, a checkpoint after every third.

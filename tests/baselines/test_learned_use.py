@@ -13,6 +13,10 @@ from swd_lens.study.run import _require_there
 from tests.finetune.conftest import everything
 from tests.micro import random_split, random_tokens, toy_model
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the unpruned replacement's mean margin"
+)  # of a model with random weights
+
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(24, 10)
 QUICK = {"n_tokens": 150, "tokens_per_step": 50, "progress": False}

@@ -11,6 +11,10 @@ from swd_lens.circuits.roads import find_road
 from swd_lens.hosts import host_of
 from tests import families
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the unpruned replacement's mean margin"
+)  # of a model with random weights
+
 SITE_0 = "blocks.0.mlp_out"
 
 

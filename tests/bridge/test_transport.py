@@ -8,6 +8,8 @@ from swd_lens.hosts import host_of
 from swd_lens.inject import AttachError
 from tests import families
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
+
 TOKENS = families.some_tokens(2, 9)
 FOLDABLE = ("gpt2", "pythia", "llama", "qwen2", "qwen3", "gemma2")
 

@@ -18,6 +18,8 @@ from swd_lens.hosts import find_sites, host_of
 from tests import families
 from tests.contract import identity
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
+
 HAS_HOOKED = find_spec("transformer_lens.HookedTransformer") is not None
 HOSTS = [("bridge", family) for family in families.FAMILIES]
 HOSTS += [("hooked", family) for family in families.HOOKED if HAS_HOOKED]

@@ -11,6 +11,10 @@ from swd_lens.inject import AttachError, CoderUnits
 from tests.contract import identity
 from tests.micro import random_split, random_tokens, toy_model
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the unpruned replacement's mean margin"
+)  # of a model with random weights
+
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(2, 6)
 

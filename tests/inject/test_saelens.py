@@ -4,6 +4,7 @@ sae-lens asks for transformer_lens < 4; it is a dependency of the tests (the dev
 random weights, biases and thresholds; compared are the SAE's own forward, and, attached, HookedSAETransformer's logits.
 """
 
+import pytest
 import sae_lens
 import torch
 from sae_lens import SAE, saes
@@ -15,6 +16,10 @@ from swd_lens.inject.saelens import from_saelens
 from swd_lens.inject.sources import as_units
 from swd_lens.sites import Site
 from tests.micro import random_split, random_tokens, toy_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the unpruned replacement's mean margin"
+)  # of a model with random weights
 
 D_MODEL, D_MLP, UNITS = 6, 10, 16
 SITE = "blocks.1.mlp_out"

@@ -12,6 +12,8 @@ from swd_lens.inject import AttachError
 from tests import families
 from tests.micro import random_tokens, toy_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
+
 TOKENS = families.some_tokens(2, 9)
 PROCESSINGS = {
     "fold_ln": {"fold_ln": True, "center_writing_weights": False, "fold_value_biases": False},

@@ -49,7 +49,10 @@ addEventListener("load", async () => {{
 }});
 </script></body>"""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
+    pytest.mark.filterwarnings("ignore:the unpruned replacement's mean margin"),  # of a model with random weights
+]
 
 
 def _run_chromium(folder: Path, options: list[str], page: Path) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,15 @@
-"""The paper preset against what the public reference reached (shared/golden/reference.json), row by row.
+"""The paper preset against the public reference code, row by row; then preset best against both.
 
-The reference chooses supports, which amplifies float32 rounding: run with one thread instead of two, it misses its own
-numbers by up to 5 %. The numbers were made with two threads, and so are ours; preset "paper" then repeats the
-reference's bits, and the ratios are 1 up to 1e-6. The tolerance leaves room for another BLAS, not for another method.
+Choosing supports amplifies rounding: in float32 the reference itself misses its own numbers by up to 5 % when it runs with
+another number of threads, and so does any copy of it on another processor. What does not depend on the processor:
+
+1. In float64 the supports are the reference's, every entry of them (tests/golden_files/reference_float64.json: the public
+   code run in float64), and the errors are equal to 1e-6.
+2. In float32 each row's error lies within 3 % of the reference's float32 one (shared/golden/reference.json), and the
+   geometric mean within .5 %.
 """
 
+import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -13,21 +18,15 @@ from statistics import geometric_mean
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from swd_lens.factors import Factors
 from swd_lens.solver import solve
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 ROWS = json.loads((GOLDEN / "reference.json").read_text())["rows"] if (GOLDEN / "reference.json").exists() else []
-TOLERANCE = 0.01
-REFERENCE_THREADS = 2
-
-
-@pytest.fixture(autouse=True)
-def threads():  # instead of conftest's one
-    before = torch.get_num_threads()
-    torch.set_num_threads(REFERENCE_THREADS)
-    yield
-    torch.set_num_threads(before)
+IN_FLOAT64 = json.loads((Path(__file__).parents[1] / "golden_files" / "reference_float64.json").read_text())["rows"]
+MISSING = f"no {GOLDEN}/reference.json: the golden matrices are not part of the repository"
 
 
 @lru_cache
@@ -39,34 +38,55 @@ def row_id(row: dict) -> str:
     return f"{row['matrix']}-{row['sparsity']}-{'zero' if row['zero_data'] else 'calibrated'}"
 
 
-@pytest.mark.skipif(not ROWS, reason=f"no {GOLDEN}/reference.json: the golden matrices are not part of the repository")
+def paper_factors(row: dict, precision: str) -> Factors:
+    tensors = matrix(row["matrix"])
+    gram = None if row["zero_data"] else tensors["gram_calibration"]
+    settings = {"outer_iterations": row["outer_iterations"], "precision": precision}
+    return solve(tensors["W"], gram, row["sparsity"], preset="paper", **settings)
+
+
+def support_sha(factor: Tensor) -> str:
+    return hashlib.sha256((factor != 0).to(torch.uint8).contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.skipif(not ROWS, reason=MISSING)
 def test_golden_rows_cover_all_matrices_and_both_kinds_of_data():
     assert {row["matrix"] for row in ROWS} == {"mlp_in", "mlp_out", "attn_qkv", "attn_out"}
     assert len(ROWS) == 30 and sum(row["zero_data"] for row in ROWS) == 15
+    assert [row_id(row) for row in IN_FLOAT64] == [row_id(row) for row in ROWS]
 
 
-@pytest.mark.skipif(not ROWS, reason=f"no {GOLDEN}/reference.json: the golden matrices are not part of the repository")
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
-def test_paper_preset_repeats_the_reference(row: dict):
+@pytest.mark.skipif(not ROWS, reason=MISSING)
+@pytest.mark.parametrize("row", IN_FLOAT64, ids=row_id)
+def test_paper_preset_in_float64_has_the_references_supports(row: dict):
+    factors = paper_factors(row, "float64")
+    assert support_sha(factors.read) == row["support_read"]
+    assert support_sha(factors.write) == row["support_write"]
     tensors = matrix(row["matrix"])
-    gram = None if row["zero_data"] else tensors["gram_calibration"]
-    factors = solve(tensors["W"], gram, row["sparsity"], preset="paper", outer_iterations=row["outer_iterations"])
+    # The factors are kept in float32; 2.4e-8 was the largest difference measured, over two kinds of kernels.
+    assert factors.relmse(tensors["gram_heldout"]) == pytest.approx(row["relmse_heldout"], rel=1e-6)
+    assert factors.relmse(tensors["gram_calibration"]) == pytest.approx(row["relmse_calibration"], rel=1e-6)
+    assert factors.relative_frobenius() == pytest.approx(row["relative_frobenius"], rel=1e-6)
 
+
+def float32_ratio(row: dict) -> float:
+    """Our error over the reference's, both in float32: the one that the row minimises."""
+    factors = paper_factors(row, "float32")
     assert int(factors.read.count_nonzero()) == row["nonzeros_read"]
     assert int(factors.write.count_nonzero()) == row["nonzeros_write"]
-    measured = {
-        "relmse_heldout": factors.relmse(tensors["gram_heldout"]),
-        "relmse_calibration": factors.relmse(tensors["gram_calibration"]),
-        "relative_frobenius": factors.relative_frobenius(),
-    }
-    for name, value in measured.items():
-        assert value == pytest.approx(row[name], rel=TOLERANCE), f"{name}: {value / row[name]:.4f} of the reference's"
+    if row["zero_data"]:
+        return factors.relative_frobenius() / row["relative_frobenius"]
+    return factors.relmse(matrix(row["matrix"])["gram_heldout"]) / row["relmse_heldout"]
+
+
+@pytest.mark.skipif(not ROWS, reason=MISSING)
+def test_paper_preset_in_float32_has_the_references_errors_but_for_rounding():
+    ratios = {row_id(row): float32_ratio(row) for row in ROWS}
+    assert all(abs(ratio - 1) < 0.03 for ratio in ratios.values()), ratios
+    assert geometric_mean(ratios.values()) == pytest.approx(1, abs=0.005), ratios
 
 
 # ---------------------------------------------------------------------- preset best
-
-MISSING = f"no {GOLDEN}/reference.json: the golden matrices are not part of the repository"
-
 
 OFTEN = [i for i, r in enumerate(ROWS) if r["sparsity"] in (0.5, 0.75) or r["matrix"] == "attn_out"]
 

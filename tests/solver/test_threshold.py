@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swd_lens.solver import threshold
-from swd_lens.solver.threshold import keep_above, keep_exactly, kth_largest, kth_largest_estimate
+from swd_lens.solver.threshold import (
+    first_largest,
+    keep_above,
+    keep_exactly,
+    kth_largest,
+    kth_largest_estimate,
+    tie_floor,
+)
 
 
 def sorted_descending(magnitude: torch.Tensor) -> torch.Tensor:
@@ -65,6 +72,18 @@ def test_many_zeros_and_few_levels():
 def test_ties_are_filled_by_index():
     kept = keep_exactly(torch.ones(3, 4), 5).flatten()
     assert kept.tolist() == [True] * 5 + [False] * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_rounding_could_have_parted_ties(dtype: torch.dtype):
+    slack = threshold.TIED[dtype] / 4
+    for parted in ([0, 1, -1, 0], [1, 0, 0, -1], [-1, 1, 0, 1]):
+        magnitude = torch.tensor([[3.0, *(2 * (1 + slack * p) for p in parted), 1.0]], dtype=dtype)
+        assert keep_exactly(magnitude, 3).tolist() == [[True, True, True, False, False, False]]
+        assert int(first_largest(magnitude[:, 1:], 1)) == 0
+        assert bool((magnitude[0, 1:5] >= tie_floor(magnitude[0, 1:5].max())).all())
+    apart = torch.tensor([[2.0, 2 * (1 + 4 * threshold.TIED[dtype])]], dtype=dtype)
+    assert keep_exactly(apart, 1).tolist() == [[False, True]] and int(first_largest(apart, 1)) == 1
 
 
 def test_keep_above_more_than_there_are_keeps_all():

@@ -19,6 +19,8 @@ from swd_lens.study.data_efficiency import DataEfficiency, Point, data_efficienc
 from tests.contract import saelens_transcoder
 from tests.micro import random_tokens, toy_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
+
 SITE = "blocks.1.mlp_out"
 TEXT, HELD = random_tokens(24, 10), random_tokens(8, 10, seed=1)
 SWD = {"sparsity": 0.5, "preset": "quick", "outer_iterations": 3}
