@@ -30,6 +30,7 @@ from swd_lens.resources import (
     SiteEstimate,
     check_calibration,
     check_passes,
+    gram_dtype_for,
     refuse_whole_mlps,
     sparsity_of_each,
 )
@@ -51,7 +52,7 @@ def factorize(
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     batch_size: int = 16,
-    gram_dtype: str = "float32",
+    gram_dtype: str = "auto",
     device: str | torch.device | None = None,
     workers: int | str = 1,
     threads: int | None = None,
@@ -76,7 +77,8 @@ def factorize(
             and better where many matrices are replaced. With one site they are the same.
         preset, units, options: the solver's, see `swd_lens.solver.solve` (outer_iterations=, ...).
         batch_size: rows per calibration forward.
-        gram_dtype: "float32", or "float64". Sums are float64 either way.
+        gram_dtype: of the products of one batch and of the Grams, "float32" or "float64"; "auto": float64 where every matrix is
+            small enough to be solved in float64, so that factors do not depend on the processor. Sums are float64 anyway.
         device: where to solve, one matrix at a time; None: where the host's matrix is.
         workers: solve this many matrices at a time in processes of their own, or "ray" for the Ray cluster (see
             `swd_lens.workers`). Sequential calibration has few matrices that do not wait for each other.
@@ -109,7 +111,8 @@ def factorize(
     _check_device(device)
     stream = None if tokens is None else as_stream(tokens, model)
     each = sparsity_of_each(chosen, sparsity)
-    job = Job(model, chosen, stream, each, calibration, preset, units, batch_size, gram_dtype, device, options)
+    dtype = gram_dtype_for(gram_dtype, chosen, preset, options)
+    job = Job(model, chosen, stream, each, calibration, preset, units, batch_size, dtype, device, options)
     rows = job.forecast()  # a bad option fails here, before anything is hashed, read or run
     warn_of_few_tokens(job)
     if shard is not None:

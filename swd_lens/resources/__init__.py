@@ -22,6 +22,7 @@ from swd_lens.resources.counting import forecast, residual_bytes
 from swd_lens.resources.shapes import (
     check_calibration,
     check_passes,
+    gram_dtype_for,
     matrices_of,
     naming,
     refuse_whole_mlps,
@@ -41,6 +42,7 @@ __all__ = [
     "check_passes",
     "estimate",
     "forecast",
+    "gram_dtype_for",
     "naming",
     "refuse_whole_mlps",
     "shape_of",
@@ -58,7 +60,7 @@ def estimate(
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     batch_size: int = 16,
-    gram_dtype: str = "float32",
+    gram_dtype: str = "auto",
     **options: Any,
 ) -> Estimate:
     """Memory and time that `factorize` with these arguments will take, without starting it.
@@ -93,7 +95,7 @@ def estimate(
         units=units,
         batch_size=batch_size,
         options=options,
-        gram_dtype=gram_dtype,
+        gram_dtype=gram_dtype_for(gram_dtype, chosen, preset, options),
     )
     device = torch.empty(0).device if shapes_only else next(model.parameters()).device
     kind = "zero-data" if shape is None else calibration

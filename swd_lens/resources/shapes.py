@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.sites import PACKED, Pattern, Site, UnknownSiteError, select_sites, split_name
-from swd_lens.solver import SparsityError
+from swd_lens.solver import SparsityError, resolve
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.text import TokenError
 
@@ -75,8 +75,22 @@ def check_passes(batch_size: int, gram_dtype: str) -> None:
     """Raises ValueError for settings with which no pass over the tokens can be made."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
-    if gram_dtype not in ("float32", "float64"):
-        raise ValueError(f"gram_dtype={gram_dtype!r}: give 'float32' or 'float64'")
+    if gram_dtype not in ("auto", "float32", "float64"):
+        raise ValueError(f"gram_dtype={gram_dtype!r}: give 'auto', 'float32' or 'float64'")
+
+
+def gram_dtype_for(
+    gram_dtype: str, sites: Sequence[Matrix], preset: str, options: Mapping[str, Any]
+) -> Literal["float32", "float64"]:
+    """What "auto" stands for: float64 where every matrix is solved in float64, else float32.
+
+    Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 matrices of the embedded
+    model; of a float64 Gram none).
+    """
+    with naming(sites[0]):
+        spec = resolve(preset, options)
+    solved_in_double = all(spec.precision_for(site.d_in, site.d_out) == "float64" for site in sites)
+    return "float64" if gram_dtype == "float64" or (gram_dtype == "auto" and solved_in_double) else "float32"
 
 
 def refuse_whole_mlps(sites: Sequence[Matrix]) -> None:

@@ -12,7 +12,7 @@ The result is a mapping site name -> s, which `swd_lens.factorize(model, sites, 
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +24,7 @@ from swd_lens.calibration import collect_grams
 from swd_lens.factors import Factors
 from swd_lens.hosts import Host, host_of, require_no_dropout, sites_of
 from swd_lens.inject import attach
-from swd_lens.resources import check_passes, estimate, naming
+from swd_lens.resources import check_passes, estimate, gram_dtype_for, naming
 from swd_lens.sites import Pattern, Site
 from swd_lens.solver import SparsityError, resolve, solve
 from swd_lens.solver.budget import edges as edges_of
@@ -50,7 +50,7 @@ JUDGED = 4_096
 # No matrix gets more of its entries than this: beyond it two sparse factors cost more than the matrix.
 _DENSEST = 0.95
 
-_BYTES_PER_GRAM_ENTRY = 12  # a float64 sum and the float32 Gram made of it
+_BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
 
 
 def allocate(
@@ -100,12 +100,13 @@ def allocate(
         raise ValueError(f"by={by!r}: choose one of {', '.join(map(repr, BY))}")
     if isinstance(sparsity, Mapping):
         raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
-    check_passes(batch_size, "float32")
+    check_passes(batch_size, "auto")
     multiples = _checked(grid)
     host = host_of(model)
     chosen = sites_of(host, sites)
     # Refuses what the solver would refuse, before anything is run.
     estimate(model, sites, sparsity=sparsity, tokens=tokens, preset=preset, units=units, **options)
+    dtype = gram_dtype_for("auto", chosen, preset, options)
     stream = None if tokens is None else as_stream(tokens, model)
     judged = _judged(judge, stream, model) if by == "kl" else None
     budgets = {site.name: _budgets(site, sparsity, multiples, preset, units, options) for site in chosen}
@@ -115,7 +116,7 @@ def allocate(
     with tqdm(
         total=sum(map(len, budgets.values())), desc=f"allocate by {by}", disable=not progress, leave=False
     ) as bar:
-        for site, gram in _with_grams(model, chosen, stream, batch_size, gram_bytes):
+        for site, gram in _with_grams(model, chosen, stream, batch_size, gram_bytes, dtype):
             bar.set_postfix_str(site.name, refresh=False)
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
@@ -182,7 +183,12 @@ def _budgets(
 
 
 def _with_grams(
-    model: Any, sites: Sequence[Site], stream: TokenStream | None, batch_size: int, gram_bytes: int
+    model: Any,
+    sites: Sequence[Site],
+    stream: TokenStream | None,
+    batch_size: int,
+    gram_bytes: int,
+    dtype: Literal["float32", "float64"],
 ) -> Iterator[tuple[Site, Tensor | None]]:
     """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
     group: list[Site] = []
@@ -193,7 +199,7 @@ def _with_grams(
             continue
         grams: dict[str, Tensor] = {}
         if stream is not None:
-            grams.update(collect_grams(model, group, stream, batch_size=batch_size).by_site)
+            grams.update(collect_grams(model, group, stream, batch_size=batch_size, dtype=dtype).by_site)
         for one in group:
             yield one, grams.pop(one.name, None)
         group = []

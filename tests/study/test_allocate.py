@@ -167,7 +167,7 @@ def test_kl_is_that_of_one_matrix_replaced(model, by_kl):
 
 def test_by_error_reads_relmse(model):
     site = swd.find_sites(model, "blocks.0.attn_o")[0]
-    gram = swd.collect_grams(model, [site], TOKENS)[site.name]
+    gram = swd.collect_grams(model, [site], TOKENS, dtype="float64")[site.name]
     found = shortly(model, "blocks.0.*", by="error", grid=(0.75, 1, 1.25))
     curve = found.curves[site.name]
     f = swd.solve(host_of(model).weight(site), gram, 0.6, preset="quick", tokens=TOKENS.numel(), **SHORT)

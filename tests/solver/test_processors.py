@@ -1,0 +1,80 @@
+"""What a study gives does not depend on the processor's kernels or on the number of threads.
+
+ATEN_CPU_CAPABILITY=default makes torch round as a processor without vector instructions does; with one and two threads that is
+four machines. Each runs a small study of the embedded model in a process of its own: calibrate in the host's float32, solve,
+fidelity, and the edges of a circuit. Solved in float64, the default for matrices of this size, supports are the same on all
+four; in float32 the solutions are other ones of about the same error.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+STUDY = """
+import hashlib
+import json
+import sys
+import torch
+import swd_lens as swd
+
+precision, threads = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(threads)
+model = swd.load_default_model()
+tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(4096, split="test")
+how = {"sparsity": 0.75, "tokens": tokens, "preset": "quick", "precision": precision, "progress": False}
+factors = swd.factorize(model, "blocks.3.mlp_out", **how)
+f = factors["blocks.3.mlp_out"]
+task = swd.load_task("gendered_pronoun", model, n_train=60, n_test=60)
+scores = swd.attribute(model, factors, task.train)
+curve = swd.evaluate(model, factors, task.test, scores)
+supports = b"".join((t != 0).to(torch.uint8).contiguous().numpy().tobytes() for t in (f.read, f.write))
+print(json.dumps({
+    "capability": torch.backends.cpu.get_cpu_capability(),
+    "supports": hashlib.sha256(supports).hexdigest(),
+    "relmse": f.provenance["relmse"],
+    "ce_delta": swd.fidelity(model, factors, heldout).ce_delta,
+    "edges": curve.cost_at(sufficiency=0.9, cost="edges"),
+}))
+"""
+MACHINES = [(capability, threads) for capability in (None, "default") for threads in (1, 2)]
+
+
+def studies(precision: str) -> list[dict]:
+    """One result per machine."""
+    results = []
+    for capability, threads in MACHINES:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"}
+        if capability is not None:
+            environment["ATEN_CPU_CAPABILITY"] = capability
+        done = subprocess.run(
+            [sys.executable, "-c", STUDY, precision, str(threads)], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    assert results[2]["capability"] == results[3]["capability"] == "DEFAULT"
+    return results
+
+
+def spread(results: list[dict], key: str) -> float:
+    return max(result[key] for result in results) - min(result[key] for result in results)
+
+
+@pytest.mark.slow
+def test_solved_in_float64_a_study_is_the_same_on_every_machine():
+    results = studies("auto")
+    assert len({result["supports"] for result in results}) == 1
+    assert spread(results, "relmse") < 1e-6 * results[0]["relmse"]
+    assert spread(results, "ce_delta") < 1e-5  # nats: the rounding of float32 forwards
+    assert spread(results, "edges") == 0
+
+
+@pytest.mark.slow
+def test_solved_in_float32_it_is_about_as_good_on_every_machine():
+    results = studies("float32")
+    assert spread(results, "relmse") < 0.05 * results[0]["relmse"]
+    assert spread(results, "ce_delta") < 1e-3
+    edges = [result["edges"] for result in results]
+    assert max(edges) < 2 * min(edges)
