@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..factors import Factors
+from swd_lens.factors import Factors
 
 
 def svd_factors(weight: Float[Tensor, "d_in d_out"]) -> Factors:

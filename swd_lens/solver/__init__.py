@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..factors import Factors
-from ..machine import plain_float32
-from . import anneal, dsf
-from .budget import Budget, plan_budget, plan_shares, realised
-from .canonical import canonical
-from .cost import Cost, cost
-from .spec import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec, SolveSpec, resolve
-from .step import OnIteration, Step
-from .validate import (
+from swd_lens.factors import Factors
+from swd_lens.machine import plain_float32
+from swd_lens.solver import anneal, dsf
+from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
+from swd_lens.solver.canonical import canonical
+from swd_lens.solver.cost import Cost, cost
+from swd_lens.solver.spec import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec, SolveSpec, resolve
+from swd_lens.solver.step import OnIteration, Step
+from swd_lens.solver.validate import (
     BudgetError,
     GramError,
     SolveInputError,

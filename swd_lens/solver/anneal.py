@@ -29,13 +29,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .budget import Budget
-from .metric import Metric
-from .refine import refine
-from .scale import power_of_two
-from .spec import AnnealSpec
-from .step import OnIteration, Step
-from .threshold import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
+from swd_lens.solver.budget import Budget
+from swd_lens.solver.metric import Metric
+from swd_lens.solver.refine import refine
+from swd_lens.solver.scale import power_of_two
+from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.step import OnIteration, Step
+from swd_lens.solver.threshold import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
 
 Matrix = Float[Tensor, "rows columns"]
 

@@ -13,8 +13,8 @@
 import math
 from dataclasses import dataclass
 
-from .spec import AnnealSpec, DsfSpec
-from .validate import BudgetError
+from swd_lens.solver.spec import AnnealSpec, DsfSpec
+from swd_lens.solver.validate import BudgetError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ A unit that is empty on either side is left as it is.
 from jaxtyping import Float
 from torch import Tensor
 
-from .threshold import first_largest
+from swd_lens.solver.threshold import first_largest
 
 
 def canonical(

@@ -13,8 +13,8 @@ bytes with what torch really allocates.
 from dataclasses import dataclass
 from typing import Any
 
-from .spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, resolve
-from .validate import check_sparsity, resolve_units
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, resolve
+from swd_lens.solver.validate import check_sparsity, resolve_units
 
 EIGEN = 60.0  # x n^3
 INVERSE = 6.0  # x n^3

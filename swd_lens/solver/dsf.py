@@ -31,12 +31,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .budget import Budget, strict_rank
-from .scale import power_of_two
-from .spec import DsfSpec
-from .step import OnIteration, Step
-from .threshold import keep_above, keep_exactly
-from .validate import GramError
+from swd_lens.solver.budget import Budget, strict_rank
+from swd_lens.solver.scale import power_of_two
+from swd_lens.solver.spec import DsfSpec
+from swd_lens.solver.step import OnIteration, Step
+from swd_lens.solver.threshold import keep_above, keep_exactly
+from swd_lens.solver.validate import GramError
 
 # The reference's floor on norms (1e-8) is absolute. While the largest entries lie in this range it is below or near
 # float32 rounding and harmless; outside, W and G are brought inside even under arithmetic="reference".

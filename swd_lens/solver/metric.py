@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .validate import GramError
+from swd_lens.solver.validate import GramError
 
 # An input is dead when its second moment is below this share of the largest one: float32 could not tell it from zero.
 DEAD = 1e-14

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .metric import Metric
+from swd_lens.solver.metric import Metric
 
 Matrix = Float[Tensor, "rows columns"]
 

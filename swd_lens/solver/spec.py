@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from .validate import SpecError
+from swd_lens.solver.validate import SpecError
 
 ROUNDINGS = ("reference", "exact")
 ARITHMETICS = ("reference", "clean")

@@ -19,7 +19,7 @@ from torch import Tensor
 from swd_lens.factors import Factors
 from swd_lens.solver import PRESETS, BudgetError, Step, anneal, plan_shares, resolve, solve
 
-from .matrices import SHAPES, few_levels, gram_of, weight_of
+from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 
 
 def widths(shape: tuple[int, int]) -> list[int | str | None]:

@@ -5,7 +5,7 @@ import torch
 
 from swd_lens.solver import canonical, solve
 
-from .matrices import gram_of, weight_of
+from tests.solver.matrices import gram_of, weight_of
 
 
 def test_by_hand():

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from swd_lens.solver import Cost, SpecError, UnitsError, cost, solve
 
-from .matrices import gram_of, weight_of
+from tests.solver.matrices import gram_of, weight_of
 
 OPTIONS = {"best": {"outer_iterations": 4, "refine_rounds": 1}, "paper": {"outer_iterations": 4}}
 

@@ -18,7 +18,7 @@ from swd_lens.factors import Factors
 from swd_lens.solver import BudgetError, DsfSpec, Step, dsf, plan_budget, realised
 from swd_lens.solver import solve as solve_by
 
-from .matrices import SHAPES, few_levels, gram_of, weight_of
+from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 
 
 def solve(weight: Tensor, gram: Tensor | None = None, sparsity: float = 0.5, **options: object) -> Factors:

@@ -9,7 +9,7 @@ from torch import Tensor
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import conjugate_gradient, refine
 
-from .matrices import SHAPES, gram_of, weight_of
+from tests.solver.matrices import SHAPES, gram_of, weight_of
 
 
 def problem(shape: tuple[int, int], calibrated: bool = True, width: int = 12) -> tuple[Metric, Tensor, Tensor, Tensor]:
