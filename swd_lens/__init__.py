@@ -13,11 +13,16 @@
     curve = swd.evaluate(model, factors, task.test, scores)
     print(curve.cost_at(sufficiency=0.9, cost="edges"))
 
-The names below stand in the order of the flow: model, sites, factors, attached units, fidelity, scores, circuits.
+The names of `PUBLIC` stand in the order of the flow: model, sites, factors, attached units, scores, circuits. Beside them are the
+namespaces `baselines`, `edit`, `qk`, `graph`, `interactions` and `study`, and `errors` and `types`, which collect what calls
+raise and return. A name is imported when it is first used (PEP 562): `import swd_lens` loads neither torch nor transformer_lens.
 """
 
 import os
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 if os.path.basename(sys.argv[0] if sys.argv else "") == "swd-lens":
     # Our own command, before torch is loaded: threads that wait should spin a little, then sleep. On a machine busy with
@@ -25,167 +30,165 @@ if os.path.basename(sys.argv[0] if sys.argv else "") == "swd-lens":
     # As a library we leave the process's settings alone.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from swd_lens import baselines
-from swd_lens._version import __version__
-from swd_lens.calibration import collect_grams
-from swd_lens.checkpoint import ResumeError
-from swd_lens.circuits import (
-    Circuit,
-    Comparison,
-    CostCurve,
-    Fidelity,
-    Refinement,
-    UndefinedSufficiencyWarning,
-    UnitScores,
-    attribute,
-    compare,
-    evaluate,
-    fidelity,
-    intervention_hooks,
-    judge,
-    refine,
-)
-from swd_lens.default_model import load_default_model, text_tokens
-from swd_lens.factors import Factors, FactorSet
-from swd_lens.finetune import FinetuneError, FinetuneSpec, finetune
-from swd_lens.hosts import UnsupportedHostError, find_sites
-from swd_lens.hosts.load import load_host
-from swd_lens.inject import AttachError, Attachment, SiteDidNotRunWarning, UnitSourceError, attach
-from swd_lens.plan import factorize
-from swd_lens.report.dashboard import dashboard
-from swd_lens.resources import DoesNotFitError, Estimate, estimate
-from swd_lens.shards import ShardError
-from swd_lens.sites import Site, UnknownSiteError
-from swd_lens.solver import solve
-from swd_lens.storage import FactorFileError
-from swd_lens.study import (
-    Allocation,
-    DataEfficiency,
-    ModelReplacement,
-    Run,
-    Samples,
-    Sweep,
-    allocate,
-    data_efficiency,
-    generate,
-    replace_model,
-    run_study,
-    sweep,
-)
-from swd_lens.study.audit import Audit, UnitLabels, UnitProfile, audit
-from swd_lens.study.edit import (
-    Edit,
-    EditComparison,
-    EditError,
-    EditSelection,
-    SideEffects,
-    compare_edits,
-    edit_unit,
-    select_edit_unit,
-    side_effects,
-    unit_hooks,
-)
-from swd_lens.study.graph import UnitGraph, plot_unit_paths, unit_graph
-from swd_lens.study.interactions import UnitInteractions, UnitOverlap, unit_interactions, unit_overlap
-from swd_lens.study.qk import QKError, QKPair, QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen, score_parts
-from swd_lens.tasks import Task, TaskError, TaskExample, TokenError, load_task, load_text, pack_text, stream_rows
-from swd_lens.tasks.streams import TokenStream
-from swd_lens.workers import WorkerLostError
+# Name -> module below swd_lens that defines it.
+PUBLIC = {
+    "load_default_model": "hosts.embedded.load",
+    "load_host": "hosts.load",
+    "find_sites": "hosts",
+    "text_tokens": "hosts.embedded.load",
+    "load_text": "tasks.text",
+    "TokenStream": "tasks.streams",
+    "load_task": "tasks.loaders",
+    "Task": "tasks.task",
+    "factorize": "factorization.factorize",
+    "solve": "factorization.solve",
+    "estimate": "factorization.resources",
+    "allocate": "factorization.allocate",
+    "Factors": "units.factors",
+    "FactorSet": "units.factors",
+    "attach": "units.attach",
+    "fidelity": "circuits.fidelity",
+    "attribute": "circuits.attribution",
+    "evaluate": "circuits.frontier",
+    "refine": "circuits.refine",
+    "compare": "circuits.compare",
+    "Circuit": "circuits.circuit",
+    "finetune": "train.finetune.run",
+    "replace_model": "study.replacement",
+    "generate": "study.generate",
+    "audit": "analysis.audit.collect",
+    "UnitLabels": "analysis.audit.labels",
+    "run_study": "study.run",
+    "__version__": "base._version",
+}
+NAMESPACES = {
+    "baselines": "train.baselines",
+    "edit": "analysis.edit",
+    "graph": "analysis.graph",
+    "interactions": "analysis.interactions",
+    "qk": "analysis.qk",
+    "study": "study",
+}
+ERRORS = {
+    "AttachError": "units.match",
+    "DoesNotFitError": "factorization.resources.table",
+    "EditError": "analysis.edit.target",
+    "FactorFileError": "units.storage",
+    "FinetuneError": "train.finetune.spec",
+    "QKError": "analysis.qk.vectors",
+    "ResumeError": "factorization.checkpoint",
+    "ShardError": "factorization.shards",
+    "SiteDidNotRunWarning": "units.watch",
+    "TaskError": "tasks.errors",
+    "TokenError": "tasks.documents",
+    "UndefinedSufficiencyWarning": "circuits.frontier",
+    "UnitSourceError": "units.coder",
+    "UnknownSiteError": "hosts.sites",
+    "UnsupportedHostError": "hosts",
+    "WorkerLostError": "factorization.workers.order",
+}
+TYPES = {
+    "Allocation": "factorization.allocation",
+    "Attachment": "units.attach",
+    "Audit": "analysis.audit.result",
+    "Comparison": "circuits.comparison",
+    "CostCurve": "circuits.curve",
+    "DataEfficiency": "study.efficiency_result",
+    "Edit": "analysis.edit.edited",
+    "EditComparison": "analysis.edit.compare",
+    "EditSelection": "analysis.edit.select",
+    "Estimate": "factorization.resources.table",
+    "Fidelity": "circuits.fidelity",
+    "FinetuneSpec": "train.finetune.spec",
+    "ModelReplacement": "study.replacement",
+    "QKPair": "analysis.qk.screen",
+    "QKReplay": "analysis.qk.replay",
+    "QKScan": "analysis.qk.scan",
+    "QKScreen": "analysis.qk.screen",
+    "Refinement": "circuits.refine",
+    "Run": "study.result",
+    "Samples": "study.samples",
+    "SideEffects": "analysis.edit.effects",
+    "Site": "hosts.sites",
+    "Sweep": "study.sweep",
+    "TaskExample": "tasks.example",
+    "UnitGraph": "analysis.graph.result",
+    "UnitInteractions": "analysis.interactions.results",
+    "UnitOverlap": "analysis.interactions.results",
+    "UnitProfile": "analysis.audit.profile",
+    "UnitScores": "circuits.scores",
+}
+# Names that stood at the top before the namespaces did; they go on working.
+ALIASES = {
+    "collect_grams": "factorization.grams",
+    "compare_edits": "analysis.edit.compare",
+    "dashboard": "report.dashboard",
+    "data_efficiency": "study.data_efficiency",
+    "edit_unit": "analysis.edit.make",
+    "intervention_hooks": "circuits.intervene",
+    "judge": "circuits.frontier",
+    "pack_text": "tasks.text",
+    "plot_unit_paths": "analysis.graph.paths",
+    "qk_replay": "analysis.qk.replay",
+    "qk_scan": "analysis.qk.scan",
+    "qk_screen": "analysis.qk.screen",
+    "score_parts": "analysis.qk.parts",
+    "select_edit_unit": "analysis.edit.select",
+    "side_effects": "analysis.edit.effects",
+    "stream_rows": "tasks.text",
+    "sweep": "study.sweep",
+    "unit_graph": "analysis.graph.build",
+    "unit_hooks": "analysis.edit.hooks",
+    "unit_interactions": "analysis.interactions.finite",
+    "unit_overlap": "analysis.interactions.overlap",
+}
 
-__all__ = [
-    "Allocation",
-    "AttachError",
-    "Attachment",
-    "Audit",
-    "Circuit",
-    "Comparison",
-    "CostCurve",
-    "DataEfficiency",
-    "DoesNotFitError",
-    "Edit",
-    "EditComparison",
-    "EditError",
-    "EditSelection",
-    "Estimate",
-    "FactorFileError",
-    "FactorSet",
-    "Factors",
-    "Fidelity",
-    "FinetuneError",
-    "FinetuneSpec",
-    "ModelReplacement",
-    "QKError",
-    "QKPair",
-    "QKReplay",
-    "QKScan",
-    "QKScreen",
-    "Refinement",
-    "ResumeError",
-    "Run",
-    "Samples",
-    "ShardError",
-    "SideEffects",
-    "Site",
-    "SiteDidNotRunWarning",
-    "Sweep",
-    "Task",
-    "TaskError",
-    "TaskExample",
-    "TokenError",
-    "TokenStream",
-    "UndefinedSufficiencyWarning",
-    "UnitGraph",
-    "UnitInteractions",
-    "UnitLabels",
-    "UnitOverlap",
-    "UnitProfile",
-    "UnitScores",
-    "UnitSourceError",
-    "UnknownSiteError",
-    "UnsupportedHostError",
-    "WorkerLostError",
-    "__version__",
-    "allocate",
-    "attach",
-    "attribute",
-    "audit",
-    "baselines",
-    "collect_grams",
-    "compare",
-    "compare_edits",
-    "dashboard",
-    "data_efficiency",
-    "edit_unit",
-    "estimate",
-    "evaluate",
-    "factorize",
-    "fidelity",
-    "find_sites",
-    "finetune",
-    "generate",
-    "intervention_hooks",
-    "judge",
-    "load_default_model",
-    "load_host",
-    "load_task",
-    "load_text",
-    "pack_text",
-    "plot_unit_paths",
-    "qk_replay",
-    "qk_scan",
-    "qk_screen",
-    "refine",
-    "replace_model",
-    "run_study",
-    "score_parts",
-    "select_edit_unit",
-    "side_effects",
-    "solve",
-    "stream_rows",
-    "sweep",
-    "text_tokens",
-    "unit_graph",
-    "unit_hooks",
-    "unit_interactions",
-    "unit_overlap",
-]
+__all__ = [*PUBLIC, *NAMESPACES, "errors", "types"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+class _Collection(ModuleType):
+    """A namespace whose members are imported when they are first used."""
+
+    def __init__(self, name: str, about: str, homes: dict[str, str]):
+        super().__init__(f"{__name__}.{name}", about)
+        self.__all__ = list(homes)
+        self._homes = homes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._homes:
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}; it has {', '.join(self.__all__)}"
+            )
+        return _member(self._homes[name], name)
+
+    def __dir__(self) -> list[str]:
+        return self.__all__
+
+
+def _member(home: str, name: str) -> Any:
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+errors = _Collection("errors", "What calls of swd_lens raise and warn with.", ERRORS)
+types = _Collection(
+    "types", "What calls of swd_lens return.", {**TYPES, **{n: home for n, home in PUBLIC.items() if n[0].isupper()}}
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, a namespace or an alias, imported now and kept."""
+    if name in NAMESPACES:
+        value = import_module(f"{__name__}.{NAMESPACES[name]}")
+    else:
+        for homes in (PUBLIC, ALIASES, TYPES, ERRORS):
+            if name in homes:
+                value = _member(homes[name], name)
+                break
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,12 +12,12 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.factors import Factors, FactorSet
+from swd_lens.factorization.factorize import stamp
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject import from_saelens
-from swd_lens.inject.sources import as_units
-from swd_lens.plan import stamp
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
+from swd_lens.units import from_saelens
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.sources import as_units
 
 
 def identity(model: Any, sites: str) -> FactorSet:

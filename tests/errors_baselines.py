@@ -10,10 +10,10 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines import LearnedUnits
-from swd_lens.baselines.learned.train import Training
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.tokenizer import load_tokenizer
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.train.baselines import LearnedUnits
+from swd_lens.train.baselines.train import Training
 from tests import families
 from tests.inject.test_sources import Coder
 

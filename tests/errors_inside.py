@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import swd_lens as swd
+from swd_lens.analysis import qk
+from swd_lens.analysis.audit import logit_effect
+from swd_lens.analysis.graph import material
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.inject.coder import CoderUnits
-from swd_lens.study import qk
-from swd_lens.study.audit import logit_effect
-from swd_lens.study.graph import material
+from swd_lens.units.coder import CoderUnits
 from tests import families
 from tests.study.audit_models import made_scores, sparse_factors
 from tests.study.graph_checks import all_units

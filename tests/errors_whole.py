@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import torch
 
 import swd_lens as swd
+from swd_lens.factorization.residuals import Residuals
+from swd_lens.factorization.workers import SolveTask, WorkerLostError, open_workers
 from swd_lens.hosts import Start, find_sites, host_of
-from swd_lens.residuals import Residuals
-from swd_lens.workers import SolveTask, WorkerLostError, open_workers
 from tests import families
 
 SITE, OTHER = "blocks.0.mlp_out", "blocks.1.mlp_out"
@@ -162,7 +162,7 @@ def sites_beside_shapes(*_):
 
 @trigger
 def does_not_fit(_, monkeypatch):
-    monkeypatch.setattr("swd_lens.plan.available_bytes", lambda device: 1)
+    monkeypatch.setattr("swd_lens.factorization.factorize.available_bytes", lambda device: 1)
     factorized()
 
 
@@ -241,13 +241,13 @@ def ray_missing(_, monkeypatch):
 
 @trigger
 def worker_lost(_, monkeypatch):
-    monkeypatch.setattr("swd_lens.workers.pool.BOOTSTRAP", "raise SystemExit(3)")
+    monkeypatch.setattr("swd_lens.factorization.workers.pool.BOOTSTRAP", "raise SystemExit(3)")
     solved(retries=0)
 
 
 @trigger
 def worker_replaced(_, monkeypatch):
-    monkeypatch.setattr("swd_lens.workers.pool.BOOTSTRAP", "raise SystemExit(3)")
+    monkeypatch.setattr("swd_lens.factorization.workers.pool.BOOTSTRAP", "raise SystemExit(3)")
     with suppress(WorkerLostError):
         solved(retries=1)
 
@@ -284,7 +284,7 @@ def residuals_cut_short(folder, _):
 
 @trigger
 def disk_too_small(folder, monkeypatch):
-    monkeypatch.setattr("swd_lens.residuals.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    monkeypatch.setattr("swd_lens.factorization.residuals.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
     with Residuals(model(), tokens(), folder=folder) as residuals:
         residuals.advance(1)
 

@@ -31,7 +31,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 with install_import_hook("swd_lens", "beartype.beartype"):
     import swd_lens as swd
-    from swd_lens.storage import StoredPair
+    from swd_lens.units.storage import StoredPair
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError  # noqa: E402
 

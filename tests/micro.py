@@ -13,9 +13,9 @@ residual = (23, 33), so the margin "token 1 over token 0" is 10.
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from swd_lens.factors import Factors
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.task import TaskSplit
+from swd_lens.units.factors import Factors
 
 W = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens import baselines, calibration
-from swd_lens.calibration import collect_grams
+from swd_lens import baselines
+from swd_lens.factorization import grams as calibration
+from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject import attach
 from swd_lens.tasks.streams import TokenStream
+from swd_lens.units import attach
 from tests import families
 from tests.micro import micro_model, random_tokens, toy_model
 
@@ -306,9 +307,9 @@ def test_grams_under_inference_mode_and_autocast(model):
 MEMORY = """
 import json, torch
 from pathlib import Path
-from swd_lens.calibration import collect_grams
+from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import find_sites
-from swd_lens.residuals import Residuals
+from swd_lens.factorization.residuals import Residuals
 from swd_lens.tasks.streams import TokenStream
 from tests.micro import toy_model
 

@@ -1,6 +1,9 @@
 """The command line, run in process: results, JSON, files, exit codes and what an interruption leaves behind."""
 
+import inspect
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -179,7 +182,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["swd_lens.storage.save_file", "swd_lens.study.result.write_json", "swd_lens.report.html.write_text"]
+    "where", ["swd_lens.units.storage.save_file", "swd_lens.study.result.write_json", "swd_lens.report.html.write_text"]
 )
 def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):
@@ -231,3 +234,28 @@ def test_report_of_what_is_no_run(tmp_path):
     result = run("report", tmp_path)
     assert result.exit_code == 1 and "is broken" in " ".join(result.stderr.split()) and not result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_the_help_is_the_whole_apps_and_loads_no_torch():
+    """`swd-lens --help` reads a table; the commands' own first lines are the truth."""
+    lines = {command.name or command.callback.__name__: command for command in cli.app.registered_commands}
+    whole = {name: inspect.getdoc(command.callback).split("\n\n")[0] for name, command in lines.items()}
+    whole |= {group.name: group.typer_instance.info.help for group in cli.app.registered_groups}
+    assert whole == cli.COMMANDS
+    program = (
+        "import sys; sys.argv = ['swd-lens', '--help']\n"
+        "from swd_lens.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformer_lens', 'pandas', 'matplotlib'} & set(sys.modules), 'too much is loaded'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in cli.COMMANDS:
+        assert name in done.stdout
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones():
+    program = "import sys; sys.argv = ['swd-lens', 'circuits']\nfrom swd_lens.cli import main\nmain()\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and "No such command 'circuits'" in done.stderr and "circuit" in done.stderr

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
-from swd_lens.baselines import LearnedUnits
-from swd_lens.baselines.learned.train import Training
 from swd_lens.cli.baselines import _settings
+from swd_lens.train.baselines import LearnedUnits
+from swd_lens.train.baselines.train import Training
 
 SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
 
@@ -206,7 +206,7 @@ KILLED = {
 DIES = """
 import os, signal, sys
 from swd_lens import cli
-from swd_lens.finetune import folder
+from swd_lens.train.finetune import folder
 save, calls = folder.save_file, []
 def dying(*arguments, **more):
     save(*arguments, **more)

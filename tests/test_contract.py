@@ -7,7 +7,7 @@ import torch
 
 from swd_lens.circuits import attribute, evaluate, intervention_hooks
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject import attach
+from swd_lens.units import attach
 from tests.contract import (
     CASES,
     EXACT,

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from swd_lens.display import card
-from swd_lens.figures import DIVERGING, SEQUENTIAL, heatmap, literal, new_figure, svg
+from swd_lens.base.display import card
+from swd_lens.base.figures import DIVERGING, SEQUENTIAL, heatmap, literal, new_figure, svg
 
 
 def test_card_holds_its_parts_in_order_and_escapes_text():

@@ -26,16 +26,17 @@ from torch import nn
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 import swd_lens as swd
-from swd_lens import baselines, solver, workers
-from swd_lens.factors import Factors, FactorSet
-from swd_lens.files import sha256
+from swd_lens import baselines, solver
+from swd_lens.analysis import edit, qk
+from swd_lens.base.files import sha256
+from swd_lens.factorization import workers
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject.coder import CoderUnits
-from swd_lens.inject.saelens import from_saelens
-from swd_lens.inject.sources import as_units
-from swd_lens.passport import Offsets, Origin, Probe
-from swd_lens.sites import Site, parse_unit
-from swd_lens.study import edit, qk
+from swd_lens.hosts.sites import Site, parse_unit
+from swd_lens.units.coder import CoderUnits
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.passport import Offsets, Origin, Probe
+from swd_lens.units.saelens import from_saelens
+from swd_lens.units.sources import as_units
 from tests import (
     errors_baselines,
     errors_circuits,
@@ -909,7 +910,7 @@ def repository_without_factors(_, monkeypatch):
     def answer(*arguments, **named):
         raise EntryNotFoundError("404")  # of the hub's client; hub_scenarios.py has it answered by a server
 
-    monkeypatch.setattr("swd_lens.hub.hf_hub_download", answer)
+    monkeypatch.setattr("swd_lens.units.hub.hf_hub_download", answer)
     FactorSet.from_pretrained("user/model")
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import swd_lens as swd
-import swd_lens.machine
-import swd_lens.plan
-import swd_lens.stages
-import swd_lens.workers.task
-from swd_lens.resources import Estimate, SiteEstimate
+import swd_lens.base.machine
+import swd_lens.factorization.factorize
+import swd_lens.factorization.stages
+import swd_lens.factorization.workers.task
+from swd_lens.factorization.resources import Estimate, SiteEstimate
 from swd_lens.solver import cost
 from tests import families
 from tests.micro import random_tokens, toy_model
@@ -264,8 +264,12 @@ def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypat
         raise AssertionError("the host was touched")
 
     made = swd.estimate(model, "mlp_out", tokens=TOKENS)
-    monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: made.peak_bytes - 1)
-    places = {"collect_grams": swd_lens.stages, "attach": swd_lens.stages, "solve": swd_lens.workers.task}
+    monkeypatch.setattr(swd_lens.factorization.factorize, "available_bytes", lambda device: made.peak_bytes - 1)
+    places = {
+        "collect_grams": swd_lens.factorization.stages,
+        "attach": swd_lens.factorization.stages,
+        "solve": swd_lens.factorization.workers.task,
+    }
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)
     with pytest.raises(swd.DoesNotFitError, match="factorizing 2 matrices needs"):
@@ -276,10 +280,10 @@ def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypat
 def test_factorize_starts_with_just_enough(model, tmp_path, monkeypatch):
     named = {"preset": "paper", "outer_iterations": 4, "tokens": TOKENS}
     made = swd.estimate(model, "mlp_out", **named)
-    monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: made.peak_bytes)
+    monkeypatch.setattr(swd_lens.factorization.factorize, "available_bytes", lambda device: made.peak_bytes)
     swd.factorize(model, "mlp_out", **named, progress=False, out=tmp_path)
     # With everything finished, nothing more is needed.
-    monkeypatch.setattr(swd_lens.plan, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(swd_lens.factorization.factorize, "available_bytes", lambda device: 0)
     swd.factorize(model, "mlp_out", **named, progress=False, out=tmp_path)
 
 
@@ -287,23 +291,23 @@ def test_factorize_starts_with_just_enough(model, tmp_path, monkeypatch):
 
 
 def test_available_memory_is_believable():
-    here = swd_lens.machine.available_bytes(torch.device("cpu"))
+    here = swd_lens.base.machine.available_bytes(torch.device("cpu"))
     assert here is not None and 10**7 < here < 10**14
 
 
 def test_a_container_limit_counts(tmp_path, monkeypatch):
     for name, text in {"max": "1000000", "current": "700000", "stat": "anon 500000\ninactive_file 150000\n"}.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    assert swd_lens.machine._container_bytes(tmp_path) == 1_000_000 - 700_000 + 150_000
+    assert swd_lens.base.machine._container_bytes(tmp_path) == 1_000_000 - 700_000 + 150_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert swd_lens.machine._container_bytes(tmp_path) is None
-    assert swd_lens.machine._container_bytes(tmp_path / "nowhere") is None
-    monkeypatch.setattr(swd_lens.machine, "_container_bytes", lambda: 12_345)
-    assert swd_lens.machine.available_bytes(torch.device("cpu")) == 12_345
+    assert swd_lens.base.machine._container_bytes(tmp_path) is None
+    assert swd_lens.base.machine._container_bytes(tmp_path / "nowhere") is None
+    monkeypatch.setattr(swd_lens.base.machine, "_container_bytes", lambda: 12_345)
+    assert swd_lens.base.machine.available_bytes(torch.device("cpu")) == 12_345
 
 
 def test_the_measured_speed_is_believable():
-    speed = swd_lens.machine.product_speed(torch.device("cpu"))
+    speed = swd_lens.base.machine.product_speed(torch.device("cpu"))
     assert math.isfinite(speed) and 1e8 < speed < 1e15
 
 

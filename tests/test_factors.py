@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import swd_lens.factors
-from swd_lens.baselines import svd_factors
-from swd_lens.factors import Factors, FactorSet, fingerprint
-from swd_lens.files import sha256
-from swd_lens.storage import FactorFileError, StoredPair
+import swd_lens.units.factors
+from swd_lens.base.files import sha256
+from swd_lens.train.baselines import svd_factors
+from swd_lens.units.factors import Factors, FactorSet, fingerprint
+from swd_lens.units.storage import FactorFileError, StoredPair
 
 
 def small() -> Factors:
@@ -76,7 +76,7 @@ def test_relmse_in_tiles_is_relmse(monkeypatch):
     error = (weight - f.read @ f.write).double()
     by_hand = float((h.double() @ error).square().sum() / (h.double() @ weight.double()).square().sum())
     for tile in (1, 24 * 7, 2**21):  # one column at a time, seven, all
-        monkeypatch.setattr(swd_lens.factors, "_TILE", tile)
+        monkeypatch.setattr(swd_lens.units.factors, "_TILE", tile)
         assert f.relmse(gram, weight) == pytest.approx(by_hand, rel=1e-5)
         assert f.relative_frobenius(weight) == pytest.approx(float(error.norm() / weight.norm()), rel=1e-6)
 
@@ -212,7 +212,7 @@ def test_an_interrupted_save_leaves_the_old_set(tmp_path, monkeypatch, where):
             Path(arguments[1]).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"swd_lens.storage.{where}", interrupted)
+    monkeypatch.setattr(f"swd_lens.units.storage.{where}", interrupted)
     with pytest.raises(KeyboardInterrupt):
         FactorSet({"blocks.0.mlp_out": sparse_factors(4, 2, 3, 0.9), "blocks.0.mlp_in": small()}).save(tmp_path)
     monkeypatch.undo()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swd_lens.factors import Factors, FactorSet
-from swd_lens.hub import OnHub
-from swd_lens.storage import StoredPair
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.hub import OnHub
+from swd_lens.units.storage import StoredPair
 
 SCRIPT = Path(__file__).parent / "hub_scenarios.py"
 

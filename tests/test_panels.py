@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from swd_lens.panels import Panel, attention_heads, library, visible
+from swd_lens.base.panels import Panel, attention_heads, library, visible
 
 TOKENS = ["<|bos|>", "</script>", "<!--", "\n", " Mary", ""]
 PATTERN = torch.eye(6).repeat(2, 1, 1)

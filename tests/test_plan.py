@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import swd_lens as swd
-import swd_lens.job
-import swd_lens.plan
-import swd_lens.progress
-import swd_lens.stages
-import swd_lens.workers.task
-from swd_lens.factors import Factors, FactorSet
+import swd_lens.factorization.factorize
+import swd_lens.factorization.job
+import swd_lens.factorization.progress
+import swd_lens.factorization.stages
+import swd_lens.factorization.workers.task
 from swd_lens.hosts import find_sites
+from swd_lens.units.factors import Factors, FactorSet
 from tests.micro import random_tokens, toy_model
 
 QUICK = {"preset": "paper", "outer_iterations": 4, "sparsity": 0.5, "progress": False}
@@ -41,7 +41,7 @@ def assert_same(one: FactorSet, two: FactorSet, provenance: bool = True) -> None
 def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> list[int]:
     """Count the solver's calls; the one numbered `stop_at` (from 0) raises instead."""
     calls: list[int] = []
-    solve = swd_lens.workers.task.solve
+    solve = swd_lens.factorization.workers.task.solve
 
     def counted(*arguments, **named):
         if len(calls) == stop_at:
@@ -49,7 +49,7 @@ def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseExcept
         calls.append(len(calls))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.workers.task, "solve", counted)
+    monkeypatch.setattr(swd_lens.factorization.workers.task, "solve", counted)
     return calls
 
 
@@ -101,7 +101,7 @@ def test_resumed_is_uninterrupted_to_the_bit(model, tmp_path, monkeypatch, how, 
 def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatch, where):
     whole = swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS)
     calls: list[int] = []
-    true = getattr(swd_lens.storage, where)
+    true = getattr(swd_lens.units.storage, where)
 
     def second_is_interrupted(*arguments):
         calls.append(0)
@@ -110,7 +110,7 @@ def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatc
         return true(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"swd_lens.storage.{where}", second_is_interrupted)
+        patch.setattr(f"swd_lens.units.storage.{where}", second_is_interrupted)
         with pytest.raises(KeyboardInterrupt):
             swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
     assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]
@@ -119,7 +119,7 @@ def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatc
 
 def test_interrupted_while_calibrating_behind_attached_sites(model, tmp_path, monkeypatch):
     """The exception comes out of a forward while the earlier site is attached; the host must be dense again."""
-    logits, true = model(TOKENS), swd_lens.stages.collect_grams
+    logits, true = model(TOKENS), swd_lens.factorization.stages.collect_grams
 
     def interrupted(host, sites, *arguments, **named):
         if sites[0].name == "blocks.1.mlp_out":
@@ -128,7 +128,7 @@ def test_interrupted_while_calibrating_behind_attached_sites(model, tmp_path, mo
         return true(host, sites, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(swd_lens.stages, "collect_grams", interrupted)
+        patch.setattr(swd_lens.factorization.stages, "collect_grams", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
     assert "blocks.0.hook_mlp_out_unit" not in model.hook_dict and torch.equal(model(TOKENS), logits)
@@ -273,9 +273,11 @@ def test_the_recipe_is_plain_json(model, tmp_path):
 
 
 def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
-    seen, solve = [], swd_lens.workers.task.solve
+    seen, solve = [], swd_lens.factorization.workers.task.solve
     monkeypatch.setattr(
-        swd_lens.workers.task, "solve", lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n)
+        swd_lens.factorization.workers.task,
+        "solve",
+        lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n),
     )
     swd.factorize(model, "blocks.0.mlp_out", **QUICK, tokens=TOKENS)
     swd.factorize(model, "blocks.0.mlp_out", **QUICK, units=16)
@@ -308,7 +310,11 @@ def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, b
     def never(*arguments, **named):
         raise AssertionError("the host was touched")
 
-    places = {"collect_grams": swd_lens.stages, "host_fingerprint": swd_lens.job, "solve": swd_lens.workers.task}
+    places = {
+        "collect_grams": swd_lens.factorization.stages,
+        "host_fingerprint": swd_lens.factorization.job,
+        "solve": swd_lens.factorization.workers.task,
+    }
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)
     with pytest.raises(ValueError, match=message):
@@ -342,13 +348,13 @@ class Bar:
 @pytest.fixture
 def bar(monkeypatch):
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(swd_lens.progress, "tqdm", Bar)
+    monkeypatch.setattr(swd_lens.factorization.progress, "tqdm", Bar)
     return Bar
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_bar_counts_operations(model, bar, monkeypatch, how):
-    monkeypatch.setattr(swd_lens.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    monkeypatch.setattr(swd_lens.factorization.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
     named = {**QUICK, **HOW[how]}
     made = swd.factorize(model, "mlp_*", **{**named, "progress": True})
     (shown,) = bar.made
@@ -362,7 +368,7 @@ def test_the_bar_counts_operations(model, bar, monkeypatch, how):
 
 
 def test_showing_the_error_changes_no_bit(model, bar, monkeypatch):
-    monkeypatch.setattr(swd_lens.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    monkeypatch.setattr(swd_lens.factorization.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
     shown = swd.factorize(model, "mlp_out", **{**QUICK, "progress": True}, tokens=TOKENS)
     assert_same(shown, swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS))
 

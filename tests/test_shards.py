@@ -3,9 +3,9 @@
 import pytest
 
 import swd_lens as swd
-from swd_lens.factors import FactorSet
-from swd_lens.shards import Shard, ShardError
-from swd_lens.sites import Site
+from swd_lens.factorization.shards import Shard, ShardError
+from swd_lens.hosts.sites import Site
+from swd_lens.units.factors import FactorSet
 from tests.micro import random_tokens, toy_model
 from tests.test_plan import ALL, QUICK, assert_same, bits, count_solves
 

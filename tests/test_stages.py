@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import swd_lens as swd
-import swd_lens.stages
-from swd_lens.calibration import collect_grams
+import swd_lens.factorization.stages
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.stages import Behind, stages_of
 from swd_lens.hosts import find_sites
-from swd_lens.inject import Attachment
-from swd_lens.sites import Site
-from swd_lens.stages import Behind, stages_of
+from swd_lens.hosts.sites import Site
+from swd_lens.units import Attachment
 from tests.micro import random_tokens, toy_model
 from tests.test_plan import QUICK, assert_same, bits
 
@@ -79,7 +79,7 @@ def test_per_block_resumed_in_the_middle_of_a_block(model, tmp_path, monkeypatch
 def test_dense_grams_in_several_passes_are_those_of_one(model, monkeypatch):
     named = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
     whole = swd.factorize(model, "all", **named)
-    monkeypatch.setattr(swd_lens.stages.stages_of, "__defaults__", (1,))
+    monkeypatch.setattr(swd_lens.factorization.stages.stages_of, "__defaults__", (1,))
     logits = model(TOKENS)
     assert_same(swd.factorize(model, "all", **named), whole)
     assert torch.equal(model(TOKENS), logits)
@@ -109,7 +109,7 @@ def test_interrupted_behind_replaced_sites_the_host_is_dense_again(model, monkey
             for site in sites:
                 behind.replace(site, f[site.name])
             assert list(model.hook_dict) != hooks
-            monkeypatch.setattr(swd_lens.stages, "collect_grams", _interrupt)
+            monkeypatch.setattr(swd_lens.factorization.stages, "collect_grams", _interrupt)
             behind.calibrate(sites)
         assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
 
@@ -126,7 +126,7 @@ def test_what_a_killed_process_left_is_removed(model, tmp_path):
     assert not left.exists() and not list(tmp_path.glob("swd-lens-residuals-*"))
     # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swd_lens.workers.task.solve", _interrupt)
+        patch.setattr("swd_lens.factorization.workers.task.solve", _interrupt)
         swd.factorize(model, "blocks.1.*", **QUICK, tokens=TOKENS, out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swd_lens.factors import Factors, FactorSet, read_factors, write_factors
-from swd_lens.files import sha256
-from swd_lens.passport import Offsets, Origin, Probe, fingerprint, from_tensors, sketch
-from swd_lens.storage import FORMAT_VERSION, FactorFileError, StoredPair, read_index
+from swd_lens.base.files import sha256
+from swd_lens.units.factors import Factors, FactorSet, read_factors, write_factors
+from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint, from_tensors, sketch
+from swd_lens.units.storage import FORMAT_VERSION, FactorFileError, StoredPair, read_index
 
 GOLDEN = Path(__file__).parent / "golden_files"
 SITES = ["blocks.0.mlp_in", "blocks.0.mlp_out"]
@@ -149,7 +149,7 @@ def test_saved_again_in_place(tmp_path, version):
 
 def test_format_1_is_hashed_once(monkeypatch):
     hashed: list[Path] = []
-    monkeypatch.setattr("swd_lens.storage.sha256", lambda path: hashed.append(path) or sha256(path))
+    monkeypatch.setattr("swd_lens.units.storage.sha256", lambda path: hashed.append(path) or sha256(path))
     FactorSet.load(GOLDEN / "factors_v1")
     assert [path.name for path in hashed] == ["factors.safetensors"]
 
@@ -319,7 +319,7 @@ def test_sketch_is_linear_and_fixed(monkeypatch):
     assert right.tolist() == pytest.approx([0.0, 2 * R2]) and left.tolist() == pytest.approx([0.0, 0.0, 2 * L1])
     assert right.dtype == left.dtype == torch.float32
     whole = sketch(weight)
-    monkeypatch.setattr("swd_lens.passport._TILE", 10)  # two rows at a time
+    monkeypatch.setattr("swd_lens.units.passport._TILE", 10)  # two rows at a time
     tiled = sketch(weight)
     torch.testing.assert_close(tiled[0], whole[0])
     torch.testing.assert_close(tiled[1], whole[1])
@@ -336,7 +336,7 @@ def test_probe_by_hand(monkeypatch):
     assert probe.error(changed) == pytest.approx(0.5 / 3)
     assert probe.error(read, Offsets(torch.tensor([9.0, 0.0, 0.3, 9.0]), torch.zeros(1))) == pytest.approx(0.1)
     assert Probe.of(h, read, k=9).units.tolist() == [2, 1, 3, 0]
-    monkeypatch.setattr("swd_lens.passport._TILE", 2)  # one column at a time
+    monkeypatch.setattr("swd_lens.units.passport._TILE", 2)  # one column at a time
     assert Probe.of(h, read, k=9).z.tolist() == [-3.0, 2.0, 1.5, 1.0]
     # Zeros that are expected and found, and zeros that are not found; equal |z| in the order of the units.
     nothing = Probe.of(torch.zeros(2), read, k=2)

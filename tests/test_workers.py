@@ -14,10 +14,10 @@ import psutil
 import pytest
 import torch
 
+from swd_lens.factorization.workers import RayMissingError, Solved, SolveTask, WorkerLostError, open_workers, solve_task
+from swd_lens.factorization.workers.order import Failed, Workers, WorkerTracebackError
+from swd_lens.factorization.workers.parcel import pack_solved, pack_task, unpack_solved, unpack_task
 from swd_lens.solver import GramError, SparsityError
-from swd_lens.workers import RayMissingError, Solved, SolveTask, WorkerLostError, open_workers, solve_task
-from swd_lens.workers.order import Failed, Workers, WorkerTracebackError
-from swd_lens.workers.parcel import pack_solved, pack_task, unpack_solved, unpack_task
 
 HERE = Path(__file__).parent
 
@@ -324,7 +324,7 @@ import faulthandler
 import signal
 import sys
 import torch
-from swd_lens.workers import SolveTask, open_workers
+from swd_lens.factorization.workers import SolveTask, open_workers
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would this process.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens._version import __version__
+from swd_lens.base._version import __version__
 from swd_lens.circuits.contributions import CONTRIBUTIONS, Pass
 from swd_lens.circuits.means import MEAN_OVER, Means
 from swd_lens.circuits.roads import find_road
 from swd_lens.circuits.scores import UnitScores, identities
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.inject import attach
 from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.units import attach
 
 POSITIONS = ("scoring", "all")
 # What becomes of one example's contribution before the mean over examples.

@@ -18,8 +18,8 @@ from swd_lens.circuits.reference import Reference
 from swd_lens.circuits.roads import Ground, Masks, Runner, Values, find_road
 from swd_lens.circuits.scores import UnitScores, require_same_units
 from swd_lens.hosts import Host
-from swd_lens.inject import Attachment
 from swd_lens.tasks.task import Bucket, TaskSplit
+from swd_lens.units import Attachment
 
 _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 

@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens._version import __version__
+from swd_lens.base._version import __version__
+from swd_lens.base.display import card
+from swd_lens.base.files import atomic, plain
 from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores, require_same_units
-from swd_lens.display import card
-from swd_lens.files import atomic, plain
-from swd_lens.inject import Attachment, Units, attach
-from swd_lens.inject.attach import by_site
-from swd_lens.sites import parse_unit
+from swd_lens.hosts.sites import parse_unit
+from swd_lens.units import Attachment, Units, attach
+from swd_lens.units.attach import by_site
 
 _FORMAT, _VERSION = "swd_lens circuit", 1
 

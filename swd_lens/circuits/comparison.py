@@ -13,11 +13,11 @@ from typing import Any
 
 import pandas as pd
 
+from swd_lens.base.display import card
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.seeds import summary
-from swd_lens.display import card
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from swd_lens.circuits.means import Means
 from swd_lens.circuits.roads import Ground, Road, Runner
-from swd_lens.factors import Factors
 from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.hosts.seen import require_seen
-from swd_lens.inject.coder import CoderUnits, Units
-from swd_lens.sites import WRITES_RESIDUAL, Site
+from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
 from swd_lens.tasks.task import Bucket
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.factors import Factors
 
 # Prompts x positions x units set to their means at once, by "ablation".
 _TOKENS_PER_FORWARD = 16_384

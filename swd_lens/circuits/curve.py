@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.display import card
 from swd_lens.circuits.bootstrap import resampled
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.display import card
 
 COSTS = ("edges", "units")
 VALUES = ("sufficiency", "necessity_drop")

@@ -28,8 +28,8 @@ from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
 from swd_lens.circuits.roads import Masks
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.inject import attach
 from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.units import attach
 
 
 class UndefinedSufficiencyWarning(UserWarning):

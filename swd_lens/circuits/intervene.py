@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swd_lens.circuits.reference import ablation_values, aligned
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.sites import hook_name, parse_unit
+from swd_lens.hosts.sites import hook_name, parse_unit
 
 MODES = ("keep", "ablate")
 

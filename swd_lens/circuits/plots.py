@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.circuits.curve import COSTS, VALUES, CostCurve
 from swd_lens.circuits.seeds import mean_min_cost
-from swd_lens.figures import INK, literal, new_figure, style
 
 _AXIS = {"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}
 # Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.

@@ -21,16 +21,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.base.display import card
 from swd_lens.circuits.bench import Bench
 from swd_lens.circuits.circuit import Circuit, active_edges
 from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.frontier import judge, prefix_grid
 from swd_lens.circuits.roads import Masks
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.display import card
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.inject import attach
 from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.units import attach
 
 # Group sizes tried at once in one removal, and units added at once in one exchange.
 _GROUPS, _ADDED = 24, (1, 4, 16)

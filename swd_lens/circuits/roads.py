@@ -22,11 +22,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.factors import Factors
 from swd_lens.hosts import Host, Start, norms_output
-from swd_lens.inject.coder import CoderUnits, Units
-from swd_lens.sites import READS_ATTENTION_INPUT, Site, hook_name
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
 from swd_lens.tasks.task import TaskSplit
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.factors import Factors
 
 _CHECKED_PROMPTS = 4
 # Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong road by a good part of it.

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.display import card
-from swd_lens.factors import Factors
-from swd_lens.figures import INK, new_figure, style
-from swd_lens.inject.coder import CoderUnits, Units
-from swd_lens.passport import fingerprint
+from swd_lens.base.display import card
+from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.factors import Factors
+from swd_lens.units.passport import fingerprint
 
 _POINTS = 200  # of the figure
 

@@ -16,10 +16,8 @@ import pandas as pd
 import typer
 from rich.markup import escape
 
-from swd_lens.baselines import LearnedUnits, channels_of, sparse_pretrain, transcoder, vpd_kl, vpd_recon
-from swd_lens.baselines.learned import presets, sparse_spec
-from swd_lens.baselines.learned.spec import resolve
-from swd_lens.cli.common import app, load_model, output, print_json, say, show_progress, text_rows, told, use_threads
+from swd_lens.circuits import fidelity
+from swd_lens.cli.common import app, load_model, print_json, say, show_progress, text_rows, told, use_threads
 from swd_lens.cli.options import (
     HeldoutOption,
     HostOption,
@@ -28,9 +26,20 @@ from swd_lens.cli.options import (
     OverwriteOption,
     ThreadsOption,
 )
+from swd_lens.cli.outline import output
 from swd_lens.hosts import find_sites
 from swd_lens.report.terminal import table
-from swd_lens.study import fidelity
+from swd_lens.train.baselines import (
+    LearnedUnits,
+    channels_of,
+    presets,
+    sparse_pretrain,
+    sparse_spec,
+    transcoder,
+    vpd_kl,
+    vpd_recon,
+)
+from swd_lens.train.baselines.spec import resolve
 
 group = typer.Typer(no_args_is_help=True, help="Train what SWD is compared with: transcoders, VPD, sparse pretraining.")
 app.add_typer(group, name="train-baseline")

@@ -10,11 +10,9 @@ import torch
 import typer
 from rich.markup import escape
 
-from swd_lens.baselines import LearnedUnits
 from swd_lens.cli.common import (
     app,
     load_model,
-    output,
     print_json,
     say,
     show_progress,
@@ -36,10 +34,10 @@ from swd_lens.cli.options import (
     TokensOption,
     UnitsOption,
 )
-from swd_lens.default_model import load_default_model, text_tokens
-from swd_lens.factors import FactorSet
+from swd_lens.cli.outline import output
+from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
-from swd_lens.plan import factorize
+from swd_lens.hosts.embedded import load_default_model, text_tokens
 from swd_lens.report import write_report
 from swd_lens.report.terminal import print_run
 from swd_lens.solver import DEFAULT_PRESET
@@ -48,6 +46,8 @@ from swd_lens.study.inside import look_inside
 from swd_lens.study.run import CONTROLS
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
+from swd_lens.train.baselines import LearnedUnits
+from swd_lens.units.factors import FactorSet
 
 
 @app.command()

@@ -10,35 +10,21 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from swd_lens import __version__
-from swd_lens.default_model import load_default_model, text_tokens
-from swd_lens.files import plain
+from swd_lens.base.files import plain
+from swd_lens.cli.outline import new_app, status
 from swd_lens.hosts import UnsupportedHostError
+from swd_lens.hosts.embedded import load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.tasks import pack_text
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Pretrained weights become circuit units.",
-)
-status, output = Console(stderr=True), Console()
-
-
-@app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    if show:
-        output.print(f"swd-lens {__version__}")
-        raise typer.Exit
+app = new_app()
 
 
 # ---------------------------------------------------------------------------------------------- in

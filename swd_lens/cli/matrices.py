@@ -8,10 +8,10 @@ import pandas as pd
 import typer
 from rich.markup import escape
 
+from swd_lens.circuits import fidelity
 from swd_lens.cli.common import (
     app,
     load_model,
-    output,
     print_json,
     say,
     show_progress,
@@ -40,14 +40,14 @@ from swd_lens.cli.options import (
     UnitsOption,
     WorkersOption,
 )
-from swd_lens.factors import FactorSet
+from swd_lens.cli.outline import output
+from swd_lens.factorization.factorize import factorize as factorize_model
+from swd_lens.factorization.resources import estimate as estimate_cost
 from swd_lens.hosts import find_sites
-from swd_lens.plan import factorize as factorize_model
 from swd_lens.report.terminal import table
-from swd_lens.resources import estimate as estimate_cost
 from swd_lens.solver import DEFAULT_PRESET
-from swd_lens.study import fidelity
 from swd_lens.study.replacement import BUDGETS, DEFAULT, replace_model
+from swd_lens.units.factors import FactorSet
 
 
 @app.command()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swd_lens.default_model.load import KINDS
+from swd_lens.hosts.embedded.load import KINDS
 from swd_lens.solver import PRESETS
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

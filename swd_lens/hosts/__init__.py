@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.sites import WRITES_RESIDUAL, Pattern, Site, select_sites
+from swd_lens.hosts.sites import WRITES_RESIDUAL, Pattern, Site, select_sites
 
 Undo = Callable[[], None]
 Register = Callable[[Undo], None]
@@ -180,11 +180,11 @@ def host_of(model: Any) -> Host:
     names = {cls.__name__ for cls in type(model).__mro__}
     # Each imported where it is needed: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
     if "HookedTransformer" in names:
-        from swd_lens.hosts.hooked_transformer import HookedTransformerHost
+        from swd_lens.hosts.hooked.host import HookedTransformerHost
 
         return HookedTransformerHost(model)
     if "TransformerBridge" in names:
-        from swd_lens.hosts.bridge import BridgeHost
+        from swd_lens.hosts.bridge.host import BridgeHost
 
         return BridgeHost(model)
     raise UnsupportedHostError(
@@ -194,7 +194,7 @@ def host_of(model: Any) -> Host:
 
 
 def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
-    """The sites of a model that a pattern names, in execution order. See `swd_lens.sites.select_sites`.
+    """The sites of a model that a pattern names, in execution order. See `swd_lens.hosts.sites.select_sites`.
 
     Raises:
         UnknownSiteError: nothing matches (nearest names listed), or two of them overlap.

@@ -139,7 +139,7 @@ def _refuse(layer: int, found: dict[str, Any]) -> None:
 
 
 def _hooked_heads(host: Host, layer: int, attn: Any, positions: str) -> Heads:
-    from swd_lens.hosts.hooked_components import matrices
+    from swd_lens.hosts.hooked.components import matrices
 
     cfg = host.model.cfg
     norms = [_hooked_norm(cfg, getattr(attn, name, None)) for name in ("q_norm", "k_norm")]
@@ -182,7 +182,7 @@ def _hooked_norm(cfg: Any, norm: Any) -> HeadNorm | None:
 
 
 def _bridge_heads(host: Host, layer: int, attn: Any, positions: str) -> Heads:
-    from swd_lens.hosts.bridge_leaves import leaves_of_block, matrix
+    from swd_lens.hosts.bridge.leaves import leaves_of_block, matrix
 
     model, cfg = host.model, host.model.cfg
     theirs = attn._modules.get("_original_component")
@@ -232,7 +232,7 @@ def _joint_scale(cfg: Any, layer: int, kind: str, d_head: int) -> float:
 
 
 def _bridge_bias(leaf: Any, d_head: int) -> Float[Tensor, "_head d_head"]:
-    from swd_lens.hosts.bridge_leaves import matrix
+    from swd_lens.hosts.bridge.leaves import matrix
 
     weight = matrix(leaf).detach()
     flat = torch.zeros(weight.shape[1], device=weight.device) if leaf.bias is None else leaf.bias.detach().float()
@@ -240,7 +240,7 @@ def _bridge_bias(leaf: Any, d_head: int) -> Float[Tensor, "_head d_head"]:
 
 
 def _bridge_norm(attn: Any, name: str) -> HeadNorm | None:
-    from swd_lens.hosts.bridge_norms import scale_of
+    from swd_lens.hosts.bridge.norms import scale_of
 
     norm = attn._modules.get(name)
     if norm is None or getattr(norm, "original_component", None) is None:

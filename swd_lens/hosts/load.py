@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from swd_lens.default_model.load import check_kind
 from swd_lens.hosts import UnsupportedHostError
+from swd_lens.hosts.embedded.load import check_kind
 
 # HookedTransformer's config reader knows these, its model does not (HookedEncoder and others were for them).
 _ENCODERS = ("Bert", "T5", "Hubert")

@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from swd_lens.hosts import UnsupportedHostError
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
 
 
 def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None:

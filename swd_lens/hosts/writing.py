@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.hosts import Host, UnsupportedHostError
-from swd_lens.hosts.bridge_leaves import leaves_of_block
-from swd_lens.sites import Site
+from swd_lens.hosts.bridge.leaves import leaves_of_block
+from swd_lens.hosts.sites import Site
 
 WRITABLE = ("mlp_out", "attn_o")
 

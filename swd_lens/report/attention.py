@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from swd_lens.panels import attention_heads
+from swd_lens.base.panels import attention_heads
 from swd_lens.report import plots, wording
 from swd_lens.report.patterns import pattern_grid
 from swd_lens.study import Run

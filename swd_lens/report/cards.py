@@ -7,9 +7,9 @@
 
 from typing import Any
 
+from swd_lens.analysis.audit import Context, LogitEffect
 from swd_lens.report.wording import running_token, signed
 from swd_lens.study import Run
-from swd_lens.study.audit import Context, LogitEffect
 from swd_lens.study.cards import UnitCard
 
 FAINT = 0.08  # below this share of the largest |z| a colour could not be told from none

@@ -2,7 +2,7 @@
 
 1. An index lists the units site by site, best ranks first where the audit knows a task; each row has the unit's label,
    numbers and strongest place, and leads to the unit.
-2. A unit's part is made by `swd_lens.study.audit.view.unit_html`, the same that notebooks show; neighbours are links.
+2. A unit's part is made by `swd_lens.analysis.audit.view.unit_html`, the same that notebooks show; neighbours are links.
 3. To a file: everything in one page. To a folder: index.html and one page per unit, written as their profiles are made; the
    index comes last, so that it never leads nowhere.
 """
@@ -15,12 +15,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from swd_lens._version import __version__
-from swd_lens.files import write_text
+from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
+from swd_lens.analysis.audit.view import STYLE, number, printable, words_html
+from swd_lens.base._version import __version__
+from swd_lens.base.files import write_text
+from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.wording import count, percent, plural, readable
-from swd_lens.sites import execution_key, parse_unit
-from swd_lens.study.audit import Audit, UnitProfile, unit_html
-from swd_lens.study.audit.view import STYLE, number, printable, words_html
 
 INDEX = "index.html"
 _AROUND = 5  # tokens on either side of the peak in the index

@@ -13,10 +13,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from swd_lens.base.files import write_text
+from swd_lens.base.panels import library
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TaskComparison
-from swd_lens.files import write_text
-from swd_lens.panels import library
 from swd_lens.report import plots, wording
 from swd_lens.report.attention import attention_section
 from swd_lens.report.cards import task_cards

@@ -13,8 +13,8 @@ from html import escape
 import numpy as np
 from matplotlib.image import imsave
 
-from swd_lens.figures import DIVERGING, INK, SEQUENTIAL
-from swd_lens.panels import visible
+from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL
+from swd_lens.base.panels import visible
 from swd_lens.study.attention import AttentionView
 
 _ACROSS = 4

@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from swd_lens.base.figures import INK, literal, new_figure, style, svg
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, compact, cost_axis, draw_curves
-from swd_lens.figures import INK, literal, new_figure, style, svg
 from swd_lens.study.result import Replacement
 
 __all__ = ["circuit_column", "compact", "inline_svg", "page_svg", "relmse_dots", "swatch"]

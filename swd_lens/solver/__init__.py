@@ -1,23 +1,23 @@
-"""The sparse two-factor solver: tensors in, `Factors` out.
+"""The sparse two-factor solver: tensors in, a `Solution` out.
 
 1. `resolve` the preset and overrides to a spec (spec.py).
 2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
 3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
    solver (anneal.py, then refine.py) or by the paper's (dsf.py).
 4. Bring the factors into canonical scale and sign (canonical.py), and to float32.
-5. Return `Factors` whose settings are everything that was used, and the entries really kept.
+5. Return read and write factor with the settings that were used and the entries really kept.
 
 `cost` (cost.py) says beforehand how many operations and bytes a call takes.
 """
 
-from importlib import metadata
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.factors import Factors
-from swd_lens.machine import plain_float32
+from swd_lens.base.machine import plain_float32
 from swd_lens.solver import anneal, dsf
 from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
 from swd_lens.solver.canonical import canonical
@@ -49,6 +49,7 @@ __all__ = [
     "DsfSpec",
     "GramError",
     "OnIteration",
+    "Solution",
     "SolveInputError",
     "SolveSpec",
     "SparsityError",
@@ -66,6 +67,23 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Solution:
+    """What the solver found: sparse read and write factor, float32, on the weight's device.
+
+    Attributes:
+        settings: every value used, and the entries kept.
+        solver: name of the algorithm, "anneal" or "dsf".
+        weight: the float32 W that was solved for.
+    """
+
+    read: Float[Tensor, "d_in unit"]
+    write: Float[Tensor, "unit d_out"]
+    settings: dict[str, Any]
+    solver: str
+    weight: Float[Tensor, "d_in d_out"]
+
+
 def solve(
     weight: Tensor,
     gram: Tensor | None = None,
@@ -76,7 +94,7 @@ def solve(
     tokens: int | None = None,
     on_iteration: OnIteration | None = None,
     **overrides: Any,
-) -> Factors:
+) -> Solution:
     """Sparse factors W ≈ read @ write with nnz(read) + nnz(write) <= K = (1 - sparsity) numel(W).
 
     Minimises tr((W - AB)^T G (W - AB)) heuristically (paper §swd-factorization and app. swd-optimization; method.md
@@ -101,9 +119,8 @@ def solve(
             precision="float64".
 
     Returns:
-        Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
-        Fewer than K entries are kept only where fewer can be of use (a weight of mostly zeros), and by the paper's solver
-        as its rounding has it, or when a unit of a very small matrix dies (see `valid_units`).
+        Solution. Fewer than K entries are kept only where fewer can be of use (a weight of mostly zeros), and by the paper's
+        solver as its rounding has it, or when a unit of a very small matrix dies (see `valid_units`).
 
     Raises:
         SpecError: unknown preset or setting (the nearest names are given), or a setting outside its range.
@@ -152,11 +169,4 @@ def solve(
         "nonzeros_read": int(read.count_nonzero()),
         "nonzeros_write": int(write.count_nonzero()),
     }
-    return Factors(read, write, settings, {"solver": spec.solver, "version": _version()}, dense)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("swd-lens")
-    except metadata.PackageNotFoundError:  # a source tree on the path, not installed
-        return "unknown"
+    return Solution(read, write, settings, spec.solver, dense)

@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.factors import FactorSet
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.inject import attach
 from swd_lens.tasks.task import Task
+from swd_lens.units import attach
+from swd_lens.units.factors import FactorSet
 
 DENSE, REPLACED = "dense patterns", "replaced patterns"
 DIGITS = 4  # of a value: finer than any screen shows

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swd_lens.analysis.audit import WRITES_RESIDUAL, Context, LogitEffect, logit_effect, top_contexts
 from swd_lens.circuits import Comparison
-from swd_lens.factors import FactorSet
-from swd_lens.sites import split_name
-from swd_lens.study.audit import WRITES_RESIDUAL, Context, LogitEffect, logit_effect, top_contexts
+from swd_lens.hosts.sites import split_name
+from swd_lens.units.factors import FactorSet
 
 
 @dataclass(frozen=True)

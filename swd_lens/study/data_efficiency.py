@@ -16,16 +16,16 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from swd_lens._version import __version__
-from swd_lens.checkpoint import ResumeError, differences, host_fingerprint, tokens_fingerprint
+from swd_lens.base._version import __version__
+from swd_lens.base.files import plain, write_json
 from swd_lens.circuits.fidelity import fidelity
-from swd_lens.files import plain, write_json
+from swd_lens.factorization.checkpoint import ResumeError, differences, host_fingerprint, tokens_fingerprint
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
-from swd_lens.inject import require_free
-from swd_lens.sites import Pattern, Site
+from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.study.efficiency_methods import Candidate, Place, maker
 from swd_lens.study.efficiency_result import DataEfficiency, Point
 from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.units import require_free
 
 __all__ = ["TOKEN_COUNTS", "DataEfficiency", "Point", "data_efficiency"]
 

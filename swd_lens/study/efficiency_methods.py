@@ -15,16 +15,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from swd_lens.baselines.learned.units import LearnedUnits
-from swd_lens.checkpoint import tokens_fingerprint
-from swd_lens.factors import Factors, FactorSet
+from swd_lens.factorization.checkpoint import tokens_fingerprint
+from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.resources import estimate
 from swd_lens.hosts import host_of, sites_of
-from swd_lens.inject import Units, as_units, by_site, matrices_of
-from swd_lens.inject.coder import has_pair
-from swd_lens.plan import factorize
-from swd_lens.resources import estimate
-from swd_lens.sites import Site, select_sites
+from swd_lens.hosts.sites import Site, select_sites
 from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.train.baselines.units import LearnedUnits
+from swd_lens.units import Units, as_units, by_site, matrices_of
+from swd_lens.units.coder import has_pair
+from swd_lens.units.factors import Factors, FactorSet
 
 FIT, CHECKPOINT, SINGLE = "independent fit", "checkpoint", "single point"
 # Arguments of `factorize` that data_efficiency sets itself, or that would mix the fits of several counts.

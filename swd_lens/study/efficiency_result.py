@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from swd_lens.base.display import card
+from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.files import write_json
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.plots import compact
-from swd_lens.display import card
-from swd_lens.figures import INK, literal, new_figure, style
-from swd_lens.files import write_json
 from swd_lens.study.efficiency_methods import CHECKPOINT, FIT, SINGLE
 
 METRICS = {"CE delta": "CE delta (nats)", "KL": "KL to dense (nats)", "relMSE": "relMSE of the output"}

@@ -22,11 +22,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
-from swd_lens.inject import attach
-from swd_lens.sites import UnknownSiteError, select_sites
+from swd_lens.hosts.sites import UnknownSiteError, select_sites
 from swd_lens.study.samples import DENSE, Continuation, Sample, Samples
 from swd_lens.tasks.text import TokenError, as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
+from swd_lens.units import attach
 
 
 def generate(

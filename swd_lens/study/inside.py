@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from swd_lens.analysis.graph import UnitGraph, plot_unit_paths, unit_graph
+from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
+from swd_lens.base.panels import visible
 from swd_lens.circuits import attribute
-from swd_lens.panels import visible
 from swd_lens.study.attention import AttentionView
-from swd_lens.study.graph import UnitGraph, plot_unit_paths, unit_graph
-from swd_lens.study.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
 from swd_lens.study.section import Picture, ReportSection, SectionTable
 from swd_lens.tasks.task import Task
 

@@ -17,25 +17,25 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens._version import __version__
-from swd_lens.checkpoint import ResumeError, host_fingerprint
+from swd_lens.base._version import __version__
+from swd_lens.base.display import card
+from swd_lens.base.files import write_json, write_text
 from swd_lens.circuits.fidelity import Fidelity, fidelity
-from swd_lens.display import card
-from swd_lens.factors import FactorSet
-from swd_lens.files import write_json, write_text
-from swd_lens.finetune import finetune as finetune_factors
-from swd_lens.finetune.folder import is_of_other_factors
-from swd_lens.finetune.spec import resolve as resolve_finetuning
+from swd_lens.factorization.allocate import BY, allocate
+from swd_lens.factorization.allocation import Allocation
+from swd_lens.factorization.checkpoint import ResumeError, host_fingerprint
+from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
-from swd_lens.plan import factorize
-from swd_lens.sites import Pattern
+from swd_lens.hosts.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET, SparsityError
-from swd_lens.study.allocate import BY, allocate
-from swd_lens.study.allocation import Allocation
 from swd_lens.study.generate import check_prompts, generate
 from swd_lens.study.samples import Samples
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.train.finetune import finetune as finetune_factors
+from swd_lens.train.finetune.folder import is_of_other_factors
+from swd_lens.train.finetune.spec import resolve as resolve_finetuning
+from swd_lens.units.factors import FactorSet
 
 BUDGETS = ("uniform", *BY)
 DEFAULT = "default"

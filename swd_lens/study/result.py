@@ -13,12 +13,11 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens._version import __version__
+from swd_lens.base._version import __version__
+from swd_lens.base.display import card
+from swd_lens.base.files import write_json
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.display import card
-from swd_lens.factors import FactorSet
-from swd_lens.files import write_json
 from swd_lens.study.attention import AttentionView
 from swd_lens.study.cards import UnitCard
 from swd_lens.study.run_file import (
@@ -33,6 +32,7 @@ from swd_lens.study.run_file import (
     record_of,
 )
 from swd_lens.study.section import ReportSection
+from swd_lens.units.factors import FactorSet
 
 # The method that exact factors go by in a Run; they are the control, and are not saved.
 CONTROL = "SVD"

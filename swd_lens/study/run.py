@@ -20,21 +20,21 @@ from typing import Any
 
 import torch
 
-from swd_lens import baselines
-from swd_lens._version import __version__
+from swd_lens.base._version import __version__
+from swd_lens.base.files import plain
 from swd_lens.circuits import Comparison, compare
 from swd_lens.circuits.fidelity import fidelity
-from swd_lens.factors import FactorSet, fingerprint
-from swd_lens.files import plain
+from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.inject import by_site, matrices_of
-from swd_lens.plan import factorize
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
 from swd_lens.solver import PRESETS
 from swd_lens.study.attention import attention_views
 from swd_lens.study.cards import unit_cards
 from swd_lens.study.result import CONTROL, Replacement, Run
 from swd_lens.tasks.task import Task
+from swd_lens.train import baselines
+from swd_lens.units import by_site, matrices_of
+from swd_lens.units.factors import FactorSet, fingerprint
 
 __all__ = ["CONTROL", "CONTROLS", "Replacement", "Run", "run_study"]
 
@@ -70,7 +70,7 @@ def run_study(
         calibration_tokens: (rows, pos), or None for zero-data.
         heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
         calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
-            do not depend on the rounding of a float32 forward (see `swd_lens.calibration`).
+            do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`.
         controls: exact factorizations beside SWD: "svd", "random_b" (three seeds, in the circuits only), both or none.
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with

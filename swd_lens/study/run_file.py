@@ -18,10 +18,10 @@ from typing import Any
 
 import pandas as pd
 
+from swd_lens.analysis.audit import Context, LogitEffect
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.study.audit import Context, LogitEffect
 from swd_lens.study.cards import UnitCard
 
 FORMAT = 2

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swd_lens.display import card
+from swd_lens.base.display import card
 
 DENSE = "dense"
 _MARK = "»"  # printed where a continuation leaves the dense one

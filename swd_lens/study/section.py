@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from matplotlib.figure import Figure
 
-from swd_lens.figures import svg
+from swd_lens.base.figures import svg
 
 Cell = str | int | float | None
 
@@ -135,7 +135,7 @@ def drawing(text: str) -> str:
     """
     # No entities: a few of them could unfold to gigabytes.
     if not text.startswith("<svg") or "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise ValueError(f"a picture is one <svg> element, as swd_lens.figures.svg writes it; got {text[:40]!r}")
+        raise ValueError(f"a picture is one <svg> element, as swd_lens.base.figures.svg writes it; got {text[:40]!r}")
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:

@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from swd_lens.base.display import card
+from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.circuits import CostCurve, compare
 from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
 from swd_lens.circuits.comparison import typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.plots import cost_axis
-from swd_lens.display import card
-from swd_lens.factors import FactorSet
-from swd_lens.figures import INK, new_figure, style
+from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.resources import estimate
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.plan import factorize
-from swd_lens.resources import estimate
-from swd_lens.sites import Pattern
+from swd_lens.hosts.sites import Pattern
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.text import as_rows
+from swd_lens.units.factors import FactorSet
 
 SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # paper §zero-data
 

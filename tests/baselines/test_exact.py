@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swd_lens.baselines.exact import random_b_factors, svd_factors
+from swd_lens.units.exact import random_b_factors, svd_factors
 
 SHAPES = [(24, 10), (10, 24), (16, 16)]
 

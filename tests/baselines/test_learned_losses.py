@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from swd_lens.baselines.learned.importance import VectorMlp, lower_leaky, upper_leaky
-from swd_lens.baselines.learned.presets import TRANSCODERS, VPD_KLS, VPD_RECONS, named
-from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec, resolve
-from swd_lens.baselines.learned.transcoders import Transcoder, reconstruction_loss
-from swd_lens.baselines.learned.vpd import Vpd, minimality, total_loss, unfaithfulness
+from swd_lens.train.baselines.importance import VectorMlp, lower_leaky, upper_leaky
+from swd_lens.train.baselines.presets import TRANSCODERS, VPD_KLS, VPD_RECONS, named
+from swd_lens.train.baselines.spec import TrainError, TranscoderSpec, VpdSpec, resolve
+from swd_lens.train.baselines.transcoders import Transcoder, reconstruction_loss
+from swd_lens.train.baselines.vpd import Vpd, minimality, total_loss, unfaithfulness
 
 
 def drawn(coder, seed=0):

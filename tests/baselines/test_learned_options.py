@@ -5,11 +5,11 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines.learned.fits import HostFit
-from swd_lens.baselines.learned.spec import TrainError, TranscoderSpec, VpdSpec
-from swd_lens.baselines.learned.transcoders import Transcoder, geometric_median, ghost_loss
-from swd_lens.baselines.learned.vpd import Vpd, clip_components, minimality
 from swd_lens.hosts import host_of
+from swd_lens.train.baselines.fits import HostFit
+from swd_lens.train.baselines.spec import TrainError, TranscoderSpec, VpdSpec
+from swd_lens.train.baselines.transcoders import Transcoder, geometric_median, ghost_loss
+from swd_lens.train.baselines.vpd import Vpd, clip_components, minimality
 from tests.micro import random_tokens, toy_model
 
 SITE = "blocks.1.mlp_out"

@@ -9,9 +9,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines import LearnedUnits, TrainError
-from swd_lens.baselines.learned.train import Training
-from swd_lens.finetune.rows import Shuffled
+from swd_lens.train.baselines import LearnedUnits, TrainError
+from swd_lens.train.baselines.train import Training
+from swd_lens.train.finetune.rows import Shuffled
 from tests import families
 from tests.finetune.conftest import everything
 from tests.micro import random_split, random_tokens, toy_model
@@ -101,7 +101,7 @@ def test_a_kill_before_the_index_needs_no_training(model, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("swd_lens.baselines.learned.methods.write_index", broken)
+        patch.setattr("swd_lens.train.baselines.methods.write_index", broken)
         with pytest.raises(KeyboardInterrupt):
             train(model, "transcoder", out=tmp_path)
     with pytest.raises(TrainError, match=r"holds no units\.json: no learned units, or their training is not finished"):

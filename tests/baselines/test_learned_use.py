@@ -6,10 +6,10 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines import LearnedUnits, TrainError
 from swd_lens.cli.baselines import _settings
 from swd_lens.hosts import find_sites
 from swd_lens.study.run import _require_there
+from swd_lens.train.baselines import LearnedUnits, TrainError
 from tests.finetune.conftest import everything
 from tests.micro import random_split, random_tokens, toy_model
 

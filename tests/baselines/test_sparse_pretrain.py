@@ -9,15 +9,15 @@ from transformers import GPT2LMHeadModel
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines import SparseSpec, TrainError
-from swd_lens.baselines.learned.sparse_network import config_of, fresh, matrices, nonzeros
-from swd_lens.baselines.learned.sparse_schedule import budget, normalized
-from swd_lens.baselines.learned.sparse_spec import PRESETS
-from swd_lens.baselines.learned.sparse_training import _Run
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.tokenizer import load_tokenizer
-from swd_lens.finetune.rows import Shuffled
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.train.baselines import SparseSpec, TrainError
+from swd_lens.train.baselines.sparse_network import config_of, fresh, matrices, nonzeros
+from swd_lens.train.baselines.sparse_schedule import budget, normalized
+from swd_lens.train.baselines.sparse_spec import PRESETS
+from swd_lens.train.baselines.sparse_training import _Run
+from swd_lens.train.finetune.rows import Shuffled
 from tests import families
 from tests.micro import random_split
 
@@ -130,7 +130,7 @@ def test_resumed_is_uninterrupted_to_the_bit(trained, tokenizer, tmp_path, monke
 
 
 def test_rows_at_once_change_rounding_only(trained, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("swd_lens.baselines.learned.sparse_training._LOGITS_AT_ONCE", 3 * 12 * families.D_VOCAB)
+    monkeypatch.setattr("swd_lens.train.baselines.sparse_training._LOGITS_AT_ONCE", 3 * 12 * families.D_VOCAB)
     parts = train(tmp_path, tokenizer, stop_after=4)
     torch.testing.assert_close(
         torch.tensor(parts.log["loss"].tolist()), torch.tensor(trained.log["loss"].tolist()[:4]), rtol=1e-5, atol=0

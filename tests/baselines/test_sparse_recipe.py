@@ -12,13 +12,13 @@ from transformers import GPT2LMHeadModel
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines import TrainError
-from swd_lens.baselines.learned.sparse_network import config_of, fresh, matrices
-from swd_lens.baselines.learned.sparse_schedule import Schedule, project_
-from swd_lens.baselines.learned.sparse_training import _Run
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.tokenizer import load_tokenizer
-from swd_lens.finetune.rows import Shuffled
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.train.baselines import TrainError
+from swd_lens.train.baselines.sparse_network import config_of, fresh, matrices
+from swd_lens.train.baselines.sparse_schedule import Schedule, project_
+from swd_lens.train.baselines.sparse_training import _Run
+from swd_lens.train.finetune.rows import Shuffled
 from tests import families
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}

@@ -5,8 +5,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from swd_lens.baselines.learned.sparse_schedule import Schedule, budget, normalized, project_
-from swd_lens.baselines.learned.sparse_spec import PRESETS
+from swd_lens.train.baselines.sparse_schedule import Schedule, budget, normalized, project_
+from swd_lens.train.baselines.sparse_spec import PRESETS
 
 PAPER = Schedule()
 BLOCKS = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12

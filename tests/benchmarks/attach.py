@@ -10,7 +10,7 @@
 3. Memory beyond the host: all tensors of the attached model and of the Factors that are not the host's, each storage once,
    over the factors' dense bytes. Bar: 1.1.
 4. With `--split`: where the dense forward's time goes, by operation.
-5. With `--kernels` instead: the sparse kernel beside the dense one, the table in `swd_lens.inject.kernels`.
+5. With `--kernels` instead: the sparse kernel beside the dense one, the table in `swd_lens.units.kernels`.
 
 Absolute times depend on the machine; start with GOMP_SPINCOUNT=1000 when it is shared (README).
 """
@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import swd_lens as swd
-from swd_lens.inject.kernels import FactorProduct
 from swd_lens.solver.budget import plan_shares
 from swd_lens.solver.spec import DEFAULT_PRESET, PRESETS, AnnealSpec
+from swd_lens.units.kernels import FactorProduct
 
 BATCHES = ((8, 64), (8, 256), (1, 128))
 ONE = "blocks.8.mlp_out"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import swd_lens as swd
-from swd_lens.files import plain
+from swd_lens.base.files import plain
 from swd_lens.tasks.generators import FAMILIES
 
 SURFACES = {

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import swd_lens as swd
-from swd_lens.finetune import finetune
+from swd_lens.train.finetune import finetune
 
 TOKENS = 117_760
 CALIBRATION = 16_384

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from swd_lens.factors import Factors
-from swd_lens.study.interactions import unit_interactions
-from swd_lens.study.interactions.difference import PairSums
+from swd_lens.analysis.interactions import unit_interactions
+from swd_lens.analysis.interactions.difference import PairSums
+from swd_lens.units.factors import Factors
 
 SITE, D_MODEL, D_MLP, UNITS, LAYERS = "blocks.8.mlp_in", 768, 3072, 1536, 12
 _gelu = partial(F.gelu, approximate="tanh")

@@ -38,10 +38,10 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.baselines.learned.sparse_schedule import Schedule
-from swd_lens.baselines.learned.sparse_spec import PRESETS
-from swd_lens.files import plain
+from swd_lens.base.files import plain
 from swd_lens.tasks.generators import FAMILIES
+from swd_lens.train.baselines.sparse_schedule import Schedule
+from swd_lens.train.baselines.sparse_spec import PRESETS
 
 CALIBRATION = 16_384
 TOLERANCE = 0.001

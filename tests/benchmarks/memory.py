@@ -25,11 +25,11 @@ from torch import Tensor
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.calibration import collect_grams
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import find_sites
-from swd_lens.inject import attach
-from swd_lens.residuals import Residuals
 from swd_lens.tasks.streams import TokenStream
+from swd_lens.units import attach
 
 ROW = 128  # tokens; the embedded model's context
 MB = 2**20

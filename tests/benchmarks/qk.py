@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import swd_lens as swd
-from swd_lens.study.qk import QKScan, qk_scan, qk_screen
+from swd_lens.analysis.qk import QKScan, qk_scan, qk_screen
 from tests.benchmarks.attach import VOCABULARY, _gpt2_small, _gpt2_small_bridge, _random
 
 

@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swd_lens.factors import Factors
-from swd_lens.solver import solve
+from swd_lens.factorization.solve import solve
+from swd_lens.units.factors import Factors
 
 MATRICES = ("mlp_out", "mlp_in", "attn_qkv", "attn_out")
 SPARSITIES = (0.5, 0.75)

@@ -10,7 +10,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from swd_lens.hosts import Host, Undo, host_of
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
 from tests import families
 
 

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
+from swd_lens.analysis.audit import audit
 from swd_lens.hosts import host_of
-from swd_lens.study.audit import audit
 from tests import families
 from tests.study.audit_models import sparse_factors
 

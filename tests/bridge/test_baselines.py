@@ -7,9 +7,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.tokenizer import load_tokenizer
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.tokenizer import load_tokenizer
 from tests import families
 from tests.bridge.test_circuits import split_for
 

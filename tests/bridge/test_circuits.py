@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
-from swd_lens.inject import attach
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.task import TaskSplit
+from swd_lens.units import attach
 from tests import families
 from tests.circuits.slow import activations, last_logits, margin_of, replacing, rows_for, slow_contributions
 from tests.contract import swd_zero_data

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
-from swd_lens.calibration import collect_grams
-from swd_lens.default_model import score
-from swd_lens.default_model.corpus import Packer
-from swd_lens.default_model.load import WEIGHTS
+from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.embedded import score
+from swd_lens.hosts.embedded.corpus import Packer
+from swd_lens.hosts.embedded.load import WEIGHTS
 from tests import families
 from tests.bridge.compare_runs import compare, main
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from swd_lens import baselines
+from swd_lens.analysis.edit import Edit, compare_edits, edit_unit, side_effects
 from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
 from swd_lens.hosts.writing import stored_matrix
-from swd_lens.inject import attach
-from swd_lens.study.edit import Edit, compare_edits, edit_unit, side_effects
+from swd_lens.units import attach
 from tests import families
 
 PROMPT, OTHERS = families.some_tokens(1, 6)[0], list(families.some_tokens(3, 5, seed=1))

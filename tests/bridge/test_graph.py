@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from swd_lens.analysis.graph import unit_graph
+from swd_lens.analysis.graph.tables import records
 from swd_lens.hosts import UnsupportedHostError
-from swd_lens.study.graph import unit_graph
-from swd_lens.study.graph.tables import records
 from tests import families
 from tests.study.graph_checks import all_units, random_factors
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from swd_lens.analysis.interactions import unit_interactions, unit_overlap
 from swd_lens.hosts import host_of
-from swd_lens.study.interactions import unit_interactions, unit_overlap
 from tests import families
 
 TOKENS = families.some_tokens(rows=3, pos=11)
@@ -12,7 +12,7 @@ TOKENS = families.some_tokens(rows=3, pos=11)
 
 def _factors(model, site):
     # Imported here: that module needs a HookedTransformer, which transformer_lens 4 does not have.
-    from swd_lens.factors import Factors
+    from swd_lens.units.factors import Factors
 
     d_in, d_out = next((s.d_in, s.d_out) for s in host_of(model).sites() if s.name == site)
     generator = torch.Generator().manual_seed(1)
@@ -44,7 +44,7 @@ def test_every_family_gives_the_definition(name):
 
 
 def _seen(host, factors, site):
-    from swd_lens.inject import attach
+    from swd_lens.units import attach
 
     at = {one.name: one for one in host.sites()}
     watched = [at[site]] + ([at["blocks.1.mlp_in"]] if site.endswith("mlp_gate") else [])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from swd_lens.analysis.qk import QKPair, qk_replay, qk_scan, qk_screen
 from swd_lens.hosts import UnsupportedHostError
-from swd_lens.study.qk import QKPair, qk_replay, qk_scan, qk_screen
 from tests import families
 from tests.study.qk_checks import ROW, check_parts, intervened, random_factors, same, snapshot
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swd_lens.hosts import Host
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
 from tests import families
 from tests.bridge.conftest import TOKENS, close, fresh, sites_with, swap_dense
 

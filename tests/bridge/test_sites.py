@@ -10,7 +10,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 from swd_lens.hosts import UnsupportedHostError, host_of
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
 from tests import families
 from tests.bridge.conftest import TOKENS, close, fresh, swap_dense
 

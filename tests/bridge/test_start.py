@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.tokenizer import load_tokenizer
 from swd_lens.hosts import Host, Start, host_of
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.tokenizer import load_tokenizer
 from swd_lens.hosts.load import load_host
 from tests import families
 from tests.bridge.conftest import close, fresh
@@ -98,7 +98,7 @@ def test_an_unembedding_that_is_no_plain_matrix_is_run_whole():
 
 def test_what_a_block_hands_on_unpacks_to_the_residual_alone():
     # A model whose loop unpacks a block's output must not get the rows of the batch.
-    from swd_lens.hosts.bridge_running import starting
+    from swd_lens.hosts.bridge.running import starting
 
     host, resid = fresh("gpt2"), torch.randn(2, 3, 16)
     handed_on = starting(host.model, Start(2, resid))[0][1]("anything", mask=None)

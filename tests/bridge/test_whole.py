@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.calibration import collect_grams
-from swd_lens.factors import FactorSet
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.targets import corrected
+from swd_lens.factorization.workers import SolveTask, solve_task
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.targets import corrected
-from swd_lens.workers import SolveTask, solve_task
+from swd_lens.units.factors import FactorSet
 from tests import families
 
 QUICK = {"preset": "quick", "outer_iterations": 2, "sparsity": 0.3, "progress": False}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swd_lens.sites import hook_name
+from swd_lens.hosts.sites import hook_name
 from swd_lens.tasks.task import TaskSplit
 
 

@@ -11,8 +11,8 @@ from swd_lens.circuits import attribute
 from swd_lens.circuits.attribution import POSITIONS, SCORES, SIGNS
 from swd_lens.circuits.means import MEAN_OVER
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
-from swd_lens.sites import hook_name
+from swd_lens.hosts.sites import hook_name
+from swd_lens.units import attach
 from tests.circuits.slow import activations, margin_of, margin_with, rows_for, slow_contributions, slow_means
 from tests.contract import swd_zero_data
 from tests.micro import random_split, split_of, toy_model

@@ -11,10 +11,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.circuits import CostCurve, attribute, compare, evaluate
+from swd_lens.circuits import CostCurve, attribute, compare, evaluate, fidelity
 from swd_lens.circuits.compare import Comparison, TaskComparison, _sources, check_tasks
 from swd_lens.circuits.seeds import mean_min_cost, summary
-from swd_lens.study import fidelity
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.micro import random_split, random_tokens, toy_model

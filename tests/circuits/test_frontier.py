@@ -12,8 +12,8 @@ from swd_lens.circuits import Circuit, UndefinedSufficiencyWarning, attribute, e
 from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths
 from swd_lens.circuits.reference import ABLATIONS
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
 from swd_lens.tasks.task import Task, TaskError
+from swd_lens.units import attach
 from tests.circuits.slow import able_split, activations, last_logits, margin_of, margin_with, replacing, rows_for
 from tests.contract import swd_zero_data
 from tests.micro import random_split, split_of, toy_model

@@ -7,8 +7,8 @@ import torch
 
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
-from swd_lens.factors import Factors
-from swd_lens.inject import attach
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
 from tests.micro import identity_factors, micro_model, split_of
 
 # Units are the two hidden activations z = relu(x W_in). Unit 0 writes (1, 2), unit 1 writes (3, 4); the margin is

@@ -8,8 +8,8 @@ import torch
 from swd_lens.circuits import UnitScores, attribute, evaluate, intervention_hooks
 from swd_lens.circuits.reference import Reference, ablation_values, aligned
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
 from swd_lens.tasks.task import TaskError
+from swd_lens.units import attach
 from tests.circuits.slow import able_split, activations, rows_for
 from tests.contract import swd_zero_data
 from tests.micro import toy_model

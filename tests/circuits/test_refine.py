@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swd_lens.circuits import UndefinedSufficiencyWarning, UnitScores, attribute, evaluate, judge, refine
-from swd_lens.factors import Factors
 from swd_lens.tasks.task import Task
+from swd_lens.units.factors import Factors
 from tests.circuits.slow import able_split
 from tests.contract import swd_zero_data
 from tests.micro import micro_model, split_of, toy_model

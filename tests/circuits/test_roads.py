@@ -9,7 +9,7 @@ import torch
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits.roads import Road, Runner, find_road
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
+from swd_lens.units import attach
 from tests.circuits.slow import able_split, last_logits, replacing
 from tests.contract import swd_zero_data
 from tests.micro import random_tokens, split_of, toy_model

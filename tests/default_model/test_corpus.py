@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from swd_lens.default_model.corpus import KINDS, MIX, N_CTX, Packer, document, loss_weights, sample_documents
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.tokenizer import build_tokenizer, load_tokenizer
+from swd_lens.hosts.embedded.corpus import KINDS, MIX, N_CTX, Packer, document, loss_weights, sample_documents
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.tokenizer import build_tokenizer, load_tokenizer
 from swd_lens.tasks.generators import FAMILIES, generate
 from swd_lens.tasks.generators.words import SPLITS
 

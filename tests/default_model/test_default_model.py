@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swd_lens.default_model import load_default_model, load_model_folder, score, text_tokens
-from swd_lens.default_model.corpus import Packer
-from swd_lens.default_model.load import WEIGHTS
-from swd_lens.default_model.network import Shape
+from swd_lens.hosts.embedded import load_default_model, load_model_folder, score, text_tokens
+from swd_lens.hosts.embedded.corpus import Packer
+from swd_lens.hosts.embedded.load import WEIGHTS
+from swd_lens.hosts.embedded.network import Shape
 from swd_lens.tasks.generators import FAMILIES
 
 # The bars of the embedded model (answer above every distractor; for years: probability right minus wrong).

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.finetune import FinetuneError, finetune
-from swd_lens.finetune import loop as loop_module
-from swd_lens.finetune import mount as mount_module
-from swd_lens.finetune.optimizer import Optimizer
-from swd_lens.finetune.values import SMALLEST
 from swd_lens.tasks.streams import TokenStream
+from swd_lens.train.finetune import FinetuneError, finetune
+from swd_lens.train.finetune import loop as loop_module
+from swd_lens.train.finetune import mount as mount_module
+from swd_lens.train.finetune.optimizer import Optimizer
+from swd_lens.train.finetune.values import SMALLEST
 from tests.finetune.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
 from tests.micro import toy_model
 

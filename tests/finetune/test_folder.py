@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.finetune import finetune
-from swd_lens.finetune.folder import RunFolder
-from swd_lens.finetune.loop import Run
+from swd_lens.train.finetune import finetune
+from swd_lens.train.finetune.folder import RunFolder
+from swd_lens.train.finetune.loop import Run
 from tests.finetune.conftest import HELD, ROWS, bits
 from tests.micro import toy_model
 
@@ -169,8 +169,8 @@ KILLED = """
 import os, signal, sys
 import torch
 import swd_lens as swd
-from swd_lens.finetune import finetune
-from swd_lens.finetune.loop import Run
+from swd_lens.train.finetune import finetune
+from swd_lens.train.finetune.loop import Run
 from tests.finetune.conftest import ROWS
 from tests.finetune.test_folder import SAME
 from tests.micro import toy_model

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swd_lens.factors import FactorSet
-from swd_lens.finetune import FinetuneError
-from swd_lens.finetune.processes import Processes
+from swd_lens.train.finetune import FinetuneError
+from swd_lens.train.finetune.processes import Processes
+from swd_lens.units.factors import FactorSet
 from tests.finetune.conftest import ROWS
 
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from swd_lens.finetune import PRESETS, FinetuneError, FinetuneSpec
-from swd_lens.finetune.spec import resolve
+from swd_lens.train.finetune import PRESETS, FinetuneError, FinetuneSpec
+from swd_lens.train.finetune.spec import resolve
 
 
 def test_the_papers_recipe_is_the_papers():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.factors import Factors
-from swd_lens.finetune.values import SMALLEST, Support, Switch, TrainedProjection
-from swd_lens.inject import UnitProjection
-from swd_lens.passport import Offsets
+from swd_lens.train.finetune.values import SMALLEST, Support, Switch, TrainedProjection
+from swd_lens.units import UnitProjection
+from swd_lens.units.factors import Factors
+from swd_lens.units.passport import Offsets
 
 
 def random_factors(offsets: bool = False) -> Factors:

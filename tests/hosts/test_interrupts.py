@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
+from swd_lens.units import attach
 from tests import families
 from tests.contract import identity
 from tests.hosts.test_families import HAS_HOOKED

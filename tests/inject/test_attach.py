@@ -8,9 +8,9 @@ from transformer_lens import patching
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.factors import Factors, FactorSet
 from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
-from swd_lens.inject import AttachError, attach
+from swd_lens.units import AttachError, attach
+from swd_lens.units.factors import Factors, FactorSet
 from tests import families
 from tests.contract import identity
 from tests.micro import random_tokens, toy_model
@@ -182,7 +182,7 @@ def test_an_exception_in_the_body_restores_the_host(model, factors):
 
 
 def test_a_failing_swap_undoes_the_earlier_ones(model, factors, monkeypatch):
-    from swd_lens.hosts.hooked_transformer import HookedTransformerHost
+    from swd_lens.hosts.hooked.host import HookedTransformerHost
 
     tokens = random_tokens(2, 6)
     logits, hooks = model(tokens), list(model.hook_dict.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from swd_lens.inject.kernels import FactorProduct, choose
+from swd_lens.units.kernels import FactorProduct, choose
 
 ROWS, COLUMNS = 24, 18
 KERNELS = ("dense", "sparse")

@@ -11,10 +11,10 @@ from sae_lens import SAE, saes
 from sae_lens.saes.sae import SAEMetadata
 from torch import nn
 
-from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
-from swd_lens.inject.saelens import from_saelens
-from swd_lens.inject.sources import as_units
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
+from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
+from swd_lens.units.saelens import from_saelens
+from swd_lens.units.sources import as_units
 from tests.micro import random_split, random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -188,7 +188,7 @@ def test_what_computes_something_else_is_refused():
 
 def test_the_batch_top_k_is_caught_by_its_behaviour_too():
     # Were it not called a training SAE, the trial would still see that its units look at the other positions.
-    from swd_lens.inject import saelens
+    from swd_lens.units import saelens
 
     training = shaken(saes.BatchTopKTrainingSAE(saes.BatchTopKTrainingSAEConfig(d_in=D_MODEL, d_sae=UNITS, k=4)))
     units = CoderUnits(training, 0, D_MODEL, UNITS, reads="output", name="BatchTopK")

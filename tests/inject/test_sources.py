@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from swd_lens.baselines.exact import svd_factors
-from swd_lens.factors import Factors
-from swd_lens.inject.coder import CoderUnits, Units, UnitSourceError
-from swd_lens.inject.saelens import from_saelens
-from swd_lens.inject.sources import as_units
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
+from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
+from swd_lens.units.exact import svd_factors
+from swd_lens.units.factors import Factors
+from swd_lens.units.saelens import from_saelens
+from swd_lens.units.sources import as_units
 
 SITE = Site(1, "mlp_out", 3, 2)
 # h @ ENC = z before relu; z @ DEC + 10 = y. Unit 1 reads two inputs, unit 3 writes nothing.

@@ -60,7 +60,7 @@ def run(host: Any) -> Run:
 
 def with_cards(run: Run, tokens: tuple[str, ...]) -> Run:
     """The run with these tokens in every card, as contexts and as promoted and suppressed tokens."""
-    from swd_lens.study.audit import Context, LogitEffect
+    from swd_lens.analysis.audit import Context, LogitEffect
 
     context = Context(tokens, tuple(float((-1) ** i * i) for i in range(len(tokens))), len(tokens) - 1)
     effect = LogitEffect(tuple((t, 0.5) for t in tokens), tuple((t, -0.25) for t in tokens))

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from swd_lens.figures import new_figure
-from swd_lens.panels import attention_heads
+from swd_lens.base.figures import new_figure
+from swd_lens.base.panels import attention_heads
 from swd_lens.report import render_report
 from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable

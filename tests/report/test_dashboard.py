@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from swd_lens.analysis.audit import Audit, UnitLabels, audit
 from swd_lens.report import dashboard as module
 from swd_lens.report.dashboard import dashboard
-from swd_lens.study.audit import Audit, UnitLabels, audit
 from tests.report.conftest import HOSTILE, VOCABULARY
 from tests.study.audit_models import made_scores, sparse_factors
 

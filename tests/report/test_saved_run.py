@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from swd_lens.base.figures import new_figure
+from swd_lens.base.files import plain
 from swd_lens.circuits import Comparison
-from swd_lens.factors import FactorSet
-from swd_lens.figures import new_figure
-from swd_lens.files import plain
 from swd_lens.report import render_report
 from swd_lens.study import Run
 from swd_lens.study.run_file import FORMAT, FactorsRecord
 from swd_lens.study.section import Picture, ReportSection, SectionTable
+from swd_lens.units.factors import FactorSet
 from tests.report.conftest import HOSTILE, with_attention, with_cards
 
 

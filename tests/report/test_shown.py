@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from swd_lens.circuits import Fidelity, Refinement, UnitScores
-from swd_lens.factors import Factors, FactorSet
-from swd_lens.study import Allocation, ModelReplacement, Run, Samples, Sweep, SweepPoint
+from swd_lens.factorization.allocation import Allocation
+from swd_lens.factorization.spend import LossCurve
+from swd_lens.study import ModelReplacement, Run, Samples, Sweep, SweepPoint
 from swd_lens.study.samples import Continuation, Sample
-from swd_lens.study.spend import LossCurve
+from swd_lens.units.factors import Factors, FactorSet
 from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK
 
 BAD = "<script>alert(1)</script> $\\bad$"
@@ -95,7 +96,7 @@ def test_a_loaded_set_is_shown_without_making_its_factors(tmp_path: Any, monkeyp
     def refused(self: Any) -> Any:
         raise AssertionError("a card made dense factors")
 
-    monkeypatch.setattr("swd_lens.stored.StoredSite.parts", refused)
+    monkeypatch.setattr("swd_lens.units.stored.StoredSite.parts", refused)
     assert "8" in _shown(loaded).text and loaded.table()["edges"].tolist() == [8, 8]
 
 

@@ -16,9 +16,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swd_lens.factors import Factors
-from swd_lens.solver import PRESETS, BudgetError, Step, anneal, plan_shares, resolve, solve
-
+from swd_lens.factorization.solve import solve
+from swd_lens.solver import PRESETS, BudgetError, Step, anneal, plan_shares, resolve
+from swd_lens.units.factors import Factors
 from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 
 
@@ -455,7 +455,7 @@ def test_the_newer_precision_setting_is_kept_after_an_interrupt():
     """torch refuses to mix its two settings in one process: a fresh one."""
     program = """
 import torch
-from swd_lens.solver import solve
+from swd_lens.factorization.solve import solve
 matmul = torch.backends.cuda.matmul
 matmul.fp32_precision = "tf32"
 seen = []

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from swd_lens.solver import canonical, solve
-
+from swd_lens.factorization.solve import solve
+from swd_lens.solver import canonical
 from tests.solver.matrices import gram_of, weight_of
 
 

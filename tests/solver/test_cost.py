@@ -8,8 +8,8 @@ import sys
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from swd_lens.solver import Cost, SpecError, UnitsError, cost, solve
-
+from swd_lens.factorization.solve import solve
+from swd_lens.solver import Cost, SpecError, UnitsError, cost
 from tests.solver.matrices import gram_of, weight_of
 
 OPTIONS = {"best": {"outer_iterations": 4, "refine_rounds": 1}, "paper": {"outer_iterations": 4}}
@@ -34,7 +34,7 @@ MEASURE = """
 import json, sys
 import torch
 from torch.profiler import ProfilerActivity, profile
-from swd_lens.solver import solve
+from swd_lens.factorization.solve import solve
 torch.set_num_threads(1)
 peaks = []
 for preset, shape, units, calibrated, options in json.load(sys.stdin):

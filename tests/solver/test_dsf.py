@@ -14,10 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swd_lens.factors import Factors
+from swd_lens.factorization.solve import solve as solve_by
 from swd_lens.solver import BudgetError, DsfSpec, Step, dsf, plan_budget, realised
-from swd_lens.solver import solve as solve_by
-
+from swd_lens.units.factors import Factors
 from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 
 
@@ -243,7 +242,7 @@ def test_the_newer_precision_setting_is_kept_too():
     """torch refuses to mix its two settings in one process: a fresh one."""
     program = """
 import torch
-from swd_lens.solver import solve
+from swd_lens.factorization.solve import solve
 matmul = torch.backends.cuda.matmul
 matmul.fp32_precision = "tf32"
 seen = []

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swd_lens.factors import Factors
-from swd_lens.solver import solve
+from swd_lens.factorization.solve import solve
+from swd_lens.units.factors import Factors
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 ROWS = json.loads((GOLDEN / "reference.json").read_text())["rows"] if (GOLDEN / "reference.json").exists() else []

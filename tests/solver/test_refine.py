@@ -8,7 +8,6 @@ from torch import Tensor
 
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.refine import conjugate_gradient, refine
-
 from tests.solver.matrices import SHAPES, gram_of, weight_of
 
 

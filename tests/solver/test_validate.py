@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swd_lens.factorization.solve import solve
 from swd_lens.solver import (
     DEFAULT_PRESET,
     PRESETS,
@@ -15,7 +16,6 @@ from swd_lens.solver import (
     SpecError,
     UnitsError,
     WeightError,
-    solve,
 )
 from swd_lens.solver.validate import check_tokens
 

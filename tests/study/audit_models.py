@@ -6,7 +6,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.circuits.scores import UnitScores, identities
-from swd_lens.inject import attach
+from swd_lens.units import attach
 
 
 class Letters:

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from swd_lens.factors import Factors
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
-from swd_lens.sites import Site
+from swd_lens.hosts.sites import Site
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
 
 TOKENS = [3, 7, 1, 12, 5]
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from swd_lens.factors import Factors
+from swd_lens.analysis.qk import QKPair, score_parts
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
-from swd_lens.passport import Offsets
-from swd_lens.study.qk import QKPair, score_parts
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
+from swd_lens.units.passport import Offsets
 
 ROW = [3, 7, 1, 12, 5, 7, 9]
 

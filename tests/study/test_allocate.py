@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import swd_lens as swd
+from swd_lens.factorization.allocate import allocate
+from swd_lens.factorization.allocation import Allocation
+from swd_lens.factorization.spend import LossCurve, lower_hull, round_to, spend
 from swd_lens.hosts import host_of
 from swd_lens.solver.budget import edges
-from swd_lens.study.allocate import allocate
-from swd_lens.study.allocation import Allocation
-from swd_lens.study.spend import LossCurve, lower_hull, round_to, spend
 from swd_lens.tasks.streams import TokenStream
 from tests.micro import random_tokens, toy_model
 

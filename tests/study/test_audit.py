@@ -7,10 +7,10 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.analysis.audit import audit, logit_effect, top_contexts
+from swd_lens.analysis.audit.contexts import TopPlaces
+from swd_lens.analysis.audit.statistics import Statistics
 from swd_lens.hosts import host_of
-from swd_lens.study.audit import audit, logit_effect, top_contexts
-from swd_lens.study.audit.contexts import TopPlaces
-from swd_lens.study.audit.statistics import Statistics
 from tests.micro import random_tokens, toy_model
 from tests.study.audit_models import activations, lettered, made_scores, sparse_factors
 

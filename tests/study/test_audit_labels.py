@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swd_lens.study.audit import UnitLabel, UnitLabels, audit
+from swd_lens.analysis.audit import UnitLabel, UnitLabels, audit
 from tests.micro import random_tokens
 from tests.study.audit_models import lettered, made_scores, sparse_factors
 

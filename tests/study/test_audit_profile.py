@@ -5,9 +5,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.study.audit import Context, audit, logit_effect
-from swd_lens.study.audit.edges import edges_of
-from swd_lens.study.audit.names import Ends, Span, TokenNames
+from swd_lens.analysis.audit import Context, audit, logit_effect
+from swd_lens.analysis.audit.edges import edges_of
+from swd_lens.analysis.audit.names import Ends, Span, TokenNames
 from tests.micro import random_tokens
 from tests.study.audit_models import lettered, made_scores, sparse_factors
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from swd_lens.study.audit.statistics import DENSE, SIDE, Statistics
+from swd_lens.analysis.audit.statistics import DENSE, SIDE, Statistics
 
 
 def some_z(tokens: int = 3000, units: int = 7) -> torch.Tensor:

@@ -8,15 +8,15 @@ from safetensors.torch import save_file
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.factors import Factors, FactorSet, fingerprint
+from swd_lens.analysis.edit import Edit, EditError, edit_unit, unit_hooks
+from swd_lens.analysis.edit.edited import FORMAT
+from swd_lens.analysis.edit.lora import lora_edits
+from swd_lens.analysis.edit.make import oracle_edit, random_unit, unit_edit
+from swd_lens.analysis.edit.target import find_target
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.writing import stored_matrix
-from swd_lens.inject import AttachError, attach
-from swd_lens.study.edit import Edit, EditError, edit_unit, unit_hooks
-from swd_lens.study.edit.edited import FORMAT
-from swd_lens.study.edit.lora import lora_edits
-from swd_lens.study.edit.make import oracle_edit, random_unit, unit_edit
-from swd_lens.study.edit.target import find_target
+from swd_lens.units import AttachError, attach
+from swd_lens.units.factors import Factors, FactorSet, fingerprint
 from tests.hosts.test_interrupts import everything
 from tests.interrupts import run_to_line
 from tests.micro import identity_factors, micro_model, random_tokens, toy_model
@@ -281,7 +281,7 @@ def test_files(model, factors, tmp_path, monkeypatch):
     broken = replace(edit, delta=replace(edit.delta, write=edit.delta.write * float("nan")))
     with pytest.raises(EditError, match="write holds values that are not finite"):
         Edit.load(broken.save(tmp_path / "nan"))
-    monkeypatch.setattr("swd_lens.study.edit.edited.save_file", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("swd_lens.analysis.edit.edited.save_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         broken.save(path)
     assert Edit.load(path).local_shift == edit.local_shift  # the old file, whole

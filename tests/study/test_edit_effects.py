@@ -8,12 +8,12 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.factors import Factors, FactorSet
+from swd_lens.analysis.edit import EditComparison, EditError, compare_edits, edit_unit, select_edit_unit, side_effects
+from swd_lens.analysis.edit.effects import divergence
+from swd_lens.analysis.edit.target import find_target
 from swd_lens.hosts import find_sites
-from swd_lens.inject import AttachError, attach
-from swd_lens.study.edit import EditComparison, EditError, compare_edits, edit_unit, select_edit_unit, side_effects
-from swd_lens.study.edit.effects import divergence
-from swd_lens.study.edit.target import find_target
+from swd_lens.units import AttachError, attach
+from swd_lens.units.factors import Factors, FactorSet
 from tests.hosts.test_interrupts import everything
 from tests.micro import identity_factors, micro_model, random_split, random_tokens, toy_model
 

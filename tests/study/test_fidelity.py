@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.circuits import fidelity
 from swd_lens.hosts import host_of
-from swd_lens.study import fidelity
 from tests.contract import swd_zero_data
 from tests.micro import random_tokens, toy_model
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from swd_lens.baselines import svd
-from swd_lens.factors import Factors
+from swd_lens.analysis.graph import unit_graph
 from swd_lens.hosts import UnsupportedHostError, host_of
-from swd_lens.study.graph import unit_graph
+from swd_lens.train.baselines import svd
+from swd_lens.units.factors import Factors
 from tests.micro import toy_model
 from tests.study.graph_checks import TOKENS, all_units, check_edges, nudged, random_factors, sites_by_name, weights_of
 

@@ -8,11 +8,11 @@ import xml.etree.ElementTree as ElementTree
 import pandas as pd
 import pytest
 
-from swd_lens.baselines import svd
+from swd_lens.analysis.graph import UnitGraph, draw, plot_unit_paths, unit_graph
+from swd_lens.analysis.graph.tables import records
 from swd_lens.circuits import Circuit, attribute
-from swd_lens.study.graph import UnitGraph, draw, plot_unit_paths, unit_graph
-from swd_lens.study.graph.tables import records
 from swd_lens.tasks import load_task
+from swd_lens.train.baselines import svd
 from tests.micro import random_split, toy_model
 from tests.study.graph_checks import TOKENS, all_units, random_factors
 

@@ -5,13 +5,13 @@ import torch
 from transformer_lens import HookedTransformer
 
 from swd_lens import baselines
-from swd_lens.factors import Factors
+from swd_lens.analysis.interactions import difference, unit_interactions
 from swd_lens.hosts import UnsupportedHostError, host_of
-from swd_lens.inject import attach
-from swd_lens.passport import Offsets
-from swd_lens.study.interactions import difference, unit_interactions
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.text import TokenError
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
+from swd_lens.units.passport import Offsets
 from tests.micro import micro_model, random_tokens, toy_model
 
 SITE = "blocks.1.mlp_in"

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from swd_lens.factors import Factors
+from swd_lens.analysis.interactions import unit_overlap
 from swd_lens.hosts import host_of
-from swd_lens.inject import attach
-from swd_lens.study.interactions import unit_overlap
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.text import TokenError
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
 from tests.micro import random_tokens, toy_model
 from tests.study.test_interactions import sparse_factors
 

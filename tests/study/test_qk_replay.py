@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from swd_lens.baselines import svd
-from swd_lens.figures import svg
+from swd_lens.analysis.qk import QKError, QKPair, qk_replay
+from swd_lens.base.figures import svg
 from swd_lens.hosts import UnsupportedHostError
-from swd_lens.inject import attach
-from swd_lens.study.qk import QKError, QKPair, qk_replay
 from swd_lens.tasks import TokenError
+from swd_lens.train.baselines import svd
+from swd_lens.units import attach
 from tests import families
 from tests.micro import toy_model
 from tests.study.qk_checks import ROW, intervened, random_factors, same, snapshot

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from swd_lens.study.qk import QKError, QKPair, qk_replay, qk_scan, qk_screen
-from swd_lens.study.qk import scan as scan_module
-from swd_lens.study.qk.scores import Effects
+from swd_lens.analysis.qk import QKError, QKPair, qk_replay, qk_scan, qk_screen
+from swd_lens.analysis.qk import scan as scan_module
+from swd_lens.analysis.qk.scores import Effects
 from tests import families
 from tests.micro import toy_model
 from tests.study.qk_checks import ROW, random_factors, same, snapshot

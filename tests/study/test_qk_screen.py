@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from swd_lens.factors import Factors
-from swd_lens.figures import svg
+from swd_lens.analysis.qk import QKError, plot_attention_fidelity, qk_screen
+from swd_lens.base.figures import svg
 from swd_lens.hosts import UnsupportedHostError, host_of
 from swd_lens.hosts.heads import heads_of
 from swd_lens.hosts.rotary import rotations
-from swd_lens.study.qk import QKError, plot_attention_fidelity, qk_screen
+from swd_lens.units.factors import Factors
 from tests import families
 from tests.micro import micro_model, toy_model
 from tests.study.qk_checks import random_factors

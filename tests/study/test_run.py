@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.files import plain
+from swd_lens.base.files import plain
 
 SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "attn_o"}
 

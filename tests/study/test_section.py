@@ -2,7 +2,7 @@
 
 import pytest
 
-from swd_lens.figures import new_figure
+from swd_lens.base.figures import new_figure
 from swd_lens.study.section import Picture, ReportSection, drawing
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import swd_lens as swd
-from swd_lens.files import plain
-from swd_lens.study import fidelity
+from swd_lens.base.files import plain
+from swd_lens.circuits import fidelity
 from swd_lens.study.sweep import sweep
 from swd_lens.tasks.task import Task
 from tests.micro import random_split, random_tokens, toy_model

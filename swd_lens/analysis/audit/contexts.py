@@ -1,0 +1,192 @@
+"""Where units fire most: a running top n, with the text around each place.
+
+1. Per batch, each unit's largest |z| in every row of text: at most `per_row` places of a row, so that one odd passage does not
+   fill the list (paper app. E.1: 20 by |z|). One, unless the text has fewer rows than places are asked for.
+2. These and the n best so far are sorted together; of equal ones the earlier row stays ahead.
+3. The tokens and z around a place are copied when it enters the list: the text is read once, and memory depends on
+   n and the number of units only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.analysis.audit.names import TokenNames
+from swd_lens.analysis.audit.watching import watch
+from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.units import attach
+
+NO_TOKEN = -1  # in a window that reaches over an end of its row
+
+
+@dataclass(frozen=True)
+class Context:
+    """One place where a unit fires.
+
+    Attributes:
+        tokens: the token strings of the window.
+        z: the unit's activation on each of them.
+        peak: index in the window of the position that was ranked.
+    """
+
+    tokens: tuple[str, ...]
+    z: tuple[float, ...]
+    peak: int
+
+    def text(self, mark: tuple[str, str] = ("", "")) -> str:
+        """The window as running text, the ranked token between two marks; they go inside a token's leading space."""
+        pieces = list(self.tokens)
+        token = pieces[self.peak]
+        bare = token.lstrip(" ")
+        lead = token[: len(token) - len(bare)] if bare else ""
+        pieces[self.peak] = lead + mark[0] + token[len(lead) :] + mark[1]
+        return "".join(pieces)
+
+
+class TopPlaces:
+    """The n places of largest |z| of each unit, in rows of text that come batch by batch.
+
+    Args:
+        n: places per unit.
+        before, after: tokens kept on either side of a place.
+        per_row: at most this many places of one row.
+    """
+
+    def __init__(self, n: int, before: int, after: int, per_row: int = 1):
+        if n < 1 or before < 0 or after < 0:
+            raise ValueError(
+                f"n must be 1 or more, before and after 0 or more; got n={n}, before={before}, after={after}"
+            )
+        self.n, self.before, self.after, self.per_row = n, before, after, per_row
+        self.value = torch.empty(0)  # (unit, n), largest first; -1 where there is no place yet
+        self.row = self.pos = self.tokens = self.z = torch.empty(0)
+
+    def add(self, first_row: int, rows: Int[Tensor, "rows pos"], z: Float[Tensor, "rows pos unit"]) -> None:
+        """A batch: its rows count from `first_row`."""
+        if not len(self.value):
+            self._start(z)
+        value, pos = self._largest(z)  # (unit, place); the places of a row stand together
+        units = (value > self.value[:, -1:]).any(1).nonzero()[:, 0]  # the others' lists stay as they are
+        if not len(units):
+            return
+        value, pos, z, rows = value[units], pos[units], z[..., units], rows.to(z.device)
+        of_row = torch.arange(pos.shape[1], device=z.device) // (pos.shape[1] // len(rows))
+        row = (first_row + of_row).expand_as(pos)
+        keep = torch.cat([self.value[units], value], 1).sort(dim=1, descending=True, stable=True).indices[:, : self.n]
+        stays = keep.clamp(max=self.n - 1)[..., None].expand(-1, -1, self.tokens.shape[-1])
+        tokens, around = self.tokens[units].gather(1, stays), self.z[units].gather(1, stays)
+        unit, slot = (keep >= self.n).nonzero(as_tuple=True)
+        at = keep[unit, slot] - self.n
+        tokens[unit, slot], around[unit, slot] = self._windows(rows, z, of_row[at], pos[unit, at], unit)
+        self.value[units] = torch.cat([self.value[units], value], 1).gather(1, keep)
+        self.row[units] = torch.cat([self.row[units], row], 1).gather(1, keep)
+        self.pos[units] = torch.cat([self.pos[units], pos], 1).gather(1, keep)
+        self.tokens[units], self.z[units] = tokens, around
+
+    def _largest(self, z: Float[Tensor, "rows pos unit"]) -> tuple[Tensor, Tensor]:
+        """|z| and position of each row's largest entries; of equal ones the earlier position comes first."""
+        size = z.abs()
+        if self.per_row == 1:
+            value, pos = size.max(1, keepdim=True)
+        else:
+            value, pos = (found[:, : self.per_row] for found in size.sort(dim=1, descending=True, stable=True))
+        return value.permute(2, 0, 1).flatten(1), pos.permute(2, 0, 1).flatten(1)
+
+    def contexts(self, unit: int, names: TokenNames, *, n: int | None = None, firing: bool = False) -> list[Context]:
+        """The unit's places (the first n of them), largest |z| first; `firing` leaves out rows where it is 0 everywhere."""
+        found, lists = [], (part[unit, :n].tolist() for part in (self.value, self.tokens, self.z))
+        for value, tokens, z in zip(*lists, strict=True):
+            if value < 0 or (firing and value == 0):
+                break
+            inside = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
+            strings = tuple(names(tokens[i]) for i in inside)
+            found.append(Context(strings, tuple(z[i] for i in inside), self.before - inside[0]))
+        return found
+
+    def cpu(self) -> "TopPlaces":
+        """Itself, with everything on the CPU."""
+        for name in ("value", "row", "pos", "tokens", "z"):
+            setattr(self, name, getattr(self, name).cpu())
+        return self
+
+    def _start(self, z: Tensor) -> None:
+        shape, width = (z.shape[-1], self.n), self.before + 1 + self.after
+        self.value = torch.full(shape, -1.0, device=z.device)
+        self.row = torch.full(shape, -1, dtype=torch.int64, device=z.device)
+        self.pos = self.row.clone()
+        self.tokens = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32, device=z.device)
+        self.z = torch.zeros(*shape, width, device=z.device)
+
+    def _windows(self, rows: Tensor, z: Tensor, row: Tensor, pos: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """(place, window) token ids and z around each place."""
+        places = pos[:, None] + torch.arange(-self.before, self.after + 1, device=pos.device)
+        outside = (places < 0) | (places >= rows.shape[1])
+        places = places.clamp(0, rows.shape[1] - 1)
+        tokens = rows[row[:, None], places].masked_fill(outside, NO_TOKEN)
+        return tokens.to(torch.int32), z[row[:, None], places, unit[:, None]].masked_fill(outside, 0.0)
+
+
+def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
+    """How many places of a row may stand in a list of n: as asked, or what fills the list, at least one.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(f"per_row must be 1 or more, got {asked}")
+    return -(-n // stream.n_rows) if asked is None else asked
+
+
+def top_contexts(
+    model: Any,
+    factors: Any,
+    units: Sequence[tuple[str, int]],
+    tokens: Any,
+    *,
+    n: int = 20,
+    before: int = 14,
+    after: int = 2,
+    batch_size: int = 64,
+    per_row: int | None = None,
+) -> dict[tuple[str, int], list[Context]]:
+    """The n positions of largest |z| per unit (paper app. E.1: 20), in one pass.
+
+    Args:
+        factors: what to attach, see `swd_lens.attach`.
+        units: (site, index) pairs.
+        tokens: (rows, pos) ids of held-out text, or a `TokenStream`.
+        before, after: tokens shown on either side of the position.
+        per_row: at most this many of one row; None = one, or as many as it takes where the text has fewer rows than n.
+
+    Raises:
+        ValueError: n or per_row below 1, before or after below 0.
+        UnsupportedHostError: a site whose units the host's forward never shows.
+    """
+    stream, names = as_stream(tokens, model), TokenNames(model)
+    at_most = places_per_row(per_row, n, stream)
+    require_no_dropout(model)
+    by_site: dict[str, list[int]] = {}
+    for site, index in dict.fromkeys(units):
+        by_site.setdefault(site, []).append(index)
+    places: dict[str, TopPlaces] = {}
+    with attach(model, factors) as attachment:
+        observers = {}
+        for site in attachment.sites:
+            if site.name in by_site:
+                top = places[site.name] = TopPlaces(n, before, after, at_most)
+                chosen = torch.tensor(by_site[site.name])
+                observers[site] = lambda at, rows, z, top=top, chosen=chosen: top.add(
+                    at, rows, z[..., chosen.to(z.device)]
+                )
+        if observers:
+            watch(host_of(model), stream, observers, batch_size)
+    return {
+        (site, index): top.cpu().contexts(column, names)
+        for site, top in places.items()
+        for column, index in enumerate(by_site[site])
+    }

@@ -1,0 +1,187 @@
+"""UnitLabels: what people or models call units, kept apart from the factors and checked against them.
+
+One line of JSON per label, {"unit", "label", "note", "author", "factors"}, where "factors" is the identity of the site's factors:
+unit 5 of other factors is another unit. The lines of `Audit.export` with "label" filled in are read as well. Labels never take
+part in a ranking (paper app. E.1).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from swd_lens.base.display import card
+from swd_lens.base.files import write_text
+from swd_lens.hosts.sites import parse_unit
+
+
+@dataclass(frozen=True)
+class UnitLabel:
+    """What a unit is called, a remark, and by whom."""
+
+    label: str
+    note: str = ""
+    author: str = ""
+
+
+# Plain at run time: checkers of types would look into every value.
+_Base = Mapping[str, UnitLabel] if TYPE_CHECKING else Mapping
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class UnitLabels(_Base):
+    """Unit name -> UnitLabel.
+
+    Attributes:
+        labels: what this mapping holds.
+        factors: site -> identity of the factors that the labels are for; a site may be missing where it is not known.
+    """
+
+    labels: Mapping[str, UnitLabel]
+    factors: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, factors: Mapping[str, str], labels: Mapping[str, Any], *, author: str = "") -> "UnitLabels":
+        """Labels from plain values.
+
+        Args:
+            factors: site -> identity (`Audit.identities`).
+            labels: unit -> text, UnitLabel, or a mapping with "label" and perhaps "note" and "author". Empty texts are left out.
+            author: where a label does not say.
+
+        Raises:
+            ValueError: a name that is no unit's, or a label that is no text.
+        """
+        made = {unit: _label(unit, value, author) for unit, value in labels.items()}
+        return cls({unit: label for unit, label in made.items() if label.label}, _sites(made, factors))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "UnitLabels":
+        """Read labels, or an export with labels filled in.
+
+        Raises:
+            FileNotFoundError: nothing there.
+            ValueError: a line that is no label, a unit labelled twice, or labels of two sets of factors in one file.
+        """
+        labels: dict[str, UnitLabel] = {}
+        factors: dict[str, str] = {}
+        # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                entry = _entry(json.loads(line))
+                unit, label = entry["unit"], _label(entry["unit"], entry, "")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"line {number} of {path} is no label: {error}") from None
+            if not label.label:
+                continue
+            if unit in labels:
+                raise ValueError(f"line {number} of {path} labels {unit} a second time; keep one of the lines")
+            site, identity = parse_unit(unit)[0], entry.get("factors", "")
+            if identity and factors.setdefault(site, identity) != identity:
+                raise ValueError(
+                    f"line {number} of {path}: {unit} is of other factors than the lines before; keep one file each"
+                )
+            labels[unit] = label
+        return cls(labels, factors)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the labels, atomically; returns the path."""
+        lines = [
+            json.dumps(
+                {
+                    "unit": unit,
+                    "label": label.label,
+                    "note": label.note,
+                    "author": label.author,
+                    "factors": self.factors.get(parse_unit(unit)[0], ""),
+                },
+                ensure_ascii=False,
+            )
+            for unit, label in self.labels.items()
+        ]
+        path = Path(path)
+        write_text(path, "".join(line + "\n" for line in lines).encode("utf-8", "replace").decode("utf-8"))
+        return path
+
+    def require(self, identities: Mapping[str, str], n_units: Mapping[str, int]) -> None:
+        """Do nothing if the labels are of these factors; labels of sites that are not among them are let pass.
+
+        Raises:
+            ValueError: labels of other factors, of units that the factors do not have, or of none of the sites.
+        """
+        sites = {parse_unit(unit)[0] for unit in self.labels}
+        if sites and not sites & set(identities):
+            raise ValueError(
+                f"the labels are of {', '.join(sorted(sites))}, the audit is of {', '.join(identities)}; no site is in both"
+            )
+        others = [site for site in sorted(sites & set(identities)) if self._differs(site, identities[site])]
+        if others:
+            raise ValueError(
+                f"the labels of {', '.join(others)} were made for other factors (same names, other weights), where unit i is "
+                "another unit; audit the factors that were labelled, or label these anew"
+            )
+        for unit in self.labels:
+            site, index = parse_unit(unit)
+            if index >= n_units.get(site, index + 1):
+                raise ValueError(f"a label names {unit}, but {site} has {n_units[site]} units, counted from 0")
+
+    def __or__(self, other: "UnitLabels") -> "UnitLabels":
+        """Both; where both name a unit, the right one's label. Raises ValueError where they are of different factors."""
+        differ = [site for site, identity in other.factors.items() if self._differs(site, identity)]
+        if differ:
+            raise ValueError(
+                f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart"
+            )
+        return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
+
+    def table(self) -> pd.DataFrame:
+        rows = [{"unit": unit, "label": x.label, "note": x.note, "author": x.author} for unit, x in self.labels.items()]
+        return pd.DataFrame(rows, columns=["unit", "label", "note", "author"])
+
+    def __getitem__(self, unit: str) -> UnitLabel:
+        return self.labels[unit]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        some = ", ".join(f"{unit}: {label.label!r}" for unit, label in list(self.labels.items())[:3])
+        return f"UnitLabels({len(self)} labels{'; ' + some if some else ''}{', ...' if len(self) > 3 else ''})"
+
+    def _repr_html_(self) -> str:
+        return card(f"{len(self)} labels", self.table())
+
+    def _differs(self, site: str, identity: str) -> bool:
+        own = self.factors.get(site, "")
+        return bool(own and identity and own != identity)
+
+
+def _entry(line: Any) -> dict[str, Any]:
+    if not isinstance(line, dict) or not isinstance(line.get("unit"), str):
+        raise ValueError('expected an object with "unit" and "label"')
+    return line
+
+
+def _label(unit: str, value: Any, author: str) -> UnitLabel:
+    parse_unit(unit)
+    if isinstance(value, UnitLabel):
+        return value
+    parts = value if isinstance(value, Mapping) else {"label": value}
+    texts = {key: parts.get(key) or "" for key in ("label", "note", "author")}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the {key} of {unit} must be text, got {text!r}")
+    return UnitLabel(texts["label"].strip(), texts["note"], texts["author"] or author)
+
+
+def _sites(units: Mapping[str, Any], factors: Mapping[str, str]) -> dict[str, str]:
+    named = {parse_unit(unit)[0] for unit in units}
+    return {site: identity for site, identity in factors.items() if site in named}

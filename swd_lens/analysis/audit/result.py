@@ -1,0 +1,304 @@
+"""Audit: what one pass over a text showed of many units, and the tables, figures and files that are made of it.
+
+1. A `SiteAudit` per site holds the numbers (site.py); strings are made only for the units that are looked at.
+2. `Audit.unit` and `Audit.profiles` put together a unit's profile: contexts, histogram, edges, logit effect, tasks, neighbours.
+3. `rank_table`, `excerpts` and `plot` are the paper's tables (tables.py) and figure (picture.py); `export` is for whoever
+   finds labels, and `with_labels` puts them back.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from swd_lens.analysis.audit.contexts import Context
+from swd_lens.analysis.audit.edges import edges_of, nearest_writes, read_vectors, write_vectors
+from swd_lens.analysis.audit.export import write_export
+from swd_lens.analysis.audit.labels import UnitLabels
+from swd_lens.analysis.audit.logits import LogitEffect, Readout
+from swd_lens.analysis.audit.names import Ends, TokenNames
+from swd_lens.analysis.audit.picture import draw_layers
+from swd_lens.analysis.audit.profile import TaskRank, UnitProfile
+from swd_lens.analysis.audit.site import SiteAudit
+from swd_lens.analysis.audit.tables import excerpt_table, rank_table, unit_table
+from swd_lens.base.display import card
+from swd_lens.circuits.scores import UnitScores
+from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
+
+NEIGHBOURS = 6
+_AT_ONCE = 256  # profiles whose logit effects are computed together
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Audit:
+    """What `swd_lens.audit` found; see there.
+
+    Attributes:
+        sites: site -> its audited units.
+        factors: site -> the units that were attached.
+        scores: task -> its UnitScores.
+        labels: what the units are called.
+        settings: model, factors, tokens and every choice.
+        n_tokens: tokens of text.
+        names, ends: how the host names tokens and the ends of edges.
+        readout: what stands before its logits; None where it has no next-token logits.
+    """
+
+    sites: Mapping[str, SiteAudit]
+    factors: Mapping[str, Any]
+    scores: Mapping[str, UnitScores]
+    labels: UnitLabels
+    settings: Mapping[str, Any]
+    n_tokens: int
+    names: TokenNames
+    ends: Ends
+    readout: Readout | None
+
+    # ------------------------------------------------------------------ units
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the audited units, in the order of sites."""
+        return [f"{site}/{unit}" for site, found in self.sites.items() for unit in found.units.tolist()]
+
+    @property
+    def identities(self) -> dict[str, str]:
+        """site -> what tells these factors from others; labels carry it."""
+        return dict(self.settings["factors"])
+
+    def __len__(self) -> int:
+        return sum(len(found.units) for found in self.sites.values())
+
+    def unit(self, unit: str) -> UnitProfile:
+        """Everything about one unit, "blocks.2.mlp_out/5".
+
+        Raises:
+            KeyError: it was not audited.
+            ValueError: no name of a unit.
+        """
+        return next(self.profiles([unit]))
+
+    def profiles(self, units: Iterable[str] | None = None) -> Iterator[UnitProfile]:
+        """Profiles of these units (all of them where None), in their order, made as they are asked for.
+
+        Raises:
+            KeyError: one was not audited.
+            ValueError: no name of a unit.
+        """
+        wanted = [self.place(unit) for unit in (self.units if units is None else units)]
+        for start in range(0, len(wanted), _AT_ONCE):
+            part = wanted[start : start + _AT_ONCE]
+            effects = self._effects(part)
+            for site, index in part:
+                yield self._profile(site, index, effects.get((site, index)))
+
+    def with_labels(self, labels: UnitLabels | Mapping[str, Any]) -> "Audit":
+        """The same audit with labels on it, beside those it has; nothing else changes, rankings least of all.
+
+        Args:
+            labels: UnitLabels, or unit -> text (or a mapping with "label", "note", "author").
+
+        Raises:
+            ValueError: labels of other factors, or of units that there are not; or see `UnitLabels.of`.
+        """
+        given = labels if isinstance(labels, UnitLabels) else UnitLabels.of(self.identities, labels)
+        given.require(self.identities, dict(self.settings["units"]))
+        known = {site: identity for site, identity in self.identities.items() if site not in given.factors}
+        return replace(self, labels=self.labels | UnitLabels(given.labels, {**known, **given.factors}))
+
+    # ------------------------------------------------------------------ tables
+
+    def task(self, task: str | None = None) -> str:
+        """The name of one of the audit's tasks; None where there is only one.
+
+        Raises:
+            ValueError: no scores, or several and none named, or none of that name.
+        """
+        if not self.scores:
+            raise ValueError(
+                "this audit knows no scores; give audit(..., scores=swd_lens.attribute(model, factors, task))"
+            )
+        if task is None and len(self.scores) == 1:
+            return next(iter(self.scores))
+        if task is None or task not in self.scores:
+            raise ValueError(f"name one of the audit's tasks, {', '.join(self.scores)}; got {task!r}")
+        return task
+
+    def table(self) -> pd.DataFrame:
+        """One row per unit: statistics of z, the token at its highest peak, rank per task, label."""
+        return unit_table(self)
+
+    def rank_table(
+        self, task: str | None = None, per_layer: int = 3, layers: Iterable[int] | None = None
+    ) -> pd.DataFrame:
+        """The best units of each layer for a task (the paper's table of app. E.1).
+
+        Args:
+            task: which of the audit's scores; may be left out where there is one.
+            per_layer: units per layer.
+            layers: None = all.
+
+        Returns:
+            layer, unit, layer order (from 1), global rank (from 1, over all scored units), score (logits), label.
+
+        Raises:
+            ValueError: no scores, or several and none named, or none of that name.
+        """
+        task = self.task(task)
+        return rank_table(self.scores[task], self.labels, per_layer, layers)
+
+    def excerpts(
+        self,
+        units: Iterable[str] | None = None,
+        *,
+        task: str | None = None,
+        per_layer: int = 2,
+        n: int = 3,
+        around: int = 5,
+    ) -> pd.DataFrame:
+        """Label and top excerpts per unit (the paper's table of contexts), the peak token between « and ».
+
+        Args:
+            units: None = the best `per_layer` of each layer for the task.
+            n: excerpts per unit.
+            around: tokens on either side of the peak.
+
+        Raises:
+            KeyError: a unit was not audited.
+            ValueError: see `rank_table`.
+        """
+        names = list(self.rank_table(task, per_layer)["unit"]) if units is None else list(units)
+        return excerpt_table(self, names, n, around)
+
+    def plot(self, task: str | None = None, per_layer: int = 2, layers: Iterable[int] | None = None):
+        """A task's best units by layer: read from the site's input, write to the residual stream (the paper's figure).
+
+        Returns:
+            A matplotlib Figure. Raises ValueError as `rank_table` does.
+        """
+        return draw_layers(self.rank_table(task, per_layer, layers), self.task(task))
+
+    def export(self, path: str | Path, units: Iterable[str] | None = None) -> Path:
+        """Write one line of JSON per unit for whoever finds labels; `UnitLabels.load` reads the file once "label" is filled in.
+
+        Each line holds:
+            unit, site, index: the name, "blocks.2.mlp_out/5", and its parts.
+            label, note, author: texts, empty unless the unit has a label.
+            factors: identity of the site's factors, by which labels are recognised when they come back; model: its name.
+            contexts: largest |z| first, each {"text": running text with the peak token between << and >>, "tokens": strings,
+                "z": activation on each token, "peak": index of the ranked token}.
+            promoted, suppressed: [[token, centred logit per unit of z], ...], or null where the site does not write to the
+                residual stream.
+            statistics: mean, sd, smallest, largest, density (share of tokens with |z| beyond a tenth of its largest),
+                n_tokens.
+            reads, writes: {"n": edges, "strongest": [[name of the end, weight], ...], "heads": {head: share of squared norm}},
+                or null.
+
+        Scores of tasks are left out on purpose: labels are to be found without knowing what the unit is good for.
+        """
+        path = Path(path)
+        write_export(path, self.profiles(units), self.identities, str(self.settings["model"]))
+        return path
+
+    # ------------------------------------------------------------------ showing itself
+
+    def __repr__(self) -> str:
+        label = f", {len(self.labels)} labels" if self.labels else ""
+        tasks = f", scores of {', '.join(self.scores)}" if self.scores else ""
+        lines = [f"  {site}: {len(found.units)} units" for site, found in self.sites.items()]
+        return "\n".join([f"Audit of {len(self):,} units on {self.n_tokens:,} tokens{tasks}{label}", *lines])
+
+    def _repr_html_(self) -> str:
+        title = f"Audit of {len(self):,} units on {self.n_tokens:,} tokens"
+        hint = 'audit.unit("…/5") shows a unit; swd.dashboard(audit, "folder/") makes a page for each'
+        if not self.scores:
+            return card(title, self.table().head(12), hint)
+        task = next(iter(self.scores))
+        return card(f"{title}; best units for {task}", self.rank_table(task), hint)
+
+    # ------------------------------------------------------------------ parts
+
+    def place(self, unit: str) -> tuple[str, int]:
+        """Site and index of an audited unit. Raises KeyError where it was not audited."""
+        site, index = parse_unit(unit)
+        if site not in self.sites or index not in self.sites[site].column:
+            raise KeyError(f"{unit} was not audited; this audit holds {len(self):,} units of {', '.join(self.sites)}")
+        return site, index
+
+    def _profile(self, site: str, index: int, effect: LogitEffect | None) -> UnitProfile:
+        found, unit = self.sites[site], f"{site}/{index}"
+        column = found.column[index]
+        read, write = self._vectors[site]
+        return UnitProfile(
+            unit=unit,
+            contexts=tuple(self.contexts(site, index)),
+            n_tokens=self.n_tokens,
+            mean=float(found.mean[column]),
+            sd=float(found.sd[column]),
+            smallest=float(found.smallest[column]),
+            largest=float(found.largest[column]),
+            density=float(found.density[column]),
+            histogram=found.histograms[column],
+            reads=None if read is None else edges_of(read[:, index], self.ends.read(site, len(read))),
+            writes=None if write is None else edges_of(write[index], self.ends.written(site, write.shape[1])),
+            logits=effect,
+            tasks={task: self._rank(task, site, index) for task in self.scored(site)},
+            similar=self._similar(site, index),
+            coactive=_neighbours(site, found.coactive[column], found.correlation[column]),
+            label=self.labels.get(unit),
+            settings=self.settings,
+        )
+
+    def contexts(self, site: str, index: int, n: int | None = None) -> list[Context]:
+        """The n strongest places of an audited unit (all that were kept where None)."""
+        found = self.sites[site]
+        return found.places.contexts(found.column[index], self.names, n=n, firing=True)
+
+    def _effects(self, units: list[tuple[str, int]]) -> dict[tuple[str, int], LogitEffect]:
+        effects: dict[tuple[str, int], LogitEffect] = {}
+        for site in dict.fromkeys(site for site, _ in units):
+            write = self._vectors[site][1]
+            if self.readout and write is not None and split_name(site)[1] in WRITES_RESIDUAL:
+                chosen = [unit for unit in units if unit[0] == site]
+                effects.update(zip(chosen, self.readout.effects(write[[index for _, index in chosen]]), strict=True))
+        return effects
+
+    def _similar(self, site: str, index: int) -> tuple[tuple[str, float], ...]:
+        if site not in self._nearest:
+            write = self._vectors[site][1]
+            self._nearest[site] = None if write is None else nearest_writes(write, NEIGHBOURS)
+        nearest = self._nearest[site]
+        return () if nearest is None else _neighbours(site, nearest[0][index], nearest[1][index])
+
+    def _rank(self, task: str, site: str, index: int) -> TaskRank:
+        scores = self.scores[task]
+        return TaskRank(float(scores.scores[site][index]), self.ranks[task][site][index], scores.n_units)
+
+    def scored(self, site: str) -> list[str]:
+        """Tasks that scored this site."""
+        return [task for task, scores in self.scores.items() if site in scores.scores]
+
+    @cached_property
+    def ranks(self) -> dict[str, dict[str, list[int]]]:
+        """task -> site -> rank of each unit, 1 the best."""
+        return {
+            task: {site: (ranks + 1).tolist() for site, ranks in scores.ranks().items()}
+            for task, scores in self.scores.items()
+        }
+
+    @cached_property
+    def _vectors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        return {site: (read_vectors(self.factors[site]), write_vectors(self.factors[site])) for site in self.sites}
+
+    @cached_property
+    def _nearest(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        return {}
+
+
+def _neighbours(site: str, units: Tensor, values: Tensor) -> tuple[tuple[str, float], ...]:
+    # A unit that never moves, or writes nothing, has no neighbours.
+    return tuple((f"{site}/{u}", v) for u, v in zip(units.tolist(), values.tolist(), strict=True) if v)

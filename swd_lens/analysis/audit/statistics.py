@@ -1,0 +1,150 @@
+"""Statistics: how a unit's z is distributed over a text, and which units move together, in one pass.
+
+1. Mean, standard deviation, smallest and largest z: float64 sums.
+2. A histogram whose bins are 2^e wide, from zero to either side, with one e per unit. When a larger |z| comes along, e grows
+   and neighbouring bins are added up. So no range has to be known beforehand, and the counts are exactly those that a second
+   pass with the final bins would find, whatever the batches were.
+3. Co-activation: correlation of z over tokens, of the chosen units with all units of their site, from float64 sums of
+   products.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.analysis.audit.edges import strongest_others
+
+SIDE = 64  # bins on either side of zero; a unit's largest |z| lies in the outer half of them
+_LEAST = -112  # of e: |z| below 2^-106 counts as zero, and float32 can hold z / 2^e
+_TOKENS_AT_ONCE = 2048  # in float64
+DENSE = 0.1  # share of the largest |z| above which a unit counts as active
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Tokens by z.
+
+    Attributes:
+        width: of a bin, a power of two.
+        counts: (bins,) tokens; bin i holds width * (i - bins / 2) <= z < width * (i + 1 - bins / 2).
+    """
+
+    width: float
+    counts: Int[Tensor, " bins"]
+
+    @property
+    def edges(self) -> Float[Tensor, " edges"]:
+        """(bins + 1,) limits of the bins."""
+        side = len(self.counts) // 2
+        return self.width * torch.arange(-side, side + 1, dtype=torch.float64)
+
+
+class Statistics:
+    """Running sums over the tokens of a text.
+
+    Args:
+        chosen: (chosen,) the units that are described; co-activation compares them with all units of the site.
+        coactivation: whether to keep the (chosen, unit) float64 sums of products.
+    """
+
+    def __init__(self, chosen: Int[Tensor, " chosen"], coactivation: bool = True):
+        self.chosen, self.coactivation, self.n_tokens = chosen, coactivation, 0
+        self.sums = self.squares = self.products = self.smallest = self.largest = torch.empty(0)
+        self.exponent = self.bins_per_z = self.counts = torch.empty(0)
+
+    def add(self, z: Float[Tensor, "tokens unit"]) -> None:
+        """z of some tokens, of all units of the site."""
+        if not self.n_tokens:
+            self._start(z)
+        chosen = self.chosen.to(z.device)
+        for part in z.split(_TOKENS_AT_ONCE):
+            double = part.to(self.sums.device).double()
+            own = double if len(chosen) == z.shape[1] else double[:, chosen.to(double.device)]
+            self.sums += double.sum(0)
+            self.squares += double.square().sum(0)
+            if self.coactivation:
+                self.products += own.T @ double
+            self._count(own.float())
+        self.n_tokens += len(z)
+
+    @property
+    def mean(self) -> Float[Tensor, " chosen"]:
+        return (self.sums / self.n_tokens).cpu()[self.chosen]
+
+    @property
+    def sd(self) -> Float[Tensor, " chosen"]:
+        return self._variance().sqrt().cpu()[self.chosen]
+
+    @property
+    def density(self) -> Float[Tensor, " chosen"]:
+        """Share of tokens in bins beyond a tenth of the largest |z|: exact to a bin, which is at most a 32nd of it."""
+        peak = torch.maximum(self.largest, -self.smallest).double()
+        least = DENSE * peak * self.bins_per_z.double()
+        inner = torch.arange(-SIDE, SIDE, device=peak.device)
+        inner = torch.where(inner >= 0, inner, -inner - 1)  # the bin's end that is nearer to zero
+        active = (inner[None, :] >= least[:, None].ceil()) & (peak[:, None] > 0)
+        return ((self.counts * active).sum(1) / self.n_tokens).double().cpu()
+
+    def histogram(self, column: int) -> Histogram:
+        """Of the column-th chosen unit."""
+        return Histogram(2.0 ** int(self.exponent[column]), self.counts[column].cpu())
+
+    def coactive(self, k: int) -> tuple[Int[Tensor, "chosen _k"], Float[Tensor, "chosen _k"]]:
+        """Per chosen unit the k others of largest |correlation|, and the correlations; constant units have 0."""
+        if not self.coactivation:
+            none = torch.empty(len(self.chosen), 0)
+            return none.long(), none
+        mean, sd = self.sums / self.n_tokens, self._variance().sqrt()
+        chosen = self.chosen.to(mean.device)
+        covariance = self.products / self.n_tokens - mean[chosen, None] * mean
+        scale = sd[chosen, None] * sd
+        correlation = torch.where(scale > 0, covariance / scale, 0.0).clamp(-1.0, 1.0)
+        others = strongest_others(correlation.float(), chosen, k)
+        return others.cpu(), correlation.gather(1, others).float().cpu()
+
+    def _variance(self) -> Float[Tensor, " unit"]:
+        mean, square = self.sums / self.n_tokens, self.squares / self.n_tokens
+        variance = square - mean.square()
+        # A unit that is constant: what is left of the difference is rounding.
+        return torch.where(variance > 1e-14 * square, variance, 0.0)
+
+    def _start(self, z: Tensor) -> None:
+        device = "cpu" if z.device.type == "mps" else z.device  # which has no float64
+        units, chosen = z.shape[1], len(self.chosen)
+        self.sums = torch.zeros(units, dtype=torch.float64, device=device)
+        self.squares = self.sums.clone()
+        if self.coactivation:
+            self.products = torch.zeros(chosen, units, dtype=torch.float64, device=device)
+        self.smallest = torch.full((chosen,), float("inf"), device=device)
+        self.largest = -self.smallest
+        self._set(torch.full((chosen,), _LEAST, dtype=torch.int64, device=device))
+        self.counts = torch.zeros(chosen, 2 * SIDE, dtype=torch.int64, device=device)
+
+    def _count(self, z: Float[Tensor, "tokens chosen"]) -> None:
+        self.smallest = torch.minimum(self.smallest, z.amin(0))
+        self.largest = torch.maximum(self.largest, z.amax(0))
+        # |z| < 2^e' by frexp, so e = e' - log2(SIDE) puts it inside the bins. Zeros ask for nothing (frexp says e' = 0).
+        peak = z.abs().amax(0)
+        needed = torch.frexp(peak).exponent.long() - (SIDE.bit_length() - 1)
+        needed = torch.maximum(torch.where(peak > 0, needed, _LEAST).clamp_min(_LEAST), self.exponent)
+        self._widen(needed)
+        bins = (z * self.bins_per_z).floor_().long() + SIDE
+        places = torch.arange(z.shape[1], device=z.device) * (2 * SIDE)
+        found = torch.bincount((bins + places).flatten(), minlength=self.counts.numel())
+        self.counts += found.view_as(self.counts)
+
+    def _widen(self, exponent: Int[Tensor, " chosen"]) -> None:
+        """Bins of width 2^exponent: each is the sum of those that lay in it."""
+        grown = (exponent > self.exponent).nonzero()[:, 0]
+        if len(grown):
+            steps = (exponent - self.exponent)[grown, None].clamp_max(SIDE.bit_length())
+            places = (torch.arange(-SIDE, SIDE, device=exponent.device)[None, :] >> steps) + SIDE
+            self.counts[grown] = torch.zeros_like(self.counts[grown]).scatter_add_(1, places, self.counts[grown])
+            self._set(exponent)
+
+    def _set(self, exponent: Int[Tensor, " chosen"]) -> None:
+        self.exponent = exponent
+        # By Python, whose powers of two are exact on every machine.
+        self.bins_per_z = torch.tensor([2.0**-e for e in exponent.tolist()], device=exponent.device)

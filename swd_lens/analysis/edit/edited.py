@@ -1,0 +1,336 @@
+"""edited: a low-rank change of one matrix, W' = W + read @ write, that can be put into a host, taken out, saved and exported.
+
+1. An `Edit` holds the pair (read, write), never a dense (d_in, d_out) copy, and what it was made for (`Target`).
+2. `apply` checks that the host's W is the one that the edit was made for (its fingerprint), keeps a copy of it, and writes
+   W' in place. `undo` puts the copy back, bit for bit; so does leaving a with block, also by an exception or Ctrl-C.
+3. Edits of one site nest: the second must be made on the host that bears the first (another W, another fingerprint), and
+   they are undone in reverse order. Undoing the lower one first is refused.
+4. An edit of a replacement (base="replacement") changes a row of the factors and no weight of the host: applying it
+   attaches the changed factors.
+5. `save` and `load` keep the pair in one safetensors file; `state_dict` gives the host's own state_dict with W' in it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swd_lens.analysis.edit.standing import AttachedFactors, Delta, Overwritten, Standing
+from swd_lens.analysis.edit.target import EditError, Target
+from swd_lens.base.display import card
+from swd_lens.base.files import atomic
+from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts.sites import Site
+from swd_lens.hosts.writing import stored_matrix
+from swd_lens.units.attach import require_free
+from swd_lens.units.factors import FactorSet
+from swd_lens.units.match import same_weights
+
+FORMAT = "swd_lens edit 1"
+_TENSORS = ("read", "write", "input", "direction")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Edit:
+    """A change of one site's matrix that moves a prompt's margin; made by `edit_unit` and by its controls.
+
+        with edit:                       # in the model it was made on
+            model(prompt)
+        with edit.applied(other): ...    # in another host with the same W
+        edit.apply(); edit.undo()
+
+    Attributes:
+        site: the site's name.
+        method: "unit", "random", "oracle" or "lora".
+        shift: what was asked for, in logits: h* dW d of the first three, the final margin's change of "lora".
+        delta: dW as a pair.
+        target: prompt, answer, foil, h* and d.
+        settings: every choice, and whose W this belongs to; plain JSON values.
+        model: what `with edit:` acts on; None in an edit from a file.
+        factors, replaced: base="replacement" only: the changed factors, and those before the change.
+    """
+
+    site: str
+    method: str
+    shift: float
+    delta: Delta
+    target: Target
+    settings: Mapping[str, Any]
+    model: Any = None
+    factors: FactorSet | None = None
+    replaced: FactorSet | None = None
+    _standing: list[Standing] = field(default_factory=list, init=False)
+    _entered: list[int] = field(default_factory=list, init=False)  # how many stood before each open with block
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def base(self) -> str:
+        """What is changed: "dense" (the host's W) or "replacement" (the factors)."""
+        return str(self.settings["base"])
+
+    @property
+    def local_shift(self) -> float:
+        """h* dW d in logits, computed from the pair in float64: `shift` but for rounding, unless the method is "lora"."""
+        out = self.target.input.double() @ self.delta.read.double() @ self.delta.write.double()
+        out = out + self.settings.get("offset", 0.0) * self.delta.write[0].double()
+        return float(out @ self.target.direction.double())
+
+    def table(self) -> pd.DataFrame:
+        """One row: what was asked for and what was changed."""
+        row = {
+            "method": self.method,
+            "unit": self.settings.get("unit", ""),
+            "requested shift": self.shift,
+            "h* dW d": self.local_shift,
+            "alpha": self.settings.get("alpha"),
+            "rank": self.delta.rank,
+            "norm of dW": self.delta.norm,
+            "relative norm": self.delta.norm / self.settings["weight_norm"],
+        }
+        return pd.DataFrame([row])
+
+    def __repr__(self) -> str:
+        which = f" ({self.settings['unit']})" if self.settings.get("unit") else ""
+        state = "applied" if self._standing else "not applied"
+        return (
+            f"Edit({self.method}{which} of {self.site}, {self.base}: {self.target.answer!r} over {self.target.foil!r} by "
+            f"{self.shift:+g}, rank {self.delta.rank}, |dW|/|W| = {self.delta.norm / self.settings['weight_norm']:.2g}, {state})"
+        )
+
+    def _repr_html_(self) -> str:
+        what = f"{self.target.prompt!r}: {self.target.answer!r} over {self.target.foil!r}"
+        return card(f"Edit of {self.site}", what, self.table())
+
+    # ------------------------------------------------------------------ applying
+
+    def apply(self, model: Any = None) -> "Edit":
+        """Put the edit into a host, in place; `undo` takes it out.
+
+        Args:
+            model: a host with the W that this was made for; None = the one it was made on.
+
+        Returns:
+            This edit.
+
+        Raises:
+            EditError: another W; or no model to apply it to (an edit from a file).
+            AttachError: units are attached at the site.
+        """
+        host = self._host(model)
+        standing = self._prepared(host)
+        self._standing.append(standing)
+        try:
+            standing.put_in()
+        except BaseException:  # Ctrl-C as well
+            standing.restore()
+            self._standing.remove(standing)
+            raise
+        return self
+
+    def undo(self) -> None:
+        """Take the edit out of the host it was applied to last: its W is what it was, bit for bit.
+
+        Raises:
+            EditError: it is not applied; or W has changed since (another edit on top: undo that first).
+            AttachError: units are attached at the site.
+        """
+        if not self._standing:
+            raise EditError(f"this edit of {self.site} is not applied (any more); edit.apply(model) applies it")
+        self._standing[-1].check()
+        self._take_out()
+
+    def _take_out(self) -> None:
+        if self._standing:
+            # Popped only when done: restoring twice is harmless.
+            self._standing[-1].restore()
+            self._standing.pop()
+
+    @contextmanager
+    def applied(self, model: Any = None) -> Iterator["Edit"]:
+        """`apply` for a with block. On leaving it, W is what it was on entering, whatever happened in between."""
+        depth = len(self._standing)
+        try:
+            yield self.apply(model)
+        finally:
+            try:
+                self._down_to(depth)
+            finally:
+                self._down_to(depth)
+
+    def __enter__(self) -> "Edit":
+        depth, blocks = len(self._standing), len(self._entered)
+        try:
+            self._entered.append(depth)
+            return self.apply()
+        except BaseException:
+            # A Ctrl-C in here: the with statement does not leave what it has not entered.
+            self._down_to(depth)
+            del self._entered[blocks:]
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        depth = 0
+        try:
+            # Not one less than stand now: in the block it may have been undone, or applied to another host as well.
+            depth = self._entered.pop()
+            self._down_to(depth)
+        finally:  # a Ctrl-C may hit the first; what is undone is not undone again
+            self._down_to(depth)
+
+    def _down_to(self, depth: int) -> None:
+        while len(self._standing) > depth:
+            self._take_out()
+
+    def _host(self, model: Any) -> Host:
+        model = self.model if model is None else model
+        if model is None:
+            raise EditError("this edit was loaded from a file and has no model of its own; use edit.applied(model)")
+        return host_of(model)
+
+    def _prepared(self, host: Host) -> Standing:
+        """What will stand in the host, checked."""
+        if self.factors is not None:
+            return AttachedFactors(host, self.factors)
+        site = sites_of(host, self.site)[0]
+        require_free(host, [site])
+        self._check_weight(host, site)
+        return Overwritten(host, site, self.delta)
+
+    def _check_weight(self, host: Host, site: Site) -> None:
+        shape = (self.delta.read.shape[0], self.delta.write.shape[1])
+        if shape != (site.d_in, site.d_out):
+            raise EditError(
+                f"this edit of {site.name} is {shape}, the host's matrix is ({site.d_in}, {site.d_out}): it belongs to another "
+                "model"
+            )
+        if not same_weights(host, site, self.settings):
+            raise EditError(
+                f"this edit of {site.name} was made for another W than this host has now. Either another edit (or this one) is "
+                "applied already, which edit.undo() takes out, or it is another checkpoint or another weight processing: "
+                "make the edit on this host"
+            )
+
+    # ------------------------------------------------------------------ files and export
+
+    def state_dict(self, model: Any = None) -> dict[str, Tensor]:
+        """The host's own state_dict with the edited matrix in it; the host itself is not touched.
+
+        The edited tensors are new; the others are the host's own, as in any state_dict. `load_state_dict` of the host, and
+        of any model with the same keys, takes it.
+
+        Raises:
+            EditError: an edit of a replacement, which changes no weight; another W; or no model.
+            AttachError: units are attached at the site.
+        """
+        if self.factors is not None:
+            raise EditError(
+                "an edit of a replacement changes no weight of the host; save its factors: edit.factors.save(folder)"
+            )
+        host = self._host(model)
+        site = sites_of(host, self.site)[0]
+        require_free(host, [site])
+        stored, state = stored_matrix(host, site), dict(host.model.state_dict())
+        names = stored.names(state)
+        if not names:
+            raise EditError(f"this host's state_dict does not list the matrix of {site.name}; please report the model")
+        if any(one.is_in(host) for one in self._standing):
+            changed = stored.parameter.detach().clone()
+        else:
+            self._check_weight(host, site)
+            changed = stored.as_stored(self.delta.added_to(stored.seen()))
+        return state | dict.fromkeys(names, changed)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the pair, h*, d and all settings into one safetensors file, whole or not at all.
+
+        Raises:
+            EditError: an edit of a replacement; its factors are what to save.
+        """
+        if self.factors is not None:
+            raise EditError("an edit of a replacement is its factors; save them: edit.factors.save(folder)")
+        path = Path(path)
+        tensors = {
+            "read": self.delta.read,
+            "write": self.delta.write,
+            "input": self.target.input,
+            "direction": self.target.direction,
+        }
+        about = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
+        about |= {"settings": dict(self.settings)}
+        with atomic(path) as temporary:
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                temporary,
+                metadata={"format": FORMAT, "edit": json.dumps(about, allow_nan=False)},
+            )
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any = None) -> "Edit":
+        """Read what `save` wrote.
+
+        Args:
+            model: what `with edit:` is to act on; None = name it in `edit.applied(model)`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            EditError: not a file of `save`, or values that are not finite.
+        """
+        tensors, text = _read(Path(path))
+        try:
+            about = json.loads(text)
+            target = dict(about["target"])
+            direction_is = target.pop("direction")
+            tokens = torch.tensor(target.pop("tokens"))
+            return cls(
+                about["site"],
+                about["method"],
+                float(about["shift"]),
+                Delta(tensors["read"], tensors["write"]),
+                Target(
+                    about["site"],
+                    **target,
+                    tokens=tokens,
+                    input=tensors["input"],
+                    direction=tensors["direction"],
+                    direction_is=direction_is,
+                ),
+                about["settings"],
+                model,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EditError(f"{path} cannot be read as an edit: {error!r}") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors, and what was said of them as JSON."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; edit.save(path) writes one")
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except SafetensorError as error:
+        raise EditError(f"{path} cannot be read as an edit: {error}") from None
+    if about.get("format") != FORMAT or set(tensors) != set(_TENSORS):
+        raise EditError(
+            f"{path} is not an edit that this swd_lens wrote (format {about.get('format')!r}, not {FORMAT!r})"
+        )
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise EditError(
+                f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
+            )
+    return tensors, about.get("edit", "")

@@ -1,0 +1,263 @@
+"""select: which unit, and on which prompt, an edit should go through (after paper, app. component editing).
+
+1. Candidate cases are (prompt, answer, foil) triples. For each, and each site that writes to the residual stream: z at the
+   prompt's last position in the dense host, and the write alignment B_c . d with d = u_answer - u_foil.
+2. Units with z > 0 and B_c . d > 0 stay; of each prompt the `top` (24) with the largest direct contribution z (B_c . d).
+3. They are ranked by a selection score. The paper says what goes in (activation, alignment, stored importance and rank) and
+   gives no formula; ours is a product, each factor in [0, 1]:
+       strength    z (B_c . d), over the largest of the case: cases compare, whatever their logits
+       importance  with UnitScores: the mean of score / largest score and 1 - rank / units
+       specificity with text: z^2 over its mean square on the text, over the largest among the candidates. The side effects
+                   of an edit grow with alpha^2 E[z^2] ~ E[z^2] / z*^2: this is what its locality hangs on
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.analysis.edit.make import factor_set
+from swd_lens.analysis.edit.target import EDITABLE, EditError, Target, find_target
+from swd_lens.base._version import __version__
+from swd_lens.base.display import card
+from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.machine import plain_float32
+from swd_lens.base.panels import visible
+from swd_lens.circuits.scores import UnitScores, identities
+from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts.sites import Site
+from swd_lens.tasks.streams import as_stream
+from swd_lens.units.attach import require_free
+from swd_lens.units.factors import FactorSet
+from swd_lens.units.match import check_weights
+
+TOP = 24  # paper
+
+
+@dataclass(frozen=True, repr=False)
+class EditSelection:
+    """Candidate units for an edit, the best first.
+
+    Attributes:
+        rows: one row per unit and prompt: unit, prompt, answer, foil, margin, z, alignment (B_c . d), contribution, strength,
+            and with scores or text: score, rank, importance, rms z, specificity; selection, by which they are sorted.
+        settings: every choice.
+    """
+
+    rows: pd.DataFrame
+    settings: Mapping[str, Any]
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """unit, prompt, answer and foil of the first row: edit_unit(model, factors, **selection.best, shift=...)."""
+        return self.rows.iloc[0][["unit", "prompt", "answer", "foil"]].to_dict()
+
+    def table(self, n: int | None = None) -> pd.DataFrame:
+        """A copy of the rows, or of the n best."""
+        return self.rows.iloc[:n].copy()
+
+    def plot(self):
+        """Write alignment against activation, one marker per candidate, one colour per case; a matplotlib Figure."""
+        figure, axes = new_figure(1, 1, width=5.4, height=3.6)
+        ax = axes[0, 0]
+        for index, (_, some) in enumerate(self.rows.groupby(_case_names(self.rows), sort=False)):
+            first = some.iloc[0]
+            label = (
+                f"{_ending(str(first['prompt']))} ({visible(str(first['answer']))} over {visible(str(first['foil']))})"
+            )
+            ax.scatter(
+                some["z"],
+                some["alignment"],
+                s=12 + 90 * some["selection"] / self.rows["selection"].max(),
+                color=style(index)["color"],
+                marker="osD^vPX"[index % 7],
+                alpha=0.75,
+                linewidths=0,
+                label=literal(label),
+            )
+        best = self.rows.iloc[0]
+        ax.scatter(best["z"], best["alignment"], s=190, facecolors="none", edgecolors=INK, linewidths=1.0)
+        ax.annotate(
+            literal(best["unit"]),
+            (best["z"], best["alignment"]),
+            xytext=(0, 11),
+            textcoords="offset points",
+            ha="right" if best["z"] > self.rows["z"].median() else "left",
+            fontsize=8,
+            color=INK,
+        )
+        ax.margins(0.12)
+        ax.set_xlabel("activation z at the last position", fontsize=9, color=INK)
+        ax.set_ylabel("write alignment $B_c \\cdot d$ (logits per z)", fontsize=9, color=INK)
+        ax.set_title(
+            "candidates for an edit; larger markers: higher selection score", fontsize=9, color=INK, loc="left"
+        )
+        figure.legend(loc="outside lower center", ncols=1, fontsize=7, frameon=False)
+        return figure
+
+    def __repr__(self) -> str:
+        best = self.best
+        return f"EditSelection({len(self.rows)} candidates; best: {best['unit']} for {best['answer']!r} over {best['foil']!r})"
+
+    def _repr_html_(self) -> str:
+        return card("Candidates for an edit", self.table(10), self.plot())
+
+
+def select_edit_unit(
+    model: Any,
+    factors: Any,
+    cases: Sequence[Any],
+    *,
+    scores: UnitScores | None = None,
+    tokens: Any = None,
+    top: int = TOP,
+    direction: str = "unembedding",
+    prepend_bos: bool | None = None,
+    batch_size: int = 16,
+) -> EditSelection:
+    """Rank units for an edit by a heuristic after the paper's; the module's docstring has the formula, which is ours.
+
+    Args:
+        model: the host, with nothing attached at these sites.
+        factors: a set, dict or one Factors; sites that do not write to the residual stream are passed over.
+        cases: (prompt, answer, foil) triples, each as for `edit_unit`.
+        scores: a task's UnitScores of these factors; units that matter to the task come first.
+        tokens: text, rows or a TokenStream; units that are silent on it come first.
+        top: candidates per prompt.
+        direction, prepend_bos: see `find_target`.
+        batch_size: rows of text per forward.
+
+    Raises:
+        EditError: no cases, no site to edit, no unit that fires and aligns, or a case that `edit_unit` would refuse.
+        ValueError: scores of other units.
+    """
+    host, given = host_of(model), factor_set(factors)
+    sites = [site for site in sites_of(host, given) if site.kind in EDITABLE]
+    if not sites:
+        raise EditError(
+            f"these factors hold {', '.join(given)}: no site writes to the residual stream; edits take mlp_out and attn_o"
+        )
+    if isinstance(cases, str) or not cases or not all(isinstance(one, tuple | list) and len(one) == 3 for one in cases):
+        raise EditError("cases must be a list of (prompt, answer, foil) triples, and not empty")
+    require_free(host, sites)
+    for site in sites:
+        check_weights(host, site, given[site.name])
+    if scores is not None:
+        _check_scores(scores, given, sites)
+    rows: list[dict[str, Any]] = []
+    for prompt, answer, foil in cases:
+        found: list[dict[str, Any]] = []
+        for site in sites:
+            target = find_target(model, site, prompt, answer, foil, direction=direction, prepend_bos=prepend_bos)
+            found += _candidates(given, site, target, {"prompt": prompt, "answer": answer, "foil": foil})
+        found.sort(key=lambda row: -row["contribution"])
+        rows += found[:top]
+    if not rows:
+        raise EditError("no unit is active and writes towards the answer on any of these prompts; give other cases")
+    table = pd.DataFrame(rows)
+    table["strength"] = table["contribution"] / table.groupby(_case_names(table))["contribution"].transform("max")
+    table["selection"] = table["strength"]
+    if scores is not None:
+        _add_importance(table, scores)
+    if tokens is not None:
+        _add_specificity(table, _root_mean_squares(host, given, sites, as_stream(tokens, model), batch_size))
+    table = table.sort_values("selection", ascending=False, kind="stable", ignore_index=True)
+    last = table.pop("selection")
+    table["selection"] = last
+    settings = {
+        "top": top,
+        "direction": direction,
+        "n_cases": len(cases),
+        "sites": [site.name for site in sites],
+        "scores": None if scores is None else dict(scores.settings),
+        "text": None if tokens is None else as_stream(tokens, model).n_tokens,
+        "formula": "ours: strength x importance x specificity, as far as given",
+        "swd_lens": __version__,
+    }
+    return EditSelection(table, settings)
+
+
+def _candidates(factors: FactorSet, site: Site, target: Target, case: dict[str, Any]) -> list[dict[str, Any]]:
+    f = factors[site.name]
+    z = target.input.double() @ f.read.double().cpu()
+    alignment = f.write.double().cpu() @ target.direction.double()
+    chosen = (z > 0) & (alignment > 0) & f.valid_units.cpu()
+    return [
+        {
+            "unit": f"{site.name}/{i}",
+            **case,
+            "margin": target.margin,
+            "z": float(z[i]),
+            "alignment": float(alignment[i]),
+            "contribution": float(z[i] * alignment[i]),
+        }
+        for i in chosen.nonzero().flatten().tolist()
+    ]
+
+
+def _case_names(table: pd.DataFrame) -> list[str]:
+    """Of each row: its case as text. Prompts may be lists or tensors, and two cases may share one."""
+    prompts = [p.tolist() if isinstance(p, Tensor) else p for p in table["prompt"]]
+    return [repr(case) for case in zip(prompts, table["answer"], table["foil"], strict=True)]
+
+
+def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site]) -> None:
+    for site in sites:
+        n = len(scores.scores[site.name]) if site.name in scores.scores else 0
+        if n != factors[site.name].n_units:
+            raise EditError(
+                f"the scores cover {n} units of {site.name}, these factors have {factors[site.name].n_units}; "
+                "attribute these factors"
+            )
+    known = dict(scores.settings.get("factors", {}))
+    own = identities({site.name: factors[site.name] for site in sites})
+    others = [site for site, identity in own.items() if known.get(site, identity) != identity]
+    if others:
+        raise EditError(
+            f"the scores were made with other factors of {', '.join(others)} (same number of units, other weights), where unit "
+            "i is another unit; attribute these factors"
+        )
+
+
+def _add_importance(table: pd.DataFrame, scores: UnitScores) -> None:
+    ranks = scores.ranks()
+    # Of scores below 0 none counts for anything.
+    best = max(0.0, *(float(s.max()) for s in scores.scores.values())) or 1.0
+    places = [(unit.rpartition("/")[0], int(unit.rpartition("/")[2])) for unit in table["unit"]]
+    table["score"] = [float(scores.scores[site][index]) for site, index in places]
+    table["rank"] = [int(ranks[site][index]) for site, index in places]
+    table["importance"] = ((table["score"] / best).clip(lower=0) + 1 - table["rank"] / scores.n_units) / 2
+    table["selection"] *= table["importance"]
+
+
+def _add_specificity(table: pd.DataFrame, sizes: Mapping[str, Float[Tensor, " _unit"]]) -> None:
+    places = [(unit.rpartition("/")[0], int(unit.rpartition("/")[2])) for unit in table["unit"]]
+    table["rms z"] = [float(sizes[site][index]) for site, index in places]
+    ratio = (table["z"] / table["rms z"].clip(lower=1e-12)) ** 2
+    table["specificity"] = ratio / ratio.max()
+    table["selection"] *= table["specificity"]
+
+
+def _root_mean_squares(
+    host: Host, factors: FactorSet, sites: Sequence[Site], stream: Any, batch_size: int
+) -> dict[str, Float[Tensor, " _unit"]]:
+    """Root mean square of z over the text, per site and unit, in the dense host; one batch in memory."""
+    sums = {site.name: torch.zeros(factors[site.name].n_units, dtype=torch.float64) for site in sites}
+
+    def add(site: Site, h: Tensor) -> None:
+        z = h.float().flatten(0, -2) @ factors[site.name].read.to(h.device)
+        sums[site.name] += z.double().square().sum(0).cpu()
+
+    last = max(site.layer for site in sites) + 1
+    with torch.no_grad(), plain_float32(next(host.model.parameters()).device), host.inputs(sites, add):
+        for rows in stream.batches(batch_size):
+            host.run_blocks(rows, last)
+    return {name: (total / stream.n_tokens).sqrt() for name, total in sums.items()}
+
+
+def _ending(text: str, n: int = 34) -> str:
+    return text if len(text) <= n else "…" + text[-(n - 1) :]

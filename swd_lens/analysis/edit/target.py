@@ -1,0 +1,202 @@
+"""target: what an edit is to move. A prompt, the token that should gain and the one that should lose, seen from one site.
+
+1. Answer and foil are one token each (tasks/tokenize.py decides, as for tasks); ids are taken as they are.
+2. h*, the site's input at the prompt's last position, is read off one forward of the host as it is now, with its margin.
+3. d = u_answer - u_foil, the difference of two unembedding columns: a change of the site's output y by dy moves the margin
+   by dy . d, as far as the residual stream goes straight to the unembedding. The final normalization is not in d (paper,
+   app. component editing); direction="through_norm" puts its weight in.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.base.machine import plain_float32
+from swd_lens.hosts import Host, host_of, require_no_dropout
+from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.sites import Site, split_name
+from swd_lens.tasks.errors import Unusable
+from swd_lens.tasks.text import as_rows
+from swd_lens.tasks.tokenize import TaskTokenizer
+
+DIRECTIONS = ("unembedding", "through_norm")
+# Sites whose output is added to the residual stream and that have one matrix to change.
+EDITABLE = ("mlp_out", "attn_o")
+
+
+class EditError(ValueError):
+    """An edit that cannot be made, applied or undone as asked; the host was not changed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One prompt with its answer and foil, and what an edit of one site needs to know of them.
+
+    Attributes:
+        site: the site's name.
+        prompt, answer, foil: as texts, where they were given so (else how the ids read).
+        tokens: (pos,) the prompt's ids, BOS included.
+        answer_id, foil_id: the two tokens.
+        input: (d_in,) h*, the site's input at the last position; float32, on the CPU.
+        direction: (d_out,) d; float32, on the CPU.
+        margin: answer logit minus foil logit at the last position, before any edit.
+        direction_is: one of DIRECTIONS.
+        prepend_bos: whether the prompt's text was given a BOS; None: it came as ids.
+    """
+
+    site: str
+    prompt: str
+    answer: str
+    foil: str
+    tokens: Int[Tensor, " pos"]
+    answer_id: int
+    foil_id: int
+    input: Float[Tensor, " d_in"]
+    direction: Float[Tensor, " d_out"]
+    margin: float
+    direction_is: str = "unembedding"
+    prepend_bos: bool | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "prompt": self.prompt,
+            "answer": self.answer,
+            "foil": self.foil,
+            "tokens": self.tokens.tolist(),
+            "answer_id": self.answer_id,
+            "foil_id": self.foil_id,
+            "margin": self.margin,
+            "direction": self.direction_is,
+            "prepend_bos": self.prepend_bos,
+        }
+
+
+@dataclass
+class Reader:
+    """Turns texts, or ids, into tokens of one host; its tokenizer is asked only where a text is given."""
+
+    model: Any
+    prepend_bos: bool | None = None
+    _made: TaskTokenizer | None = field(default=None, init=False)
+
+    @property
+    def tokenizer(self) -> TaskTokenizer:
+        if self._made is None:
+            self._made = TaskTokenizer("edit", self.model, self.prepend_bos)
+        return self._made
+
+    def prompt(self, given: Any) -> tuple[str, Int[Tensor, " pos"], bool | None]:
+        """(text, ids, whether BOS was added)."""
+        if not isinstance(given, str):
+            ids = as_rows(given, self.model)
+            if len(ids) != 1:
+                raise EditError(f"a prompt is one row of token ids, got {len(ids)} rows; give them one by one")
+            return self.text(ids[0].tolist()), ids[0], None
+        try:
+            ids = self.tokenizer.prompt(given)
+        except Unusable as why:
+            raise EditError(f"prompt {given!r}: {why}; give a shorter one, or one that is not empty") from None
+        return given, ids, self.tokenizer.prepend_bos
+
+    def word(self, given: str | int, role: str) -> tuple[str, int]:
+        """(text, id) of an answer or foil.
+
+        Raises:
+            EditError: not exactly one token, or an id outside the vocabulary.
+        """
+        if isinstance(given, int):
+            if not 0 <= given < int(self.model.cfg.d_vocab):
+                raise EditError(
+                    f"{role} {given} is no token of this host; ids go from 0 to {int(self.model.cfg.d_vocab) - 1}"
+                )
+            return self.text([given]), given
+        try:
+            return given, self.tokenizer.single(given, role)
+        except Unusable as why:
+            raise EditError(f"{why}. An edit moves the logits of single tokens; mind the leading space") from None
+
+    def text(self, ids: list[int]) -> str:
+        decode = getattr(self.model.tokenizer, "decode", None)
+        return " ".join(map(str, ids)) if decode is None else str(decode(ids))
+
+
+def require_editable(site: Site | str) -> None:
+    """Raises ValueError where a site does not write to the residual stream (its output has no direct effect on logits)."""
+    name = site if isinstance(site, str) else site.name
+    if split_name(name)[1] not in EDITABLE:
+        raise EditError(f"{name} does not write to the residual stream; an edit takes units of mlp_out and attn_o")
+
+
+def require_number(what: str, value: Any) -> float:
+    """A finite number, as a float; else EditError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise EditError(f"{what} must be a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise EditError(f"{what} must be a finite number (neither infinite nor nan), got {number}")
+    return number
+
+
+def find_target(
+    model: Any,
+    site: Site,
+    prompt: Any,
+    answer: str | int,
+    foil: str | int,
+    *,
+    direction: str = "unembedding",
+    prepend_bos: bool | None = None,
+) -> Target:
+    """Tokens, h*, d and the margin of one prompt, in the host as it is now (units attached to it take part).
+
+    Args:
+        prompt: a text, or (pos,) token ids.
+        answer, foil: texts of one token each, or token ids.
+        direction: "unembedding" (paper): d = u_answer - u_foil; "through_norm": times the final normalization's weight,
+            where it is not folded into the unembedding.
+        prepend_bos: of a text; None = what the host was trained with, as for tasks.
+
+    Raises:
+        EditError: a site that does not write to the residual stream, answer or foil not one token, both the same, or an
+            unknown direction.
+        UnsupportedHostError: the host's forward never shows the site's input, or it has no unembedding.
+    """
+    require_editable(site)
+    require_no_dropout(model)
+    if direction not in DIRECTIONS:
+        raise EditError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    reader, host = Reader(model, prepend_bos), host_of(model)
+    text, tokens, bos = reader.prompt(prompt)
+    (answer, answer_id), (foil, foil_id) = reader.word(answer, "an answer"), reader.word(foil, "a foil")
+    d = _direction(host, answer_id, foil_id, direction)
+    if answer_id == foil_id or not bool(d.any()):
+        raise EditError(
+            f"answer {answer!r} and foil {foil!r} have the same unembedding; there is no margin to move between them"
+        )
+    h, logits = _read(host, site, tokens)
+    margin = float(logits[answer_id] - logits[foil_id])
+    return Target(site.name, text, answer, foil, tokens, answer_id, foil_id, h, d, margin, direction, bos)
+
+
+def _direction(host: Host, answer_id: int, foil_id: int, direction: str) -> Float[Tensor, " d_out"]:
+    norm, unembedding = host.readout()
+    d = (unembedding[:, answer_id] - unembedding[:, foil_id]).float().cpu()
+    return d if norm is None or direction == "unembedding" else d * norm.cpu()
+
+
+def _read(
+    host: Host, site: Site, tokens: Int[Tensor, " pos"]
+) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " vocab"]]:
+    """The site's input and the logits (float64), both at the last position."""
+    found: dict[str, Tensor] = {}
+    device = next(host.model.parameters()).device
+    with torch.no_grad(), plain_float32(device), host.inputs([site], lambda one, h: found.update({one.name: h[0, -1]})):
+        logits = host.last_logits(tokens[None])
+    require_seen([site], found, "input")
+    return found[site.name].detach().float().cpu(), logits[0].detach().double().cpu()

@@ -1,0 +1,12 @@
+"""Unit graph: a circuit's units as nodes by layer, and how strongly each speaks to each through the residual stream.
+
+arguments.py -> material.py (with frozen.py: one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) ->
+result.py (UnitGraph, with tables.py), drawing.py (SVG), viewer.py (JSON). paths.py is the paper's figure of the best units.
+"""
+
+from swd_lens.analysis.graph.build import unit_graph
+from swd_lens.analysis.graph.drawing import GraphDrawing, draw
+from swd_lens.analysis.graph.paths import plot_unit_paths
+from swd_lens.analysis.graph.result import UnitGraph
+
+__all__ = ["GraphDrawing", "UnitGraph", "draw", "plot_unit_paths", "unit_graph"]

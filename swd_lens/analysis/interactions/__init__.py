@@ -1,0 +1,15 @@
+"""Interactions: whether the units of one site act apart or together (paper, app. "Interaction Patterns").
+
+1. `unit_overlap` (overlap.py): the contributions z_i B_i of a site add up linearly; how correlated are they?
+2. `unit_interactions` (finite.py): contributions that pass an activation do not add up; how much of a pair's effect belongs to
+   neither unit alone?
+
+watching.py runs the host and hands over what a site reads and writes, activation.py finds the activation that the host uses,
+difference.py holds the arithmetic of the pairs, results.py and plots.py what is shown.
+"""
+
+from swd_lens.analysis.interactions.finite import unit_interactions
+from swd_lens.analysis.interactions.overlap import unit_overlap
+from swd_lens.analysis.interactions.results import UnitInteractions, UnitOverlap
+
+__all__ = ["UnitInteractions", "UnitOverlap", "unit_interactions", "unit_overlap"]

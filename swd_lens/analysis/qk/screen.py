@@ -1,0 +1,180 @@
+"""The static QK screen: which Q and K units could make a head attend, from weights alone (paper, app. attention units).
+
+For one head, with z_a of a destination and z_b of a source,
+
+    score = sum over (a, b) of z_a * z_b * gamma_ab  (+ bias terms),     gamma_ab = <bQ_a, bK_b> * scale,
+
+where bQ_a and bK_b are the head's slices of the write vectors. The screen
+
+1. keeps, per head, the `top` units of largest write norm on either side,
+2. computes gamma for every pair of them,
+3. and sums a head up by its largest |gamma|.
+
+Where a pair acts on a prompt also depends on z: `qk_replay` and `qk_scan` look at that.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from swd_lens.analysis.qk.vectors import LayerUnits, QKError, layer_units, provenance, top_units
+from swd_lens.base.display import card
+from swd_lens.base.figures import heatmap, new_figure
+from swd_lens.hosts import host_of
+from swd_lens.hosts.rotary import Rotation, rotations
+
+
+@dataclass(frozen=True)
+class QKPair:
+    """A Q unit and a K unit of one head.
+
+    Attributes:
+        q_unit, k_unit: indices among the units of the sites that write the layer's queries and keys (attn_qkv for both, or
+            attn_q and attn_k).
+        gamma: the static coefficient, score per unit of z_a * z_b; NaN where nobody computed it.
+    """
+
+    layer: int
+    head: int
+    q_unit: int
+    k_unit: int
+    gamma: float | int = float("nan")
+
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.head} q{self.q_unit}×k{self.k_unit}"
+
+
+@dataclass(frozen=True, repr=False)
+class QKScreen:
+    """Static coefficients of every layer and head.
+
+    Attributes:
+        gamma: (layer, head, q, k) coefficients; NaN in layers without units on both sides, and beyond a layer's units.
+        q_units, k_units: (layer, head, top) unit indices of the rows and columns of gamma, by falling write norm; -1 where none.
+        settings: of what and how.
+    """
+
+    gamma: Float[Tensor, "layer head top top"]
+    q_units: Int[Tensor, "layer head top"]
+    k_units: Int[Tensor, "layer head top"]
+    settings: dict[str, Any]
+
+    @property
+    def strongest(self) -> Float[Tensor, "layer head"]:
+        """Largest |gamma| of each head; NaN without units."""
+        size = self.gamma.abs().flatten(2)
+        return size.nan_to_num(-1).amax(-1).where(~size.isnan().all(-1), torch.nan)
+
+    def pairs(self, per_head: int = 5) -> list[QKPair]:
+        """The `per_head` pairs of largest |gamma| of each head, all of them by falling |gamma|; zero coefficients are left out.
+
+        Raises:
+            QKError: per_head is not positive.
+        """
+        if per_head < 1:
+            raise QKError(f"per_head={per_head}: give a whole number of at least 1")
+        found, width = [], self.gamma.shape[-1]
+        for layer, of_layer in enumerate(self.gamma):
+            for head, gamma in enumerate(of_layer):
+                flat = gamma.flatten().nan_to_num(0)
+                for place in torch.sort(flat.abs(), descending=True, stable=True).indices[:per_head].tolist():
+                    if flat[place] != 0:
+                        q, k = self.q_units[layer, head, place // width], self.k_units[layer, head, place % width]
+                        found.append(QKPair(layer, head, int(q), int(k), float(flat[place])))
+        return sorted(found, key=lambda pair: -abs(pair.gamma))
+
+    def table(self, per_head: int = 1) -> pd.DataFrame:
+        """One row per pair of `pairs(per_head)`."""
+        names = ("layer", "head", "q_unit", "k_unit", "gamma")
+        rows = [{name: getattr(pair, name) for name in names} for pair in self.pairs(per_head)]
+        return pd.DataFrame(rows, columns=pd.Index(names)).rename(columns={"q_unit": "q unit", "k_unit": "k unit"})
+
+    def plot(self) -> Figure:
+        """Heat map of each head's largest |gamma| (paper, Fig. attention-reconstruction-static-screen, bottom)."""
+        n_layers, n_heads = self.strongest.shape
+        figure, axes = new_figure(width=1.6 + 0.42 * max(n_heads, 6), height=1.1 + 0.3 * max(n_layers, 4))
+        ax = axes[0, 0]
+        heatmap(
+            ax,
+            self.strongest,
+            label="largest |γ| among the pairs kept",
+            rows=[str(i) for i in range(n_layers)],
+            columns=[str(i) for i in range(n_heads)],
+        )
+        ax.set_xlabel("head", fontsize=9)
+        ax.set_ylabel("layer", fontsize=9)
+        top = self.gamma.shape[-1]
+        at = f", distance {self.settings['distance']}" if "rotary" in self.settings["positions"] else ""
+        ax.set_title(f"Static QK screen: {top} × {top} units per head{at}", fontsize=9)
+        return figure
+
+    def __repr__(self) -> str:
+        n_layers, n_heads, top = self.gamma.shape[:3]
+        known = int((~self.strongest.isnan()).sum())
+        best = next(iter(self.pairs(1)), None)
+        tail = "" if best is None else f", strongest {best} (gamma {best.gamma:.3g})"
+        return f"QKScreen({n_layers} layers x {n_heads} heads, {known} with units, top {top} per side{tail})"
+
+    def _repr_html_(self) -> str:
+        return card(repr(self), self.plot(), self.table().head(10), f"Positions enter {self.settings['positions']}.")
+
+
+def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> QKScreen:
+    """Static coefficients gamma between the Q and K units of every head (paper, app. attention units; method.md §4.3).
+
+    How the position enters: learned positions are part of the residual stream, so z carries them and gamma is one number.
+    Rotary positions turn query and key, so gamma depends on how far apart they stand: gamma(d) = <R(d) bQ_a, bK_b> * scale, here
+    at d = `distance` (in models that rotate a part of each head, the rest does not depend on d). ALiBi adds a number to scores
+    that no unit makes; gamma does not contain it. Where queries and keys are normed head by head (Qwen3), the norm's weight is
+    in gamma and its scale, which depends on the prompt, is not. A cap on scores (Gemma 2) comes later: gamma is about scores
+    before it. With grouped keys, head h reads key head h // group.
+
+    Args:
+        model: the host; it is only read (a bridge with rotary positions runs `distance + 1` tokens once).
+        factors: factors of attn_qkv, or of attn_q and attn_k, of some or all layers; see `swd_lens.attach`.
+        top: units per side and head, those of largest write norm.
+        distance: destination minus source position, for rotary hosts.
+
+    Raises:
+        QKError: top or distance are out of range, or no layer has units on both sides.
+        UnsupportedHostError: see `swd_lens.hosts.heads.heads_of`; bidirectional hosts among others.
+    """
+    host = host_of(model)
+    if top < 1:
+        raise QKError(f"top={top}: give a whole number of at least 1")
+    if not 0 <= distance < int(model.cfg.n_ctx):
+        raise QKError(f"distance={distance}: give 0 to {int(model.cfg.n_ctx) - 1}, the host's context less one")
+    with torch.no_grad():
+        found = layer_units(host, factors)
+        turns = rotations(host, [units.heads for units in found.values()], distance + 1)
+        width = min(top, max(side.n_units for units in found.values() for side in (units.q, units.k)))
+        n_heads = max(units.heads.n_heads for units in found.values())
+        shape = (len(model.blocks), n_heads, width)
+        gamma = torch.full((*shape, width), torch.nan)
+        chosen = [torch.full(shape, -1), torch.full(shape, -1)]
+        for layer, units in found.items():
+            of_layer, *kept = _coefficients(units, turns[layer], width, distance)
+            gamma[layer, : of_layer.shape[0], : of_layer.shape[1], : of_layer.shape[2]] = of_layer.cpu()
+            for into, indices in zip(chosen, kept, strict=True):
+                into[layer, :, : indices.shape[1]] = indices.cpu()
+    settings = {**provenance(host, factors, found), "top": top, "distance": distance}
+    return QKScreen(gamma, chosen[0], chosen[1], settings)
+
+
+def _coefficients(
+    units: LayerUnits, turn: Rotation | None, top: int, distance: int
+) -> tuple[Float[Tensor, "head _q _k"], Int[Tensor, "head _q"], Int[Tensor, "head _k"]]:
+    """gamma among the top units of each head, and which units they are."""
+    heads = units.heads
+    of_head = torch.arange(heads.n_heads, device=units.q.write.device) // heads.group
+    q, k = top_units(units.q, top), top_units(units.k, top)[of_head]
+    by_head = torch.arange(heads.n_heads, device=q.device)[:, None]
+    queries, keys = units.q.folded[q, by_head], units.k.folded[k, of_head[:, None]]
+    if turn is not None:
+        queries, keys = turn.at(distance, queries), turn.at(0, keys)
+    return queries @ keys.mT * heads.scale, q, k

@@ -1,0 +1,1 @@
+"""Below everything: files, the machine, figures, panels and cards, the package's version. Imports nothing else of swd_lens."""

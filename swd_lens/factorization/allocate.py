@@ -1,0 +1,226 @@
+"""allocate: how many edges each matrix of a surface gets, at the total of equal sparsity.
+
+1. Solve every matrix at a few budgets around its uniform one, K = (1 - s) numel(W), on dense Grams (collected a few matrices
+   at a time).
+2. Measure what each of these does to the model: by="kl", KL(dense || host with only this matrix replaced); by="error", its
+   relMSE, which costs no forwards.
+3. Spend the same total where an edge saves most (spend.py). The sum over matrices stands for the whole replacement: each is
+   measured beside dense others, though they will all be replaced.
+
+The result is a mapping site name -> s, which `swd_lens.factorize(model, sites, sparsity=allocation)` takes.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.base._version import __version__
+from swd_lens.factorization.allocation import Allocation
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.resources import check_passes, estimate, gram_dtype_for, naming
+from swd_lens.factorization.solve import solve
+from swd_lens.factorization.spend import LossCurve, spend
+from swd_lens.hosts import Host, host_of, require_no_dropout, sites_of
+from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.solver import SparsityError, resolve
+from swd_lens.solver.budget import edges as edges_of
+from swd_lens.solver.spec import AnnealSpec
+from swd_lens.solver.validate import resolve_units
+from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
+
+BY = ("kl", "error")
+
+# Budgets tried, as multiples of the uniform one. Embedded model, everything, s = .5 to .75: five or sixteen budgets in the same
+# range lower the summed loss by less than .5 % more; .7 to 1.4 loses 7 to 15 % at .685 and .75; .25 to 3 gave no lower KL.
+GRID = (0.5, 1.0, 2.0)
+
+# Below these a loss is float32 rounding.
+_LEAST = {"kl": 1e-9, "error": 1e-12}
+
+# Tokens on which the KL of one replaced matrix is measured, at most.
+JUDGED = 4_096
+
+# No matrix gets more of its entries than this: beyond it two sparse factors cost more than the matrix.
+_DENSEST = 0.95
+
+_BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
+
+
+def allocate(
+    model: Any,
+    sites: Pattern = "all",
+    sparsity: float | int = 0.685,
+    tokens: Any = None,
+    *,
+    by: str = "kl",
+    grid: Sequence[float | int] = GRID,
+    preset: str = "quick",
+    units: int | float | str | None = None,
+    judge: Any = None,
+    batch_size: int = 16,
+    gram_bytes: int = 2**30,
+    progress: bool = True,
+    **options: Any,
+) -> Allocation:
+    """Allocate the budget of equal sparsity over matrices so that the replaced model loses least.
+
+    It costs len(grid) solves per matrix and passes over `tokens` for the Grams (one if they fit `gram_bytes` together), and
+    by="kl" also len(grid) + 1 passes over `judge` per matrix. Held at a time: the Grams of a group, the factors of one
+    matrix at every budget of the grid, and the logits of two batches.
+
+    Args:
+        model: the host, with these sites not attached.
+        sites: a pattern or several, see `swd_lens.hosts.sites.select_sites`.
+        sparsity: s in (0, 1) whose total K = sum over matrices of (1 - s) * d_in * d_out is spent.
+        tokens: (rows, pos) calibration ids for the Grams, or a `TokenStream`; None = zero-data (G = I).
+        by: "kl", KL(dense || one matrix replaced) in nats per predicted token; or "error", the matrix's relMSE, which needs no
+            forwards and knows nothing of what the model does with the output.
+        grid: budgets to try, as multiples of a matrix's uniform K; no matrix gets less than the first or more than the last.
+        preset, units, options: the solver's for these trials, see `swd_lens.solve`. The final factors may be made with a
+            better preset; what counts is how losses compare.
+        judge: (rows, pos) ids for by="kl"; None takes the first 4,096 of `tokens`.
+        batch_size: rows per forward.
+        gram_bytes: Grams held at once, at least one matrix's.
+        progress: show a bar over the trials.
+
+    Raises:
+        ValueError: unknown `by`, a grid that does not rise or does not hold 1 between its ends, nothing to judge on, a bad
+            solver option, or a sparsity that leaves too few edges (BudgetError; the site is named).
+        UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
+        AttachError: a site is attached already.
+    """
+    if by not in BY:
+        raise ValueError(f"by={by!r}: choose one of {', '.join(map(repr, BY))}")
+    if isinstance(sparsity, Mapping):
+        raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
+    check_passes(batch_size, "auto")
+    multiples = _checked(grid)
+    host = host_of(model)
+    chosen = sites_of(host, sites)
+    # Refuses what the solver would refuse, before anything is run.
+    estimate(model, sites, sparsity=sparsity, tokens=tokens, preset=preset, units=units, **options)
+    dtype = gram_dtype_for("auto", chosen, preset, options)
+    stream = None if tokens is None else as_stream(tokens, model)
+    judged = _judged(judge, stream, model) if by == "kl" else None
+    budgets = {site.name: _budgets(site, sparsity, multiples, preset, units, options) for site in chosen}
+    uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in chosen}
+    given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens, **options}
+    curves: dict[str, LossCurve] = {}
+    with tqdm(
+        total=sum(map(len, budgets.values())), desc=f"allocate by {by}", disable=not progress, leave=False
+    ) as bar:
+        for site, gram in _with_grams(model, chosen, stream, batch_size, gram_bytes, dtype):
+            bar.set_postfix_str(site.name, refresh=False)
+            weight, trials = host.weight(site), []
+            for k in budgets[site.name]:
+                with naming(site):
+                    trials.append(solve(weight, gram, 1 - k / site.numel, **given))
+                bar.update()
+            losses = [f.relmse(gram) for f in trials] if judged is None else _kl(host, site, trials, judged, batch_size)
+            curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
+    allocated = spend(curves, sum(uniform.values()))
+    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
+    settings |= {"units": units, "tokens": 0 if stream is None else stream.n_tokens, "options": dict(options)}
+    settings |= {"judged": 0 if judged is None else judged.numel()}
+    numel = {site.name: site.numel for site in chosen}
+    return Allocation(float(sparsity), by, numel, uniform, allocated, curves, settings)
+
+
+def _checked(grid: Sequence[float | int]) -> tuple[float, ...]:
+    multiples = tuple(float(value) for value in grid)
+    rising = all(a < b for a, b in itertools.pairwise(multiples))
+    if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
+        raise ValueError(
+            f"grid={list(grid)}: give two or more rising multiples of the uniform budget, from at most 1 to at least 1, such as "
+            f"{GRID}"
+        )
+    return multiples
+
+
+def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "_rows _pos"]:
+    """Rows on which KL is measured."""
+    if judge is not None:
+        judged = as_rows(judge, model)
+    elif stream is not None:
+        judged = next(stream.batches(max(1, JUDGED // stream.row_length)))
+    else:
+        raise ValueError('by="kl" needs tokens= (or judge=) to measure on; by="error" does without')
+    if judged.shape[1] < 2:
+        raise TokenError("KL is measured on rows of at least two tokens: each position predicts the next")
+    require_no_dropout(model)
+    return judged
+
+
+def _budgets(
+    site: Site,
+    sparsity: float | int,
+    multiples: Sequence[float],
+    preset: str,
+    units: int | float | str | None,
+    options: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Edges to try, rising, the uniform budget among them; none that the solver cannot make or would not use."""
+    uniform = edges_of(site.d_in, site.d_out, sparsity)
+    spec = resolve(preset, options)
+    width = resolve_units(units, site.d_in, site.d_out, any_width=isinstance(spec, AnnealSpec))
+    if isinstance(spec, AnnealSpec):
+        least = 2 * width  # one read and one write edge per unit
+    else:
+        n = min(site.d_in, site.d_out)
+        # A fixed density in the square factor, one entry per unit in the other; one more for what 1 - s rounds off.
+        least = max(int(n**2 * spec.square_density(site.d_in, site.d_out)), n) + n + 1
+    most = min(int(_DENSEST * site.numel), width * (site.d_in + site.d_out))
+    least, most = min(least, uniform), max(most, uniform)
+    tried = {min(max(round(multiple * uniform), least), most) for multiple in multiples}
+    return tuple(sorted({*tried, uniform}))
+
+
+def _with_grams(
+    model: Any,
+    sites: Sequence[Site],
+    stream: TokenStream | None,
+    batch_size: int,
+    gram_bytes: int,
+    dtype: Literal["float32", "float64"],
+) -> Iterator[tuple[Site, Tensor | None]]:
+    """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
+    group: list[Site] = []
+    for i, site in enumerate(sites):
+        group.append(site)
+        following = sites[i + 1].d_in ** 2 if i + 1 < len(sites) else float("inf")
+        if (sum(one.d_in**2 for one in group) + following) * _BYTES_PER_GRAM_ENTRY <= gram_bytes:
+            continue
+        grams: dict[str, Tensor] = {}
+        if stream is not None:
+            grams.update(collect_grams(model, group, stream, batch_size=batch_size, dtype=dtype).by_site)
+        for one in group:
+            yield one, grams.pop(one.name, None)
+        group = []
+
+
+def _kl(
+    host: Host, site: Site, trials: Sequence[Factors], rows: Int[Tensor, "rows pos"], batch_size: int
+) -> list[float]:
+    """KL(dense || only this site replaced) in nats per predicted token, of each trial."""
+    sums = [0.0] * len(trials)
+    with torch.no_grad():
+        for batch in rows.split(batch_size):
+            log_p = _log_probabilities(host, batch)
+            for i, f in enumerate(trials):
+                with attach(host.model, {site.name: f}):
+                    log_q = _log_probabilities(host, batch)
+                # Summed in float64: a KL of 1e-6 is the sum of terms a thousand times larger.
+                sums[i] += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+    return [total / (rows.shape[0] * (rows.shape[1] - 1)) for total in sums]
+
+
+def _log_probabilities(host: Host, batch: Int[Tensor, "rows pos"]) -> Float[Tensor, "rows _pos vocab"]:
+    return host.run(batch)[:, :-1].float().log_softmax(-1)

@@ -1,0 +1,210 @@
+"""Grams: the second moments of what each site reads, G = mean over tokens of h^T h, streamed.
+
+1. Take the tokens as a stream (tasks/streams.py), or what is kept of them at a later block (residuals.py).
+2. Run them in batches, no further than the last wanted layer; at every site add h^T h to a running float64 sum. Each site
+   must have read one vector per token: one that was silent, or read twice, is an error, not a wrong Gram.
+3. Divide by the number of tokens. Memory is one (d_in, d_in) float64 sum per site, whatever the number of tokens, and one
+   Gram while sums become Grams. Sites that read the very same vectors (attn_q, attn_k, attn_v; mlp_gate, mlp_in) share one.
+
+A host in float64 gives Grams that are the same to the last bit of float32, whatever kind of host it is and however many
+threads it has; those of a float32 host differ in the last places, which choosing supports amplifies.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.base.machine import available_bytes, plain_float32
+from swd_lens.factorization.residuals import Residuals
+from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.seen import require_one_per_token
+from swd_lens.hosts.sites import Site
+
+# Wider sums grow tile by tile, so that no product of their own size lies beside them. Up to here a product takes 64 MB, and
+# is one call, as it always was: a tile's product differs from the whole one in the last bit.
+_WHOLE_UP_TO = 4096
+_TILE = 1024  # rows
+# Sums of a graphics card that would take more than this share of its free memory sit on the CPU.
+_SHARE_OF_DEVICE = 0.5
+
+
+@dataclass(frozen=True)
+class Grams:
+    """One Gram per site name, and the number of tokens (activation vectors) each was averaged over.
+
+    Sites that read the very same vectors have one tensor: copy it before writing to it.
+    """
+
+    by_site: Mapping[str, Float[Tensor, "_d_in _d_in"]]
+    n_tokens: int
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self.by_site[site]
+
+
+def collect_grams(
+    model: Any,
+    sites: Sequence[Site],
+    tokens: Any,
+    *,
+    batch_size: int = 16,
+    progress: bool = False,
+    dtype: Literal["float32", "float64"] = "float32",
+    residuals: Residuals | None = None,
+) -> Grams:
+    """Stream tokens through the host as it is now (attached units included) and average h^T h at every site, in one pass.
+
+    Args:
+        model: the host.
+        sites: where to read.
+        tokens: (rows, pos) ids, or a `TokenStream`; every position counts, the first included.
+        batch_size: rows per forward.
+        dtype: of the products of one batch and of the Grams. Sums over batches are float64 in both, and so are products of
+            a float64 host.
+        residuals: take up there, with its tokens and its batches, in place of `tokens` and `batch_size`. The same Grams, to
+            the bit.
+
+    Returns:
+        Grams; entry (i, j) in units of activation squared, mean over tokens. On the device of the activations, or on the CPU
+        where the sums are large beside that device's free memory.
+
+    Raises:
+        TokenError: see `swd_lens.tasks.streams.as_stream`.
+        ValueError: an activation is not finite (site named); or a site lies before the block where the residuals take up.
+        UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
+    """
+    require_no_dropout(model)
+    if residuals is None:
+        residuals = Residuals(model, tokens, batch_size)  # of block 0: nothing is kept
+    if before := [site.name for site in sites if site.layer < residuals.layer]:
+        raise ValueError(
+            f"{', '.join(before)} lie before block {residuals.layer}, where the residuals take up; make new Residuals"
+        )
+    try:
+        sums = _pass(host_of(model), sites, residuals, dtype, progress, share=True)
+    except _PartedError:
+        sums = _pass(host_of(model), sites, residuals, dtype, progress, share=False)
+    n_tokens = residuals.stream.n_tokens
+    return Grams(sums.means(n_tokens, dtype), n_tokens)
+
+
+def _pass(host: Host, sites: Sequence[Site], residuals: Residuals, dtype: str, progress: bool, share: bool) -> "_Sums":
+    sums = _Sums(in_double=dtype == "float64", share=share)
+    stop = max(site.layer for site in sites) + 1
+    total = -(-residuals.stream.n_rows // residuals.batch_size)
+    batches: Iterable[tuple[Tensor, Start | None]] = tqdm(
+        residuals.batches(), desc="calibration", total=total, unit="batch", disable=not progress, leave=False
+    )
+    with torch.no_grad(), host.inputs(sites, sums.add):
+        for tokens, start in batches:
+            sums.begin()
+            host.run_blocks(tokens, stop, **({} if start is None else {"start": start}))
+            require_one_per_token(sites, sums.vectors, tokens.numel())
+    return sums
+
+
+# ---------------------------------------------------------------------------------------------- sums
+
+
+class _PartedError(Exception):
+    """Sites that read the same vectors in the first batch read different ones in a later batch."""
+
+
+@dataclass
+class _Sums:
+    """Running float64 sums of h^T h.
+
+    A site that reads the very vectors of the site before it shares its sum (`owner`). The first batch decides; should the two
+    differ in a later one (a hook that acts on some batches), `_PartedError` asks for a pass without sharing.
+    """
+
+    in_double: bool
+    share: bool
+    by_site: dict[str, Tensor] = field(default_factory=dict)
+    owner: dict[str, str] = field(default_factory=dict)
+    vectors: Counter[str] = field(default_factory=Counter)  # of the present batch
+    previous: tuple[Site, Tensor, int] | None = None  # that owns a sum: what it read, and that tensor's version then
+    first: bool = True
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self.first = not self.vectors
+        self.vectors.clear()
+        self.previous = None
+
+    def add(self, site: Site, h: Tensor) -> None:
+        h = h.detach()
+        self.vectors[site.name] += h.numel() // site.d_in
+        same = self._reads_as_before(site, h)
+        if self.first and same is not None and site.name not in self.by_site:
+            self.owner[site.name] = same
+        if (owner := self.owner.get(site.name)) is not None:
+            if owner != same:
+                raise _PartedError
+            return
+        flat = h.reshape(-1, site.d_in)
+        double = self.in_double or flat.dtype == torch.float64
+        flat = flat.double() if double else flat.float()
+        if site.name not in self.by_site:  # where the site is: layers may lie on several devices
+            self.by_site[site.name] = torch.zeros(
+                site.d_in, site.d_in, dtype=torch.float64, device=_home(site.d_in, flat.device)
+            )
+        with plain_float32(flat.device):
+            _add_product(self.by_site[site.name], flat)
+        if self.share and not h.is_inference():  # inference tensors have no version
+            self.previous = (site, h, h._version)
+
+    def _reads_as_before(self, site: Site, h: Tensor) -> str | None:
+        """The site whose vectors were just added, if these are the same ones and nobody has written to them since."""
+        if self.previous is None:
+            return None
+        other, there, version = self.previous
+        if other.layer != site.layer or other.name == site.name or there.shape != h.shape or there.dtype != h.dtype:
+            return None
+        # Values, not addresses: a HookedTransformer normalizes anew for each of q, k and v.
+        same = there.device == h.device and there._version == version and torch.equal(there, h)
+        return other.name if same else None
+
+    def means(self, n_tokens: int, dtype: str) -> dict[str, Tensor]:
+        """The Grams. Each sum goes as it is converted, so that at most one Gram lies beside the sums."""
+        order = list(self.by_site)
+        found: dict[str, Tensor] = {}
+        for name in order:
+            total = self.by_site.pop(name)
+            if not all(rows.isfinite().all() for rows in total.split(_TILE)):
+                raise ValueError(
+                    f"activations entering {name} are not finite on these tokens; the host itself is broken there"
+                )
+            total /= n_tokens
+            found[name] = total if dtype == "float64" else total.float()
+        return found | {name: found[owner] for name, owner in self.owner.items()}
+
+
+def _add_product(total: Float[Tensor, "d_in d_in"], flat: Float[Tensor, "vector d_in"]) -> None:
+    """total += flat^T flat; wide ones in tiles, of which those below the diagonal mirror those above."""
+    d_in = total.shape[0]
+    if d_in <= _WHOLE_UP_TO:
+        total += (flat.T @ flat).to(total)
+        return
+    for start in range(0, d_in, _TILE):
+        rows = slice(start, start + _TILE)
+        for across in range(start, d_in, _TILE):
+            columns = slice(across, across + _TILE)
+            product = (flat[:, rows].T @ flat[:, columns]).to(total)
+            total[rows, columns] += product
+            if across > start:
+                total[columns, rows] += product.T
+
+
+def _home(d_in: int, device: torch.device) -> torch.device:
+    """Where a sum sits: beside the activations, or on the CPU if it is large beside the device's free memory."""
+    if device.type == "cpu":
+        return device
+    free = available_bytes(device)
+    return torch.device("cpu") if free is not None and 8 * d_in**2 > _SHARE_OF_DEVICE * free else device

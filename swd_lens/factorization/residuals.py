@@ -1,0 +1,203 @@
+"""Residuals: what enters a block, kept on disk, so that calibrating a later block does not run the earlier ones again.
+
+1. At the start nothing is kept: batches are token rows, embedded anew.
+2. `advance(layer)` runs the blocks up to `layer`, of the host as it is now, on every batch from what is kept, and keeps what
+   enters `layer`: a new file, batch after batch, then the old one goes. One batch is in memory, whatever the number of tokens.
+3. Such a road is verified, not trusted: at every advance the first batch is also run whole, from its tokens, and everything
+   that the block's sites read must be the same to the bit. Where it is not, or the disk is too small, nothing is kept any
+   more and runs are whole.
+"""
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.hosts import Host, Start, host_of
+from swd_lens.hosts.sites import Site
+from swd_lens.tasks.streams import TokenStream, as_stream
+
+TEMPORARY = "swd-lens-residuals-"  # how the temporary folder's name begins
+_SPARE = 1 << 28  # bytes of the disk that are left alone
+
+
+class Residuals:
+    """What enters block `layer` for every batch of a stream; a context manager, whose files go at its end.
+
+    Units that are attached or taken out before block `layer` after an `advance` are not seen any more: attach what belongs
+    there first, as sequential calibration does.
+
+    Args:
+        model: the host.
+        tokens: anything `swd_lens.tasks.streams.as_stream` takes.
+        batch_size: rows per forward.
+        folder: where the temporary folder is made; None = where the system makes them.
+        progress: show a bar over the batches of each advance.
+    """
+
+    def __init__(
+        self, model: Any, tokens: Any, batch_size: int = 16, folder: Path | None = None, *, progress: bool = False
+    ):
+        self.host: Host = host_of(model)
+        self.stream: TokenStream = as_stream(tokens, model)
+        self.batch_size, self.progress = batch_size, progress
+        self.layer = 0
+        self.why_not: str | None = None
+        self._parent, self._folder, self._kept = folder, None, None
+
+    @property
+    def kept(self) -> bool:
+        """Whether residuals are used; False once a host or a disk has refused (`why_not` says why), and runs are whole."""
+        return self.why_not is None
+
+    def __enter__(self) -> "Residuals":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the files; nothing is kept any more, as at the start."""
+        self.layer, self._kept = 0, None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def batches(self) -> Iterator[tuple[Int[Tensor, "_rows pos"], Start | None]]:
+        """Every batch of tokens, and where its run takes up; None: at its tokens."""
+        for tokens, residual in zip(self.stream.batches(self.batch_size), self._residuals(), strict=False):
+            yield tokens, None if residual is None else Start(self.layer, residual)
+
+    def advance(self, layer: int) -> None:
+        """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before.
+
+        Raises:
+            ValueError: `layer` lies before what is kept, or there is no such block.
+        """
+        last = len(self.host.model.blocks) - 1
+        if not self.layer <= layer <= last:
+            raise ValueError(
+                f"what enters block {self.layer} is kept, and residuals go forward only, to block {last} at most; got "
+                f"layer={layer}. Make new Residuals to start again"
+            )
+        if layer == self.layer or not self.kept:
+            return
+        with torch.no_grad():
+            new = self._written(layer)
+            if new is None:
+                self.close()
+                return
+        old, self._kept, self.layer = self._kept, new, layer
+        if old is not None:
+            old.path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ one stage
+
+    def _residuals(self) -> Iterator[Tensor | None]:
+        if self._kept is None:
+            while True:
+                yield None
+        yield from self._kept.read()
+
+    def _written(self, layer: int) -> "_Kept | None":
+        """What enters `layer`, in a new file; None where it cannot be kept."""
+        new = None
+        try:
+            batches = tqdm(
+                self.batches(),
+                desc=f"to block {layer}",
+                total=-(-self.stream.n_rows // self.batch_size),
+                unit="batch",
+                disable=not self.progress,
+                leave=False,
+            )
+            for tokens, start in batches:
+                if start is None:
+                    start = Start(0, self.host.residual(tokens, 0))
+                residual = self.host.residual(tokens, layer, start=start)
+                if new is None:
+                    self.why_not = self._objection(tokens, layer, residual)
+                    if self.why_not is not None:
+                        return None
+                    new = _Kept(self._place() / f"layer-{layer}", residual)
+                new.add(residual)
+        except BaseException:
+            if new is not None:
+                new.path.unlink(missing_ok=True)
+            raise
+        return new
+
+    def _place(self) -> Path:
+        if self._folder is None:
+            if self._parent is not None:
+                self._parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=self._parent))
+        return self._folder
+
+    def _objection(self, tokens: Tensor, layer: int, residual: Tensor) -> str | None:
+        """Why the residuals of this host cannot be kept, as seen on the first batch."""
+        needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
+        free = shutil.disk_usage(self._place()).free
+        if needed + _SPARE > free:
+            n_tokens = self.stream.n_tokens
+            why = f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
+            warnings.warn(
+                f"{why} in {self._place().parent}; calibration runs every block anew for each stage, which takes longer. Free "
+                "some, set TMPDIR to a larger disk, or give fewer tokens",
+                stacklevel=4,
+            )
+            return why
+        if not self._goes_on(tokens, layer, residual):
+            return f"this host's runs from block {layer} are not those from the tokens, to the bit"
+        return None
+
+    def _goes_on(self, tokens: Tensor, layer: int, residual: Tensor) -> bool:
+        """Whether a run from the residual shows the sites of its block what a whole run shows them, to the bit."""
+        sites = [site for site in self.host.sites() if site.layer == layer]
+        whole: list[tuple[Site, Tensor]] = []
+        with self.host.inputs(sites, lambda site, h: whole.append((site, h.clone()))):
+            self.host.run_blocks(tokens, layer + 1)
+        same: list[bool] = []
+
+        def compare(site: Site, h: Tensor) -> None:
+            then, there = whole.pop(0) if whole else (None, h)
+            same.append(site == then and torch.equal(h, there))
+
+        with self.host.inputs(sites, compare):
+            self.host.run_blocks(tokens, layer + 1, start=Start(layer, residual))
+        return all(same) and not whole
+
+
+class _Kept:
+    """One file of batches, in the host's own dtype, written and read from front to back with plain reads and writes."""
+
+    def __init__(self, path: Path, like: Tensor):
+        self.path, self.dtype, self.device = path, like.dtype, like.device
+        self.shapes: list[torch.Size] = []
+        path.unlink(missing_ok=True)
+
+    def add(self, residual: Tensor) -> None:
+        data = residual.detach().cpu().contiguous().flatten().view(torch.uint8)  # as bytes: numpy knows no bfloat16
+        with open(self.path, "ab") as file:
+            file.write(data.numpy().data)
+        self.shapes.append(residual.shape)
+
+    def read(self) -> Iterator[Tensor]:
+        with open(self.path, "rb", buffering=0) as file:
+            for shape in self.shapes:
+                batch = torch.empty(shape, dtype=self.dtype)
+                rest = memoryview(batch.flatten().view(torch.uint8).numpy().data)
+                while len(rest):
+                    if (n := file.readinto(rest)) == 0:
+                        raise OSError(
+                            f"{self.path} ends early: it was changed or cut while it was in use; start this call again"
+                        )
+                    rest = rest[n:]
+                yield batch.to(self.device)

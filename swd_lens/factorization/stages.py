@@ -1,0 +1,195 @@
+"""Stages: which matrices are calibrated together, and the host with the finished ones in place.
+
+1. `stages_of` cuts the sites, in execution order, into stages: what is calibrated in one pass over the tokens.
+     sequential, corrected: the matrices that read one input (q, k and v; gate and in): none changes what another reads;
+     per_block: a block; dense: as many as have room for their Grams; zero-data: all, nothing is run.
+2. `Behind` is the host while that goes on: finished matrices are attached one by one and stay until the end; `calibrate`
+   collects a stage's Grams, from the host as it stands (or, for dense calibration, with the units lifted out for a moment),
+   and, corrected, what each matrix should compute there (targets.py).
+   With several stages, what enters the present block is kept on disk (residuals.py), so that a block's forward is run a few
+   times and not once per later stage.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.residuals import TEMPORARY, Residuals
+from swd_lens.factorization.targets import collect_pairs, corrected
+from swd_lens.hosts import host_of
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
+from swd_lens.tasks.streams import TokenStream
+from swd_lens.units import Attachment, attach
+from swd_lens.units.factors import Factors
+
+# Grams of one dense stage, in float32; their float64 sums take twice as much. All of GPT-2 small's are .5 GB.
+GRAM_BYTES = 2**31
+_READS_MLP_INPUT = ("mlp_gate", "mlp_in")
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration says of one matrix: gram (d_in, d_in), and target (d_in, d_out), to be factorized in W's place or None."""
+
+    gram: Tensor
+    target: Tensor | None
+
+
+def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) -> list[tuple[Site, ...]]:
+    """The sites in execution order, cut into stages. kind: of calibration, or "zero-data"."""
+    if kind == "zero-data":
+        return [tuple(sites)]
+    if kind == "per_block":
+        return [tuple(block) for _, block in groupby(sites, lambda site: site.layer)]
+    if kind in ("sequential", "corrected"):
+        return [tuple(same) for _, same in groupby(sites, _input_of)]
+    stages: list[list[Site]] = []
+    room = 0
+    for site in sites:
+        room -= 4 * site.d_in**2
+        if not stages or room < 0:
+            stages.append([])
+            room = gram_bytes - 4 * site.d_in**2
+        stages[-1].append(site)
+    return [tuple(stage) for stage in stages]
+
+
+def _input_of(site: Site) -> tuple[int, str]:
+    """The same for sites of which none can change what another reads."""
+    for shared in (READS_ATTENTION_INPUT, _READS_MLP_INPUT):
+        if site.kind in shared:
+            return site.layer, shared[0]
+    return site.layer, site.kind
+
+
+class Behind:
+    """A host in which the finished matrices are replaced, one after the other; a context manager that gives it back dense.
+
+    Args:
+        model: the host.
+        stream: calibration tokens; None for zero-data.
+        kind: of calibration.
+        batch_size: rows per forward.
+        keep: whether several stages follow, so that it pays to keep what enters the present block.
+        dtype: of the Grams, "float32" or "float64".
+        scratch: folder for what is kept; None: the system's temporary one. What a killed process left there is removed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stream: TokenStream | None,
+        kind: str,
+        *,
+        batch_size: int,
+        keep: bool,
+        dtype: str = "float32",
+        scratch: Path | None = None,
+    ):
+        self.model, self.stream, self.kind = model, stream, kind
+        self.batch_size, self.dtype, self.scratch = batch_size, dtype, scratch
+        self.keep = keep and stream is not None
+        self._attachments: list[Attachment] = []
+        self._factors: dict[str, Factors] = {}
+        self._residuals: dict[str, Residuals] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Behind":
+        if self.scratch is not None:
+            for left_over in self.scratch.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            # Twice, because an interruption may hit the first: nobody else holds these attachments.
+            try:
+                self._lift()
+            finally:
+                self._lift()
+        finally:
+            self._stack.close()
+            if self.scratch is not None:
+                with suppress(OSError):  # it holds something, or was never made
+                    self.scratch.rmdir()
+
+    def replace(self, site: Site, f: Factors) -> None:
+        """From now on the site runs by these factors."""
+        self._attachments.append(attach(self.model, {site.name: f}))
+        self._factors[site.name] = f
+
+    def calibrate(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
+        """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host."""
+        if self.kind == "dense":
+            with self._lifted():
+                return self._grams(sites, progress)
+        # Where nothing is replaced yet, the dense host is all there is to compute.
+        if self.kind == "corrected" and self._attachments:
+            return self._corrected(sites, progress)
+        return self._grams(sites, progress)
+
+    def _grams(self, sites: Sequence[Site], progress: bool) -> dict[str, Calibrated]:
+        how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress, "dtype": self.dtype}
+        if self.keep:
+            how["residuals"] = self._at(min(site.layer for site in sites), "as it is")
+        grams = collect_grams(self.model, sites, self.stream, **how)
+        return {site.name: Calibrated(grams[site.name], None) for site in sites}
+
+    def _corrected(self, sites: Sequence[Site], progress: bool) -> dict[str, Calibrated]:
+        layer, host = min(site.layer for site in sites), host_of(self.model)
+        replaced = self._at(layer, "as it is")
+        with self._bypassed():
+            dense = self._at(layer, "dense")
+        pairs = collect_pairs(sites, replaced, dense, self._bypassed, progress=progress, dtype=self.dtype)
+        made = {}
+        for site in sites:
+            gram, cross = pairs.pop(site.name)
+            target = corrected(host.weight(site), gram, cross)
+            made[site.name] = Calibrated(gram if self.dtype == "float64" else gram.float(), target)
+        return made
+
+    def _at(self, layer: int, which: str) -> Residuals:
+        """What enters a layer of the host as it is, or of the dense host; not moved forward where it would not be used again."""
+        if which not in self._residuals:
+            made = Residuals(self.model, self.stream, self.batch_size, self.scratch)
+            self._residuals[which] = self._stack.enter_context(made)
+        if self.keep:
+            self._residuals[which].advance(layer)
+        return self._residuals[which]
+
+    @contextmanager
+    def _bypassed(self) -> Iterator[None]:
+        """The dense host for a moment, with everything left in its place."""
+        with ExitStack() as stack:
+            for attachment in self._attachments:
+                stack.enter_context(attachment.bypassed())
+            yield
+
+    @contextmanager
+    def _lifted(self) -> Iterator[None]:
+        """The dense host for a moment."""
+        kept = dict(self._factors)
+        self._lift()
+        try:
+            yield
+        finally:
+            for name, f in kept.items():
+                self._attachments.append(attach(self.model, {name: f}))
+            self._factors = kept
+
+    def _lift(self) -> None:
+        while self._attachments:
+            if self._attachments[-1].attached:
+                self._attachments[-1].detach()
+            self._attachments.pop()
+        self._factors = {}

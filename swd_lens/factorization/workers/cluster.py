@@ -1,0 +1,171 @@
+"""A Ray cluster: each task goes to whichever node has the CPUs and the memory for it.
+
+1. Connect: to what this process is connected to already, else to the cluster at RAY_ADDRESS or on this machine, else to a
+   local one that ends with the block.
+2. A task's parcel is put into Ray's object store once, and let go when the task has ended. Ray is told its threads (as
+   CPUs), its memory estimate, and a GPU if the weight is on one.
+3. Whatever Ray reports that is not our own answer (worker or node died, out of memory, object lost) counts as a death: the
+   task is submitted again. Ray's own max_retries is 0: it would retry without a word.
+
+The function that runs there is `swd_lens.factorization.workers.cluster._solve`, so every node needs swd_lens of this
+version installed.
+"""
+
+import os
+import socket
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+
+from swd_lens.factorization.workers.child import attempt
+from swd_lens.factorization.workers.order import Failed, lost, read_reply
+from swd_lens.factorization.workers.parcel import Parcel, pack_task
+from swd_lens.factorization.workers.task import SolveTask, threads_set_to
+
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass
+class _Job:
+    place: int
+    task: SolveTask
+    parcel: Any  # where it lies in the object store
+    attempts: int = 0
+
+
+class Cluster:
+    """A `Road` of as many workers as the cluster has room for, with `threads` CPU threads each."""
+
+    def __init__(self, threads: int, retries: int):
+        self._threads, self._retries = threads, retries
+        self._ours = _connect()
+        self._jobs: dict[Any, _Job] = {}  # by the answer we wait for
+        widest = max((_offered(node, "CPU") for node in _nodes()), default=0)
+        if threads > widest:
+            self.close()
+            raise ValueError(f"threads={threads}: no node of the Ray cluster has more than {widest:g} CPUs; give fewer")
+
+    @property
+    def n_workers(self) -> int:
+        """Now; a cluster may grow."""
+        return max(1, sum(int(_offered(node, "CPU") // self._threads) for node in _nodes()))
+
+    def submit(self, place: int, task: SolveTask) -> None:
+        parcel = pack_task(task)
+        self._start(_Job(place, task, ray.put(parcel)))
+
+    def finished(self) -> tuple[int, Parcel | Failed]:
+        while True:
+            (answer, *_), _ = ray.wait(list(self._jobs), num_returns=1)
+            job = self._jobs.pop(answer)
+            try:
+                return job.place, _returned(ray.get(answer), job.task)
+            except RayTaskError as error:
+                # Outside of `attempt`, and the same at every attempt: swd_lens is missing on the node.
+                return job.place, Failed(error)
+            except RayError as error:
+                failed = self._after_death(job, error)
+            if failed is not None:
+                return job.place, failed
+
+    def cancel(self) -> None:
+        for answer in self._jobs:
+            with suppress(RayError):
+                ray.cancel(answer, force=True)
+        self._jobs.clear()
+
+    def close(self) -> None:
+        self.cancel()
+        if self._ours:
+            ray.shutdown()
+
+    def _start(self, job: _Job) -> None:
+        gpus = 1 if job.task.weight.device.type == "cuda" else 0
+        options = {"num_cpus": self._threads, "num_gpus": gpus, "memory": _asked(job.task), "max_retries": 0}
+        self._jobs[_remote.options(name=f"solve {job.task.site}", **options).remote(job.parcel, self._threads)] = job
+
+    def _after_death(self, job: _Job, error: RayError) -> Failed | None:
+        """None: it is submitted again."""
+        job.attempts += 1
+        how = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if job.attempts > self._retries:
+            return lost(job.task, job.attempts, how)
+        warnings.warn(
+            f"the Ray worker that solved {job.task.site} died ({how}); "
+            f"trying again ({job.attempts} of {self._retries} retries)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        self._start(job)
+        return None
+
+
+def _solve(parcel: Parcel, threads: int) -> tuple[str, Any]:
+    """Runs on a node. What arrives lies in the node's shared memory and is read there, without a copy."""
+    device = torch.device(parcel["weight"].device).type  # this worker's GPU, whatever number it had at home
+    with threads_set_to(threads):
+        return attempt(parcel, device)
+
+
+_remote = ray.remote(_solve)
+
+
+def _returned(reply: tuple[str, Any], task: SolveTask) -> Parcel | Failed:
+    """The answer, with the factors bound for the task's own device."""
+    result = read_reply(reply)
+    return result if isinstance(result, Failed) else {**result, "device": str(task.weight.device)}
+
+
+def _connect() -> bool:
+    """Whether the connection is ours, to be closed."""
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_that_somebody_answers(address)
+        ray.init(address=address, **quiet)
+        return True
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError:  # none on this machine
+        ray.init(address="local", include_dashboard=False, **quiet)
+    return True
+
+
+def _check_that_somebody_answers(address: str) -> None:
+    """Ray itself tries for more than three minutes before it gives up."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:  # "auto", "local", ray://...
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start it, or unset it"
+        ) from error
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _offered(node: dict[str, Any], resource: str) -> float:
+    return float(node["Resources"].get(resource, 0.0))
+
+
+def _asked(task: SolveTask) -> int:
+    """The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever."""
+    most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
+    if task.bytes > most:
+        warnings.warn(
+            f"{task.site} is estimated to need {task.bytes / 1e9:.3g} GB; the largest node of the Ray cluster offers "
+            f"{most / 1e9:.3g} GB and gets it alone",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return min(task.bytes, most)

@@ -1,0 +1,162 @@
+"""The order of things: tasks are drawn only as workers come free, results come out in the order of the tasks.
+
+1. Draw tasks until one more than there are workers is with the road: one waits, so that no worker waits for the caller.
+2. Wait until the road has finished one, whichever it is.
+3. Give out what is next in order; what finished early waits, packed. Then draw again.
+
+So memory holds as many tasks as workers + 1, however many there are. An error waits for its turn like a result: what was
+finished before it in order is given out first, as in one process; but nothing is drawn any more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from swd_lens.factorization.workers.parcel import Parcel, unpack_solved
+from swd_lens.factorization.workers.task import Solved, SolveTask, solve_task, threads_set_to
+from swd_lens.solver import OnIteration
+
+
+class WorkerLostError(RuntimeError):
+    """The worker of a task died at every attempt."""
+
+
+class WorkerTracebackError(Exception):
+    """Stands as the cause of an error that came from another process, and quotes its traceback."""
+
+    def __str__(self) -> str:
+        return f"in the worker:\n\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A task that ended in an error."""
+
+    error: BaseException
+
+
+@runtime_checkable
+class Road(Protocol):
+    """Where tasks are solved, other than in this process."""
+
+    @property
+    def n_workers(self) -> int: ...
+
+    def submit(self, place: int, task: SolveTask) -> None:
+        """Solve it when a worker is free."""
+        ...
+
+    def finished(self) -> tuple[int, Parcel | Failed]:
+        """Wait for a task to end, whichever is first; its place and its result."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop and forget all tasks."""
+        ...
+
+    def close(self) -> None:
+        """End all workers."""
+        ...
+
+
+class Workers:
+    """What `open_workers` opens."""
+
+    def __init__(self, road: Road | None, threads: int | None):
+        self._road, self._threads = road, threads
+
+    def solve(
+        self,
+        tasks: Iterable[SolveTask],
+        *,
+        on_iteration: OnIteration | None = None,
+        on_finished: Callable[[str], None] | None = None,
+    ) -> Iterator[Solved]:
+        """Solve the tasks; results in their order. One call at a time: read its results, or close it, before the next.
+
+        Args:
+            tasks: drawn one at a time, never more than one per worker and one beyond that are not yet solved.
+            on_iteration: in this process (workers=1) called with a `Step` after each of the solver's outer iterations.
+            on_finished: called with a task's site as soon as it is solved; its result may still wait for its turn.
+
+        Raises:
+            ValueError: a task is impossible (bad sparsity, a Gram that is none, ...); its site's name stands in front.
+            WorkerLostError: a task's worker died, and so did those of all its retries.
+            Exception: whatever else a solve raises. From another process, the cause quotes the worker's traceback.
+
+        Warns:
+            RuntimeWarning: a worker died; its task is tried again.
+        """
+        if self._road is None:
+            return self._here(tasks, on_iteration, on_finished)
+        return _in_order(tasks, self._road, on_finished)
+
+    def _here(
+        self, tasks: Iterable[SolveTask], on_iteration: OnIteration | None, on_finished: Callable[[str], None] | None
+    ) -> Iterator[Solved]:
+        for task in tasks:
+            with threads_set_to(self._threads):
+                solved = solve_task(task, on_iteration)
+            if on_finished is not None:
+                on_finished(task.site)
+            del task  # its Gram need not outlive it while the caller works on the result
+            yield solved
+
+
+def _in_order(tasks: Iterable[SolveTask], road: Road, on_finished: Callable[[str], None] | None) -> Iterator[Solved]:
+    source = iter(tasks)
+    ended: dict[int, Parcel | Failed] = {}
+    given = drawn = under_way = 0
+    more = True
+    try:
+        while True:
+            while more and under_way <= road.n_workers:
+                task = next(source, None)
+                if task is None:
+                    more = False
+                    break
+                road.submit(drawn, task)
+                del task  # the road holds it as long as need be
+                drawn, under_way = drawn + 1, under_way + 1
+            if given == drawn and not more:
+                return
+            place, result = road.finished()
+            under_way -= 1
+            ended[place] = result
+            if isinstance(result, Failed):
+                more = False
+            elif on_finished is not None:
+                on_finished(result["site"])
+            del result
+            while given in ended:
+                yield _opened(ended.pop(given))
+                given += 1
+    finally:
+        road.cancel()
+
+
+def _opened(result: Parcel | Failed) -> Solved:
+    if isinstance(result, Failed):
+        raise result.error
+    return unpack_solved(result)
+
+
+def read_reply(reply: tuple[str, Any]) -> Parcel | Failed:
+    """What `swd_lens.factorization.workers.child.attempt` answered."""
+    kind, content = reply
+    if kind == "solved":
+        return content
+    error, text = content
+    error.__cause__ = WorkerTracebackError(text)
+    return Failed(error)
+
+
+def lost(task: SolveTask, attempts: int, how: str) -> Failed:
+    """No further attempt: the error that says so."""
+    memory = f"it is estimated to need {task.bytes / 1e9:.3g} GB" if task.bytes else "its memory was not estimated"
+    return Failed(
+        WorkerLostError(
+            f"{task.site} {tuple(task.weight.shape)}: its worker died {attempts} times out of {attempts} attempts, last: {how}. "
+            f"If memory ran out ({memory}), use fewer workers or a machine with more; else look into the worker's messages"
+        )
+    )

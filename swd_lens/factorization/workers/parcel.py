@@ -1,0 +1,139 @@
+"""Parcels: tasks and results as plain bytes, to send to another process.
+
+1. A matrix is packed as a view of its bytes (`pack_task`); packed factors are one bit per entry (zero or not) and the
+   nonzeros (`pack_solved`). Unpacked they have the bits they had.
+2. `send` writes a parcel to a pipe, `receive` reads it into memory that torch allocated. Bytes go from the one's memory to
+   the other's without a copy in between.
+
+Pipes, because shared memory is often limited to 64 MB in containers and files need room on a disk. On a busy machine a
+3072 x 768 float32 matrix took 0.04 s to the other process, one of 17408 x 5120 (356 MB) 1.8 s, 2.9 s with its Gram (1.6 GB).
+"""
+
+import pickle
+import struct
+import warnings
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.factorization.workers.task import Solved, SolveTask
+from swd_lens.units.factors import Factors
+
+Parcel = dict[str, Any]
+
+_COUNT = struct.Struct("!Q")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A dense matrix: its bytes in row order."""
+
+    data: np.ndarray
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class PackedFactor:
+    """A sparse matrix: one bit per entry that says whether it is a nonzero, and the nonzeros, in row order."""
+
+    nonzero: np.ndarray
+    values: np.ndarray
+    shape: tuple[int, ...]
+
+
+def pack_task(task: SolveTask) -> Parcel:
+    """A view of the task where it lies in row order on the CPU; keep the task as long as the parcel."""
+    gram = None if task.gram is None else _pack(task.gram)
+    return {**vars(task), "weight": _pack(task.weight), "gram": gram, "options": dict(task.options)}
+
+
+def unpack_task(parcel: Parcel, device: str | None = None) -> SolveTask:
+    """The task, its matrices on `device`; None: on those that they came from."""
+    gram = None if parcel["gram"] is None else _unpack(parcel["gram"], device)
+    return SolveTask(**{**parcel, "weight": _unpack(parcel["weight"], device), "gram": gram})
+
+
+def pack_solved(solved: Solved) -> Parcel:
+    """Without the weight; the other side has it."""
+    f = solved.factors
+    return {
+        "site": solved.site,
+        "read": _pack_factor(f.read),
+        "write": _pack_factor(f.write),
+        "settings": dict(f.settings),
+        "provenance": dict(f.provenance),
+        "relmse": solved.relmse,
+        "relative_frobenius": solved.relative_frobenius,
+        "device": str(f.read.device),
+    }
+
+
+def unpack_solved(parcel: Parcel) -> Solved:
+    """The result, on the parcel's device. `factors.weight` is None."""
+    read, write = (_unpack_factor(parcel[side]).to(parcel["device"]) for side in ("read", "write"))
+    factors = Factors(read, write, parcel["settings"], parcel["provenance"])
+    return Solved(parcel["site"], factors, parcel["relmse"], parcel["relative_frobenius"])
+
+
+def send(pipe: IO[bytes], value: Any) -> None:
+    """Write a value of plain objects and arrays. Raises OSError when nobody reads."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    pipe.write(_COUNT.pack(len(parts)) + b"".join(_COUNT.pack(part.nbytes) for part in parts))
+    for part in parts:
+        pipe.write(part)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> Any:
+    """Read what `send` wrote. Raises EOFError when the other side is gone."""
+    (n,) = _COUNT.unpack(_exactly(pipe, _COUNT.size))
+    sizes = [_COUNT.unpack(_exactly(pipe, _COUNT.size))[0] for _ in range(n)]
+    head, *buffers = (_exactly(pipe, size) for size in sizes)
+    return pickle.loads(head, buffers=buffers)
+
+
+def _exactly(pipe: IO[bytes], n: int) -> memoryview:
+    # torch aligns what it allocates; a bytearray need not be.
+    into = torch.empty(n, dtype=torch.uint8).numpy().data
+    at = 0
+    while at < n:
+        got = pipe.readinto(into[at:])  # type: ignore[attr-defined]
+        if not got:
+            raise EOFError(f"the other process is gone, {n - at} bytes before the end")
+        at += got
+    return into
+
+
+def _pack(matrix: Float[Tensor, "_rows _columns"]) -> Packed:
+    flat = matrix.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return Packed(flat.numpy(), matrix.dtype, tuple(matrix.shape), str(matrix.device))
+
+
+def _unpack(packed: Packed, device: str | None) -> Float[Tensor, "_rows _columns"]:
+    with warnings.catch_warnings():
+        # Ray's object store is read-only; so are we (the solver never writes into its inputs).
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        flat = torch.from_numpy(packed.data)
+    return flat.view(packed.dtype).view(packed.shape).to(device or packed.device)
+
+
+def _pack_factor(factor: Float[Tensor, "_rows _columns"]) -> PackedFactor:
+    dense = factor.detach().cpu()
+    nonzero = dense != 0
+    return PackedFactor(np.packbits(nonzero.view(-1).numpy()), dense[nonzero].numpy(), tuple(dense.shape))
+
+
+def _unpack_factor(packed: PackedFactor) -> Float[Tensor, "_rows _columns"]:
+    rows, columns = packed.shape
+    nonzero = np.unpackbits(packed.nonzero, count=rows * columns).astype(bool)
+    dense = torch.zeros(rows * columns, dtype=torch.float32)
+    dense.numpy()[nonzero] = packed.values
+    return dense.view(rows, columns)

@@ -1,0 +1,194 @@
+"""A pool of processes on this machine.
+
+1. A task is handed to a free process if its estimated memory fits beside that of the tasks under way (or nothing is under
+   way). Processes are started when there is something for them.
+2. Each process has a thread here that sends it one task, waits for the answer and reports it. All decisions are made by the
+   caller's thread, in `submit` and `finished`.
+3. A process that dies takes nobody with it. Its task is first in line again; from the second retry on it runs alone,
+   because memory is what most often kills.
+
+Not concurrent.futures: there one killed process ends all others and their tasks, and every process runs the caller's script
+again, which must be written for it. These processes start from child.py and need nothing of the script, so that a
+notebook or an unguarded script may use them.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from swd_lens.base.machine import available_bytes
+from swd_lens.factorization.workers.child import BOOTSTRAP
+from swd_lens.factorization.workers.order import Failed, lost, read_reply
+from swd_lens.factorization.workers.parcel import Parcel, pack_task, receive, send
+from swd_lens.factorization.workers.task import SolveTask
+
+_PACKAGE = Path(__file__).absolute().parent.parent
+
+
+@dataclass
+class _Job:
+    place: int
+    task: SolveTask
+    attempts: int = 0
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Of a worker's thread; `result` is None if the process died. Once `over`, the process takes no further task."""
+
+    worker: "_Worker"
+    result: Parcel | Failed | None
+    over: bool
+
+
+class Pool:
+    """A `Road` of `n_workers` processes with `threads` CPU threads each."""
+
+    def __init__(self, n_workers: int, threads: int, retries: int):
+        self.n_workers, self._threads, self._retries = n_workers, threads, retries
+        self._workers: list[_Worker] = []
+        self._line: deque[_Job] = deque()
+        self._reports: queue.SimpleQueue[_Report] = queue.SimpleQueue()
+        self._memory = available_bytes(torch.device("cpu"))
+
+    def submit(self, place: int, task: SolveTask) -> None:
+        self._line.append(_Job(place, task))
+        self._hand_out()
+
+    def finished(self) -> tuple[int, Parcel | Failed]:
+        while True:
+            report = self._reports.get()
+            if report.worker not in self._workers:  # of a worker that `cancel` ended
+                continue
+            job, report.worker.job = report.worker.job, None
+            assert job is not None
+            result = report.result
+            if report.over:
+                self._workers.remove(report.worker)
+                how = report.worker.epitaph()
+                result = self._after_death(job, how) if result is None else result
+            self._hand_out()
+            if result is not None:
+                return job.place, result
+
+    def cancel(self) -> None:
+        self._line.clear()
+        for worker in [worker for worker in self._workers if worker.job is not None]:
+            self._workers.remove(worker)
+            worker.end()
+
+    def close(self) -> None:
+        self._line.clear()
+        while self._workers:
+            self._workers.pop().end()
+
+    def _hand_out(self) -> None:
+        while self._line and self._fits(self._line[0]):
+            free = next((worker for worker in self._workers if worker.job is None), None)
+            if free is None:
+                if len(self._workers) == self.n_workers:
+                    return
+                free = _Worker(self._threads, self._reports)
+                self._workers.append(free)
+            free.take(self._line.popleft())
+
+    def _fits(self, job: _Job) -> bool:
+        beside = [worker.job.task.bytes for worker in self._workers if worker.job is not None]
+        if not beside:
+            return True
+        return job.attempts < 2 and (self._memory is None or sum(beside) + job.task.bytes <= self._memory)
+
+    def _after_death(self, job: _Job, how: str) -> Failed | None:
+        """None: it is in line again."""
+        job.attempts += 1
+        if job.attempts > self._retries:
+            return lost(job.task, job.attempts, how)
+        warnings.warn(
+            f"the worker process that solved {job.task.site} {how}; trying again ({job.attempts} of {self._retries} retries)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        self._line.appendleft(job)
+        return None
+
+
+class _Worker:
+    """One process and the thread that speaks with it. `job` is what it works on, None if it is free."""
+
+    def __init__(self, threads: int, reports: "queue.SimpleQueue[_Report]"):
+        self.job: _Job | None = None
+        self._inbox: queue.SimpleQueue[SolveTask | None] = queue.SimpleQueue()
+        where = json.dumps([[str(path) for path in sys.path], str(_PACKAGE)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOTSTRAP, where, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(threads),
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its workers
+        )
+        self._thread = threading.Thread(target=self._speak, args=(reports,), daemon=True)
+        self._thread.start()
+
+    def take(self, job: _Job) -> None:
+        self.job = job
+        self._inbox.put(job.task)
+
+    def end(self) -> None:
+        """Kill the process; it holds nothing that anybody wants."""
+        self._process.kill()
+        self._inbox.put(None)
+        self._thread.join()
+        self._clean_up()
+
+    def epitaph(self) -> str:
+        """How the dead process ended, in words."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._clean_up()
+        code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL (the system does that when memory runs out)"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _clean_up(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was not yet written goes nowhere
+                pipe.close()  # type: ignore[union-attr]
+        self._process.wait()
+
+    def _speak(self, reports: "queue.SimpleQueue[_Report]") -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        while (task := self._inbox.get()) is not None:
+            report = self._ask(stdin, stdout, task)
+            del task  # the job holds it, and only as long as need be
+            reports.put(report)
+            del report
+
+    def _ask(self, stdin: IO[bytes], stdout: IO[bytes], task: SolveTask) -> _Report:
+        try:
+            send(stdin, pack_task(task))
+            return _Report(self, read_reply(receive(stdout)), over=False)
+        except (OSError, EOFError):  # the pipe broke
+            return _Report(self, None, over=True)
+        except Exception as error:  # options that cannot be sent, no memory for the answer
+            self._process.kill()  # who knows what is left in the pipe
+            return _Report(self, Failed(error), over=True)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Ours, with the number of threads for every library that asks; waiting threads spin a little, then sleep (__init__.py)."""
+    given = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, **given}

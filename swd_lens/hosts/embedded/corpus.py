@@ -1,0 +1,161 @@
+"""The embedded model's training text: generated on the fly, never repeated, packed into rows.
+
+1. `document`: draw a kind (four task families, copy lists, filler) by the mixing schedule, then write one text of it.
+2. `Packer.row`: documents as token ids, "BOS text EOS", one after the other until the row is full; the last is cut
+   off and the next row starts with a new document, so nothing stands in a row without its beginning.
+3. `Packer.batch`: rows with targets, document numbers (for the attention mask) and loss weights, all from
+   (seed, step) alone: a run can be resumed at any step, and no row comes twice.
+4. `sample_documents`: a fixed sample for the vocabulary.
+
+Seven rows of eight are attended to with a document mask, as every document deserves a clean context; in the eighth
+attention crosses documents, so that packed text under an ordinary causal forward (that is how `text_tokens` rows are
+used, and how everything in swd_lens runs the model) is something the model has been trained on.
+"""
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from swd_lens.hosts.embedded.filler import copy_list, filler
+from swd_lens.tasks.generators import FAMILIES, generate, training_document
+from swd_lens.tasks.generators.words import ARGUMENTS, NAMES, SPLITS
+
+KINDS = (*FAMILIES, "copy", "filler")
+# Copying comes first (no task is learned before it), IOI needs most (it is learned last), pronouns are easy.
+COPY_TOKENS = 900_000
+EARLY_MIX = {
+    "ioi": 0.14,
+    "docstring": 0.10,
+    "greater_than": 0.16,
+    "gendered_pronoun": 0.04,
+    "copy": 0.43,
+    "filler": 0.13,
+}
+MIX = {"ioi": 0.28, "docstring": 0.14, "greater_than": 0.28, "gendered_pronoun": 0.05, "copy": 0.06, "filler": 0.19}
+# Mean tokens of a document of each kind (measured on 4,000), which turn token shares into document shares.
+MEAN_TOKENS = {"ioi": 33, "docstring": 63, "greater_than": 19, "gendered_pronoun": 18, "copy": 37, "filler": 39}
+BOS_DROPPED = 0.15  # so that prompts without BOS work as well
+CROSSING_ROWS = 1 / 8  # rows without document mask
+HEAVY = 3.0  # loss weight of the tokens that the tasks are about; they are few among the words of the templates
+N_CTX = 128
+
+
+class Batch(NamedTuple):
+    """One training step's input."""
+
+    tokens: Int[Tensor, "batch pos"]
+    targets: Int[Tensor, "batch pos"]
+    documents: Int[Tensor, "batch pos"]  # number of the document of each token; attention stays within equal numbers
+    heavy: Bool[Tensor, "batch pos"]  # targets that count HEAVY times
+
+
+def document(rng: random.Random, mix: dict[str, float], split: str = "train") -> str:
+    """One document: a kind drawn so that the kinds have the token shares `mix`; content of `split`."""
+    kind = rng.choices(KINDS, [mix[kind] / MEAN_TOKENS[kind] for kind in KINDS])[0]
+    if kind == "copy":
+        return copy_list(rng)
+    if kind == "filler":
+        return filler(rng)
+    return training_document(kind, rng, split)
+
+
+def sample_documents(n: int, seed: int = 0) -> Iterator[str]:
+    """`n` documents of all kinds and splits and a prompt on an unseen template for every fourth: all words there are.
+
+    Unseen templates only give words to the vocabulary here; the training text never contains one.
+    """
+    rng = random.Random(f"vocabulary/{seed}")
+    uniform = {kind: 1.0 for kind in KINDS}
+    for _ in range(n):
+        yield document(rng, uniform, rng.choice(SPLITS))
+    for family in FAMILIES:
+        yield from (example.prompt for example in generate(family, "train", n // 16, seed, templates="unseen"))
+
+
+class Packer:
+    """Turns documents into rows of token ids.
+
+    Args:
+        tokenizer: the embedded model's tokenizer.
+        split: whose content the task documents have.
+
+    Raises:
+        ValueError: on a text with a word outside the vocabulary (the corpus and the tokenizer do not fit).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, split: str = "train"):
+        self.split = split
+        self.tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab()
+        self.bos, self.eos, self.unk = (vocabulary[tokenizer.special_tokens_map[k]] for k in _SPECIAL)
+        self.pronouns = frozenset((vocabulary[" he"], vocabulary[" she"]))
+        self.digits = frozenset(i for word, i in vocabulary.items() if len(word) == 2 and word.isdigit())
+        self.entities = frozenset(vocabulary[" " + word] for word in (*NAMES, *ARGUMENTS))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text, without special tokens."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self.unk in ids:
+            unknown = [piece for piece in self.tokenizer.tokenize(text) if piece == self.tokenizer.unk_token]
+            raise ValueError(f"{len(unknown)} pieces outside the vocabulary in {text!r}: rebuild the tokenizer")
+        return ids
+
+    def row(self, rng: random.Random, mix: dict[str, float], length: int, bos_dropped: float) -> list[list[int]]:
+        """The documents (ids) of one row; together exactly `length` tokens, the last one cut off."""
+        documents, left = [], length
+        while left > 0:
+            ids = [*self.encode(document(rng, mix, self.split)), self.eos]
+            if not documents or rng.random() >= bos_dropped:
+                ids.insert(0, self.bos)
+            documents.append(ids[:left])
+            left -= len(documents[-1])
+        return documents
+
+    def heavy(self, ids: list[int]) -> list[bool]:
+        """Which tokens of one document weigh more.
+
+        He and she; names and arguments that the document has already mentioned; two digits after a century that it has
+        already mentioned (the end year; nothing predicts the digits of the first year).
+        """
+        seen: set[int] = set()
+        flags = []
+        repeated = False  # whether the token before this one occurs earlier
+        for i in ids:
+            end_year = i in self.digits and repeated
+            flags.append(end_year or i in self.pronouns or (i in self.entities and i in seen))
+            repeated = i in seen
+            seen.add(i)
+        return flags
+
+    def batch(self, seed: int, step: int, rows: int, mix: dict[str, float]) -> Batch:
+        """The batch of one training step; `rows` rows of N_CTX tokens, every row from its own seed."""
+        lines = []
+        for row in range(rows):
+            rng = random.Random(f"{self.split}/{seed}/{step}/{row}")
+            documents = self.row(rng, mix, N_CTX + 1, BOS_DROPPED)
+            ids = list(chain(*documents))
+            heavy = list(chain(*map(self.heavy, documents)))
+            crossing = rng.random() < CROSSING_ROWS
+            numbers = [0 if crossing else n for n, ids_n in enumerate(documents) for _ in ids_n]
+            lines.append((ids[:-1], ids[1:], numbers[:-1], heavy[1:]))
+        return Batch(*(torch.tensor(column) for column in zip(*lines, strict=True)))
+
+    def plain_rows(self, seed: int, n_rows: int, mix: dict[str, float]) -> Int[Tensor, "row pos"]:
+        """Rows of N_CTX tokens for an ordinary causal forward, every document with its BOS and EOS."""
+        rng = random.Random(f"text/{self.split}/{seed}")
+        return torch.tensor([list(chain(*self.row(rng, mix, N_CTX, 0.0))) for _ in range(n_rows)])
+
+
+def loss_weights(heavy: Bool[Tensor, "batch pos"], factor: float | int) -> Float[Tensor, "batch pos"]:
+    """Loss weights with mean 1: `factor` on heavy targets, 1 elsewhere, rescaled."""
+    weights = 1.0 + (factor - 1.0) * heavy.float()
+    return weights / weights.mean()
+
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token")

@@ -1,0 +1,1 @@
+"""Values that are learned: fine-tuned factors (finetune/) and trained baselines (baselines/)."""

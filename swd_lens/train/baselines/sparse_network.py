@@ -1,0 +1,163 @@
+"""The network of sparse pretraining: a GPT-2 of any size with erf GELU and no dropout (method.md §3).
+
+1. `config_of`: a transformers GPT2Config from sizes, from another config, or of a host's shape.
+2. `fresh`: the network, drawn from a seed: N(0, .02), output projections over sqrt(2 layers), biases zero.
+3. `matrices`: what is projected: every matrix once, its rows the outputs. The head is tied to the embedding.
+4. `save`: the checkpoint folder that `load_host` reads.
+"""
+
+import copy
+import difflib
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.train.baselines.sparse_schedule import budget
+from swd_lens.train.baselines.spec import TrainError
+
+_STD = 0.02
+
+
+def config_of(config: Any) -> Any:
+    """A GPT2Config for sparse pretraining, whatever shape was given.
+
+    Args:
+        config: a GPT2Config, a dict of its arguments, or a host whose sizes are taken.
+
+    Raises:
+        TrainError: none of these; an argument that GPT2Config does not have; heads that do not divide the width.
+    """
+    from transformers import GPT2Config
+
+    if isinstance(config, Mapping):
+        _check_arguments(config)
+        made = GPT2Config(**config)
+    elif isinstance(config, GPT2Config):
+        made = copy.deepcopy(config)
+    elif getattr(getattr(config, "cfg", None), "d_mlp", None):
+        made = GPT2Config(**_sizes(config))
+    else:
+        raise TrainError(
+            f"config is a {type(config).__name__}; give a GPT2Config, a dict of its arguments, or a host with MLPs"
+        )
+    if made.n_embd % made.n_head:
+        raise TrainError(f"n_embd={made.n_embd} cannot be shared out among n_head={made.n_head} heads; give a multiple")
+    made.activation_function = "gelu"  # exact, with erf; the published GPT-2 has the tanh approximation
+    made.attn_pdrop = made.embd_pdrop = made.resid_pdrop = 0.0
+    made.tie_word_embeddings = True
+    return made
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """GPT2Config takes every name without a word, so that n_layers=2 would train GPT-2's twelve layers."""
+    from transformers import GPT2Config
+
+    known = [*GPT2Config().to_dict(), *GPT2Config.attribute_map]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise TrainError(f"GPT2Config has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+
+
+def recipe_of(config: Any) -> dict[str, Any]:
+    """What of a config decides the bits of a run."""
+    names = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon")
+    more = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
+    return {name: getattr(config, name) for name in names + more} | {"n_inner": config.n_inner or 4 * config.n_embd}
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    cfg, tokenizer = model.cfg, getattr(model, "tokenizer", None)
+    sizes = {"n_layer": cfg.n_layers, "n_embd": cfg.d_model, "n_head": cfg.n_heads, "n_positions": cfg.n_ctx}
+    sizes["vocab_size"] = cfg.d_vocab
+    if cfg.d_mlp != 4 * cfg.d_model:  # not written where it is GPT-2's own
+        sizes["n_inner"] = cfg.d_mlp
+    special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id", None) for word in ("bos", "eos")}
+    return {**sizes, **{name: number for name, number in special.items() if number is not None}}
+
+
+def fresh(config: Any, seed: int) -> Any:
+    """A GPT2LMHeadModel with this config, drawn on the CPU from the seed; the caller's random numbers are left alone."""
+    from transformers import GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        network: Any = GPT2LMHeadModel(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if p.ndim == 2:
+                std = _STD / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else _STD
+                p.copy_(torch.randn(p.shape, generator=generator) * std)
+    return network
+
+
+def require_rows(network: Any, density: float) -> None:
+    """Raises TrainError where a matrix at this density has no weight for every row: before training, not in its midst."""
+    for matrix in matrices(network):
+        rows, columns = matrix.shape
+        if density < 1 and (kept := budget(matrix.numel(), density)) < rows:
+            raise TrainError(
+                f"density {density:.4g} leaves {kept} weights of a matrix of {rows} rows of {columns}, and each row keeps one; "
+                "give a larger end_density, an earlier stop_after, or a wider model"
+            )
+
+
+def matrices(network: Any) -> Iterator[Float[Tensor, "row column"]]:
+    """Every matrix once; rows are neurons of a projection, tokens or positions of an embedding."""
+    yield network.transformer.wte.weight.data
+    yield network.transformer.wpe.weight.data
+    yield from block_matrices(network)
+
+
+def block_matrices(network: Any) -> Iterator[Float[Tensor, "row column"]]:
+    """Those of the blocks alone, which the paper's count of active weights is about."""
+    for block in network.transformer.h:
+        for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+            yield linear.weight.data.T  # transformers' Conv1D holds (d_in, d_out)
+
+
+def nonzeros(network: Any) -> dict[str, int]:
+    """Nonzero entries and entries, of the blocks' matrices and of all."""
+    of_blocks, of_all = list(block_matrices(network)), list(matrices(network))
+    return {
+        "blocks": sum(int((m != 0).sum()) for m in of_blocks),
+        "blocks_entries": sum(m.numel() for m in of_blocks),
+        "all": sum(int((m != 0).sum()) for m in of_all),
+        "all_entries": sum(m.numel() for m in of_all),
+    }
+
+
+def save(network: Any, tokenizer: Any, folder: Path) -> None:
+    """The checkpoint folder, whole or not at all."""
+    part = folder.with_name(f".{folder.name}.part")  # one name: what a kill left of it goes with the next
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        with _without_bars():
+            network.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers shows a bar for a single file, whatever `progress` says."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

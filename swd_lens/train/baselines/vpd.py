@@ -1,0 +1,183 @@
+"""VPD: W as a sum of rank-one components V[:, c] U[c], of which each input uses few (method.md §1).
+
+1. Start: V ~ N(0, 1/d_in), U ~ N(0, 1/C); then `faithfulness_steps` of AdamW on ||W - VU||^2, without data.
+2. VPD-Recon-CI: output under the importance mask g; loss = mean squared error + minimality.
+3. VPD-KL: masks m = g + (1 - g) u with u drawn (masks.py), what V U lacks of W as a component with a mask of its own; loss = KL
+   of the host's logits + minimality (+ KL under masks that an adversary finds, adversary.py) (+ faithfulness).
+4. Units: z_c = g_c(x) (x V)_c, so that the forward without stochastic masks is the sum of z_c U_c plus the bias.
+
+Minimality of a batch: sum over components of [mean + beta mean log2(1 + sum)] of (g_upper + 1e-12)^p over tokens; p falls from
+p_start to p_end along a line. With reduction="mean" it is the mean over components.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from swd_lens.train.baselines.importance import importance_network, jittered, lower_leaky, upper_leaky
+from swd_lens.train.baselines.spec import VpdSpec
+from swd_lens.train.baselines.transcoders import Said
+
+_EPS = 1e-12
+
+
+class Vpd(nn.Module):
+    """Components of one matrix: W_enc = V (d_in, unit), W_dec = U (unit, d_out), and the network of their importance.
+
+    `weight` (d_in, d_out) is the frozen matrix that they stand for; only training needs it, and files do not hold it.
+    """
+
+    weight: Tensor | None
+    bias: Tensor
+
+    def __init__(self, d_in: int, d_out: int, spec: VpdSpec):
+        super().__init__()
+        self.spec = spec
+        width = spec.units(d_in, d_out)
+        self.W_enc = nn.Parameter(torch.empty(d_in, width))
+        self.W_dec = nn.Parameter(torch.empty(width, d_out))
+        self.importance = importance_network(spec.importance, d_in, width, spec.hidden)
+        self.register_buffer("bias", torch.zeros(d_out))
+        self.register_buffer("weight", None, persistent=False)
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start."""
+        self.W_enc.copy_(torch.randn(self.W_enc.shape, generator=generator) / math.sqrt(self.W_enc.shape[0]))
+        self.W_dec.copy_(torch.randn(self.W_dec.shape, generator=generator) / math.sqrt(self.W_dec.shape[0]))
+        self.importance.draw(generator)
+
+    def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:
+        """Give it its matrix and the bias, which is kept as it is."""
+        self.weight, self.bias = weight.detach().float(), bias.detach().float()
+
+    # ------------------------------------------------------------------ units
+
+    def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
+        """z = g(x) (x V). The plain clamp: the leak below zero is for training, it is no gradient of this function."""
+        return self.importance(x).clamp(0.0, 1.0) * (x @ self.W_enc)
+
+    def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
+        """z U + bias: the site's output."""
+        return z @ self.W_dec + self.bias
+
+    # ------------------------------------------------------------------ training
+
+    def masked(
+        self,
+        x: Float[Tensor, "*batch d_in"],
+        sources: Float[Tensor, "*_some _sources"] | None = None,
+        noise: Float[Tensor, "*batch unit"] | None = None,
+    ) -> tuple[Float[Tensor, "*batch d_out"], Float[Tensor, "*batch unit"]]:
+        """The output under masks, and the raw importances.
+
+        Args:
+            x: the site's input.
+            sources: in [0, 1], one per component and a last one for what VU lacks of W (delta=False: not looked at): masks
+                are g + (1 - g) sources. They broadcast over the batch. None: the masks are g, and what VU lacks is left out.
+            noise: in [0, 1]; the importances that masks are made of are jittered by it. None: they are not.
+        """
+        raw = self.importance(x)
+        g = lower_leaky(raw if noise is None else jittered(raw, noise))
+        read, width = x @ self.W_enc, self.W_enc.shape[1]
+        if sources is None:
+            return self.decode(g * read), raw
+        y = self.decode((g + (1 - g) * sources[..., :width]) * read)
+        if self.spec.delta:
+            y = y + sources[..., width:] * (x @ self.remainder())
+        return y, raw
+
+    def remainder(self) -> Float[Tensor, "d_in d_out"]:
+        """What VU lacks of W."""
+        assert self.weight is not None, "stand_for comes first"
+        return self.weight - self.W_enc @ self.W_dec
+
+    def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
+        """The steps towards VU = W before the first token; neither x nor y is looked at."""
+        reconstruct([self])
+
+    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Said]:
+        """The local loss of a batch (VPD-Recon-CI), and what to log of it."""
+        got, raw = self.masked(x)
+        return total_loss((got - y).square().mean(), [raw], [self], step)
+
+    def before_step(self) -> None:
+        """Nothing is normalized."""
+
+    def adjust_gradients(self) -> None:
+        """Clips them, where this matrix is trained alone."""
+        clip_components([self])
+
+
+def clip_components(parts: list[Vpd]) -> None:
+    """Brings the gradients of V and U, of all matrices of a run together, to a norm of spec.clip where it is larger.
+
+    Gradients of importance networks stay as they are (method.md §1.6, the public recipe's `vpd_pile4L`).
+    """
+    if (most := parts[0].spec.clip) is not None:
+        components = [p for part in parts for p in (part.W_enc, part.W_dec)]
+        nn.utils.clip_grad_norm_(components, float(most), foreach=False)
+
+
+def reconstruct(parts: list[Vpd]) -> None:
+    """The faithfulness warm-up of all matrices of a run together."""
+    spec = parts[0].spec
+    adam = torch.optim.AdamW(
+        [p for part in parts for p in (part.W_enc, part.W_dec)],
+        lr=spec.faithfulness_rate,
+        weight_decay=spec.faithfulness_decay,
+        foreach=False,
+    )
+    with torch.enable_grad():
+        for _ in range(spec.faithfulness_steps):
+            adam.zero_grad()
+            unfaithfulness(parts).backward()
+            adam.step()
+    adam.zero_grad()
+
+
+def unfaithfulness(parts: Iterable[Vpd]) -> Float[Tensor, ""]:
+    """||W - VU||^2 over the number of entries, of all matrices together."""
+    errors = [part.remainder().square() for part in parts]
+    total = torch.stack([error.sum() for error in errors]).sum()
+    return total / sum(error.numel() for error in errors)
+
+
+def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -> tuple[Tensor, Said]:
+    """Fidelity, minimality and faithfulness of a step, weighted, and what to log of them.
+
+    Args:
+        error: the fidelity term, squared error or KL.
+        raws: the raw importances (..., unit) of the run's matrices.
+        parts: the matrices, in the same order.
+        step: from 1.
+    """
+    spec = parts[0].spec
+    flat = [raw.flatten(0, -2) for raw in raws]
+    charges = [minimality(upper_leaky(raw), spec.p(step), spec.beta, spec.reduction) for raw in flat]
+    charge = torch.stack(charges).sum()
+    total = spec.fidelity_weight * error + spec.minimality * charge
+    if spec.faithfulness:
+        total = total + spec.faithfulness * unfaithfulness(parts)
+    with torch.no_grad():
+        said = {
+            "error": error.detach(),
+            "minimality": charge.detach(),
+            "l0": torch.stack([(raw > 0).float().sum(-1).mean() for raw in flat]).sum(),
+            "unfaithfulness": unfaithfulness(parts),
+            "p": torch.tensor(spec.p(step), dtype=torch.float64),
+        }
+    return total, said
+
+
+def minimality(
+    upper: Float[Tensor, "token unit"], p: float | int, beta: float | int, reduction: str = "sum"
+) -> Float[Tensor, ""]:
+    """sum_c [mean_t + beta mean_t log2(1 + sum_t)] of (upper + 1e-12)^p (method.md §1.5); "mean": mean_c (§1.9)."""
+    powered = (upper + _EPS) ** p
+    mean = powered.mean(0)
+    charges = mean + beta * mean * torch.log2(1 + powered.sum(0))
+    return charges.mean() if reduction == "mean" else charges.sum()

@@ -1,0 +1,6 @@
+"""Fixed-support fine-tuning (SWD-FT): all factors of a replacement trained together, on their nonzeros only."""
+
+from swd_lens.train.finetune.run import finetune
+from swd_lens.train.finetune.spec import PRESETS, FinetuneError, FinetuneSpec
+
+__all__ = ["PRESETS", "FinetuneError", "FinetuneSpec", "finetune"]

@@ -1,0 +1,197 @@
+"""The folder of a run: what it is, how far it is, its log, its factors.
+
+    run.json                what decides the bits of the run (the recipe), and, once it is finished, its result
+    checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
+    log.jsonl               one line per step, no clock in it: the same run writes the same lines
+    factors/                the result, a FactorSet (of other training runs: what they make)
+    .writer                 which call writes here; gone when the run is finished
+
+1. `check` compares recipes. Another run is refused, every difference named; a finished one is taken over.
+2. An interrupted one goes on from its checkpoint: later log lines are cut, and written again by the steps repeated.
+3. Of two calls at once the later one takes the folder over, and the earlier one stops at its next line of log: a lock would
+   outlive a kill, or a notebook's traceback.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swd_lens.base.files import atomic, write_json, write_text
+from swd_lens.factorization.checkpoint import ResumeError, differences, upstream_of
+from swd_lens.units.factors import Factors, FactorSet
+
+_RUN, _CHECKPOINT, _LOG, _FACTORS = "run.json", "checkpoint.safetensors", "log.jsonl", "factors"
+_WRITER = ".writer"
+_HASHES = {
+    "host_sha256": "the host",
+    "factors_sha256": "the factors",
+    "tokens_sha256": "the tokens",
+    "heldout_sha256": "the held-out tokens",
+}
+
+
+class TrainingFolder:
+    """The folder of any training run: run.json, checkpoint.safetensors, log.jsonl, and whatever its result is.
+
+    Args:
+        path: the folder, made by `start`.
+        recipe: of the run that is called for; plain values.
+        call: the function that trains, as errors name it.
+        result: what stands there at the end, beside the run's own files.
+    """
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
+        self.path, self.call, self.result = path, call, tuple(result)
+        self._writer = uuid.uuid4().hex
+        self.recipe: dict[str, Any] = json.loads(json.dumps(recipe))  # as it will be read again
+
+    # ------------------------------------------------------------------ what is there
+
+    def check(self) -> bool:
+        """Whether this very run is finished there.
+
+        Raises:
+            ResumeError: it holds another run, or something else.
+        """
+        try:
+            run = json.loads((self.path / _RUN).read_text(encoding="utf-8"))
+            then = dict(run["recipe"])
+        except FileNotFoundError:
+            if there := [name for name in (_LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
+                raise self._refusal(
+                    f"holds {', '.join(there)} without {_RUN}: it is no folder of {self.call}"
+                ) from None
+            return False
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._refusal(f"has a damaged {_RUN} ({error})") from error
+        if changed := differences(then, self.recipe, _HASHES):
+            raise self._refusal(f"holds another run: {'; '.join(changed)}")
+        return bool(run.get("finished"))
+
+    def last_step(self) -> int:
+        """Of the checkpoint; 0 where there is none."""
+        return int(self._meta()["step"]) if (self.path / _CHECKPOINT).is_file() else 0
+
+    def resume(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The checkpoint's tensors and what was saved with them."""
+        with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, self._meta()  # noqa: SIM118 - no dict
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log, as far as its lines are whole."""
+        return [json.loads(line) for line in self._whole_lines()]
+
+    def _meta(self) -> dict[str, Any]:
+        try:
+            with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
+                return json.loads(file.metadata()["state"])
+        except Exception as error:  # safetensors has its own kinds of error
+            raise self._refusal(f"has a damaged {_CHECKPOINT} ({error})") from error
+
+    def _refusal(self, what: str) -> ResumeError:
+        return ResumeError(
+            f"{self.path} {what}. Call {self.call} as then to go on, give another folder, or overwrite=True to start again"
+        )
+
+    # ------------------------------------------------------------------ writing
+
+    def start(self, step: int) -> None:
+        """Begin after this step (0: anew): the log is cut there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / _WRITER, self._writer)
+        if step == 0:
+            (self.path / _CHECKPOINT).unlink(missing_ok=True)
+            write_json(self.path / _RUN, {"recipe": self.recipe, "finished": False})
+        write_text(self.path / _LOG, "".join(line + "\n" for line in self._lines_until(step)))
+
+    def _lines_until(self, step: int) -> list[str]:
+        if step == 0:
+            return []
+        # The first step after the checkpoint ends the part that counts.
+        return list(takewhile(lambda line: json.loads(line)["step"] <= step, self._whole_lines()))
+
+    def _whole_lines(self) -> list[str]:
+        kept = []
+        if (self.path / _LOG).is_file():
+            for line in (self.path / _LOG).read_text(encoding="utf-8").splitlines():
+                try:
+                    json.loads(line)
+                except ValueError:  # cut short by a kill
+                    break
+                kept.append(line)
+        return kept
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """One line more.
+
+        Raises:
+            ResumeError: another call has taken the folder over.
+        """
+        self._require_own()
+        with open(self.path / _LOG, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint; state must hold "step".
+
+        Raises:
+            ResumeError: another call has taken the folder over.
+        """
+        self._require_own()
+        without_remains(self.path / _CHECKPOINT)
+        with atomic(self.path / _CHECKPOINT) as temporary:
+            on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            save_file(on_cpu, temporary, metadata={"state": json.dumps(state)})
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """The word that the result is there; then the checkpoint goes."""
+        self._require_own()
+        write_json(self.path / _RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
+        for name in (_CHECKPOINT, _WRITER):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _require_own(self) -> None:
+        path = self.path / _WRITER
+        if not path.is_file() or path.read_text(encoding="utf-8") != self._writer:
+            raise ResumeError(
+                f"another call of {self.call} has taken {self.path} over and goes on from the last checkpoint there, to the same "
+                "bits; this one stops. Give each call a folder of its own"
+            )
+
+
+def without_remains(path: Path) -> None:
+    """Remove what `atomic` began to write for this file when its process was killed."""
+    for left in path.parent.glob(f".{path.name}.*.part"):
+        left.unlink(missing_ok=True)
+
+
+class RunFolder(TrainingFolder):
+    """The folder of a fine-tuning run; its result is a FactorSet."""
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any]):
+        super().__init__(path, recipe, "finetune", (_FACTORS, "factors.json"))
+
+    def factors(self) -> FactorSet:
+        """The result of a finished run."""
+        return FactorSet.load(self.path / _FACTORS)
+
+    def finish(self, factors: FactorSet, result: Mapping[str, Any]) -> None:
+        """Factors first, then the word that they are there."""
+        factors.save(self.path / _FACTORS)
+        self.end(result)
+
+
+def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
+    """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
+    try:
+        run = json.loads((path / _RUN).read_text(encoding="utf-8"))
+        return run["recipe"]["factors_sha256"] != upstream_of(factors)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,107 @@
+"""Values: the nonzeros of the factors as trainable vectors on fixed index sets, and the projection that computes with them.
+
+1. `Support` holds one factor: the flat places of its nonzeros, found once, and a float32 vector of their values. Training
+   changes the vector only; entries outside the places do not exist for it, so the support cannot grow.
+2. `keep_nonzero` replaces a value that became zero by the smallest normal number of its sign: it cannot shrink either.
+3. `TrainedProjection` scatters both vectors into dense factors in every forward; autograd brings back the gradient at the
+   places. With `switch.dense` it returns the host's own dense product, so that one mounted host is both, replaced and dense.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from swd_lens.units import Projection
+from swd_lens.units.factors import Factors
+
+# The smallest number with full precision: below it arithmetic may flush to zero. bfloat16 holds it, too.
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class _Scatter(torch.autograd.Function):
+    """values -> a dense matrix with them at flat places and zeros elsewhere; the gradient is the matrix's, at the places."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(places)
+        return values.new_zeros(shape[0] * shape[1]).scatter_(0, places, values).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places,) = ctx.saved_tensors
+        return grad.reshape(-1).gather(0, places), None, None
+
+
+class Support(nn.Module):
+    """One factor as values on fixed places.
+
+    Attributes:
+        values: (nnz,) float32, trainable, in row-major order of the places.
+    """
+
+    def __init__(self, factor: Float[Tensor, "rows columns"], device: torch.device | str):
+        super().__init__()
+        self.shape = (factor.shape[0], factor.shape[1])
+        flat = factor.detach().to(device, torch.float32).reshape(-1)
+        self._places = flat.nonzero()[:, 0]  # int64: torch scatters by nothing else
+        self.values = nn.Parameter(flat[self._places])
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
+        """The factor, differentiable by the values."""
+        made: Any = _Scatter.apply(self.values.to(dtype), self._places, self.shape)
+        return made
+
+    @torch.no_grad()
+    def keep_nonzero(self) -> None:
+        """Move what came closer to zero than the smallest normal number back to it; -0.0 counts as negative."""
+        small = self.values.abs() < SMALLEST
+        self.values.copy_(torch.where(small, torch.full_like(self.values, SMALLEST).copysign(self.values), self.values))
+
+
+@dataclass
+class Switch:
+    """Shared by all projections of one run: whether they show the dense host."""
+
+    dense: bool = False
+
+
+class TrainedProjection(Projection):
+    """Factors in training; like `UnitProjection`, but for where read and write come from. Offsets are kept as they are."""
+
+    def __init__(self, f: Factors, hook: HookPoint, like: Tensor, switch: Switch):
+        """
+        Args:
+            like: a parameter of the host beside the site: its device is where the values lie.
+        """
+        super().__init__(hook)
+        self.read, self.write = Support(f.read, like.device), Support(f.write, like.device)
+        self.switch = switch
+        offsets = (None, None) if f.offsets is None else (f.offsets.unit, f.offsets.out)
+        self.offset_unit, self.offset_out = (None if t is None else t.to(like.device, like.dtype) for t in offsets)
+
+    def forward(
+        self,
+        h: Float[Tensor, "*batch d_in"],
+        bias: Shaped[Tensor, " d_out"] | None,
+        dense: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "*batch d_out"]:
+        if self.switch.dense:
+            self.ran = True
+            return dense(h)
+        z = self.show(_plus(h @ self.read.dense(h.dtype), self.offset_unit))
+        return _plus(_plus(z @ self.write.dense(z.dtype), bias), self.offset_out)
+
+    @torch.no_grad()
+    def factors(self, f: Factors) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+        """read and write as they are now, where and as the given Factors hold theirs."""
+        return self.read.dense().to(f.read.device, f.read.dtype), self.write.dense().to(f.write.device, f.write.dtype)
+
+
+def _plus(y: Tensor, constant: Tensor | None) -> Tensor:
+    # In y's dtype: under autocast y is bfloat16 and would be promoted by a float32 bias.
+    return y if constant is None else y + constant.to(y.dtype)

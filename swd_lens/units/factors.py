@@ -1,0 +1,361 @@
+"""Factors: what a dense projection became. W (d_in, d_out) is replaced by read (d_in, unit) @ write (unit, d_out).
+
+The flow through this module:
+
+1. `Factors` holds the two factors of one matrix with how they were made; counts (edges, valid units) and errors
+   (relmse, relative Frobenius) are derived, never stored. They are dense; `sparse` gives the sparse view.
+2. `FactorSet` maps site names to Factors in execution order and carries the provenance of the whole replacement.
+3. `FactorSet.save` / `FactorSet.load` write and read a folder (storage.py): indices and values of the nonzeros, settings,
+   provenance, passport. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked
+   for; that is also when their probe is checked. `Factors.save` / `Factors.load` are those of a set of one.
+4. `FactorSet.push_to_hub` / `FactorSet.from_pretrained` do the same with a repository on the Hugging Face hub (hub.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from swd_lens.base.display import card
+from swd_lens.units.hub import OnHub
+from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
+from swd_lens.units.storage import read_index, write_index
+from swd_lens.units.stored import StoredSite, write_site
+
+__all__ = ["FactorSet", "Factors", "fingerprint", "read_factors", "write_factors"]
+
+# Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
+_TILE = 2**21
+_ROWS = 20  # of a table in a notebook
+
+
+@dataclass(frozen=True, repr=False)
+class Factors:
+    """Two sparse factors of one matrix, W ≈ read @ write.
+
+    Attributes:
+        read: (d_in, unit) float32; column i is the read vector of unit i. z_i = h @ read[:, i].
+        write: (unit, d_out) float32; row i is the write vector of unit i.
+        settings: how they were made (preset, sparsity, iterations, ...); plain JSON values.
+        provenance: of what (site, weight fingerprint, tokens, version, seed); plain JSON values.
+        weight: (d_in, d_out) the dense matrix, kept in memory for `relmse`; it is never saved.
+        origin: what they were made from, as far as another host needs it (passport.py). On the CPU, like probe.
+        offsets: constants that transported factors add: z = h @ read + offsets.unit; y = z @ write + bias + offsets.out.
+        probe: an input and the z it must give. Whoever changes read, or the offsets, makes a new one or drops it.
+    """
+
+    read: Float[Tensor, "d_in unit"]
+    write: Float[Tensor, "unit d_out"]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    weight: Float[Tensor, "d_in d_out"] | None = None
+    origin: Origin | None = None
+    offsets: Offsets | None = None
+    probe: Probe | None = None
+
+    # ------------------------------------------------------------------ sizes and counts
+
+    @property
+    def d_in(self) -> int:
+        return self.read.shape[0]
+
+    @property
+    def n_units(self) -> int:
+        return self.read.shape[1]
+
+    @property
+    def d_out(self) -> int:
+        return self.write.shape[1]
+
+    @property
+    def edges_per_unit(self) -> Int[Tensor, " unit"]:
+        """Active edges of each unit: nonzeros of its read vector plus nonzeros of its write vector (paper, app. A.2).
+
+        Exact controls (settings["edges"] == "dense") count d_in + d_out, whatever zeros they hold (method.md §4.1).
+        """
+        if self.settings.get("edges") == "dense":
+            return torch.full((self.n_units,), self.d_in + self.d_out)
+        return (self.read != 0).sum(0) + (self.write != 0).sum(1)
+
+    @property
+    def valid_units(self) -> Bool[Tensor, " unit"]:
+        """Units with at least one read and one write edge; the others contribute nothing."""
+        return (self.read != 0).any(0) & (self.write != 0).any(1)
+
+    @property
+    def edges(self) -> int:
+        """nnz(read) + nnz(write): the K that was really used."""
+        return int(self.edges_per_unit.sum())
+
+    @property
+    def sparsity(self) -> float:
+        """s = 1 - K / numel(W)."""
+        return 1.0 - self.edges / (self.d_in * self.d_out)
+
+    # ------------------------------------------------------------------ errors
+
+    def product(self) -> Float[Tensor, "d_in d_out"]:
+        """read @ write, dense."""
+        return self.read @ self.write
+
+    def relmse(
+        self, gram: Float[Tensor, "d_in d_in"] | None = None, weight: Float[Tensor, "d_in d_out"] | None = None
+    ) -> float:
+        """tr((W-AB)^T G (W-AB)) / tr(W^T G W); gram None means G = I. Computed in float64.
+
+        Raises:
+            ValueError: no weight given and none remembered (factors that were loaded from a file).
+        """
+        dense = self._dense(weight)
+        read, metric = self.read.double(), None if gram is None else gram.double()
+        lost = total = dense.new_zeros((), dtype=torch.float64)
+        for columns in torch.arange(self.d_out, device=dense.device).split(max(1, _TILE // self.d_in)):
+            target = dense[:, columns].double()
+            error = target - read @ self.write[:, columns].double()
+            lost, total = lost + _energy(error, metric), total + _energy(target, metric)
+        return float(lost / total)
+
+    def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
+        """||W - AB||_F / ||W||_F."""
+        return self.relmse(None, weight) ** 0.5
+
+    def _dense(self, weight: Float[Tensor, "d_in d_out"] | None) -> Float[Tensor, "d_in d_out"]:
+        dense = self.weight if weight is None else weight
+        if dense is None:
+            raise ValueError(
+                "these Factors do not remember their dense weight (factors loaded from a file never do); "
+                "pass it: factors.relmse(gram, weight=site.weight(model))"
+            )
+        return dense
+
+    # ------------------------------------------------------------------ other
+
+    def sparse(
+        self, layout: torch.layout = torch.sparse_coo
+    ) -> tuple[Shaped[Tensor, "d_in unit"], Shaped[Tensor, "unit d_out"]]:
+        """Read and write factor as sparse tensors of their nonzeros.
+
+        The default, COO, lists edges: `read.indices()` is (2, edges), input above unit, and `read.values()` their
+        weights; `write.indices()` is unit above output. torch multiplies sparse by dense: z = (read.T @ h.T).T.
+        `layout=torch.sparse_csc` for read and `torch.sparse_csr` for write keep each unit's edges together.
+        """
+        return self.read.to_sparse(layout=layout), self.write.to_sparse(layout=layout)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write these factors into a folder, as a set of one; see `FactorSet.save`."""
+        return FactorSet({self.provenance.get("site", "matrix"): self}).save(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Factors":
+        """Read the one matrix in a folder.
+
+        Raises:
+            ValueError: the folder holds several (or none), and whatever `FactorSet.load` raises.
+        """
+        found = FactorSet.load(folder)
+        if len(found) != 1:
+            raise ValueError(
+                f"{folder} holds {len(found)} matrices ({', '.join(found)}); load them with FactorSet.load and take one"
+            )
+        return found[next(iter(found))]
+
+    def to(self, device: torch.device | str) -> "Factors":
+        """These factors on a device: all that takes part in y; origin and probe, records to compare with, stay where they are."""
+        weight = None if self.weight is None else self.weight.to(device)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, read=self.read.to(device), write=self.write.to(device), weight=weight, offsets=offsets)
+
+    def transport(self, model: Any) -> "Factors":
+        """These factors, moved exactly to the weight processing of another host; see `FactorSet.transport`."""
+        site = self.provenance.get("site", "matrix")
+        return FactorSet({site: self}).transport(model)[site]
+
+    def __repr__(self) -> str:
+        name = self.provenance.get("site", "matrix")
+        return (
+            f"Factors({name}: ({self.d_in}, {self.d_out}) -> {self.n_units} units, "
+            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f})"
+        )
+
+    def _repr_html_(self) -> str:
+        counts = pd.DataFrame(
+            {
+                "factor": ["read (d_in, unit)", "write (unit, d_out)"],
+                "shape": [f"{tuple(self.read.shape)}", f"{tuple(self.write.shape)}"],
+                "nonzeros": [int((self.read != 0).sum()), int((self.write != 0).sum())],
+            }
+        )
+        valid = f"{int(self.valid_units.sum()):,} of {self.n_units:,} units have read and write edges."
+        name = f"Factors of {self.provenance.get('site', 'a matrix')}: {self.edges:,} edges, s={self.sparsity:.4f}"
+        return card(name, counts, valid, _said(self.settings), _said(self.provenance))
+
+
+# ---------------------------------------------------------------------------------------------- many matrices
+
+
+# Plain at run time: a checker of types that looks into a Mapping[str, Factors] would make the Factors of a loaded set.
+_SetBase = Mapping[str, Factors] if TYPE_CHECKING else Mapping
+
+
+class FactorSet(OnHub, _SetBase):
+    """Site name -> Factors, in execution order, with the provenance of the whole replacement.
+
+    Iterating gives site names; `set[name]` the Factors. Printing it lists one line per site. On the hub: `push_to_hub`,
+    `from_pretrained` (hub.py).
+    """
+
+    def __init__(self, factors: Mapping[str, Factors], provenance: Mapping[str, Any] | None = None):
+        self._factors: dict[str, Factors | StoredSite] = dict(factors)
+        self.provenance: dict[str, Any] = dict(provenance or {})
+
+    def __getitem__(self, site: str) -> Factors:
+        if site not in self._factors:
+            raise KeyError(f"no factors for site {site!r}; this set holds {', '.join(self._factors) or 'nothing'}")
+        held = self._factors[site]
+        if isinstance(held, StoredSite):
+            held = self._factors[site] = Factors(**held.parts())
+        return held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._factors)
+
+    def __len__(self) -> int:
+        return len(self._factors)
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._factors  # Mapping's own would make the Factors
+
+    @property
+    def edges(self) -> int:
+        """Nonzeros of all factors together."""
+        return sum(f.edges for f in self._factors.values())
+
+    @property
+    def n_units(self) -> int:
+        return sum(f.n_units for f in self._factors.values())
+
+    @property
+    def sparsity(self) -> float:
+        """1 - (all edges) / (all dense weights)."""
+        return 1.0 - self.edges / sum(f.d_in * f.d_out for f in self._factors.values())
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Site -> d_in, d_out, units, edges, settings and provenance; plain values. Factors still in files stay there."""
+        return {
+            site: {"d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges}
+            | {"settings": dict(f.settings), "provenance": dict(f.provenance)}
+            for site, f in self._factors.items()
+        }
+
+    def table(self) -> pd.DataFrame:
+        """One row per site: d_in, d_out, units, edges and s."""
+        rows = [
+            {"site": site, **{key: its[key] for key in ("d_in", "d_out", "units", "edges")}}
+            | {"s": 1.0 - its["edges"] / (its["d_in"] * its["d_out"])}
+            for site, its in self.summary().items()
+        ]
+        return pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
+
+    def __or__(self, other: "FactorSet") -> "FactorSet":
+        """Both sets together. Raises ValueError where a site is in both."""
+        twice = set(self) & set(other)
+        if twice:
+            raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
+        made = {**other.provenance, **self.provenance}
+        # What enters a site of one set may pass the other's: neither probe holds for both together.
+        return _set_of(
+            {**self._factors, **other._factors}, {k: v for k, v in made.items() if not k.startswith("probe_")}
+        )
+
+    def transport(self, model: Any) -> "FactorSet":
+        """The set for a host with the same weights under another processing (fold_ln, centring, folded value biases).
+
+        Exact: attached there, it gives the logits and every z that this set gives on the host it was made on. The support
+        stays; `swd_lens/inject/transport.py` says how.
+
+        Raises:
+            AttachError: the factors do not lead to this host's weights (another checkpoint), or carry no origin.
+            UnknownSiteError: a site that this host does not have.
+        """
+        # Imported when called: a set is below everything, this method asks a host. The one import that runs uphill.
+        from swd_lens.units.transport import transport_set
+
+        return transport_set(model, self)
+
+    def __repr__(self) -> str:
+        return "\n  ".join([self._counted(), *map(repr, self._factors.values())])
+
+    def _counted(self) -> str:
+        s = f", s={self.sparsity:.4f}" if self._factors else ""
+        return f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges{s}"
+
+    def _repr_html_(self) -> str:
+        more = f"and {len(self) - _ROWS} more sites" if len(self) > _ROWS else None
+        settings = next((f.settings for f in self._factors.values()), {})
+        return card(self._counted(), self.table().head(_ROWS), more, _said(settings), _said(self.provenance))
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the set into the folder (made if need be), in place of a set that is there; 8 bytes per edge.
+
+        One file per site and an index. The index is replaced last, by a rename: interrupted, the folder holds what it held.
+
+        Raises:
+            ValueError: (FactorFileError) a factor is not finite (site and entry are named), or what travels with it does
+                not fit it.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_index(folder, {site: write_factors(folder, site, f) for site, f in self.items()}, self.provenance)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "FactorSet":
+        """Read a folder that `save` (or `factorize(..., out=folder)`) wrote.
+
+        Every file is read once, in blocks, to check its hash, and then memory-mapped; a site's dense Factors are made when
+        they are first asked for. Afterwards the set no longer needs the folder.
+
+        Raises:
+            FileNotFoundError: no factors.json there.
+            ValueError: (FactorFileError) another format, or the files are damaged or do not belong together; found when a
+                site is first asked for: an index outside its matrix, a value that is not finite, a probe with another z.
+        """
+        described = read_index(Path(folder))
+        stored = {site: StoredSite(Path(folder), site, entry) for site, entry in described["sites"].items()}
+        return _set_of(stored, described["provenance"])
+
+
+def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, Any]) -> FactorSet:
+    """A set whose Factors may still be in their files."""
+    made = FactorSet({}, provenance)
+    made._factors.update(held)
+    return made
+
+
+def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
+    """Write one site's file; returns its entry for `swd_lens.units.storage.write_index`. Raises what `stored.write_site` does."""
+    entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
+    return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
+
+
+def read_factors(folder: Path, site: str, entry: Mapping[str, Any]) -> Factors:
+    """The Factors that `write_factors` wrote, passport and all. Raises FactorFileError, see `FactorSet.load`."""
+    return Factors(**StoredSite(folder, site, entry).parts())
+
+
+def _said(settings: Mapping[str, Any], longest: int = 400) -> str | None:
+    """Settings in one line of text, for a card; what is long is cut."""
+    text = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    return f"{text[:longest]} …" if len(text) > longest else text or None
+
+
+def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:
+    """tr(M^T G M)."""
+    return matrix.square().sum() if gram is None else (matrix * (gram @ matrix)).sum()

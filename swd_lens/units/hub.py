@@ -1,0 +1,197 @@
+"""Factors on the Hugging Face hub, through the hub client's own mixin: save_pretrained, push_to_hub, from_pretrained.
+
+1. `OnHub._save_pretrained` is `save`, with a small config.json; `OnHub.generate_model_card` describes the set.
+   The mixin's push_to_hub writes both into a temporary folder and commits it to the repository.
+2. `OnHub.from_pretrained` takes a folder as it is. Of a repository it fetches the index first, then, at the commit that
+   the index came from, exactly the files that the index names: nothing else that the repository holds is downloaded, and
+   a push in between cannot mix two sets. Then it is `load`, which checks every hash.
+
+transformer_lens imports the client anyway: this module adds 4 ms to `import swd_lens`.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+from swd_lens.base._version import __version__
+from swd_lens.units.storage import FORMAT_VERSION, INDEX, FactorFileError, files_named_in
+
+_Set = TypeVar("_Set", bound="OnHub")
+# Files that `swd_lens.units.storage.write_pair` names: <site>.<12 digits of the hash>.safetensors, and never a model's.
+_SITE_FILES = f"*.{'[0-9a-f]' * 12}.safetensors"
+# A name that the hub's metadata accepts for a base model: "gpt2", "EleutherAI/pythia-70m".
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+CARD = """---
+{{ card_data }}
+---
+
+# Sparse factors of {{ model }}
+
+{{ sites | length }} weight matri{{ "x" if sites | length == 1 else "ces" }} of **{{ model }}**, each replaced by two sparse
+factors, W ≈ read @ write (Sparse Weight Decomposition). The columns of the read factor and the rows of the write factor are
+units: hooked, scored, ablated and edited like neurons. Together they have {{ units }} units and {{ edges }} edges, a sparsity
+of {{ sparsity }} (1 - edges / dense weights).
+
+```python
+import swd_lens as swd
+
+factors = swd.FactorSet.from_pretrained("{{ repo_id }}")
+swd.attach(model, factors)  # model: {{ model }}, in TransformerLens
+```
+
+| site | d_in | units | d_out | edges | sparsity |
+|---|---:|---:|---:|---:|---:|
+{% for row in sites -%}
+| {{ row | join(" | ") }} |
+{% endfor %}
+Written by swd_lens {{ version }}, factor format {{ format }}. Settings and provenance of every site are in `factors.json`.
+"""
+
+
+class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "sparse-weight-decomposition"]):
+    """What a set of factors needs to live on the hub; the class for `swd_lens.FactorSet`, whose save and load it uses."""
+
+    def __new__(cls, *arguments: Any, **named: Any):  # the mixin's own searches the arguments for a JSON configuration
+        return object.__new__(cls)
+
+    def push_to_hub(self: Any, repo_id: str, **options: Any) -> str:
+        """Save into a temporary folder, with a model card, and commit it to a model repository (made if need be).
+
+        Args:
+            repo_id: "user/name".
+            options: private, token, branch, commit_message, create_pr, ...: see huggingface_hub.ModelHubMixin.push_to_hub.
+                delete_patterns: files of the repository that the commit removes if it does not write them; site files of
+                an earlier push unless given, so that a set replaces the set that was there.
+
+        Returns:
+            URL of the commit.
+
+        Raises:
+            huggingface_hub.errors.HfHubHTTPError: not logged in, no right to write there, ...
+            FactorFileError: see `save`.
+        """
+        options = {
+            "delete_patterns": [_SITE_FILES],
+            "commit_message": f"Sparse factors of {_model(self)}",
+            **options,
+            "model_card_kwargs": {"repo_id": repo_id, **(options.get("model_card_kwargs") or {})},
+        }
+        return ModelHubMixin.push_to_hub(self, repo_id, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Set],
+        pretrained_model_name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> _Set:
+        """Load factors from a folder, or from a repository on the hub (kept in the hub client's cache).
+
+        Args:
+            pretrained_model_name_or_path: a folder that `save` or `save_pretrained` wrote, or "user/name".
+            revision: branch, tag or commit of the repository; None: main.
+            token: of the hub; None: the one that is logged in, if any.
+            cache_dir: where downloads are kept; None: the hub client's own place (HF_HOME).
+            local_files_only: use only what was downloaded before.
+            force_download: download again what was downloaded before.
+
+        Raises:
+            FactorFileError: the repository holds no factors, or see `load`.
+            FileNotFoundError: the folder holds no factors; no such folder; not reachable and not downloaded before.
+            huggingface_hub.errors.RepositoryNotFoundError: no such repository, or no right to read it.
+        """
+        # Not the mixin's own: it would first look for a config.json, which factors do without.
+        return cls._from_pretrained(
+            model_id=str(pretrained_model_name_or_path),
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+
+    def _save_pretrained(self: Any, save_directory: Path) -> None:
+        self.save(save_directory)
+        # What the mixin writes to config.json next, where its caller gave nothing else. The hub counts downloads by it.
+        self._hub_mixin_config = {
+            "library_name": "swd_lens",
+            "format": FORMAT_VERSION,
+            "base_model": self.provenance.get("model"),
+        }
+
+    @classmethod
+    def _from_pretrained(
+        cls: Any,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        **_: Any,
+    ) -> Any:
+        if Path(model_id).is_dir():
+            return cls.load(model_id)
+        where: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only, "token": token}
+        try:
+            index = Path(hf_hub_download(model_id, INDEX, revision=revision, force_download=force_download, **where))
+        except LocalEntryNotFoundError as error:
+            raise LocalEntryNotFoundError(f"no factors of {model_id} on this machine: {error}") from error
+        except EntryNotFoundError as error:
+            raise FactorFileError(
+                f"{model_id} (revision {revision or 'main'}) holds no {INDEX}: it is not a repository of factors; give one "
+                "that FactorSet.push_to_hub wrote"
+            ) from error
+        except HFValidationError as error:
+            raise FileNotFoundError(
+                f"{model_id!r} is neither a folder on this machine nor the name of a repository (user/name)"
+            ) from error
+        files = sorted({INDEX} | files_named_in(index.parent))
+        # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
+        folder = snapshot_download(
+            model_id, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where
+        )
+        return cls.load(folder)
+
+    def generate_model_card(self: Any, *args: Any, **kwargs: Any) -> ModelCard:
+        """The card (README.md) of this set. Keyword arguments replace what the template would be filled with."""
+        model = _model(self)
+        data = ModelCardData(
+            library_name="swd_lens",
+            base_model=model if _REPOSITORY.fullmatch(model) else None,
+            tags=self._hub_mixin_info.model_card_data.tags,
+        )
+        described: dict[str, Any] = {
+            "repo_id": "user/repo",
+            "model": model,
+            "sites": [_row(site, held) for site, held in self._factors.items()],  # not items(), which reads the factors
+            "units": f"{self.n_units:,}",
+            "edges": f"{self.edges:,}",
+            "sparsity": f"{self.sparsity:.4f}",
+            "version": __version__,
+            "format": FORMAT_VERSION,
+        }
+        return ModelCard.from_template(data, template_str=CARD, **{**described, **kwargs})
+
+
+def _model(factors: Any) -> str:
+    return str(factors.provenance.get("model", "an unnamed model"))
+
+
+def _row(site: str, held: Any) -> list[str]:
+    """A line of the card's table."""
+    sparsity = 1.0 - held.edges / (held.d_in * held.d_out)
+    return [
+        f"`{site}`",
+        *(f"{number:,}" for number in (held.d_in, held.n_units, held.d_out, held.edges)),
+        f"{sparsity:.4f}",
+    ]

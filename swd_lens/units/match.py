@@ -1,0 +1,157 @@
+"""match: whether units were made for the very matrix that a host has now; if not, an error that says what differs.
+
+1. Same fingerprint of W: they belong. (A host in bfloat16 or float16: same fingerprint of W rounded to that dtype.)
+   What enters the site must be scaled and shifted as it was, too: W does not show everything that is folded.
+2. Otherwise compare how both were processed (fold_ln, center_writing_weights) and their dtypes, and name the difference
+   and its remedy: `transport` where it is exact, loading the host the same way, or factorizing again.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.hosts import Host
+from swd_lens.hosts.sites import PACKED, Site
+from swd_lens.units.coder import Units
+from swd_lens.units.factors import Factors, fingerprint
+from swd_lens.units.passport import Origin
+
+# Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
+ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class AttachError(ValueError):
+    """Units cannot be attached, detached or transported as asked; nothing was changed."""
+
+
+def described(host: Host, weight: Float[Tensor, "d_in d_out"]) -> dict[str, Any]:
+    """What provenance says of a host's matrix: fingerprints, processing, dtype; plain JSON values."""
+    return {
+        "weight_sha256": fingerprint(weight),
+        "weight_sha256_as": {name: fingerprint(weight.to(dtype)) for name, dtype in ROUNDED.items()},
+        "processing": host.processing(),
+        "dtype": dtype_of(host),
+    }
+
+
+def described_site(host: Host, site: Site) -> dict[str, Any]:
+    """`described` of a site; of a whole MLP, which has no single matrix, that of each of its matrices under "matrices"."""
+    if site.kind != "mlp":
+        return described(host, host.weight(site))
+    parts = matrices_of(host, site)
+    return {
+        "matrices": {part.name: described(host, host.weight(part)) for part in parts},
+        "processing": host.processing(),
+        "dtype": dtype_of(host),
+    }
+
+
+def matrices_of(host: Host, site: Site) -> list[Site]:
+    """The host's matrices that a whole MLP is made of, in execution order; of a single matrix the site itself."""
+    if site.kind != "mlp":
+        return [site]
+    return [one for one in host.sites() if one.layer == site.layer and one.kind in PACKED["mlp"]]
+
+
+def dtype_of(host: Host) -> str:
+    """float32, bfloat16, ...: of the host's first block."""
+    return str(next(host.model.blocks[0].parameters()).dtype).removeprefix("torch.")
+
+
+def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
+    """Whether provenance describes the host's present W at a site; True where provenance says nothing."""
+    if site.kind == "mlp":
+        then = made_from.get("matrices", {})
+        return all(same_weights(host, part, then[part.name]) for part in matrices_of(host, site) if part.name in then)
+    sha = made_from.get("weight_sha256")
+    if sha is None:
+        return True
+    now = fingerprint(host.weight(site))
+    return now in (sha, made_from.get("weight_sha256_as", {}).get(dtype_of(host)))
+
+
+def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
+    """Whether scale and shift stand in the site's input as they did at the factors' origin; True where that is unknown.
+
+    W alone does not say: value biases may be folded, or a bias with a weight of one, without a bit of this W changing.
+    """
+    here = host.affine(site) if origin is not None else None
+    if origin is None or here is None:
+        return True
+    for then, now, nothing in ((origin.scale, here.scale, 1.0), (origin.shift, here.shift, 0.0)):
+        if then is None and now is None:
+            continue
+        none = torch.full((site.d_in,), nothing)
+        a, b = (none if t is None else t.float().cpu() for t in (then, now))
+        tolerance = 1e-4 if dtype_of(host) in ("float32", "float64") else 2e-2
+        if float((a - b).abs().max()) > tolerance * max(float(a.abs().max()), 1e-6):
+            return False
+    return True
+
+
+def check_weights(host: Host, site: Site, f: Units) -> None:
+    """Refuse units that were made from another W than the host has now.
+
+    Raises:
+        AttachError: see the module's docstring.
+    """
+    _check_needs(host, site, f.provenance)
+    if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
+        raise AttachError(_difference(host, site, f))
+
+
+def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
+    """What a SAELens object asks of its host beyond the hook's name (saelens.py)."""
+    if not any(key.startswith("needs_") for key in provenance):
+        return
+    cfg, folded = host.model.cfg, host.processing()["fold_ln"]
+    if provenance.get("needs_folded_ln", folded) != folded:
+        needed = provenance["needs_folded_ln"]
+        raise AttachError(
+            f"{site.name}: these units read the LayerNorm's output {'before' if needed else 'after'} its weight and bias, this "
+            f"host has fold_ln={folded}; load it with fold_ln={needed}"
+        )
+    if provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
+        raise AttachError(
+            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which is the gate's output in a gated MLP "
+            "like this host's; they belong to a model without a gate"
+        )
+    if provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
+        raise AttachError(
+            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which this host normalizes once more "
+            "before it is written (use_normalization_before_and_after); they belong to a model without that norm"
+        )
+
+
+def _difference(host: Host, site: Site, f: Units) -> str:
+    made, now = f.provenance.get("processing", {}), host.processing()
+    changed = [key for key in now if key in made and made[key] != now[key] and key != "compatibility_mode"]
+    again = "factorize" if isinstance(f, Factors) else "train them on"
+    start = f"the factors of {site.name} were made from another W than this host has now"
+    if changed:
+        was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (made, now))
+        return (
+            f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host has "
+            f"{has}. {'Move them exactly with factors.transport(model), or load' if isinstance(f, Factors) else 'Load'} "
+            "the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge without "
+            "enable_compatibility_mode, is no processing)"
+        )
+    if f.provenance.get("dtype") not in (None, dtype_of(host)):
+        return (
+            f"{start}: they were made in {f.provenance['dtype']}, this host is {dtype_of(host)}, and its W is not theirs "
+            f"rounded to {dtype_of(host)}. Load the host in {f.provenance['dtype']}, or {again} this one"
+        )
+    error = (
+        f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(host.weight(site)):.3f}"
+        if isinstance(f, Factors)
+        else ""
+    )
+    made_of = f.provenance.get("model")
+    whose = f" (they are of {made_of!r}, this host is {str(host.model.cfg.model_name)!r})" if made_of else ""
+    return (
+        f"{start}, under the same weight processing{whose}{error}. The usual cause is another checkpoint or further "
+        f"training; attach them to the model they were made from, or {again} this one"
+    )

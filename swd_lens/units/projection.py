@@ -1,0 +1,138 @@
+"""The modules that stand in a host's dense product: they compute z, show it to its hook point, and write the output.
+
+1. `UnitProjection` holds factors: z = h @ read, y = z @ write + bias.
+2. `CoderProjection` holds an encode/decode pair (coder.py).
+3. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.factors import Factors
+from swd_lens.units.kernels import FactorProduct
+
+
+class UnitHookPoint(HookPoint):
+    """The hook point of one site's z; in a printed host it is the line that tells what sits there."""
+
+    def __init__(self, label: str):
+        super().__init__()
+        self.label = label
+
+    def __repr__(self) -> str:
+        watching = "".join(
+            f", {len(hooks)} {which}" for hooks, which in ((self.fwd_hooks, "fwd"), (self.bwd_hooks, "bwd")) if hooks
+        )
+        return f"{type(self).__name__}({self.label}{watching})"
+
+
+class Projection(nn.Module):
+    """One site's units at work inside a host; called with the site's input, its live bias and its own dense product.
+
+    Args:
+        hook: the HookPoint that sees z (batch, pos, unit). It is a child of the host's block, not of this module, so that
+            its name is blocks.{L}.hook_{site}_unit; here it is only referred to.
+    """
+
+    hook: HookPoint
+    ran: bool
+    bypassed: bool
+
+    def __init__(self, hook: HookPoint):
+        super().__init__()
+        self.ran = self.bypassed = False
+        # Past nn.Module.__setattr__, which would register the hook as a child and give it a second name.
+        object.__setattr__(self, "hook", hook)
+
+    def run_dense(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Tensor:
+        """The host's own product, while `bypassed`; no z is computed and hooks on it are not called."""
+        self.ran = True
+        return dense(h)
+
+    def show(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
+        """z as the hooks leave it. Where one looks and gradients are on, z can be differentiated by, also in a frozen host."""
+        self.ran = True
+        if (self.hook.fwd_hooks or self.hook.bwd_hooks) and torch.is_grad_enabled() and not z.requires_grad:
+            z = z.detach().requires_grad_(True)
+        return self.hook(z)
+
+
+class UnitProjection(Projection):
+    """Factors at work.
+
+    The factors are non-persistent buffers: they follow the host's `.to()`, and the host's state_dict keys stay the same.
+
+    Args:
+        read: (d_in, unit).
+        write: (unit, d_out).
+        offset_unit, offset_out: (unit,) and (d_out,) constants of transported factors, or None.
+    """
+
+    offset_unit: Tensor | None
+    offset_out: Tensor | None
+
+    def __init__(
+        self,
+        read: Float[Tensor, "d_in unit"],
+        write: Float[Tensor, "unit d_out"],
+        hook: HookPoint,
+        offset_unit: Float[Tensor, " unit"] | None = None,
+        offset_out: Float[Tensor, " d_out"] | None = None,
+    ):
+        super().__init__(hook)
+        self.read, self.write = FactorProduct(read), FactorProduct(write)
+        self.register_buffer("offset_unit", offset_unit, persistent=False)
+        self.register_buffer("offset_out", offset_out, persistent=False)
+
+    def forward(
+        self, h: Float[Tensor, "*batch d_in"], bias: Float[Tensor, " d_out"] | None, dense: Any = None
+    ) -> Float[Tensor, "*batch d_out"]:
+        if self.bypassed:
+            return self.run_dense(h, dense)
+        if self.offset_out is not None:
+            bias = self.offset_out if bias is None else bias + self.offset_out
+        return self.write(self.show(self.read(h, self.offset_unit)), bias)
+
+    def __repr__(self) -> str:
+        # One line in a printed host, without its two products; what the units are, the hook point's line says.
+        return f"{type(self).__name__}(read {self.read.kernel}, write {self.write.kernel})"
+
+
+class CoderProjection(Projection):
+    """An encode/decode pair at work; it is used as it is, and is no child of the host."""
+
+    units: CoderUnits
+
+    def __init__(self, units: CoderUnits, hook: HookPoint):
+        super().__init__(hook)
+        object.__setattr__(self, "units", units)
+
+    def forward(
+        self, h: Float[Tensor, "*batch d_in"], bias: Float[Tensor, " d_out"] | None, dense: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "*batch d_out"]:
+        return self.run_dense(h, dense) if self.bypassed else self.units.run(h, dense, self.show)
+
+
+def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, HookPoint]:
+    """The projection for a unit source and its hook point, on the device and in the dtype of the host's weight `like`."""
+    label = (
+        f"{name} ({units.d_in}, {units.d_out}): {units.n_units} units, {units.edges:,} edges, s={units.sparsity:.4f}"
+    )
+    if isinstance(units, CoderUnits):
+        hook = UnitHookPoint(f"{label}, {units.name}")
+        return CoderProjection(units, hook), hook
+    assert isinstance(units, Factors)  # as_units lets nothing else through
+    offsets = (None, None) if units.offsets is None else (units.offsets.unit, units.offsets.out)
+    tensors = [
+        None if t is None else t.detach().to(like.device, like.dtype) for t in (units.read, units.write, *offsets)
+    ]
+    read, write, offset_unit, offset_out = tensors
+    assert read is not None and write is not None
+    hook = UnitHookPoint(label)
+    return UnitProjection(read, write, hook, offset_unit, offset_out), hook

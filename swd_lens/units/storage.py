@@ -1,0 +1,242 @@
+"""Sparse factors on disk: a folder with one index, factors.json, and one safetensors file per matrix.
+
+1. `write_pair` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
+   tensors that travel along (passport.py), and returns the index entry that describes them. The file's name carries its
+   hash, so that no write ever touches another matrix's file, or an older version of its own.
+2. `write_index` replaces factors.json by a rename, then deletes the files that only the former index named. That rename
+   is the one moment at which the folder changes: a reader sees all of the old set or all of the new one, and whatever
+   interrupts a writer leaves one of the two.
+3. `read_index` checks the index and every file's hash, in blocks; `StoredPair` keeps a file memory-mapped and makes the
+   dense factors when asked. Folders of an older format are read as if they were of this one (old_formats.py).
+
+Index of an edge: row * columns + column in its (rows, columns) factor, ascending; int32 (int64 from 2^31 entries on).
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swd_lens.base.files import atomic, plain, sha256, write_text
+from swd_lens.units.old_formats import upgraded
+
+FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
+INDEX = "factors.json"
+_AGAIN = "copy the folder again, or factorize again"
+_ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
+
+
+class FactorFileError(ValueError):
+    """A folder of factors that cannot be read: damaged, of another format, or not what its index says."""
+
+
+# ---------------------------------------------------------------------------------------------- write
+
+
+def write_pair(
+    folder: Path,
+    site: str,
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    extras: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Write the nonzeros of one matrix's factors into the folder; returns its index entry (without settings).
+
+    Args:
+        extras: further tensors by name, written beside the pair as they are (on the CPU).
+
+    Raises:
+        FactorFileError: a factor is not finite (site, factor and entry named); nothing is written.
+    """
+    tensors = dict(extras or {})
+    for part, matrix in (("read", read), ("write", write)):
+        flat = matrix.detach().float().flatten()
+        index = flat.nonzero().flatten()
+        values = flat[index]
+        if not bool(values.isfinite().all()):
+            row, column = divmod(int(index[~values.isfinite()][0]), matrix.shape[1])
+            raise FactorFileError(
+                f"{site}: {part}[{row}, {column}] is {matrix[row, column].item()}; nothing was saved. Factorize this "
+                "site again, or leave it out"
+            )
+        tensors[f"{part}.index"] = index.to("cpu", torch.int32 if flat.numel() < 2**31 else torch.int64)
+        tensors[f"{part}.value"] = values.cpu()
+    unnamed = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', site)}.safetensors"
+    with atomic(unnamed) as path:
+        save_file(tensors, str(path))
+        digest = sha256(path)
+    named = unnamed.with_suffix(f".{digest[:12]}.safetensors")
+    os.replace(unnamed, named)
+    shape = {"d_in": read.shape[0], "units": read.shape[1], "d_out": write.shape[1]}
+    return {"file": named.name, "sha256": digest, **shape}
+
+
+def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> None:
+    """Make the folder hold exactly these matrices, in this order.
+
+    Args:
+        entries: site -> what `write_pair` returned, with "settings" and "provenance".
+        provenance: of the whole set. Numbers that are not finite become null.
+    """
+    # Made into text first: values that json cannot write must fail before anything is replaced.
+    described = {"format": FORMAT_VERSION, "provenance": provenance, "sites": entries}
+    text = json.dumps(plain(described), indent=1, allow_nan=False)
+    former = _files_named_in(folder)
+    write_text(folder / INDEX, text)
+    for name in former - {entry["file"] for entry in entries.values()}:
+        (folder / name).unlink(missing_ok=True)
+    for pattern in (".*.safetensors.*.part", f".{INDEX}.*.part"):  # of a writer that was killed
+        for left_over in folder.glob(pattern):
+            left_over.unlink(missing_ok=True)
+
+
+def _files_named_in(folder: Path) -> set[str]:
+    """Files of the present index; none where there is no readable one (a damaged folder can be saved over)."""
+    try:
+        return files_named_in(folder)
+    except (FactorFileError, FileNotFoundError):
+        return set()
+
+
+# ---------------------------------------------------------------------------------------------- read
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The checked index of a folder: {"provenance": ..., "sites": {site: entry}}; every file is there and has its hash.
+
+    Raises:
+        FileNotFoundError: no index there.
+        FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
+    """
+    described = _parse(folder)
+    hashes: dict[Path, str] = {}  # sites of format 1 share a file: read once
+    for site, entry in described["sites"].items():
+        file = folder / entry["file"]
+        if not file.is_file():
+            raise FactorFileError(
+                f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again"
+            )
+        if file not in hashes:
+            hashes[file] = sha256(file)
+        if hashes[file] != entry["sha256"]:
+            raise FactorFileError(
+                f"{file} is not the file that {INDEX} was written with (cut short, damaged or exchanged); copy the folder "
+                "again, or factorize again"
+            )
+    return described
+
+
+def files_named_in(folder: Path) -> set[str]:
+    """Names of the files that the folder's index asks for, whether they are there or not.
+
+    Raises:
+        FileNotFoundError: no index there.
+        FactorFileError: another format, or a damaged index.
+    """
+    return {entry["file"] for entry in _parse(folder)["sites"].values()}
+
+
+def _parse(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {INDEX}; give the folder that FactorSet.save wrote")
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise FactorFileError(f"{path} is damaged: {error}; {_AGAIN}") from error
+    version = described.get("format") if isinstance(described, dict) else None
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise FactorFileError(
+            f"{folder} is of factor format {version}, this swd_lens reads 1 to {FORMAT_VERSION}; "
+            + ("update swd_lens" if newer else "factorize again")
+        )
+    described = upgraded(described)
+    for key in ("provenance", "sites"):
+        if not isinstance(described.get(key), dict):
+            raise FactorFileError(f"{path} is damaged: it has no {key!r}; {_AGAIN}")
+    for site, entry in described["sites"].items():
+        _check_entry(path, site, entry)
+    return described
+
+
+def _check_entry(path: Path, site: str, entry: Any) -> None:
+    for key, kind in _ENTRY.items():
+        value = entry.get(key) if isinstance(entry, dict) else None
+        if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
+            raise FactorFileError(f"{path} is damaged: {key!r} of {site} is {value!r}; {_AGAIN}")
+    if Path(entry["file"]).name != entry["file"]:
+        raise FactorFileError(
+            f"{path} is damaged: the file of {site}, {entry['file']!r}, is not in this folder; {_AGAIN}"
+        )
+
+
+class StoredPair:
+    """One matrix's factors in their file, memory-mapped: pages are read when `dense` asks for them.
+
+    The map stays valid when the folder is saved over; it is closed with the last reference to this object.
+
+    Raises:
+        FactorFileError: not a safetensors file, or one without the four tensors of a pair (at construction).
+    """
+
+    def __init__(self, folder: Path, entry: Mapping[str, Any]):
+        self.path = path = folder / entry["file"]
+        self.shapes = {"read": (entry["d_in"], entry["units"]), "write": (entry["units"], entry["d_out"])}
+        self._prefix = entry.get("prefix", "")  # of the tensors' names; only format 1 has one
+        try:
+            self._file = safe_open(str(path), framework="pt")
+            self.nonzeros = {part: self._count(part) for part in self.shapes}
+        except SafetensorError as error:
+            raise FactorFileError(
+                f"{path} cannot be read: {error}; copy the folder again, or factorize again"
+            ) from error
+
+    def _count(self, part: str) -> int:
+        (index,) = self._file.get_slice(f"{self._prefix}{part}.index").get_shape()
+        (value,) = self._file.get_slice(f"{self._prefix}{part}.value").get_shape()
+        if index != value:
+            raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
+        return index
+
+    def dense(self) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+        """The (d_in, unit) read and (unit, d_out) write factor, float32, on the CPU.
+
+        Raises:
+            FactorFileError: an index is outside its factor or not in order, or a value is not finite.
+        """
+        return self._dense("read"), self._dense("write")
+
+    def extras(self) -> dict[str, Tensor]:
+        """The tensors that `write_pair` was given beside the pair, by name; none in files before format 3."""
+        if self._prefix:  # all other tensors of a shared file are other sites'
+            return {}
+        pair = {f"{part}.{what}" for part in self.shapes for what in ("index", "value")}
+        return {name: self._file.get_tensor(name) for name in self._file.keys() if name not in pair}  # noqa: SIM118
+
+    def _dense(self, part: str) -> Tensor:
+        rows, columns = self.shapes[part]
+        index, value = (self._file.get_tensor(f"{self._prefix}{part}.{what}") for what in ("index", "value"))
+        if len(index):
+            # Ascending, so that the first and the last say whether all are inside.
+            outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)
+            if outside is not None:
+                raise FactorFileError(
+                    f"{self.path}: {part} has index {outside}, outside its {rows} x {columns} entries; factorize again"
+                )
+            if not bool((index[1:] > index[:-1]).all()):
+                raise FactorFileError(f"{self.path}: the indices of {part} are not ascending; factorize again")
+        if not bool(value.isfinite().all()):
+            bad = int((~value.isfinite()).nonzero()[0])
+            row, column = divmod(int(index[bad]), columns)
+            raise FactorFileError(f"{self.path}: {part}[{row}, {column}] is {value[bad].item()}; factorize again")
+        # index_add takes the int32 indices as they are mapped; indexing would make an int64 copy of them.
+        return torch.zeros(rows * columns).index_add_(0, index, value).view(rows, columns)

@@ -1,0 +1,128 @@
+"""transport: factors made under one weight processing, moved exactly to a host under another.
+
+Folding writes a site's input as h = x * scale + shift (`swd_lens.hosts.Affine`) and moves scale and shift into the weights
+and biases behind it. Factors follow, from (scale, shift) 0 to 1:
+
+1. Their origin must lead to the host's W: a sketch of W (passport.py) is carried over and compared, up to the mean that
+   centring takes out and that LayerNorm never sees.
+2. read1 = (scale0 / scale1) read0: same support, same units. write stays: what centring would subtract from it is the mean
+   over d_model, which every LayerNorm behind it removes, and which would make every write vector dense.
+3. Constants: z = h1 @ read1 + (shift0 - shift1 * scale0 / scale1) @ read0 is the z of the old host, and the output gets
+   shift1 @ W1 - shift0 @ W0, because the host's bias carries the dense one's share.
+
+So z, and every score, mean and circuit taken on it, stays valid on the other host.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts.sites import Site
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.match import AttachError, described, same_input, same_weights
+from swd_lens.units.passport import Offsets, Origin, Probe, sketch
+
+# Of sketches: float32 weights through a float32 product of norms agree to 1e-6; another checkpoint is off by order one.
+_TOLERANCE = 1e-4
+
+
+def origin_of(host: Host, site: Site, weight: Float[Tensor, "d_in d_out"]) -> Origin | None:
+    """What transport will need of the host that factors are made on; None where nothing could be folded exactly."""
+    affine = host.affine(site)
+    if affine is None:
+        return None
+    scale, shift = (None if t is None else t.detach().float().cpu() for t in (affine.scale, affine.shift))
+    shifted = None if shift is None else (shift.double() @ weight.cpu().double()).float()
+    return Origin(scale, shift, shifted, *sketch(weight))
+
+
+def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
+    """Every site's factors moved to the weights that the model has now.
+
+    Raises:
+        AttachError: they do not lead to this host's weights (site named), or carry no origin.
+        UnknownSiteError: a site that this host does not have.
+    """
+    host = host_of(model)
+    sites = sites_of(host, list(factors))
+    moved = {site.name: _moved(host, site, factors[site.name]) for site in sites}
+    return FactorSet(moved, getattr(factors, "provenance", {}))
+
+
+def _moved(host: Host, site: Site, f: Factors) -> Factors:
+    weight, origin = host.weight(site), f.origin
+    made = {**f.provenance, **described(host, weight), "transported_from": f.provenance.get("processing")}
+    known = "weight_sha256" in f.provenance
+    if known and same_weights(host, site, f.provenance) and same_input(host, site, origin):
+        return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=made)
+    here = origin_of(host, site, weight)
+    if origin is None or here is None:
+        raise AttachError(
+            f"{site.name}: these factors cannot be transported: "
+            + (
+                "they carry no origin (made by solve, by an older version, or where nothing folds)"
+                if origin is None
+                else ""
+            )
+            + (" and " if origin is None and here is None else "")
+            + ("this host has no foldable normalization in front of it" if here is None else "")
+            + "; factorize this host"
+        )
+    _check_leads_here(site, origin, here)
+    ones = torch.ones(f.d_in, dtype=torch.float64)
+    old, new = (ones if o.scale is None else o.scale.double() for o in (origin, here))
+    if bool((new == 0).any()):
+        raise AttachError(
+            f"{site.name}: this host's normalization has a weight of exactly 0, so nothing leads back; factorize this host"
+        )
+    ratio = old / new
+    constant = _or_zeros(origin.shift, f.d_in) - ratio * _or_zeros(here.shift, f.d_in)
+    read = f.read.detach().cpu()
+    offsets = Offsets(
+        (constant @ read.double()).float() + (0 if f.offsets is None else f.offsets.unit.cpu()),
+        (_or_zeros(here.shifted, f.d_out) - _or_zeros(origin.shifted, f.d_out)).float()
+        + (0 if f.offsets is None else f.offsets.out.cpu()),
+    )
+    moved = (ratio[:, None] * read.double()).float().to(f.read.device)
+    nothing = not bool(offsets.unit.any()) and not bool(offsets.out.any())
+    return replace(
+        f,
+        read=moved,
+        weight=weight,
+        origin=here,
+        offsets=None if nothing else offsets.to(f.read.device),
+        probe=_moved_probe(f.probe, ratio, constant),
+        provenance=made,
+    )
+
+
+def _check_leads_here(site: Site, old: Origin, new: Origin) -> None:
+    """Both matrices, taken back to what stands before the fold, are the same up to the mean that centring takes out."""
+    if site.kind in ("attn_o", "mlp_out"):
+        before, now = old.left, new.left
+    else:
+        before = old.right if old.scale is None else old.scale * old.right
+        now = new.right if new.scale is None else new.scale * new.right
+    errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
+    if min(errors) > _TOLERANCE:
+        raise AttachError(
+            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
+            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
+            "factorize it"
+        )
+
+
+def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:
+    return torch.zeros(length, dtype=torch.float64) if vector is None else vector.double()
+
+
+def _moved_probe(probe: Probe | None, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"]) -> Probe | None:
+    """The same z from the input that the new host has; None where a scale of 0 hid part of it."""
+    if probe is None or bool((ratio == 0).any()):
+        return None
+    return replace(probe, input=((probe.input.double() - constant) / ratio).float())

@@ -1,0 +1,82 @@
+"""The public surface: what `import swd_lens` offers, that it is loaded when first used, and that old names go on working."""
+
+import subprocess
+import sys
+
+import pytest
+
+import swd_lens as swd
+
+# Names that scripts written for earlier versions use.
+FORMER = """
+Allocation AttachError Attachment Audit Circuit Comparison CostCurve DataEfficiency DoesNotFitError Edit EditComparison
+EditError EditSelection Estimate FactorFileError FactorSet Factors Fidelity FinetuneError FinetuneSpec ModelReplacement
+QKError QKPair QKReplay QKScan QKScreen Refinement ResumeError Run Samples ShardError SideEffects Site
+SiteDidNotRunWarning Sweep Task TaskError TaskExample TokenError TokenStream UndefinedSufficiencyWarning UnitGraph
+UnitInteractions UnitLabels UnitOverlap UnitProfile UnitScores UnitSourceError UnknownSiteError UnsupportedHostError
+WorkerLostError __version__ allocate attach attribute audit baselines collect_grams compare compare_edits dashboard
+data_efficiency edit_unit estimate evaluate factorize fidelity find_sites finetune generate intervention_hooks judge
+load_default_model load_host load_task load_text pack_text plot_unit_paths qk_replay qk_scan qk_screen refine
+replace_model run_study score_parts select_edit_unit side_effects solve stream_rows sweep text_tokens unit_graph
+unit_hooks unit_interactions unit_overlap
+"""
+FORMER_NAMES = FORMER.split()
+
+
+def loaded_after(program: str) -> set[str]:
+    """Modules of these that a fresh process has loaded at the end of a program."""
+    heavy = ("torch", "transformer_lens", "matplotlib", "pandas", "transformers")
+    end = f"\nimport sys\nprint(*[name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program + end], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_former_names_go_on_working():
+    assert len(FORMER_NAMES) == 95
+    for name in FORMER_NAMES:
+        assert getattr(swd, name) is not None, name
+
+
+@pytest.mark.parametrize(
+    "homes", [swd.PUBLIC, swd.ALIASES, swd.TYPES, swd.ERRORS], ids=["public", "alias", "type", "error"]
+)
+def test_every_name_is_where_the_table_says(homes: dict[str, str]):
+    for name, home in homes.items():
+        value = getattr(swd, name)
+        if hasattr(value, "__module__") and hasattr(value, "__name__"):
+            assert value.__module__ == f"swd_lens.{home}", (name, value.__module__)
+
+
+def test_a_name_stands_in_one_table():
+    names = [name for homes in (swd.PUBLIC, swd.NAMESPACES, swd.ALIASES, swd.TYPES, swd.ERRORS) for name in homes]
+    assert len(names) == len(set(names))
+    assert len(swd.PUBLIC) <= 30 and set(dir(swd)) == {*swd.PUBLIC, *swd.NAMESPACES, "errors", "types"}
+
+
+def test_namespaces():
+    assert (
+        swd.edit.edit_unit is swd.edit_unit
+        and swd.qk.qk_screen is swd.qk_screen
+        and swd.graph.unit_graph is swd.unit_graph
+    )
+    assert swd.interactions.unit_overlap is swd.unit_overlap and swd.study.sweep is swd.sweep
+    assert swd.errors.AttachError is swd.AttachError and swd.types.Circuit is not None
+    assert set(dir(swd.errors)) == set(swd.ERRORS)
+    with pytest.raises(AttributeError, match="has no attribute 'Attach'; it has "):
+        _ = swd.errors.Attach
+    with pytest.raises(AttributeError, match="module 'swd_lens' has no attribute 'factorise'"):
+        _ = swd.factorise
+
+
+def test_a_function_is_not_hidden_by_a_package():
+    program = "import swd_lens\nimport swd_lens.train.finetune.folder\nimport swd_lens.factorization.factorize\n"
+    assert "torch" in loaded_after(program + "assert callable(swd_lens.finetune) and callable(swd_lens.factorize)")
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert loaded_after("import swd_lens; swd_lens.__version__; dir(swd_lens)") == set()
+
+
+def test_the_solver_needs_torch_alone():
+    assert loaded_after("import swd_lens.solver") == {"torch"}
