@@ -39,7 +39,7 @@ def fidelity_table(runs: Sequence[Run]) -> str:
             agreed(rows, lambda row: signed(row["ce_delta"])),
             agreed(rows, lambda row: f"{max(row['kl'], 0.0):.5f}"),
             agreed(rows, lambda row: f"{100 * row['top1_agreement']:.1f}%"),
-            agreed(rows, lambda row: f"{max(row['relmse'].values()):.1e}" if first["method"] != "SVD" else "0"),
+            agreed(rows, lambda row: f"{max(row['relmse'].values()):.1e}" if row["method"] != "SVD" else "0"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     largest = max(
