@@ -48,7 +48,9 @@ def fidelity_table(runs: Sequence[Run]) -> str:
         for row in rows
         for key in ("ce_delta", "kl")
     )
-    return "\n".join([*lines, "", f"Largest difference of a CE delta or KL between {len(runs)} runs: {largest:.1e} nats."])
+    return "\n".join(
+        [*lines, "", f"Largest difference of a CE delta or KL between {len(runs)} runs: {largest:.1e} nats."]
+    )
 
 
 def circuit_table(runs: Sequence[Run]) -> str:
