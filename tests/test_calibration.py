@@ -74,7 +74,7 @@ def test_sequential_calibration_reads_behind_the_replaced_sites(model):
     assert not torch.equal(sequential[second].read, dense[second].read)
     # The second site's own fit, by hand: its Gram with the first one attached.
     with attach(model, sequential[first]):
-        gram = collect_grams(model, find_sites(model, second), tokens)[second]
+        gram = collect_grams(model, find_sites(model, second), tokens, dtype="float64")[second]
     by_hand = swd.solve(model.blocks[1].mlp.W_out.detach(), gram, 0.6, tokens=tokens.numel(), outer_iterations=4)
     assert torch.equal(by_hand.read, sequential[second].read) and torch.equal(by_hand.write, sequential[second].write)
 

@@ -34,7 +34,10 @@ def test_every_matrix_of_every_family(family, calibration, tmp_path):
     }
     weight, dense = host_of(model).weight(last), inputs(model, last, tokens)
     with swd.attach(model, before):
-        gram, replaced = collect_grams(model, [last], tokens, batch_size=2)[last.name], inputs(model, last, tokens)
+        gram, replaced = (
+            collect_grams(model, [last], tokens, batch_size=2, dtype="float64")[last.name],
+            inputs(model, last, tokens),
+        )
     if calibration == "per_block":
         how = {"preset": "quick", "tokens": tokens.numel(), "options": {"outer_iterations": 2}}
         again = solve_task(SolveTask(last.name, weight, gram, 0.3, **how)).factors

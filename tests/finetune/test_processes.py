@@ -84,7 +84,10 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
         )
         assert done.returncode == 0, done.stderr[-3000:]
         outs.append(json.loads(done.stdout[done.stdout.index("{") :]))  # printed once, by the main process
-    one, two = ([json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("one", "two"))
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
     assert len(one) == len(two) == 6
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
