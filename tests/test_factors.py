@@ -334,3 +334,8 @@ def test_fingerprint_sees_values_and_shape():
     assert fingerprint(weight) != fingerprint(weight.view(3, 2))
     assert fingerprint(weight) != fingerprint(weight + 1e-6)
     assert fingerprint(weight) == fingerprint(weight.T.contiguous().T)  # memory order does not matter
+
+
+def test_a_set_holds_factors_only():
+    with pytest.raises(TypeError, match=r"blocks\.0\.mlp_out: a Linear is no Factors, .*LearnedUnits\.save"):
+        FactorSet({"blocks.0.mlp_out": torch.nn.Linear(2, 2)})

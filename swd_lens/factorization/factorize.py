@@ -1,11 +1,11 @@
 """factorize: from a host and a pattern to a FactorSet.
 
-1. Find the sites, in execution order; check tokens, settings and memory (resources.py) before the host is touched.
+1. Find the sites, in execution order; check tokens, settings and memory (resources/) before the host is touched.
 2. With out=: take over the matrices that an earlier, interrupted call finished there, if they are what this call would
    make (checkpoint.py); and what shards of it have finished (shards.py).
 3. Stage by stage (stages.py): the Grams of its sites, from the host with the earlier stages replaced ("sequential",
    "per_block"), from the dense host ("dense"), or none (without tokens); then their factors, here or on other workers
-   (workers.py), which does not change a bit.
+   (workers/), which does not change a bit.
 4. In execution order, whoever solved them: each matrix gets its provenance and its probe, with out= its file, and is attached
    for those that follow.
 """

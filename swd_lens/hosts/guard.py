@@ -2,7 +2,7 @@
 
 A method is shadowed in the instance's own __dict__ by a `Shadow`, which knows the attachments that want it; the last one to
 leave takes it away. Nothing of the host's class is touched. What a shadow does is up to its class: a `Refusal` raises; a
-host may bring others (bridge.py: stacked weights).
+host may bring others (bridge/host.py: stacked weights).
 """
 
 from collections.abc import Callable, Iterable

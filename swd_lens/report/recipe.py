@@ -1,9 +1,8 @@
-"""Code a reader can paste: how to load the factors of a run, and how to run it again."""
+"""Code a reader can paste: how to load the factors of a run, and how to run it again, with every setting written out."""
 
 from typing import Any
 
 from swd_lens.report.headline import CONTROL, main_replacement
-from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study import Run
 from swd_lens.study.result import Replacement, folders_of
 
@@ -38,8 +37,9 @@ def _folder(run: Run, replacement: Replacement) -> str:
 def run_code(run: Run) -> str:
     """The call that makes this run again."""
     s = run.settings
-    used = dict(s.get("solver", {}))
-    solver = {key: value for key, value in used.items() if (key, value) != ("preset", DEFAULT_PRESET)}
+    # The whole spec, where the run has it: what the code left out would mean something else once a default changes.
+    solver = {"calibration": s["calibration"]} if s.get("calibration") not in (None, "zero-data") else {}
+    solver |= {**dict(s.get("solver spec", {})), **dict(s.get("solver", {}))}
     lines = [
         "import swd_lens as swd",
         *(["import torch"] if "float64" in str(s.get("calibration dtype")) else []),
@@ -57,9 +57,8 @@ def run_code(run: Run) -> str:
     lines += [_tokens_line(run, "calibration", "train"), _tokens_line(run, "held-out", "test")]
     if s.get("calibration dtype") == "float64" and s.get("model") == DEFAULT_MODEL:
         lines.append(f"    calibration_model={_load_default(run, dtype=True)},")
-    lines += [f"    positions={s.get('positions', 'scoring')!r},"]
-    usual = {"ablation": "mean", "controls": ["svd"]}
-    lines += [f"    {name}={s[name]!r}," for name, value in usual.items() if s.get(name, value) != value]
+    interventions = {"positions": "scoring", "ablation": "mean", "controls": ["svd"]}
+    lines += [f"    {name}={s.get(name, value)!r}," for name, value in interventions.items()]
     lines += [f"    {key}={value!r}," for key, value in solver.items()]
     return "\n".join([*lines, ")", 'write_report(run, "report.html")'])
 

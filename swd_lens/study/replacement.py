@@ -1,7 +1,7 @@
 """replace_model: a whole surface replaced and repaired in one call. Budgets, factors, fine-tuning, what is left of the model.
 
 1. Budgets: the same sparsity for every matrix, or the same total allocated over them (allocate.py).
-2. Factors of every matrix (plan.py), and their fidelity on held-out text.
+2. Factors of every matrix (factorization/factorize.py), and their fidelity on held-out text.
 3. Fixed-support fine-tuning of the nonzero values (finetune/), and the fidelity again: the share of the cross-entropy
    increase that was recovered.
 4. Continuations of a few prompts, dense and replaced, side by side (samples.py).

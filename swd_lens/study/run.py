@@ -27,10 +27,11 @@ from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
-from swd_lens.solver import PRESETS
+from swd_lens.solver import PRESETS, resolve
 from swd_lens.study.attention import attention_views
 from swd_lens.study.cards import unit_cards
 from swd_lens.study.result import CONTROL, Replacement, Run
+from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.units import by_site, matrices_of
@@ -198,8 +199,8 @@ def _settings(
         "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}",
         "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},
         "sparsities": [float(s) for s in sparsities],
-        "calibration tokens": 0 if calibration is None else int(torch.as_tensor(calibration).numel()),
-        "held-out tokens": int(torch.as_tensor(heldout).numel()),
+        "calibration tokens": 0 if calibration is None else as_stream(calibration, model).n_tokens,
+        "held-out tokens": as_stream(heldout, model).n_tokens,
         "tasks": {task.name: _describe(task) for task in tasks},
     }
 
@@ -215,6 +216,9 @@ def _settings_used(
     used: dict[str, Any] = {key: curve.settings[key] for key in shown if key in curve.settings}
     used["calibration"] = factors.provenance["calibration"]
     used["solver"] = {"preset": solved["preset"], **solver}
+    # Every setting by its value: what is not said would change its meaning when a default does.
+    own = {name: solver[name] for name in solver if name in {field.name for field in fields(PRESETS[solved["preset"]])}}
+    used["solver spec"] = resolve(solved["preset"], own).as_dict()
     used["solver settings"] = {field.name: solved[field.name] for field in fields(PRESETS[solved["preset"]])}
     return used
 

@@ -209,8 +209,15 @@ class FactorSet(OnHub, _SetBase):
     `from_pretrained` (hub.py).
     """
 
-    def __init__(self, factors: Mapping[str, Factors], provenance: Mapping[str, Any] | None = None):
+    def __init__(self, factors: Mapping[str, Any], provenance: Mapping[str, Any] | None = None):
+        """factors: site name -> Factors. Raises TypeError for units that are no pair of factors (a transcoder's, say)."""
         self._factors: dict[str, Factors | StoredSite] = dict(factors)
+        for site, held in self._factors.items():
+            if not isinstance(held, Factors | StoredSite):
+                raise TypeError(
+                    f"{site}: a {type(held).__name__} is no Factors, and a FactorSet holds nothing else; attach and save these "
+                    "units as what they are (LearnedUnits.save), or make Factors(read, write)"
+                )
         self.provenance: dict[str, Any] = dict(provenance or {})
 
     def __getitem__(self, site: str) -> Factors:
@@ -276,7 +283,7 @@ class FactorSet(OnHub, _SetBase):
         """The set for a host with the same weights under another processing (fold_ln, centring, folded value biases).
 
         Exact: attached there, it gives the logits and every z that this set gives on the host it was made on. The support
-        stays; `swd_lens/inject/transport.py` says how.
+        stays; `swd_lens/units/transport.py` says how.
 
         Raises:
             AttachError: the factors do not lead to this host's weights (another checkpoint), or carry no origin.

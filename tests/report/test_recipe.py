@@ -1,12 +1,13 @@
 """The code that a report offers: it parses, and it points to what the run really saved."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from swd_lens import FactorSet
 from swd_lens.report.headline import main_replacement
 from swd_lens.report.recipe import load_code, run_code
+from swd_lens.solver import AnnealSpec
 from swd_lens.study import Run
 from tests.report.conftest import HOSTILE_TASK
 
@@ -26,6 +27,22 @@ def test_run_code_parses_and_names_every_choice(run: Run) -> None:
     code = run_code(run)
     compile(code, "run", "exec")
     for part in (repr(HOSTILE_TASK), "outer_iterations=4", "sparsities=[0.5, 0.75]", "n_train=4", "'blocks.1.attn_o'"):
+        assert part in code
+
+
+def test_a_default_that_changes_does_not_change_what_the_code_does(run: Run) -> None:
+    """Every setting of the solver, of calibration and of interventions stands in the code, defaults included."""
+    code = run_code(run)
+    written = {line.split("=")[0].strip() for line in code.splitlines() if "=" in line}
+    assert {field.name for field in fields(AnnealSpec)} <= written
+    assert {"preset", "calibration", "positions", "ablation", "controls"} <= written
+    for part in (
+        "preset='best'",
+        "calibration='sequential'",
+        "ablation='mean'",
+        "controls=['svd']",
+        "shrinkage='auto'",
+    ):
         assert part in code
 
 

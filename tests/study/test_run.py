@@ -41,6 +41,23 @@ def test_every_surface_method_and_task_is_there(run):
     assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 8}
 
 
+def test_calibration_from_a_stream(default_model, tasks, run):
+    """The same rows, streamed: the same factors, and the number of tokens is known."""
+    rows = swd.text_tokens(2048, split="train")
+    streamed = swd.run_study(
+        default_model,
+        {"blocks.3.mlp_out": "blocks.3.mlp_out"},
+        tasks[:1],
+        sparsities=(0.5,),
+        calibration_tokens=swd.TokenStream(lambda: iter(rows), len(rows)),
+        heldout_tokens=swd.text_tokens(2048, split="test"),
+        outer_iterations=8,
+    )
+    assert streamed.settings["calibration tokens"] == run.settings["calibration tokens"] == rows.numel()
+    site = "blocks.3.mlp_out"
+    assert torch.equal(streamed.replacements[0].factors[site].read, run.replacements[0].factors[site].read)
+
+
 def test_fidelity_is_handed_on_and_matches_ce(run):
     for surface, comparison in run.comparisons.items():
         mine = {r.method: r.fidelity for r in run.replacements if r.surface == surface}

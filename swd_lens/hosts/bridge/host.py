@@ -3,10 +3,10 @@
 1. Sites are read off the bridge's components: attn.{q,k,v,o}, mlp.{in,gate,out}, and the projections of linear attention.
    attn_qkv is q, k, v side by side, whatever order the checkpoint keeps them in; it is the site proper where the checkpoint
    holds them as one matrix, and an alternative elsewhere.
-2. Inputs and outputs are read with plain PyTorch hooks on the leaves (bridge_leaves.py).
+2. Inputs and outputs are read with plain PyTorch hooks on the leaves (leaves.py).
 3. A swap mounts the projection on the leaf and the HookPoint on the block and in the bridge's registry. Both are needed:
    hook_dict reads the registry alone, and a rescan of the model looks at attributes alone.
-4. What weight processing can fold away of a site's input is in bridge_norms.py, a prompt's kept prefix in bridge_cache.py.
+4. What weight processing can fold away of a site's input is in norms.py, a prompt's kept prefix in cache.py.
 """
 
 import inspect

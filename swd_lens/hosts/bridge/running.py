@@ -4,7 +4,7 @@
    modules are called otherwise (`with_stand_ins`): a block that is not to run hands on, the block where a run stops raises,
    the unembedding multiplies by a few rows. It is the call that is replaced, not `forward`: PyTorch hooks on such a module
    (a watch on its units, say) are not called either.
-2. The replacement is a change of class, as in bridge_leaves.py: an assignment to `block.forward` would be handed on to the
+2. The replacement is a change of class, as in leaves.py: an assignment to `block.forward` would be handed on to the
    Hugging Face module.
 """
 

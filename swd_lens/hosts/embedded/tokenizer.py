@@ -60,5 +60,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in a folder, loaded in the way TransformerLens can reload it (it needs name_or_path)."""
     if not Path(folder, "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that default_model.train wrote")
+        raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that embedded.train wrote")
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
