@@ -1,4 +1,4 @@
-"""The demo's tables for the README, and how far machines differ.
+"""The demo's tables, and how far machines differ.
 
     ATEN_CPU_CAPABILITY=default swd-lens demo --threads 1 --out a      # and so on: one folder per kind of machine
     python -m tests.benchmarks.demo a/run.json b/run.json ...

@@ -232,6 +232,7 @@ def record(
     command: str | None = None,
     threads: Sequence[int] | None = None,
     machine: str | None = None,
+    commit: str | None = None,
     notes: Sequence[str] | None = None,
     title: str | None = None,
     section: str | None = None,
@@ -241,8 +242,8 @@ def record(
 ) -> Path:
     """Write a benchmark's tables to its file; returns the file.
 
-    `command`, `threads` and `machine` are by default those of this process. Sentences (`title`, `section`, `order`, `about`,
-    `notes`) that are not given stay as the present file has them; a new file needs all but the notes.
+    `command`, `threads`, `machine` and `commit` are by default those of this process. Sentences (`title`, `section`, `order`,
+    `about`, `notes`) that are not given stay as the present file has them; a new file needs all but the notes.
     """
     path = folder / f"{name}.json"
     sentences = {
@@ -258,7 +259,7 @@ def record(
         "command": command or this_command(),
         "threads": list(threads) if threads is not None else [_torch_threads()],
         "machine": machine or this_machine(),
-        "commit": this_commit(),
+        "commit": commit or this_commit(),
         "date": date.today().isoformat(),
     }
     if path.is_file():
@@ -307,7 +308,11 @@ def _torch_threads() -> int:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ResultsError(f"git cannot say which commit this is; pass commit= ({error})") from error
+    return done.stdout.strip()
 
 
 def main() -> None:
