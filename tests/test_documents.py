@@ -2,12 +2,22 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks import results
-from tests.benchmarks.results import Result, ResultsError, Table, fill, read_result, read_results, record
+from tests.benchmarks.results import (
+    Result,
+    ResultsError,
+    Table,
+    fill,
+    read_result,
+    read_results,
+    record,
+    record_command,
+)
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -97,6 +107,23 @@ def test_record_fills_in_where_figures_come_from(tmp_path):
     again = read_result(path)
     assert (again.tables, again.threads, again.command) == ([slower], [1, 4], "python slow.py")
     assert (again.title, again.about) == ("Speed", ["Two turns."])
+
+
+def test_a_benchmark_that_prints_is_recorded(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(results, "this_commit", lambda: COMMIT)
+    path = record("speed", [MEASURED], **SENTENCES, folder=tmp_path)
+    program = (
+        "print('2 turns\\n\\n| host | | s |\\n|---|:---:|---:|\\n| hooked |  | 1.50 |\\n\\n| a |\\n| --- |\\n| 1 |')"
+    )
+    record_command("speed", [sys.executable, "-c", program, "--threads", "3"], folder=tmp_path)
+    first, second = read_result(path).tables
+    assert first == Table("2 turns", ["host", "", "s"], [["hooked", "", "1.50"]], ["left", "center", "right"])
+    assert second == Table("a", ["a"], [["1"]], ["left"])
+    assert read_result(path).threads == [3]
+    for program, message in (("print('no table')", "printed no Markdown table"), ("exit(2)", "ended with 2")):
+        with pytest.raises(ResultsError, match=message):
+            record_command("speed", ["python", "-c", program], folder=tmp_path)
+    assert "| hooked |" in capfd.readouterr().out
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")

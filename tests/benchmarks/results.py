@@ -2,6 +2,8 @@
 
     python -m tests.benchmarks.results            writes RESULTS.md and the tables of README.md
     python -m tests.benchmarks.results --check    writes nothing; names what is stale, and then exits with 1
+    python -m tests.benchmarks.results --record memory python -m tests.benchmarks.memory --threads 2
+                                                  runs a benchmark and takes the tables that it prints into memory.json
 
 1. Every file of tests/benchmarks/results/ holds one benchmark's figures as a `Result`: its tables, how they were measured, and on
    which commit, machine and date, with how many threads and by which command. Cells are text, because the digits that are shown
@@ -13,6 +15,7 @@
 5. `stale_documents` renders both and compares them with the files on disk; .ci/run fails where they differ.
 6. `record` is what a benchmark calls to leave its tables. It fills in commit, machine, threads, date and command, and keeps the
    sentences of the file that it replaces: figures in those are of the earlier run, so read them again.
+7. `record_command` does the same for a benchmark that only prints: its Markdown tables are read by `printed_tables`.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
@@ -279,6 +282,42 @@ def record(
     return path
 
 
+def record_command(name: str, command: Sequence[str], folder: Path = FOLDER) -> Path:
+    """Run a benchmark, show its output as it comes, and record the tables in it. Raises ResultsError if it fails."""
+    lines: list[str] = []
+    python = [sys.executable, *command[1:]] if command[0] == "python" else list(command)
+    with subprocess.Popen(python, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode:
+        raise ResultsError(f"{' '.join(command)} ended with {process.returncode}; nothing is recorded")
+    tables = list(printed_tables(lines))
+    if not tables:
+        raise ResultsError(f"{' '.join(command)} printed no Markdown table; nothing is recorded")
+    threads = [int(command[command.index("--threads") + 1])] if "--threads" in command else None
+    return record(name, tables, command=" ".join(command), threads=threads, folder=folder)
+
+
+def printed_tables(lines: Iterable[str]) -> Iterator[Table]:
+    """The Markdown tables in a program's output, each under the last line of text before it."""
+    title, block = "", []
+    for line in [*(line.strip() for line in lines), ""]:
+        if line.startswith("|"):
+            block.append([cell.strip() for cell in line.strip("|").split("|")])
+            continue
+        if len(block) > 2:
+            align = [next(name for name in ("center", "right", "left") if _ruled(rule, name)) for rule in block[1]]
+            yield Table(title or ", ".join(block[0]), block[0], block[2:], align)
+        title, block = line or (title if not block else ""), []
+
+
+def _ruled(rule: str, alignment: str) -> bool:
+    """Whether the rule below a heading (---, ---:, :---:) says this alignment."""
+    ends = {"center": rule.startswith(":") and rule.endswith(":"), "right": rule.endswith(":")}
+    return ends.get(alignment, True)
+
+
 def this_command() -> str:
     """How this process was started, as one types it: `python -m PACKAGE.MODULE ARGUMENTS`."""
     main = sys.modules["__main__"]
@@ -318,8 +357,16 @@ def _git(*arguments: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write RESULTS.md and README.md's tables from the files of results.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a document is stale")
+    parser.add_argument(
+        "--record", metavar="NAME", help="run the command that follows; its tables go to results/NAME.json"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="of --record")
     args = parser.parse_args()
+    if bool(args.command) != bool(args.record):
+        parser.error("--record NAME and a command go together")
     try:
+        if args.record:
+            record_command(args.record, args.command)
         stale = stale_documents()
         if args.check:
             if stale:
