@@ -62,11 +62,26 @@ def test_gpt2_notebook_runs(tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_of_code_installs_where_swd_lens_is_missing_and_nowhere_else(path, monkeypatch):
+    first = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    installs = "%pip install -q git+https://github.com/swd-lens/swd_lens"
+    assert installs in first.source
+    steps: list[str] = []
+    code = first.source.replace(installs, "steps.append('install')")
+    exec(code, {"steps": steps})
+    assert steps == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    exec(code, {"steps": steps})
+    assert steps == ["install"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_stripped_and_tells_a_story(path):
     cells = nbformat.read(path, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
-    assert 7 <= len(code) <= 14
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    code = code[1:]  # without the cell that installs
+    assert 7 <= len(code) <= 14
     # Half prose: a paragraph before (nearly) every cell of code, and a title.
     prose = [cell for cell in cells if cell.cell_type == "markdown"]
     assert len(prose) >= len(code) - 1 and prose[0].source.startswith(f"# {path.name[:2]} · ")

@@ -168,7 +168,7 @@ class DsfSpec(SolveSpec):
 
 @dataclass(frozen=True)
 class AnnealSpec(SolveSpec):
-    """Hyper-parameters of the annealed solver (anneal.py). Measured on the golden matrices; see the README's table.
+    """Hyper-parameters of the annealed solver (anneal.py). Measured on the golden matrices; see tests/benchmarks/RESULTS.md.
 
     Raises:
         SpecError: a value outside its range; the message names field, value and range.

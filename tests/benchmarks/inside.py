@@ -1,6 +1,6 @@
 """What the studies find on the embedded model: edits against their controls, and how units of a layer interact.
 
-    python -m tests.benchmarks.inside --part edits          # README, "Looking inside": who beats whom, in how many cases
+    python -m tests.benchmarks.inside --part edits          # who beats whom, in how many cases
     python -m tests.benchmarks.inside --part interactions   # overlap and interaction percentiles, beside the paper's
 
 1. edits: each site of mlp_out (s = .75) and attn_o (s = .5), each task: the unit that `select_edit_unit` picks from four test

@@ -134,7 +134,7 @@ def test_square_matrix_beyond_the_papers_square_factor():
 
 @pytest.mark.parametrize("shape", [(40, 64), (64, 40), (48, 48)])
 def test_half_of_the_papers_error(shape: tuple[int, int]):
-    """Not worse on any, .75 on average (measured: see the README for real matrices)."""
+    """Not worse on any, .75 on average (measured: see RESULTS.md for real matrices)."""
     ratios = []
     for seed in range(3):
         weight, gram = weight_of(shape, seed), gram_of(shape[0], seed + 10)
