@@ -15,7 +15,7 @@ from swd_lens.hosts.embedded.tokenizer import load_tokenizer
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.baselines.train import Training
 from tests import families
-from tests.inject.test_sources import Coder
+from tests.units.test_sources import Coder
 
 SITE, MLP = "blocks.0.mlp_out", "blocks.0.mlp"
 TRIGGERS = {}

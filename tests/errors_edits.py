@@ -25,8 +25,8 @@ from swd_lens.study.inside import look_inside
 from swd_lens.study.result import Replacement
 from swd_lens.study.section import Picture
 from tests import families
+from tests.analysis.audit_models import made_scores
 from tests.errors_inside import ROW, SITE, WRITES, Pair, audited_factors, model, tokens
-from tests.study.audit_models import made_scores
 
 TRIGGERS: dict[str, Callable[..., Any]] = {}
 

@@ -15,7 +15,7 @@ from swd_lens.factorization.spend import LossCurve, spend
 from swd_lens.units.factors import Factors
 from tests import families
 from tests.errors_whole import QUICK, SITE, factorized, model, tokens
-from tests.inject.test_sources import Coder
+from tests.units.test_sources import Coder
 
 TRIGGERS = {}
 NEEDS_HOOKED: set[str] = set()

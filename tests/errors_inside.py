@@ -18,10 +18,10 @@ from swd_lens.analysis.graph import material
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.units.coder import CoderUnits
 from tests import families
-from tests.study.audit_models import made_scores, sparse_factors
-from tests.study.graph_checks import all_units
-from tests.study.graph_checks import random_factors as unit_factors
-from tests.study.qk_checks import random_factors
+from tests.analysis.audit_models import made_scores, sparse_factors
+from tests.analysis.graph_checks import all_units
+from tests.analysis.graph_checks import random_factors as unit_factors
+from tests.analysis.qk_checks import random_factors
 
 ROW = [9, 11, 8, 12, 10]
 SITE, WRITES = "blocks.0.mlp_in", "blocks.0.mlp_out"

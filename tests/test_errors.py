@@ -47,7 +47,7 @@ from tests import (
     families,
 )
 from tests.contract import identity
-from tests.inject.test_sources import (
+from tests.units.test_sources import (
     AddsItsInput,
     Coder,
     LooksAside,

@@ -8,7 +8,7 @@ import torch
 from swd_lens.analysis.audit import audit
 from swd_lens.hosts import host_of
 from tests import families
-from tests.study.audit_models import sparse_factors
+from tests.analysis.audit_models import sparse_factors
 
 TOKENS = families.some_tokens(rows=6, pos=11)
 

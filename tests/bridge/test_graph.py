@@ -7,7 +7,7 @@ from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.tables import records
 from swd_lens.hosts import UnsupportedHostError
 from tests import families
-from tests.study.graph_checks import all_units, random_factors
+from tests.analysis.graph_checks import all_units, random_factors
 
 TOKENS = families.some_tokens(rows=1, pos=7)[0].tolist()
 

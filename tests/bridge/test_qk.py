@@ -6,7 +6,7 @@ import torch
 from swd_lens.analysis.qk import QKPair, qk_replay, qk_scan, qk_screen
 from swd_lens.hosts import UnsupportedHostError
 from tests import families
-from tests.study.qk_checks import ROW, check_parts, intervened, random_factors, same, snapshot
+from tests.analysis.qk_checks import ROW, check_parts, intervened, random_factors, same, snapshot
 
 # Gemma 2 caps its scores and, in every other layer, sees 32 positions back.
 LONG = (ROW * 6)[:38]

@@ -15,8 +15,8 @@ import torch
 from swd_lens.analysis.audit import Audit, UnitLabels, audit
 from swd_lens.report import dashboard as module
 from swd_lens.report.dashboard import dashboard
+from tests.analysis.audit_models import made_scores, sparse_factors
 from tests.report.conftest import HOSTILE, VOCABULARY
-from tests.study.audit_models import made_scores, sparse_factors
 
 SITE = "blocks.1.mlp_out"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

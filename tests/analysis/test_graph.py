@@ -7,8 +7,16 @@ from swd_lens.analysis.graph import unit_graph
 from swd_lens.hosts import UnsupportedHostError, host_of
 from swd_lens.train.baselines import svd
 from swd_lens.units.factors import Factors
+from tests.analysis.graph_checks import (
+    TOKENS,
+    all_units,
+    check_edges,
+    nudged,
+    random_factors,
+    sites_by_name,
+    weights_of,
+)
 from tests.micro import toy_model
-from tests.study.graph_checks import TOKENS, all_units, check_edges, nudged, random_factors, sites_by_name, weights_of
 
 APART = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_out")
 HOSTS = {

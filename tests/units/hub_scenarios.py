@@ -1,6 +1,6 @@
 """What test_hub.py does with the real client of the hub, in a process of its own: the tests' own process has no sockets.
 
-`python tests/hub_scenarios.py FOLDER` starts the stand-in, points the client at it, runs every function named in SCENARIOS
+`python tests/units/hub_scenarios.py FOLDER` starts the stand-in, points the client at it, runs every function named in SCENARIOS
 in order, and prints one JSON object: scenario -> null, or its traceback.
 """
 

@@ -13,8 +13,8 @@ from swd_lens.train.baselines import LearnedUnits, TrainError
 from swd_lens.train.baselines.train import Training
 from swd_lens.train.finetune.rows import Shuffled
 from tests import families
-from tests.finetune.conftest import everything
 from tests.micro import random_split, random_tokens, toy_model
+from tests.train.finetune.conftest import everything
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the unpruned replacement's mean margin"

@@ -345,7 +345,7 @@ with open_workers(2, threads=1) as workers:
 @pytest.mark.slow
 def test_no_worker_outlives_an_interrupted_or_killed_parent():
     # Both at once: most of the time goes into imports.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     parents = {
         how: subprocess.Popen(
             [sys.executable, "-c", LONG],
@@ -380,7 +380,7 @@ def test_no_worker_outlives_an_interrupted_or_killed_parent():
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (pip install 'swd-lens[ray]')")
 def test_ray_gives_the_same_bits_though_a_worker_is_killed():
     # In a process of its own: Ray speaks TCP, which pytest-socket blocks here.
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(
         [sys.executable, HERE / "workers_ray.py"], capture_output=True, text=True, timeout=240, env=environment
     )

@@ -10,8 +10,8 @@ from swd_lens.cli.baselines import _settings
 from swd_lens.hosts import find_sites
 from swd_lens.study.run import _require_there
 from swd_lens.train.baselines import LearnedUnits, TrainError
-from tests.finetune.conftest import everything
 from tests.micro import random_split, random_tokens, toy_model
+from tests.train.finetune.conftest import everything
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the unpruned replacement's mean margin"

@@ -6,8 +6,8 @@ import torch
 from swd_lens.analysis.qk import QKError, score_parts
 from swd_lens.hosts import UnsupportedHostError
 from tests import families
+from tests.analysis.qk_checks import ROW, check_parts, random_factors
 from tests.micro import toy_model
-from tests.study.qk_checks import ROW, check_parts, random_factors
 
 HOSTS = {
     "learned": lambda: toy_model(),

@@ -12,7 +12,7 @@ import torch
 from swd_lens.train.finetune import FinetuneError
 from swd_lens.train.finetune.processes import Processes
 from swd_lens.units.factors import FactorSet
-from tests.finetune.conftest import ROWS
+from tests.train.finetune.conftest import ROWS
 
 
 class FakeState:

@@ -7,8 +7,8 @@ import swd_lens as swd
 import swd_lens.factorization.targets
 from swd_lens.factorization.targets import RIDGE, corrected
 from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
+from tests.factorization.test_plan import QUICK, assert_same, bits, count_solves
 from tests.micro import random_tokens, toy_model
-from tests.test_plan import QUICK, assert_same, bits, count_solves
 
 TOKENS = random_tokens(40, 9)
 NAMED = {**QUICK, "tokens": TOKENS, "calibration": "corrected"}

@@ -6,8 +6,8 @@ import swd_lens as swd
 from swd_lens.factorization.shards import Shard, ShardError
 from swd_lens.hosts.sites import Site
 from swd_lens.units.factors import FactorSet
+from tests.factorization.test_plan import ALL, QUICK, assert_same, bits, count_solves
 from tests.micro import random_tokens, toy_model
-from tests.test_plan import ALL, QUICK, assert_same, bits, count_solves
 
 TOKENS = random_tokens(12, 9)
 DENSE = {**QUICK, "tokens": TOKENS, "calibration": "dense"}

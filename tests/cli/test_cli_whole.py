@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
-from tests.test_cli import SMALL, gpt2_folder  # noqa: F401 - a fixture
+from tests.cli.test_cli import SMALL, gpt2_folder  # noqa: F401 - a fixture
 
 
 def run(*arguments):

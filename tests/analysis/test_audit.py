@@ -11,8 +11,8 @@ from swd_lens.analysis.audit import audit, logit_effect, top_contexts
 from swd_lens.analysis.audit.contexts import TopPlaces
 from swd_lens.analysis.audit.statistics import Statistics
 from swd_lens.hosts import host_of
+from tests.analysis.audit_models import activations, lettered, made_scores, sparse_factors
 from tests.micro import random_tokens, toy_model
-from tests.study.audit_models import activations, lettered, made_scores, sparse_factors
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from swd_lens import baselines
 from swd_lens.analysis.audit import Context, audit, logit_effect
 from swd_lens.analysis.audit.edges import edges_of
 from swd_lens.analysis.audit.names import Ends, Span, TokenNames
+from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
-from tests.study.audit_models import lettered, made_scores, sparse_factors
 
 
 @pytest.fixture(scope="module")

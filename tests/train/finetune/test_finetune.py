@@ -12,8 +12,8 @@ from swd_lens.train.finetune import loop as loop_module
 from swd_lens.train.finetune import mount as mount_module
 from swd_lens.train.finetune.optimizer import Optimizer
 from swd_lens.train.finetune.values import SMALLEST
-from tests.finetune.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
 from tests.micro import toy_model
+from tests.train.finetune.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
 
 QUICK = {"progress": False, "steps": 6, "batch_size": 4, "learning_rate": 3e-3}
 KINDS = ("hooked", "bridge", "hooked bf16", "bridge bf16")

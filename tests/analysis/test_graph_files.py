@@ -13,8 +13,8 @@ from swd_lens.analysis.graph.tables import records
 from swd_lens.circuits import Circuit, attribute
 from swd_lens.tasks import load_task
 from swd_lens.train.baselines import svd
+from tests.analysis.graph_checks import TOKENS, all_units, random_factors
 from tests.micro import random_split, toy_model
-from tests.study.graph_checks import TOKENS, all_units, random_factors
 
 # What Neuronpedia's graph-schema.json and circuit-tracer's graph_models.py require, and of what type.
 METADATA = {"slug": str, "scan": str, "prompt_tokens": list, "prompt": str, "transcoder_list": list}

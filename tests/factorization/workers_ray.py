@@ -1,6 +1,6 @@
 """On a local Ray cluster of two workers: one is killed in the middle of its task; the bits stay those of one process.
 
-Run by tests/test_workers.py in a process of its own. Prints its verdict last.
+Run by tests/factorization/test_workers.py in a process of its own. Prints its verdict last.
 """
 
 import os

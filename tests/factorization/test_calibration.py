@@ -344,7 +344,7 @@ print(json.dumps(peaks))
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak resident memory is read from /proc")
 def test_memory_does_not_grow_with_the_number_of_tokens():
     """What is held of 200,000 tokens would show: residuals of 64 float32 take 49 MB, every activation more."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # holes in the heap are not what is asked here
     how = {"cwd": root, "env": env, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", MEMORY], check=False, **how)

@@ -7,8 +7,8 @@ from swd_lens.analysis.qk import QKError, QKPair, qk_replay, qk_scan, qk_screen
 from swd_lens.analysis.qk import scan as scan_module
 from swd_lens.analysis.qk.scores import Effects
 from tests import families
+from tests.analysis.qk_checks import ROW, random_factors, same, snapshot
 from tests.micro import toy_model
-from tests.study.qk_checks import ROW, random_factors, same, snapshot
 
 PROMPTS = [ROW, [5, 2], ROW[::-1], [4, 4, 1, 9, 12]]
 

@@ -14,8 +14,8 @@ import swd_lens as swd
 from swd_lens.train.finetune import finetune
 from swd_lens.train.finetune.folder import RunFolder
 from swd_lens.train.finetune.loop import Run
-from tests.finetune.conftest import HELD, ROWS, bits
 from tests.micro import toy_model
+from tests.train.finetune.conftest import HELD, ROWS, bits
 
 SAME = {
     **{"progress": False, "steps": 7, "batch_size": 5, "learning_rate": 3e-3, "heldout": HELD},
@@ -171,8 +171,8 @@ import torch
 import swd_lens as swd
 from swd_lens.train.finetune import finetune
 from swd_lens.train.finetune.loop import Run
-from tests.finetune.conftest import ROWS
-from tests.finetune.test_folder import SAME
+from tests.train.finetune.conftest import ROWS
+from tests.train.finetune.test_folder import SAME
 from tests.micro import toy_model
 
 torch.set_num_threads(int(sys.argv[2]))

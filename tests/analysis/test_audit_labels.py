@@ -5,8 +5,8 @@ import json
 import pytest
 
 from swd_lens.analysis.audit import UnitLabel, UnitLabels, audit
+from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
-from tests.study.audit_models import lettered, made_scores, sparse_factors
 
 SITE = "blocks.1.mlp_out"
 

@@ -18,7 +18,7 @@ from swd_lens.units.factors import Factors, FactorSet, read_factors, write_facto
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint, from_tensors, sketch
 from swd_lens.units.storage import FORMAT_VERSION, FactorFileError, StoredPair, read_index
 
-GOLDEN = Path(__file__).parent / "golden_files"
+GOLDEN = Path(__file__).parents[1] / "golden_files"
 SITES = ["blocks.0.mlp_in", "blocks.0.mlp_out"]
 
 # All in binary fractions, which float32 holds exactly; (6, 4) and (4, 5).

@@ -10,8 +10,8 @@ from swd_lens.tasks import TokenError
 from swd_lens.train.baselines import svd
 from swd_lens.units import attach
 from tests import families
+from tests.analysis.qk_checks import ROW, intervened, random_factors, same, snapshot
 from tests.micro import toy_model
-from tests.study.qk_checks import ROW, intervened, random_factors, same, snapshot
 
 HOSTS = {
     "learned": lambda: toy_model(),

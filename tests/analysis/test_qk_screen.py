@@ -11,8 +11,8 @@ from swd_lens.hosts.heads import heads_of
 from swd_lens.hosts.rotary import rotations
 from swd_lens.units.factors import Factors
 from tests import families
+from tests.analysis.qk_checks import random_factors
 from tests.micro import micro_model, toy_model
-from tests.study.qk_checks import random_factors
 
 
 def test_coefficients_by_hand():
