@@ -1,8 +1,8 @@
 """Hosts: the model that is being factorized, behind one small protocol.
 
 `host_of(model)` wraps a model; `find_sites(model, pattern)` lists its factorizable matrices. Everything above this
-package (calibration, injection, fidelity, circuits) speaks to `Host` only. There are two: hooked_transformer.py
-(transformer_lens 3.9) and bridge.py (TransformerBridge, 3.9 and 4.x).
+package (calibration, injection, fidelity, circuits) speaks to `Host` only. There are two: hooked/
+(HookedTransformer, transformer_lens 3.9) and bridge/ (TransformerBridge, 3.9 and 4.x).
 """
 
 from collections.abc import Callable, Iterable
