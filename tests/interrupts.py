@@ -2,7 +2,13 @@
 
 import sys
 
-INJECTION = ("swd_lens/inject/", "swd_lens/hosts/")
+INJECTION = (
+    *(
+        f"swd_lens/units/{name}.py"
+        for name in ("attach", "kernels", "match", "probe", "projection", "sources", "watch")
+    ),
+    "swd_lens/hosts/",
+)
 
 
 def run_to_line(function, stop, parts=INJECTION):

@@ -22,7 +22,7 @@ from tests.interrupts import run_to_line
 from tests.micro import identity_factors, micro_model, random_tokens, toy_model
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-EDITS = ("study/edit/edited.py", "study/edit/standing.py", "hosts/writing.py")
+EDITS = ("analysis/edit/edited.py", "analysis/edit/standing.py", "hosts/writing.py")
 
 
 @pytest.fixture(scope="module")

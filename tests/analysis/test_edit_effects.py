@@ -12,6 +12,7 @@ from swd_lens.analysis.edit import EditComparison, EditError, compare_edits, edi
 from swd_lens.analysis.edit.effects import divergence
 from swd_lens.analysis.edit.target import find_target
 from swd_lens.hosts import find_sites
+from swd_lens.hosts.sites import parse_unit
 from swd_lens.units import AttachError, attach
 from swd_lens.units.factors import Factors, FactorSet
 from tests.hosts.test_interrupts import everything
@@ -210,7 +211,7 @@ def test_selection_with_scores_and_text(model, factors):
     with torch.no_grad():
         _, cache = model.run_with_cache(TEXT)
     for _, row in rows.iterrows():
-        site, index = swd.sites.parse_unit(row["unit"])
+        site, index = parse_unit(row["unit"])
         case = next(case for case in cases if torch.equal(case[0], row["prompt"]))
         target = find_target(model, find_sites(model, site)[0], *case)
         f = surface[site]

@@ -115,5 +115,6 @@ def test_gradients_through_a_prefix_are_those_of_the_whole_prompt(causal, packed
     for _ in range(2):
         got = _gradients(causal, sites, prefix)
         assert got.keys() == set(sites)
-        assert all(close(got[site], whole[site]) for site in sites)
+        # Backwards through Qwen3.5's recurrence float32 is off by 8e-6 (AVX-512), 1.04e-5 (ATEN_CPU_CAPABILITY=default).
+        assert all(close(got[site], whole[site], 4e-5) for site in sites)
     undo()

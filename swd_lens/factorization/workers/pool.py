@@ -34,7 +34,7 @@ from swd_lens.factorization.workers.order import Failed, lost, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, pack_task, receive, send
 from swd_lens.factorization.workers.task import SolveTask
 
-_PACKAGE = Path(__file__).absolute().parent.parent
+_PACKAGE = Path(__file__).absolute().parents[2]
 
 
 @dataclass
