@@ -88,10 +88,18 @@ def test_paper_preset_in_float32_has_the_references_errors_but_for_rounding():
 
 # ---------------------------------------------------------------------- preset best
 
-OFTEN = [i for i, r in enumerate(ROWS) if r["sparsity"] in (0.5, 0.75) or r["matrix"] == "attn_out"]
+
+def rows_where(zero_data: bool, *sparsities: float) -> list[int]:
+    return [i for i, r in enumerate(ROWS) if r["zero_data"] == zero_data and r["sparsity"] in sparsities]
 
 
-@lru_cache
+# The bar's rows, and others of which each must be below 1. The benchmark command has every row; these take half of its time.
+CALIBRATED = rows_where(False, 0.5, 0.75)
+OTHERS = [
+    i for i, r in enumerate(ROWS) if i not in CALIBRATED and (r["sparsity"] in (0.5, 0.75) or r["matrix"] == "attn_out")
+]
+
+
 def best_ratio(index: int) -> float:
     """Error over the reference's: held-out relMSE, or relative Frobenius for zero-data. K is checked on the way."""
     row = ROWS[index]
@@ -103,22 +111,17 @@ def best_ratio(index: int) -> float:
     return factors.relmse(tensors["gram_heldout"]) / row["relmse_heldout"]
 
 
-def rows_where(zero_data: bool, *sparsities: float) -> list[int]:
-    return [i for i, r in enumerate(ROWS) if r["zero_data"] == zero_data and r["sparsity"] in sparsities]
-
-
 @pytest.mark.skipif(not ROWS, reason=MISSING)
-@pytest.mark.parametrize("index", OFTEN, ids=lambda i: row_id(ROWS[i]))
+@pytest.mark.parametrize("index", OTHERS, ids=lambda i: row_id(ROWS[i]))
 def test_best_beats_the_reference(index: int):
-    """The benchmark command has every row; these take half of its time."""
     assert best_ratio(index) < 1
 
 
 @pytest.mark.skipif(not ROWS, reason=MISSING)
 def test_best_has_three_fifths_of_the_references_error():
-    """The issue's bar, .60; measured .56."""
-    ratios = [best_ratio(i) for i in rows_where(False, 0.5, 0.75)]
-    assert len(ratios) == 8 and geometric_mean(ratios) <= 0.60
+    """The bar is .60; measured .56."""
+    ratios = [best_ratio(i) for i in CALIBRATED]
+    assert len(ratios) == 8 and max(ratios) < 1 and geometric_mean(ratios) <= 0.60
 
 
 @pytest.mark.skipif(not ROWS, reason=MISSING)
