@@ -59,7 +59,7 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     command = [
         *(
             "-m",
-            "swd_lens.finetune",
+            "swd_lens.train.finetune",
             "--factors",
             str(tmp_path / "given"),
             "--tokens",
