@@ -27,7 +27,7 @@ AUTO = "auto"
 
 # Precision "auto" is float64 for matrices of at most this many entries (256 x 512). Choosing supports amplifies rounding: in
 # float32 another processor or number of threads ends with half of the entries elsewhere, in float64 with the same ones (16
-# matrices of the embedded model: no support entry differs, products differ by 1e-13). The price is 1.5 to 2 times the time,
+# factorizations of the embedded model: no support entry differs, products differ by 1e-13). The price is 1.5 to 2 times the time,
 # and twice the memory.
 DOUBLE_UP_TO = 2**17
 

@@ -1,7 +1,8 @@
 """Whether two runs of the demo found the same: `python -m tests.bridge.compare_runs A/run.json B/run.json`.
 
-1. Every number of fidelity, circuits and units is paired with its counterpart, by path; wall-clock seconds are left out, and the
-   provenance of factors, which names the kind of host.
+1. Every number of fidelity, circuits and units is paired with its counterpart, by path; wall-clock seconds are left out, the
+   provenance of factors, which names the kind of host, and the hashes of factors: two hosts' float64 Grams differ in their last
+   bits, and so may the last bit of a float32 value. Supports are the same, or the counts of edges would differ.
 2. Two numbers agree within TOLERANCE, absolute below 1 and relative above it: logits of a margin reach 12. Anything else
    (names of units, tokens, lengths of lists, counts of edges) must be the same.
 3. The largest difference of each kind of number is printed, where there is one. Exit code 1 if any is too large, or anything
@@ -16,7 +17,7 @@ from typing import Any
 
 TOLERANCE = 1e-4
 PARTS = ("fidelity", "circuits", "units")
-LEFT_OUT = ("seconds", "provenance")
+LEFT_OUT = ("seconds", "provenance", "factors")
 # What the two runs must have been made of; versions, kind of host and threads may differ.
 SAME_SETTINGS = ("model", "weights", "surfaces", "sparsities", "tasks", "solver settings", "calibration dtype")
 

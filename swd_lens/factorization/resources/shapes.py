@@ -84,7 +84,7 @@ def gram_dtype_for(
 ) -> Literal["float32", "float64"]:
     """What "auto" stands for: float64 where every matrix is solved in float64, else float32.
 
-    Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 matrices of the embedded
+    Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the embedded
     model; of a float64 Gram none).
     """
     with naming(sites[0]):
