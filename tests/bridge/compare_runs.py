@@ -2,7 +2,9 @@
 
 1. Every number of fidelity, circuits and units is paired with its counterpart, by path; wall-clock seconds are left out, the
    provenance of factors, which names the kind of host, and the hashes of factors: two hosts' float64 Grams differ in their last
-   bits, and so may the last bit of a float32 value. Supports are the same, or the counts of edges would differ.
+   bits, and so may the last bit of a float32 value.
+   In the hashes' place the factors themselves are compared, where both runs have a folder of them: the supports must be the same
+   entry by entry, the values agree within TOLERANCE of the largest.
 2. Two numbers agree within TOLERANCE, absolute below 1 and relative above it: logits of a margin reach 12. Anything else
    (names of units, tokens, lengths of lists, counts of edges) must be the same.
 3. The largest difference of each kind of number is printed, where there is one. Exit code 1 if any is too large, or anything
@@ -14,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from swd_lens import FactorSet
 
 TOLERANCE = 1e-4
 PARTS = ("fidelity", "circuits", "units")
@@ -64,11 +68,34 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[float, str]
     return worst
 
 
+def compare_factors(a: Path, b: Path) -> dict[str, tuple[float, str]]:
+    """Folder and site -> largest distance of a value, over the largest value; inf where a support or a site differs."""
+    names = sorted(folder.name for folder in a.iterdir())
+    if names != sorted(folder.name for folder in b.iterdir()):
+        return {"factors": (float("inf"), f"{a} and {b} hold factors of other names")}
+    worst: dict[str, tuple[float, str]] = {}
+    for name in names:
+        first, second = FactorSet.load(a / name), FactorSet.load(b / name)
+        if list(first) != list(second):
+            worst[f"factors.{name}"] = float("inf"), f"{list(first)!r:.60}, {list(second)!r:.60}"
+            continue
+        for site in first:
+            for factor in ("read", "write"):
+                left, right = getattr(first[site], factor), getattr(second[site], factor)
+                same = left.shape == right.shape and bool(((left != 0) == (right != 0)).all())
+                far = float((left - right).abs().max() / left.abs().max()) if same else float("inf")
+                worst[f"factors.{name}.{site}.{factor}"] = far, "values" if same else "the supports differ"
+    return worst
+
+
 def main(files: list[str]) -> int:
     if len(files) != 2:
         print(__doc__)
         return 2
     worst = compare(*(json.loads(Path(file).read_text()) for file in files))
+    folders = [Path(file).parent / "factors" for file in files]
+    if all(folder.is_dir() for folder in folders):
+        worst |= compare_factors(*folders)
     for kind, (far, where) in sorted(worst.items(), key=lambda item: -item[1][0]):
         if far:
             print(f"{far:9.2e}  {kind:<28} {where}")

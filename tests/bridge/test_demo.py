@@ -20,7 +20,7 @@ from swd_lens.hosts.embedded import score
 from swd_lens.hosts.embedded.corpus import Packer
 from swd_lens.hosts.embedded.load import WEIGHTS
 from tests import families
-from tests.bridge.compare_runs import compare, main
+from tests.bridge.compare_runs import compare, compare_factors, main
 
 SITE = "blocks.3.mlp_out"
 needs_hooked_transformer = pytest.mark.skipif(
@@ -241,3 +241,17 @@ def test_compare_runs_tells_the_same_from_the_different(tmp_path, capsys):
         lambda run: run["settings"].update(weights=1),
     ):
         assert changed(different)[:2] == (1, float("inf"))
+
+
+def test_compare_runs_looks_into_the_factors(tmp_path):
+    """A value may differ in its last bit; an entry of a support may not, whatever the counts say."""
+    read, write = torch.tensor([[1.0, 0.0], [0.5, 2.0]]), torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])
+    rounded, moved = write * (1 + 1e-7), write[:, [1, 0, 2]]
+    for name, other in (("a", write), ("b", rounded), ("c", moved)):
+        swd.FactorSet({"blocks.0.mlp_out": swd.Factors(read, other)}).save(tmp_path / name / "set")
+    near = compare_factors(tmp_path / "a", tmp_path / "b")
+    assert len(near) == 2 and 0 < max(far for far, _ in near.values()) < 1e-6
+    apart = compare_factors(tmp_path / "a", tmp_path / "c")
+    assert apart["factors.set.blocks.0.mlp_out.write"] == (float("inf"), "the supports differ")
+    (tmp_path / "c" / "set").rename(tmp_path / "c" / "another")
+    assert compare_factors(tmp_path / "a", tmp_path / "c")["factors"][0] == float("inf")
