@@ -96,9 +96,9 @@ def fresh(name: str) -> Host:
     return host_of(families.bridge(name))
 
 
-def close(left: torch.Tensor, right: torch.Tensor, bound: float = 1e-5) -> bool:
+def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal within rounding, relative to the scale of the numbers."""
-    return bool((left - right).abs().max() <= bound * right.abs().max())
+    return bool((left - right).abs().max() <= 1e-5 * right.abs().max())
 
 
 def snapshot(model: TransformerBridge) -> dict:

@@ -110,11 +110,12 @@ def _gradients(host: Host, sites: list[Site], prefix) -> dict[Site, torch.Tensor
 def test_gradients_through_a_prefix_are_those_of_the_whole_prompt(causal, packed):
     sites = sites_with(causal, packed)
     undo = swap_dense(causal, sites)
+    # In float32 Qwen3.5's recurrence alone is off by 8e-6 (AVX-512), 1.04e-5 (ATEN_CPU_CAPABILITY=default), backwards.
+    causal.model.double()
     whole = _gradients(causal, sites, None)
     prefix = causal.freeze_prefix(TOKENS)
     for _ in range(2):
         got = _gradients(causal, sites, prefix)
         assert got.keys() == set(sites)
-        # Backwards through Qwen3.5's recurrence float32 is off by 8e-6 (AVX-512), 1.04e-5 (ATEN_CPU_CAPABILITY=default).
-        assert all(close(got[site], whole[site], 4e-5) for site in sites)
+        assert all(close(got[site], whole[site]) for site in sites)
     undo()
