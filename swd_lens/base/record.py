@@ -1,0 +1,165 @@
+"""Record: a result as a frozen dataclass that goes to plain JSON values and back by its type hints, and shows itself.
+
+1. `as_dict` gives the fields as plain values (nested records, tensors and tables included), then the properties named in
+   `derived`, which readers of the JSON want and `from_dict` passes over.
+2. `from_dict` builds the record again (cattrs): what is missing or of another kind is a ValueError that says where. JSON has null
+   for NaN; where a number is due, null is NaN again.
+3. `SavedRecord` adds a file of its own: format number, version, atomic writes, and clear errors for files of others.
+4. `title` and `parts` are what a notebook shows (`_repr_html_`).
+"""
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
+
+import cattrs
+import pandas as pd
+import torch
+from cattrs.gen import make_dict_structure_fn
+from torch import Tensor
+
+from swd_lens.base._version import __version__
+from swd_lens.base.display import card
+from swd_lens.base.files import write_json
+
+AnyRecord = TypeVar("AnyRecord", bound="Record")
+AnySaved = TypeVar("AnySaved", bound="SavedRecord")
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Record:
+    """Base of results; subclasses are frozen dataclasses."""
+
+    derived: ClassVar[tuple[str, ...]] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, `from_dict` takes them back; NaN stays NaN here and becomes null in files."""
+        own = {each.name: _CONVERTER.unstructure(getattr(self, each.name)) for each in fields(self)}  # pyright: ignore[reportArgumentType]
+        return own | {name: _CONVERTER.unstructure(getattr(self, name)) for name in self.derived}
+
+    @classmethod
+    def from_dict(cls: type[AnyRecord], values: Any) -> AnyRecord:
+        """What `as_dict` gave, also after JSON.
+
+        Raises:
+            ValueError: a field is missing or of another kind; the message names it.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"not the values of a {cls.__name__}: {type(values).__name__} in place of named fields")
+        try:
+            return _CONVERTER.structure(values, cls)
+        except Exception as error:
+            raise ValueError(
+                f"not the values of a {cls.__name__}: {'; '.join(cattrs.transform_error(error))}"
+            ) from error
+
+    def title(self) -> str:
+        """The card's first line."""
+        return repr(self)
+
+    def parts(self) -> tuple[Any, ...]:
+        """What stands below the title: figures, tables, panels, lines of text (see `swd_lens.base.display.card`)."""
+        table = getattr(self, "table", None)
+        return () if table is None else (table(),)
+
+    def _repr_html_(self) -> str:
+        return card(self.title(), *self.parts())
+
+
+class SavedRecord(Record):
+    """A record with a JSON file of its own.
+
+    Class attributes:
+        FORMAT: number of the file's format; a later one is refused.
+        WHAT: what such a file is called in messages, "an allocation".
+    """
+
+    FORMAT: ClassVar[int] = 1
+    WHAT: ClassVar[str] = "a result"
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to a JSON file, whole or not at all."""
+        write_json(Path(path), {"format": self.FORMAT, "swd_lens": __version__, **self.as_dict()})
+
+    @classmethod
+    def load(cls: type[AnySaved], path: str | Path) -> AnySaved:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not such a file, damaged, or of a later format.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            version = int(values["format"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not {cls.WHAT}, or damaged ({error!r})") from error
+        if version > cls.FORMAT:
+            raise ValueError(f"{path} has format {version}, newer than this swd_lens; update it")
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path} is not {cls.WHAT}, or damaged ({error})") from error
+
+
+# ---------------------------------------------------------------------------------------------- conversion
+
+
+def _is_tensor(kind: Any) -> bool:
+    """A Tensor, also one annotated with its shape by jaxtyping."""
+    return kind is Tensor or getattr(kind, "array_type", None) is Tensor
+
+
+def _is_plain_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType) and set(get_args(kind)) <= set(_PLAIN)
+
+
+def _structure_number(value: Any, kind: Any) -> float:
+    if value is None:
+        return float("nan")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _structure_exactly(value: Any, kind: Any) -> Any:
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise TypeError(f"{value!r} is not of type {kind.__name__}")
+
+
+def _structure_plain_union(value: Any, kind: Any) -> Any:
+    kinds = get_args(kind)
+    if value is None and type(None) not in kinds and float in kinds:
+        return float("nan")
+    if isinstance(value, kinds):
+        return value
+    raise TypeError(f"{value!r} is not one of {kind}")
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter()
+    for kind in (int, str, bool):
+        converter.register_structure_hook(kind, _structure_exactly)
+    converter.register_structure_hook(float, _structure_number)
+    converter.register_structure_hook_func(_is_plain_union, _structure_plain_union)
+    converter.register_structure_hook_func(_is_tensor, lambda value, _: torch.tensor(value))
+    converter.register_structure_hook(pd.DataFrame, lambda value, _: pd.DataFrame(value))
+    converter.register_unstructure_hook_func(
+        lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist
+    )
+    converter.register_unstructure_hook(pd.DataFrame, lambda table: table.to_dict("records"))
+    converter.register_structure_hook_factory(_is_record, lambda kind: make_dict_structure_fn(kind, converter))
+    converter.register_unstructure_hook_func(_is_record, lambda record: record.as_dict())
+    return converter
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Record)
+
+
+_CONVERTER = _converter()
