@@ -31,12 +31,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.solver.budget import Budget
-from swd_lens.solver.metric import Metric
+from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import refine
-from swd_lens.solver.scale import power_of_two
-from swd_lens.solver.spec import AnnealSpec
-from swd_lens.solver.step import OnIteration, Step
-from swd_lens.solver.threshold import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
+from swd_lens.solver.spec import AnnealSpec, OnIteration, Step
+from swd_lens.solver.support import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
 
 Matrix = Float[Tensor, "rows columns"]
 

@@ -32,10 +32,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.solver.budget import Budget, strict_rank
-from swd_lens.solver.scale import power_of_two
-from swd_lens.solver.spec import DsfSpec
-from swd_lens.solver.step import OnIteration, Step
-from swd_lens.solver.threshold import keep_above, keep_exactly
+from swd_lens.solver.metric import power_of_two
+from swd_lens.solver.spec import DsfSpec, OnIteration, Step
+from swd_lens.solver.support import keep_above, keep_exactly
 from swd_lens.solver.validate import GramError
 
 # The reference's floor on norms (1e-8) is absolute. While the largest entries lie in this range it is below or near

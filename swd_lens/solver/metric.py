@@ -8,8 +8,12 @@
 3. A diagonal G (and zero-data) is C = I, kept as None: nothing is multiplied by it.
 4. Between the two stands C_g = (1 - g) I + g C, whose eigenvectors are those of C; they are computed once, when first
    wanted.
+
+`power_of_two` takes out the scale of W and G before anything else: dividing by a power of two is exact, so that one in the input
+changes no bit of the result.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,3 +101,12 @@ def _check_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:
     shifted.diagonal().add_(NEGATIVE_ROUNDING)
     if int(torch.linalg.cholesky_ex(shifted).info) != 0:
         raise GramError("gram is not positive semi-definite: give E[h^T h], or add to its diagonal what it lacks")
+
+
+def power_of_two(values: Float[Tensor, "*shape"]) -> float:
+    """2^e such that the largest magnitude, divided by it, lies in [1, 2); 1 for the identity.
+
+    Bounded to 2^±100: its inverse must be a float32, too.
+    """
+    exponent = math.frexp(float(values.abs().max()))[1] - 1
+    return 2.0 ** max(min(exponent, 100), -100)

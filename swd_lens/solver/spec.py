@@ -1,29 +1,24 @@
-"""Solver settings, checked, and the presets.
+"""Solver settings with their bounds, the presets, and what a solver says of its progress.
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
    `AnnealSpec` ours.
 2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", and "paper".
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
+4. A `Step` is what a solver tells its caller after each outer iteration.
 """
 
-import difflib
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from swd_lens.base.settings import AUTO, Bounds, Settings, nearest, setting
 from swd_lens.solver.validate import SpecError
-
-ROUNDINGS = ("reference", "exact")
-ARITHMETICS = ("reference", "clean")
-PRECISIONS = ("float32", "float64")
 
 # Shrinkage "auto" is d_in / tokens, at most this (solver.md, point 6). Real text through an encoder layer, d_in 384 and
 # 1,536: at 1,024, 4,096 and 16,384 tokens it lowers the held-out error by 23, 7 and 1 % (geometric means).
 MOST_SHRINKAGE = 0.3
 
-# For settings that depend on the matrix: chosen by rule.
-AUTO = "auto"
+PRECISIONS = ("float32", "float64", AUTO)
 
 # Precision "auto" is float64 for matrices of at most this many entries (256 x 512). Choosing supports amplifies rounding: in
 # float32 another processor or number of threads ends with half of the entries elsewhere, in float64 with the same ones (16
@@ -35,9 +30,10 @@ RHO_END_CALIBRATED = 0.5
 RHO_END_ZERO_DATA = 0.8
 
 
-class SolveSpec:
-    """What the settings of every solver can do: check themselves and become plain JSON values."""
+class SolveSpec(Settings):
+    """What the settings of every solver can do beside checking themselves."""
 
+    error = SpecError
     solver: ClassVar[str]
     precision: str
 
@@ -47,33 +43,9 @@ class SolveSpec:
             return self.precision
         return "float64" if d_in * d_out <= DOUBLE_UP_TO else "float32"
 
-    def as_dict(self) -> dict[str, Any]:
-        """All values as plain JSON values, for Factors.settings."""
-        return asdict(self)  # pyright: ignore[reportArgumentType]
-
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
         """How far the Gram of `tokens` tokens is shrunk towards the identity; 0 where a solver knows no shrinkage."""
         return 0.0
-
-    def _require_int(self, name: str, low: int, high: int | None = None) -> None:
-        value = getattr(self, name)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        if not is_int or value < low or (high is not None and value > high):
-            bound = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise SpecError(f"{name}={value!r}: give a whole number {bound}")
-
-    def _require_number(self, name: str, high: float, *, zero: bool = False) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, float | int) and not isinstance(value, bool)
-        if not is_number or not (0 < value <= high or (zero and value == 0)) or math.isinf(value):
-            low = "0 or more" if zero else "above 0"
-            bound = f"a finite number {low}" if math.isinf(high) else f"a number {low} and at most {high:g}"
-            raise SpecError(f"{name}={value!r}: give {bound}")
-
-    def _require_one_of(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise SpecError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True)
@@ -88,73 +60,66 @@ class DsfSpec(SolveSpec):
 
     # Alternations T. Paper: 40 for the GPT-2 experiments, 8 for the single Qwen matrices. The penalty ramp needs
     # T > rho_ramp_tail.
-    outer_iterations: int = 40
+    outer_iterations: int = setting(40, at_least=1)
 
     # ADMM steps per block update. Paper: 5.
-    inner_iterations: int = 5
+    inner_iterations: int = setting(5, at_least=1)
 
     # During the first this many steps of a block the support is chosen anew, then held. Paper: 2.
-    support_iterations: int = 2
+    support_iterations: int = setting(2, at_least=1)
 
     # ADMM penalty of every step but a block's first. Paper: 1 (natural: the block's Gram has a unit diagonal).
-    rho: float | int = 1.0
+    rho: float | int = setting(1.0, above=0)
 
     # A block's first step uses min(1, t / (T - tail)) ** power * rho: at t = 0 plain least squares, which forgets the
     # identity start; later the previous factor counts more and more. Paper: (t / (T - 3)) ** 3.
-    rho_ramp_tail: int = 3
-    rho_ramp_power: float | int = 3.0
+    rho_ramp_tail: int = setting(3, at_least=0)
+    rho_ramp_power: float | int = setting(3.0, above=0)
 
     # Added to a block's Gram, in units of its mean diagonal. Paper: 1e-2. It also keeps the very first solve
     # (rho = 0) regular.
-    ridge: float | int = 1e-2
+    ridge: float | int = setting(1e-2, above=0)
 
     # Density of the square factor when W is square, and when it is not. Paper: 0.16 and 0.25; the rest of K is the
     # other factor's.
-    square_density_square: float | int = 0.16
-    square_density_rectangular: float | int = 0.25
+    square_density_square: float | int = setting(0.16, above=0, at_most=1)
+    square_density_rectangular: float | int = setting(0.25, above=0, at_most=1)
 
     # The other factor starts as the rescaled target pruned to this share of its budget. Reference code: 1/2 (not in
     # the paper).
-    start_share: float | int = 0.5
+    start_share: float | int = setting(0.5, above=0, at_most=1)
 
     # No factor may be sparser than this under rounding="reference" (K is then overshot). Reference code: 0.99.
-    sparsity_cap: float | int = 0.99
+    sparsity_cap: float | int = setting(0.99, above=0, at_most=1)
 
     # Added to norms before dividing by them, so that dead inputs and empty units stay finite. Reference code: 1e-8.
-    norm_floor: float | int = 1e-8
+    norm_floor: float | int = setting(1e-8, above=0)
 
     # ADMM steps of the finalisation (write factor refitted on the full Gram, supports held), without ridge. Paper: 20.
     # 0 leaves it out.
-    final_iterations: int = 20
+    final_iterations: int = setting(20, at_least=0)
 
     # Penalty of the finalisation. Paper: 1.
-    final_rho: float | int = 1.0
+    final_rho: float | int = setting(1.0, above=0)
 
     # "reference": entries strictly above a threshold whose index is rounded as the reference code rounds it, usually
     # one entry per factor below budget (method.md §0.3 proves that the paper's counts carry this). "exact": K is K.
-    rounding: str = "reference"
+    rounding: str = setting("reference", one_of=("reference", "exact"))
 
     # "reference": the reference code's bits on the same machine and threads. "clean": Cholesky and scale-free floors,
     # faster, and the same bits for c * W or c * G with c a power of two. Equally good on average (dsf.py says more).
-    arithmetic: str = "reference"
+    arithmetic: str = setting("reference", one_of=("reference", "clean"))
 
     # "float32": the paper's. "float64" takes twice the time and gives the same supports on any processor; "auto": float64
     # for small matrices (DOUBLE_UP_TO).
-    precision: str = "float32"
+    precision: str = setting("float32", one_of=PRECISIONS)
 
     def __post_init__(self) -> None:
-        self._require_int("outer_iterations", self.rho_ramp_tail + 1)
-        self._require_int("inner_iterations", 1)
-        self._require_int("support_iterations", 1, self.inner_iterations)
-        self._require_int("rho_ramp_tail", 0)
-        self._require_int("final_iterations", 0)
-        for name in ("rho", "rho_ramp_power", "ridge", "norm_floor", "final_rho"):
-            self._require_number(name, math.inf)
-        for name in ("square_density_square", "square_density_rectangular", "start_share", "sparsity_cap"):
-            self._require_number(name, 1.0)
-        self._require_one_of("rounding", ROUNDINGS)
-        self._require_one_of("arithmetic", ARITHMETICS)
-        self._require_one_of("precision", (*PRECISIONS, AUTO))
+        super().__post_init__()
+        self._check("outer_iterations", self.outer_iterations, Bounds(at_least=self.rho_ramp_tail + 1), int)
+        self._check(
+            "support_iterations", self.support_iterations, Bounds(at_least=1, at_most=self.inner_iterations), int
+        )
 
     def square_density(self, d_in: int, d_out: int) -> float:
         """Density of the square factor for a matrix of this shape."""
@@ -177,72 +142,50 @@ class AnnealSpec(SolveSpec):
     solver: ClassVar[str] = "anneal"
 
     # Alternations T. Each doubling lowers the error by 8 to 15 %; 56 take about a third of the reference's time.
-    outer_iterations: int = 56
+    outer_iterations: int = setting(56, at_least=2)
 
     # ADMM steps per block update; the support is chosen in the first. Golden rows at the same T: one .66 of the reference's
     # error, two .576, three .581. Choosing the support again in the second was about 50 % worse in trials.
-    inner_iterations: int = 2
+    inner_iterations: int = setting(2, at_least=1)
 
     # The ADMM penalty rises geometrically from the first to the last alternation. Its unit is the block's own Gram,
     # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, was worse by 4 to 30 % in
     # trials. The end "auto": .5 with
     # a Gram, .8 without one (for s = .75).
-    rho_start: float | int = 0.1
-    rho_end: float | int | str = AUTO
+    rho_start: float | int = setting(0.1, above=0)
+    rho_end: float | int | str = setting(AUTO, above=0)
 
     # Ridge added to a block's Gram, falling geometrically. At the start it calms the first solves; left at .01 to the
     # end it costs 5 % at s = .5.
-    ridge_start: float | int = 1e-2
-    ridge_end: float | int = 5e-4
+    ridge_start: float | int = setting(1e-2, above=0)
+    ridge_end: float | int = setting(5e-4, above=0)
 
     # The alternation sees only the Gram's diagonal until this share of its iterations, then the full Gram by and by
     # (linearly, to all of it at the end). Golden rows: .576 of the reference's error; 1 (leave it to the refinement) .80,
     # 0 .568 for a fifth more time.
-    gram_from: float | int = 0.5
+    gram_from: float | int = setting(0.5, at_least=0, at_most=1)
 
     # The rectangular factor starts as the rescaled target pruned to this share of its budget.
-    start_share: float | int = 0.5
+    start_share: float | int = setting(0.5, above=0, at_most=1)
 
     # Share of K that the factor on the matrix's short side gets. "auto": n^2 / (2 (n^2 + K)). On the golden rows with
     # s = .5 and .75, .8 of it is 0 to 10 % worse, 1.25 of it between 3 % better and 1 % worse.
-    square_share: float | int | str = AUTO
+    square_share: float | int | str = setting(AUTO, above=0, at_most=1)
 
     # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
-    refine_rounds: int = 3
-    refine_steps: int = 8
+    refine_rounds: int = setting(3, at_least=0)
+    refine_steps: int = setting(8, at_least=1)
 
     # How far the Gram is shrunk towards the identity (metric.py). "auto": min(.3, d_in / tokens) where the number of tokens is
     # known, else 0.
-    shrinkage: float | int | str = AUTO
+    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
 
     # Chooses which copy of a unit starts with which entry, when there are more units than coordinates; else unused.
-    seed: int = 0
+    seed: int = setting(0, at_least=0)
 
     # "float32", "float64" (twice the time, the same supports on any processor), or "auto": float64 for small matrices
     # (DOUBLE_UP_TO).
-    precision: str = AUTO
-
-    def __post_init__(self) -> None:
-        self._require_int("outer_iterations", 2)
-        self._require_int("inner_iterations", 1)
-        self._require_int("refine_rounds", 0)
-        self._require_int("refine_steps", 1)
-        self._require_int("seed", 0)
-        for name in ("rho_start", "ridge_start", "ridge_end"):
-            self._require_number(name, math.inf)
-        self._require_number("start_share", 1.0)
-        self._require_number("gram_from", 1.0, zero=True)
-        self._require_number_or_auto("rho_end", math.inf)
-        self._require_number_or_auto("square_share", 1.0)
-        self._require_number_or_auto("shrinkage", 1.0, zero=True)
-        self._require_one_of("precision", (*PRECISIONS, AUTO))
-
-    def _require_number_or_auto(self, name: str, high: float, *, zero: bool = False) -> None:
-        if isinstance(value := getattr(self, name), str):
-            if value != AUTO:
-                raise SpecError(f'{name}={value!r}: give a number, or "{AUTO}"')
-            return
-        self._require_number(name, high, zero=zero)
+    precision: str = setting(AUTO, one_of=PRECISIONS)
 
     def rho(self, progress: float, *, calibrated: bool) -> float:
         """Penalty at `progress` (0 at the first alternation, 1 at the last), with a Gram or without."""
@@ -286,23 +229,29 @@ def resolve(preset: str, overrides: Mapping[str, Any]) -> DsfSpec | AnnealSpec:
         SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
     """
     if preset not in PRESETS:
-        raise SpecError(f"no preset {preset!r}; {_suggest(preset, PRESETS)}")
+        raise SpecError(f"no preset {preset!r}; {nearest(preset, sorted(PRESETS))}")
     spec = PRESETS[preset]
-    known = [f.name for f in fields(spec)]
+    known = sorted(each.name for each in fields(spec))
     for name in overrides:
         if name not in known:
-            raise SpecError(f"preset {preset!r} has no setting {name!r}; {_suggest(name, known)}{_elsewhere(name)}")
-    return replace(spec, **overrides)
+            others = [repr(key) for key, other in PRESETS.items() if name in {each.name for each in fields(other)}]
+            elsewhere = f"; preset {' or '.join(others)} has it" if others else ""
+            raise SpecError(f"preset {preset!r} has no setting {name!r}; {nearest(name, known)}{elsewhere}")
+    return spec.changed(overrides)
 
 
-def _elsewhere(name: str) -> str:
-    """Which presets do have a setting that this one has not."""
-    others = [key for key, other in PRESETS.items() if name in {f.name for f in fields(other)}]
-    return f"; preset {' or '.join(map(repr, others))} has it" if others else ""
+@dataclass(frozen=True)
+class Step:
+    """Outer iteration `iteration` (from 1) of `total` is done.
+
+    Attributes:
+        relmse: computes the relMSE reached so far, under the Gram the solver sees (a product of the factors: call it
+            every few seconds, not every time). Valid during the callback only.
+    """
+
+    iteration: int
+    total: int
+    relmse: Callable[[], float]
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}valid: {', '.join(names)}"
+OnIteration = Callable[[Step], None]

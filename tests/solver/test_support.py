@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swd_lens.solver import threshold
-from swd_lens.solver.threshold import (
+from swd_lens.solver import support
+from swd_lens.solver.support import (
     first_largest,
     keep_above,
     keep_exactly,
@@ -52,10 +52,10 @@ def test_columns_of_different_scale():
 def test_a_missed_bracket_falls_back(monkeypatch: pytest.MonkeyPatch):
     # Every stride-th entry is small: the sample knows nothing of the rest.
     flat = torch.rand(200_000, generator=torch.Generator().manual_seed(2)) + 1
-    assert 200_000 // threshold.SAMPLE == 12 and math.gcd(13, 200_000) == 1  # the stride is 13
+    assert 200_000 // support.SAMPLE == 12 and math.gcd(13, 200_000) == 1  # the stride is 13
     flat[::13] = 0.0
     magnitude = flat.unsqueeze(0)
-    assert threshold._inside_bracket(flat, 1000, 200_000) is None
+    assert support._inside_bracket(flat, 1000, 200_000) is None
     assert kth_largest(magnitude, 1000) == sorted_descending(magnitude)[999]
 
 
@@ -76,13 +76,13 @@ def test_ties_are_filled_by_index():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_rounding_could_have_parted_ties(dtype: torch.dtype):
-    slack = threshold.TIED[dtype] / 4
+    slack = support.TIED[dtype] / 4
     for parted in ([0, 1, -1, 0], [1, 0, 0, -1], [-1, 1, 0, 1]):
         magnitude = torch.tensor([[3.0, *(2 * (1 + slack * p) for p in parted), 1.0]], dtype=dtype)
         assert keep_exactly(magnitude, 3).tolist() == [[True, True, True, False, False, False]]
         assert int(first_largest(magnitude[:, 1:], 1)) == 0
         assert bool((magnitude[0, 1:5] >= tie_floor(magnitude[0, 1:5].max())).all())
-    apart = torch.tensor([[2.0, 2 * (1 + 4 * threshold.TIED[dtype])]], dtype=dtype)
+    apart = torch.tensor([[2.0, 2 * (1 + 4 * support.TIED[dtype])]], dtype=dtype)
     assert keep_exactly(apart, 1).tolist() == [[False, True]] and int(first_largest(apart, 1)) == 1
 
 

@@ -1,0 +1,150 @@
+"""solve: tensors in, a `Solution` out.
+
+1. `resolve` the preset and overrides to a spec (spec.py).
+2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
+3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
+   solver (anneal.py, then refine.py) or by the paper's (dsf.py).
+4. Bring the factors into canonical form, and to float32. A S and S^-1 B are the same product for any diagonal S, so a rule is
+   needed (`canonical`):
+     scale: each unit's read and write vector have the same Euclidean norm;
+     sign: the entry of largest magnitude in each write vector is positive (of those that tie the first, see support.py);
+     order: the solver's own. Unit i started as coordinate i of the matrix's short side (anneal.py, dsf.py); it keeps that
+     place, so that units of two runs on the same matrix can be compared by index.
+5. Return read and write factor with the settings that were used and the entries really kept.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.base.machine import plain_float32
+from swd_lens.solver import anneal, dsf
+from swd_lens.solver.budget import plan_budget, plan_shares
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, OnIteration, resolve
+from swd_lens.solver.support import first_largest
+from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver found: sparse read and write factor, float32, on the weight's device.
+
+    Attributes:
+        settings: every value used, and the entries kept.
+        solver: name of the algorithm, "anneal" or "dsf".
+        weight: the float32 W that was solved for.
+    """
+
+    read: Float[Tensor, "d_in unit"]
+    write: Float[Tensor, "unit d_out"]
+    settings: dict[str, Any]
+    solver: str
+    weight: Float[Tensor, "d_in d_out"]
+
+
+def solve(
+    weight: Tensor,
+    gram: Tensor | None = None,
+    sparsity: float | int = 0.5,
+    *,
+    preset: str = DEFAULT_PRESET,
+    units: int | float | str | None = None,
+    tokens: int | None = None,
+    on_iteration: OnIteration | None = None,
+    **overrides: Any,
+) -> Solution:
+    """Sparse factors W ≈ read @ write with nnz(read) + nnz(write) <= K = (1 - sparsity) numel(W).
+
+    Minimises tr((W - AB)^T G (W - AB)) heuristically (paper §swd-factorization and app. swd-optimization; method.md
+    §5.2; solver.md). Deterministic: the same inputs on the same machine and threads give the same bits. Solved in float64
+    (`precision`: the default for small matrices), other machines give the same supports and, up to rounding, the same
+    values; solved in float32 they give other factors of about the same error (spec.py, `DOUBLE_UP_TO`). The factors are in
+    canonical form: each unit's read and write vector have equal norms, and the write vector's largest entry is
+    positive; unit i started as coordinate i of the short side (canonical.py).
+
+    Args:
+        weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Taken to float32 first.
+        gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
+        sparsity: s = 1 - K / numel(W), inside (0, 1).
+        preset: a key of `PRESETS`: "best"; "quick" and "thorough", half and 2.5 times its iterations; "paper", the
+            paper's solver with the reference code's rounding.
+        units: width of the bottleneck: a number, None for min(d_in, d_out), or "2x" for twice that (any "1.5x" too).
+            More units at the same K lower the error and cost time. The paper's solver knows min(d_in, d_out) only.
+        tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram towards the
+            identity by min(.3, d_in / tokens); `settings["shrinkage"]` says by how much.
+        on_iteration: called with a `Step` after each outer iteration, for progress bars.
+        **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8 or
+            precision="float64".
+
+    Returns:
+        Solution. Fewer than K entries are kept only where fewer can be of use (a weight of mostly zeros), and by the paper's
+        solver as its rounding has it, or when a unit of a very small matrix dies (see `valid_units`).
+
+    Raises:
+        SpecError: unknown preset or setting (the nearest names are given), or a setting outside its range.
+        WeightError: not two-dimensional, not finite (the first entry is named), or all zeros.
+        GramError: wrong size, not finite, not symmetric, negative diagonal, or not positive semi-definite.
+        SparsityError: outside (0, 1).
+        UnitsError: not a width, or one the preset cannot make.
+        BudgetError: too few edges; the largest feasible sparsity is named.
+        ValueError: tokens is not a positive number.
+    """
+    spec = resolve(preset, overrides)
+    check_weight(weight)
+    d_in, d_out = weight.shape
+    if gram is not None:
+        check_gram(gram, d_in)
+    check_sparsity(sparsity)
+    check_tokens(tokens)
+    width = resolve_units(units, d_in, d_out, any_width=isinstance(spec, AnnealSpec))
+    shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
+
+    dense = weight.detach().to(torch.float32)
+    precision = spec.precision_for(d_in, d_out) if dense.device.type != "mps" else "float32"  # which has no float64
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    target = dense.to(dtype)
+    metric = None if gram is None else gram.detach().to(device=dense.device, dtype=dtype)
+    with torch.no_grad(), plain_float32(dense.device):
+        if isinstance(spec, AnnealSpec):
+            budget = plan_shares(d_in, d_out, sparsity, width, spec)
+            read, write = anneal.factorize(target, metric, width, budget, spec, shrinkage, on_iteration)
+        else:
+            budget = plan_budget(d_in, d_out, sparsity, spec)
+            read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
+        del target
+        read, write = (factor.to(torch.float32) for factor in canonical(read, write))
+
+    settings = {
+        "preset": preset,
+        "sparsity": float(sparsity),
+        "units": width,
+        "calibrated": gram is not None,
+        **spec.as_dict(),
+        "shrinkage": shrinkage,
+        "precision": precision,
+        "budget_square": budget.square,
+        "budget_other": budget.other,
+        "nonzeros_read": int(read.count_nonzero()),
+        "nonzeros_write": int(write.count_nonzero()),
+    }
+    return Solution(read, write, settings, spec.solver, dense)
+
+
+def canonical(
+    read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
+) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    """The same product and supports, in canonical scale and sign; a unit that is empty on either side is left as it is."""
+    read_norm, write_norm = _norm(read, 0), _norm(write, 1)
+    valid = (read_norm > 0) & (write_norm > 0)
+    largest = write.gather(1, first_largest(write.abs(), 1)).squeeze(1)
+    scale = (write_norm.sqrt() / read_norm.sqrt()).where(valid, 1.0) * (1 - 2 * (largest < 0).to(write.dtype))
+    return read * scale, write / scale[:, None]
+
+
+def _norm(factor: Float[Tensor, "rows columns"], dim: int) -> Float[Tensor, " unit"]:
+    """Euclidean norms whose squares neither overflow nor vanish (weights of 1e25 and 1e-25 are float32, too)."""
+    largest = factor.abs().amax(dim, keepdim=True)
+    return (factor / largest.where(largest > 0, 1.0)).norm(dim=dim) * largest.squeeze(dim)
