@@ -60,13 +60,13 @@ class DsfSpec(SolveSpec):
 
     # Alternations T. Paper: 40 for the GPT-2 experiments, 8 for the single Qwen matrices. The penalty ramp needs
     # T > rho_ramp_tail.
-    outer_iterations: int = setting(40, at_least=1)
+    outer_iterations: int = 40
 
     # ADMM steps per block update. Paper: 5.
     inner_iterations: int = setting(5, at_least=1)
 
     # During the first this many steps of a block the support is chosen anew, then held. Paper: 2.
-    support_iterations: int = setting(2, at_least=1)
+    support_iterations: int = 2
 
     # ADMM penalty of every step but a block's first. Paper: 1 (natural: the block's Gram has a unit diagonal).
     rho: float | int = setting(1.0, above=0)
@@ -116,10 +116,10 @@ class DsfSpec(SolveSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Bounded by other settings.
         self._check("outer_iterations", self.outer_iterations, Bounds(at_least=self.rho_ramp_tail + 1), int)
-        self._check(
-            "support_iterations", self.support_iterations, Bounds(at_least=1, at_most=self.inner_iterations), int
-        )
+        steps = Bounds(at_least=1, at_most=self.inner_iterations)
+        self._check("support_iterations", self.support_iterations, steps, int)
 
     def square_density(self, d_in: int, d_out: int) -> float:
         """Density of the square factor for a matrix of this shape."""
