@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 import swd_lens as swd
@@ -377,8 +378,8 @@ def measured_under_dropout(*_):
 @trigger
 def put_back_over_other_units(*_):
     model = families.bridge("gpt2")
-    with swd.attach(model, identity(model, SITE)).suspended():
-        swd.attach(model, identity(model, SITE))
+    swd.attach(model, identity(model, SITE))
+    host_of(model).swap(find_sites(model, SITE)[0], nn.Identity(), HookPoint(), lambda undo: None)
 
 
 @trigger

@@ -157,7 +157,7 @@ class Bench:
     def dense(self) -> Outcome:
         """The dense host on every prompt."""
         found = Outcome.empty(1, len(self.split))
-        with torch.no_grad(), self.attachment.suspended():
+        with torch.no_grad(), self.attachment.dense():
             for bucket in self.split.buckets(self.batch_size):
                 logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
                 found.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])

@@ -100,7 +100,7 @@ def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, pro
         for name in attachment.factors:
             errors[name] = norms[name] = torch.zeros((), dtype=torch.float64)
         for batch in tqdm(rows.split(batch_size), desc="fidelity", unit="batch", disable=not progress, leave=False):
-            with attachment.suspended():
+            with attachment.dense():
                 dense_logits, dense = _run(host, batch, attachment.sites)
             logits, replaced = _run(host, batch, attachment.sites)
             for name, y in dense.items():

@@ -249,7 +249,7 @@ def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
     weight = host.weight(site)
     where = {
         "site": site.name,
-        **described(host, weight),
+        **described(host, site),
         "model": str(model.cfg.model_name),
         "normalization": str(model.cfg.normalization_type),
         "swd_lens": __version__,

@@ -172,7 +172,7 @@ class Behind:
         """The dense host for a moment, with everything left in its place."""
         with ExitStack() as stack:
             for attachment in self._attachments:
-                stack.enter_context(attachment.bypassed())
+                stack.enter_context(attachment.dense())
             yield
 
     @contextmanager

@@ -185,14 +185,27 @@ class CoderUnits:
             )
         return own.detach().cpu()
 
+    @property
+    def read_weights(self) -> Float[Tensor, "d_read unit"] | None:
+        """(d_read, unit), one column per unit; None where the coder shows no such weight."""
+        return self._shown("W_enc", (self.d_read, self.n_units))
+
+    @property
+    def write_weights(self) -> Float[Tensor, "unit d_write"] | None:
+        """(unit, d_write), one row per unit; None where the coder shows no such weight."""
+        return self._shown("W_dec", (self.n_units, self.d_write))
+
+    def _shown(self, name: str, shape: tuple[int, int]) -> Tensor | None:
+        weight = getattr(self.coder, name, None)
+        return weight if isinstance(weight, Tensor) and weight.shape == shape else None
+
     def _edges(self) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
         """(read edges, write edges) of each unit."""
         d_read, d_out = self._known(self.d_read), self._known(self.d_out)
         reads, writes = torch.full((self.n_units,), d_read), torch.full((self.n_units,), d_out)
-        encoder, decoder = getattr(self.coder, "W_enc", None), getattr(self.coder, "W_dec", None)
-        if isinstance(encoder, Tensor) and encoder.shape == (d_read, self.n_units):
+        if (encoder := self.read_weights) is not None:
             reads = (encoder != 0).sum(0).cpu()
-        if isinstance(decoder, Tensor) and decoder.shape == (self.n_units, self.d_write):
+        if (decoder := self.write_weights) is not None:
             written = decoder != 0
             writes = (written.sum(1) if self.writes == "output" else d_out * written.any(1)).cpu()
         return reads, writes

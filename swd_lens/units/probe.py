@@ -18,9 +18,10 @@ from torch import Tensor
 
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.sites import Site
-from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.factors import Factors
 from swd_lens.units.match import AttachError, dtype_of
 from swd_lens.units.passport import Probe
+from swd_lens.units.unit_set import UnitSet
 
 PROBE_LENGTH = 16
 # Relative to the largest |z| of the probe. Float32 hosts agree to 1e-5; rounding through a deep bfloat16 host is coarse.
@@ -44,17 +45,19 @@ def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
     return replace(f, probe=Probe.of(h, f.read, f.offsets))
 
 
-def check_probe(host: Host, factors: Any, sites: Sequence[Site]) -> None:
+def check_probe(units: UnitSet) -> None:
     """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units.
 
     Raises:
         AttachError: a site does not give the stored z.
     """
-    if not isinstance(factors, FactorSet) or not _is_as_it_was_made(host, factors, sites):
+    host = units.host
+    if not _is_as_it_was_made(units):
         return
     tolerance = _TOLERANCE.get(dtype_of(host), _ROUNDED_TOLERANCE)
-    for name, h in _inputs(host, sites, factors.provenance["probe_tokens"]).items():
-        f, probe = factors[name], factors[name].probe
+    for name, h in _inputs(host, units.sites, units.provenance["probe_tokens"]).items():
+        f = units.factors[name]
+        probe = f.probe
         assert probe is not None
         error = replace(probe, input=h).error(f.read, f.offsets)
         if error > tolerance:
@@ -74,14 +77,13 @@ def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, T
     return found
 
 
-def _is_as_it_was_made(host: Host, factors: FactorSet, sites: Sequence[Site]) -> bool:
+def _is_as_it_was_made(units: UnitSet) -> bool:
     """Whether what enters every site should now be what entered it when the set was made."""
-    names = {site.name for site in sites}
-    if "probe_tokens" not in factors.provenance or names != set(factors.provenance.get("probe_sites", ())):
+    if "probe_tokens" not in units.provenance or set(units) != set(units.provenance.get("probe_sites", ())):
         return False
-    if any(factors[name].probe is None for name in names) or drops_out(host.model):
+    if units.coders or any(f.probe is None for f in units.factors.values()) or drops_out(units.host.model):
         return False
-    return is_bare(host, names)
+    return is_bare(units.host, set(units))
 
 
 def is_bare(host: Host, beside: Collection[str] = ()) -> bool:

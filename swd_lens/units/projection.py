@@ -2,10 +2,12 @@
 
 1. `UnitProjection` holds factors: z = h @ read, y = z @ write + bias.
 2. `CoderProjection` holds an encode/decode pair (coder.py).
-3. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
+3. `bypassed` is the dense host for a moment, with the projections left in their places.
+4. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +63,19 @@ class Projection(nn.Module):
         if (self.hook.fwd_hooks or self.hook.bwd_hooks) and torch.is_grad_enabled() and not z.requires_grad:
             z = z.detach().requires_grad_(True)
         return self.hook(z)
+
+
+@contextmanager
+def bypassed(projections: Iterable[Projection]) -> Iterator[None]:
+    """While open, these projections hand over to the host's own products; afterwards each is as it was."""
+    before = [(projection, projection.bypassed) for projection in projections]
+    try:
+        for projection, _ in before:
+            projection.bypassed = True
+        yield
+    finally:
+        for projection, was in before:
+            projection.bypassed = was
 
 
 class UnitProjection(Projection):

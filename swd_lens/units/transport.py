@@ -56,7 +56,7 @@ def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
 
 def _moved(host: Host, site: Site, f: Factors) -> Factors:
     weight, origin = host.weight(site), f.origin
-    made = {**f.provenance, **described(host, weight), "transported_from": f.provenance.get("processing")}
+    made = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}
     known = "weight_sha256" in f.provenance
     if known and same_weights(host, site, f.provenance) and same_input(host, site, origin):
         return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=made)

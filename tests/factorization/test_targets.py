@@ -103,12 +103,12 @@ def test_bypassed_units_leave_the_dense_host(model):
     with swd.attach(model, f) as attached:
         replaced = model(TOKENS)
         assert not torch.equal(replaced, dense)
-        with attached.bypassed():
+        with attached.dense():
             assert torch.equal(model(TOKENS), dense)
             _, cache = model.run_with_cache(TOKENS)
             assert "blocks.0.hook_mlp_out_unit" not in cache.cache_dict  # no z was computed
         assert torch.equal(model(TOKENS), replaced)
-        with pytest.raises(RuntimeError), attached.bypassed():
+        with pytest.raises(RuntimeError), attached.dense():
             raise RuntimeError
         assert torch.equal(model(TOKENS), replaced)
 
@@ -116,8 +116,8 @@ def test_bypassed_units_leave_the_dense_host(model):
 def test_bypassed_twice(model):
     f = swd.factorize(model, "all", **QUICK)
     dense = model(TOKENS)
-    with swd.attach(model, f) as attached, attached.bypassed():
-        with attached.bypassed():
+    with swd.attach(model, f) as attached, attached.dense():
+        with attached.dense():
             assert torch.equal(model(TOKENS), dense)
         assert torch.equal(model(TOKENS), dense)
 

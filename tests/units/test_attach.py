@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformer_lens import patching
+from transformer_lens.hook_points import HookPoint
 
 import swd_lens as swd
 from swd_lens import baselines
@@ -284,29 +285,35 @@ def test_unsupported_hosts_say_why(model, factors):
 
 
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])
-def test_units_that_went_in_while_others_were_suspended_are_not_replaced(kind):
+def test_a_host_that_is_dense_for_a_moment_still_holds_its_units(kind):
     model = getattr(families, kind)("gpt2")
     first, second = identity(model, "blocks.0.mlp_in"), identity(model, "blocks.0.mlp_in")
     a = attach(model, first)
-    with pytest.raises(RuntimeError, match="attached already; detach it first"), a.suspended():
-        b = attach(model, second)
-    assert not a.attached and b.attached
+    with pytest.raises(AttachError, match="attached already; detach it first"), a.dense():
+        attach(model, second)
+    host, site = host_of(model), find_sites(model, "blocks.0.mlp_in")[0]
+    with pytest.raises(RuntimeError, match="attached already; detach it first"):
+        host.swap(site, torch.nn.Identity(), HookPoint(), lambda undo: None)
     z = model.run_with_cache(families.some_tokens())[1]["mlp_in_unit", 0]
-    b.detach()
-    assert z.shape == (2, 9, 64) and "blocks.0.hook_mlp_in_unit" not in model.hook_dict
+    a.detach()
+    assert not a.attached and z.shape == (2, 9, 64) and "blocks.0.hook_mlp_in_unit" not in model.hook_dict
 
 
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])
-def test_rewriting_weights_while_suspended_is_noticed(kind):
+def test_weights_may_move_but_not_change_while_units_are_attached(kind):
     model = getattr(families, kind)("gpt2")
     attachment = attach(model, baselines.svd(model, "blocks.0.mlp_in"))
-    with attachment.suspended():
+    with attachment.dense():
         model.to(torch.float64)
+        assert host_of(model).run(families.some_tokens()).dtype == torch.float64
     assert host_of(model).run(families.some_tokens()).dtype == torch.float64
     model.to(torch.float32)
-    with pytest.raises(AttachError, match="made under another weight processing"), attachment.suspended():
+    with pytest.raises(RuntimeError, match="rewrites weights"), attachment.dense():
         model.process_weights_() if kind == "hooked" else model.enable_compatibility_mode()
-    assert not attachment.attached
+    attachment.detach()
+    model.process_weights_() if kind == "hooked" else model.enable_compatibility_mode()
+    with pytest.raises(AttachError, match="made under another weight processing"):
+        attach(model, attachment.factors)
 
 
 def test_a_setup_while_attached_leaves_nothing_behind(model):

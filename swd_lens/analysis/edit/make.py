@@ -178,7 +178,7 @@ def made_with(
         "weight_norm": float(weight.double().norm()),
         "model": str(host.model.cfg.model_name),
         "swd_lens": __version__,
-        **described(host, weight),
+        **described(host, site),
     }
 
 

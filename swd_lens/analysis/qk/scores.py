@@ -153,7 +153,7 @@ def run_layers(
         turns = rotations(host, [found[layer].heads for layer in layers], n_pos)
         kept: dict[tuple[str, bool], Tensor] = {}
         with attach(model, factors) as attachment:
-            with attachment.bypassed():
+            with attachment.dense():
                 _watch(host, tokens, last, [found[i].heads.pattern_hook for i in layers], kept, True)
             names = [found[layer].heads.scores_hook for layer in layers]
             sites = {side.site for i in layers for side in (found[i].q, found[i].k)}

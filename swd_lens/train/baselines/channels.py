@@ -15,7 +15,7 @@ from swd_lens.base._version import __version__
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.train.baselines.fits import bias_of
-from swd_lens.units import CoderUnits, described_site
+from swd_lens.units import CoderUnits, described
 
 
 class Channels(nn.Module):
@@ -79,7 +79,7 @@ def _channels(host: Host, site: Site) -> CoderUnits:
         biased += bias_of(host, one, token) != 0
     coder = Channels(host.weight(site), bias_of(host, site, token), read + written + biased, (read > 0) & (written > 0))
     provenance = {
-        **described_site(host, site),
+        **described(host, site),
         **{"method": "channels", "site": site.name, "swd_lens": __version__},
         "model": str(host.model.cfg.model_name),
     }

@@ -27,7 +27,7 @@ from swd_lens.train.baselines.trajectory import Trajectory
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, coders_of, forget, write_index
 from swd_lens.train.finetune.folder import TrainingFolder
 from swd_lens.train.finetune.rows import Rows
-from swd_lens.units import described_site, matrices_of, require_free
+from swd_lens.units import described, matrices_of, require_free
 
 
 def transcoder(
@@ -218,7 +218,7 @@ def _inside(site: Site, spec: TrainSpec) -> bool:
 
 def _provenance(method: str, host: Host, site: Site, parts: list[Site], spec: TrainSpec, rows: Rows) -> dict[str, Any]:
     sites = {
-        part.name: {"kind": part.kind, "d_in": part.d_in, "d_out": part.d_out, "host": described_site(host, part)}
+        part.name: {"kind": part.kind, "d_in": part.d_in, "d_out": part.d_out, "host": described(host, part)}
         for part in parts
     }
     return {
