@@ -10,7 +10,7 @@ Each maker takes a `Pass` (host, sites, road, means) and gives a function bucket
    effect on the logits past all later layers (our reading of NaNA, method.md §4.2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Pass:
 
     host: Host
     sites: list[Site]
-    units: dict[str, Units]
+    units: Mapping[str, Units]
     road: Road
     means: Means
     steps: int

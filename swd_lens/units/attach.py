@@ -20,7 +20,8 @@ from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.units.match import AttachError, check_units
 from swd_lens.units.probe import check_probe
 from swd_lens.units.projection import Projection, bypassed, projection_of
-from swd_lens.units.unit_set import UnitSet, sources_by_site as by_site
+from swd_lens.units.unit_set import UnitSet
+from swd_lens.units.unit_set import sources_by_site as by_site
 from swd_lens.units.watch import watch_block
 
 __all__ = ["AttachError", "Attachment", "attach", "by_site", "require_free"]

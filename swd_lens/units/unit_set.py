@@ -98,14 +98,22 @@ class UnitSet(Mapping[str, Units]):
         return active_edges(self._units)
 
     def read_vectors(self, site: str) -> Float[Tensor, "d_read unit"] | None:
-        """What each unit of a site reads, one per column; None where a coder does not show it. A view: one column is one unit's."""
+        """What each unit of a site reads, one per column; None where a coder does not show it."""
         units = self._units[site]
-        return units.read if isinstance(units, Factors) else units.read_weights if isinstance(units, CoderUnits) else None
+        return (
+            units.read if isinstance(units, Factors) else units.read_weights if isinstance(units, CoderUnits) else None
+        )
 
     def write_vectors(self, site: str) -> Float[Tensor, "unit d_write"] | None:
         """What each unit of a site writes, one per row; None where a coder does not show it."""
         units = self._units[site]
-        return units.write if isinstance(units, Factors) else units.write_weights if isinstance(units, CoderUnits) else None
+        return (
+            units.write
+            if isinstance(units, Factors)
+            else units.write_weights
+            if isinstance(units, CoderUnits)
+            else None
+        )
 
     # ------------------------------------------------------------------ whose units these are
 
@@ -129,8 +137,8 @@ class UnitSet(Mapping[str, Units]):
         others = [site for site, identity in self.identities.items() if known.get(site, identity) != identity]
         if others:
             raise ValueError(
-                f"{what} was made with other factors of {', '.join(others)} (same number of units, other weights), where unit i is "
-                "another unit; attribute these factors first"
+                f"{what} was made with other factors of {', '.join(others)} (same number of units, other weights), where unit "
+                "i is another unit; attribute these factors first"
             )
 
     def __repr__(self) -> str:
