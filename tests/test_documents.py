@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     "test": (
         "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 && .venv/bin/pip install -q -e '.[dev]' "
-        "&& .venv/bin/python -m pytest -q -n auto"
+        "&& .venv/bin/python -m pytest -q -n auto -m 'not slow'"
     ),
 }
 
