@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 # Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
 # attn_gate, attn_beta and attn_decay are the further input projections of linear attention (Qwen3.5's gated delta net).
@@ -22,8 +23,9 @@ KINDS = (
 PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp": ("mlp_gate", "mlp_in", "mlp_out")}
 
 READS_ATTENTION_INPUT = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay")
-# Their output goes to the residual stream.
-WRITES_RESIDUAL = ("attn_o", "mlp_out", "mlp")
+# Their output goes to the residual stream; those of RESIDUAL_MATRICES hold one matrix.
+RESIDUAL_MATRICES = ("attn_o", "mlp_out")
+WRITES_RESIDUAL = (*RESIDUAL_MATRICES, "mlp")
 
 # TransformerLens parameter names, relative to blocks.{L}.
 _TL_NAMES = {
@@ -84,6 +86,35 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.d_in}, {self.d_out})"
+
+
+@dataclass(frozen=True)
+class BlockShapes:
+    """What a host reads off one block.
+
+    Attributes:
+        shapes: (kind, d_in, d_out) of every matrix and of the whole MLP.
+        alternatives: kinds among them that overlap others, so that they are no sites proper.
+        other_matrices: parts that hold matrices and are no sites: "mlp: MoEBridge".
+    """
+
+    shapes: tuple[tuple[str, int, int], ...]
+    alternatives: tuple[str, ...]
+    other_matrices: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=64)
+def sites_of_blocks(blocks: tuple[BlockShapes, ...]) -> tuple[tuple[Site, ...], tuple[Site, ...]]:
+    """The sites proper and the alternatives of these blocks, in execution order.
+
+    Remembered by the shapes themselves, so that a model whose modules were replaced never gets those of before.
+    """
+    sites: list[Site] = []
+    alternatives: list[Site] = []
+    for layer, block in enumerate(blocks):
+        for kind, d_in, d_out in sorted(block.shapes, key=lambda shape: KINDS.index(shape[0])):
+            (alternatives if kind in block.alternatives else sites).append(Site(layer, kind, d_in, d_out))
+    return tuple(sites), tuple(alternatives)
 
 
 def hook_name(site_name: str) -> str:

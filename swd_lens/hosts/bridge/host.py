@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -35,19 +37,21 @@ from swd_lens.hosts.bridge import cache as cache_tools
 from swd_lens.hosts.bridge import running
 from swd_lens.hosts.bridge.leaves import (
     Packed,
-    is_packed,
     leaves_of_block,
     matrix,
     mount,
     mounted_site,
+    shapes_of_block,
     unmount,
     whole_mlp,
 )
 from swd_lens.hosts.bridge.norms import affine_of, has_value_bias, is_folded, scale_of
 from swd_lens.hosts.guard import Shadow, refusals, shadow_methods
-from swd_lens.hosts.sites import PACKED, Site, execution_key, overlapping
+from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, BlockShapes, Site, overlapping, sites_of_blocks
 
 _PARTS = PACKED["attn_qkv"]
+# Models whose matrices were looked at, with the shapes found then: what is no site is reported once.
+_ACCEPTED: WeakKeyDictionary[nn.Module, tuple[BlockShapes, ...]] = WeakKeyDictionary()
 _REWRITES_WEIGHTS = ("enable_compatibility_mode", "process_weights", "load_state_dict", "init_weights")
 
 
@@ -61,14 +65,15 @@ class BridgeHost:
                 f"this {type(model).__name__} ({type(model.adapter).__name__}) has no list of blocks called `blocks`; "
                 "swd_lens reads sites off decoder-only and BERT-style models"
             )
-        self._report_other_matrices()
+        blocks = self._blocks()
+        if _ACCEPTED.get(model) != blocks:
+            self._require_matrices(blocks)
+            _ACCEPTED[model] = blocks
 
-    def _report_other_matrices(self) -> None:
+    def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
         """No matrix is left out silently: say which are not sites; raise if none is one."""
-        others = [
-            f"blocks.{layer}.{other}" for layer in self._layers() for other in leaves_of_block(self._block(layer))[1]
-        ]
-        if not self.sites():
+        others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
+        if not any(block.shapes for block in blocks):
             raise UnsupportedHostError(
                 f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
                 f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
@@ -83,26 +88,13 @@ class BridgeHost:
     # ------------------------------------------------------------------ sites
 
     def sites(self) -> list[Site]:
-        return [site for layer in self._layers() for site in self._sites_of_layer(layer)[0]]
+        return list(sites_of_blocks(self._blocks())[0])
 
     def alternatives(self) -> list[Site]:
-        return [site for layer in self._layers() for site in self._sites_of_layer(layer)[1]]
+        return list(sites_of_blocks(self._blocks())[1])
 
-    def _sites_of_layer(self, layer: int) -> tuple[list[Site], list[Site]]:
-        """The sites proper, and their alternatives."""
-        leaves = leaves_of_block(self._block(layer))[0]
-        shapes = {kind: tuple(matrix(leaf).shape) for kind, leaf in leaves.items()}
-        others: tuple[str, ...] = ()
-        if shapes.keys() >= set(_PARTS):
-            shapes["attn_qkv"] = (shapes["attn_q"][0], sum(shapes[part][1] for part in _PARTS))
-            others += _PARTS if is_packed(self._block(layer)) else ("attn_qkv",)
-        if whole_mlp(self._block(layer)) is not None and {"mlp_in", "mlp_out"} <= shapes.keys():
-            shapes["mlp"] = (shapes["mlp_in"][0], shapes["mlp_out"][1])
-            others += ("mlp",)
-        sites = sorted(
-            (Site(layer, kind, *shape) for kind, shape in shapes.items()), key=lambda s: execution_key(s.name)
-        )
-        return [s for s in sites if s.kind not in others], [s for s in sites if s.kind in others]
+    def _blocks(self) -> tuple[BlockShapes, ...]:
+        return tuple(shapes_of_block(block) for block in self.model.blocks)
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
         if site.kind == "mlp":
@@ -112,17 +104,11 @@ class BridgeHost:
         matrices = [matrix(leaf).detach().float() for leaf in self._leaves(site)]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)
 
-    def _layers(self) -> range:
-        return range(len(self.model.blocks))
-
-    def _block(self, layer: int) -> Any:
-        return self.model.blocks[layer]
-
     def _leaves(self, site: Site) -> list[Any]:
         """The site's leaf; of a packed site those of q, k and v; of a whole MLP its module."""
         if site.kind == "mlp":
-            return [whole_mlp(self._block(site.layer))]
-        leaves = leaves_of_block(self._block(site.layer))[0]
+            return [whole_mlp(self.model.blocks[site.layer])]
+        leaves = leaves_of_block(self.model.blocks[site.layer])[0]
         if site.kind in leaves:
             return [leaves[site.kind]]
         return [leaves[kind] for kind in PACKED[site.kind]]
@@ -133,8 +119,8 @@ class BridgeHost:
         return affine_of(self.model, site)
 
     def processing(self) -> dict[str, bool]:
-        writes = [site for site in self._sites_of_layer(0)[0] if site.kind in ("attn_o", "mlp_out")]
-        reads = [site for site in self.sites() if site.kind not in ("attn_o", "mlp_out")]
+        writes = [site for site in self.sites() if site.layer == 0 and site.kind in RESIDUAL_MATRICES]
+        reads = [site for site in self.sites() if site.kind not in RESIDUAL_MATRICES]
         return {
             "fold_ln": is_folded(self.model, reads),
             "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
@@ -183,7 +169,7 @@ class BridgeHost:
 
     def _call_leaves(self, site: Site, register: Register) -> None:
         """Make a GatedMLPBridge that multiplies by processed weights itself (gated_mlp.py:108) call its projections."""
-        mlp = self._block(site.layer)._modules.get("mlp") if site.kind.startswith("mlp") else None
+        mlp = self.model.blocks[site.layer]._modules.get("mlp") if site.kind.startswith("mlp") else None
         state: dict[str, Any] = {} if mlp is None else mlp.__dict__
         if not (state.get("_use_processed_weights") or state.get("_unit_holders")):
             return
@@ -284,7 +270,7 @@ class BridgeHost:
         return any("linear_attn" in block._modules for block in self.model.blocks)
 
     def _accepts(self, argument: str) -> bool:
-        return argument in inspect.signature(self.model.original_model.forward).parameters
+        return argument in _arguments_of(type(self.model.original_model))
 
     def _last_only(self) -> dict[str, int]:
         """Unembed the last position only: for long prompts the rest is most of the work and memory."""
@@ -317,7 +303,7 @@ class BridgeHost:
 
     def swap(self, site: Site, projection: nn.Module, hook: Any, register: Register) -> None:
         self._refuse(site)
-        leaves, block, attribute = self._leaves(site), self._block(site.layer), f"hook_{site.kind}_unit"
+        leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], f"hook_{site.kind}_unit"
         mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
         places = (
             (block._modules, attribute),
@@ -340,9 +326,11 @@ class BridgeHost:
         mount(leaves, mounted, site.name)
 
     def _refuse(self, site: Site) -> None:
-        known = {one.name: one for sites in self._sites_of_layer(site.layer) for one in sites}
+        block = self.model.blocks[site.layer]
+        swappable = (*leaves_of_block(block)[0].values(), whole_mlp(block))
+        attached = {mounted_site(module) for module in swappable if module is not None}
         for name in (site.name, *overlapping(site.name)):
-            if name in known and self.is_swapped(known[name]):
+            if name in attached:
                 raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
         flags = {"attn_o": ("use_attn_result",)} | dict.fromkeys(
             ("attn_qkv", *_PARTS), ("use_split_qkv_input", "use_attn_in")
@@ -376,6 +364,12 @@ class _StackedWeights(Shadow):
                     "the stack would lack that layer. Detach first"
                 )
         return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
+
+
+@lru_cache(maxsize=64)
+def _arguments_of(model_class: type[nn.Module]) -> frozenset[str]:
+    """What a Hugging Face model's forward takes; a signature is slow to read."""
+    return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def _gatherer(

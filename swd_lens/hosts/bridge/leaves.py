@@ -12,6 +12,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformer_lens.model_bridge.generalized_components.conv1d import Conv1DBridge
 from transformer_lens.model_bridge.generalized_components.gated_delta_net import GatedDeltaNetBridge
 from transformers.pytorch_utils import Conv1D
+
+from swd_lens.hosts.sites import PACKED, BlockShapes
 
 # ---------------------------------------------------------------------------------------------- one leaf
 
@@ -198,9 +201,20 @@ _LINEAR_ATTENTION = {
 _MLP = {"gate": "mlp_gate", "in": "mlp_in", "input": "mlp_in", "out": "mlp_out"}
 
 
-def is_packed(block: nn.Module) -> bool:
-    """Whether the checkpoint holds q, k and v as one matrix (GPT-2, NeoX)."""
-    return isinstance(block._modules.get("attn"), JointQKVAttentionBridge)
+def shapes_of_block(block: nn.Module) -> BlockShapes:
+    """The block's matrices, packed ones and the whole MLP included."""
+    leaves, others = leaves_of_block(block)
+    shapes = {kind: matrix(leaf).shape for kind, leaf in leaves.items()}
+    parts, alternatives = PACKED["attn_qkv"], ()
+    if shapes.keys() >= set(parts):
+        shapes["attn_qkv"] = torch.Size([shapes["attn_q"][0], sum(shapes[part][1] for part in parts)])
+        # GPT-2's and NeoX's checkpoints hold q, k and v as one matrix.
+        packed = isinstance(block._modules.get("attn"), JointQKVAttentionBridge)
+        alternatives += parts if packed else ("attn_qkv",)
+    if {"mlp_in", "mlp_out"} <= shapes.keys() and whole_mlp(block) is not None:
+        shapes["mlp"] = torch.Size([shapes["mlp_in"][0], shapes["mlp_out"][1]])
+        alternatives += ("mlp",)
+    return BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives, tuple(others))
 
 
 def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
@@ -234,6 +248,7 @@ def whole_mlp(block: nn.Module) -> nn.Module | None:
     return module if module is not None and _takes_one_tensor(_plain_class(type(module)).forward) else None
 
 
+@lru_cache(maxsize=64)
 def _takes_one_tensor(forward: Callable[..., Any]) -> bool:
     named = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     return (

@@ -25,7 +25,15 @@ from swd_lens.hosts import Affine, Register, Start, UnsupportedHostError, is_cen
 from swd_lens.hosts.guard import refusals, shadow_methods
 from swd_lens.hosts.hooked import running
 from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
-from swd_lens.hosts.sites import PACKED, Site, overlapping, split_name
+from swd_lens.hosts.sites import (
+    PACKED,
+    RESIDUAL_MATRICES,
+    BlockShapes,
+    Site,
+    overlapping,
+    sites_of_blocks,
+    split_name,
+)
 
 # Everything that rewrites weights: its result would not reach the units.
 _REWRITES = (
@@ -54,20 +62,12 @@ class HookedTransformerHost:
     # ------------------------------------------------------------------ sites and weights
 
     def sites(self) -> list[Site]:
-        return self._sites(lambda kind: kind not in self._other_kinds())
+        return list(sites_of_blocks(self._blocks())[0])
 
     def alternatives(self) -> list[Site]:
-        return self._sites(lambda kind: kind in self._other_kinds())
+        return list(sites_of_blocks(self._blocks())[1])
 
-    def _sites(self, wanted: Callable[[str], bool]) -> list[Site]:
-        shapes = {kind: shape for kind, shape in self._shapes().items() if wanted(kind)}
-        return [Site(layer, kind, *shape) for layer in range(self.model.cfg.n_layers) for kind, shape in shapes.items()]
-
-    def _other_kinds(self) -> tuple[str, ...]:
-        packed = self.model.cfg.original_architecture in _PACKED_CHECKPOINTS
-        return ("mlp", *_PARTS) if packed else ("mlp", "attn_qkv")
-
-    def _shapes(self) -> dict[str, tuple[int, int]]:
+    def _blocks(self) -> tuple[BlockShapes, ...]:
         cfg = self.model.cfg
         widths = {kind: matrices(self.model.blocks[0].attn, part)[1].numel() for kind, part in _PARTS.items()}
         shapes = {"attn_qkv": (cfg.d_model, sum(widths.values()))}
@@ -78,7 +78,8 @@ class HookedTransformerHost:
                 shapes["mlp_gate"] = (cfg.d_model, cfg.d_mlp)
             shapes |= {"mlp_in": (cfg.d_model, cfg.d_mlp), "mlp_out": (cfg.d_mlp, cfg.d_model)}
             shapes["mlp"] = (cfg.d_model, cfg.d_model)
-        return shapes
+        alternatives = ("mlp", *_PARTS) if cfg.original_architecture in _PACKED_CHECKPOINTS else ("mlp", "attn_qkv")
+        return (BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives),) * cfg.n_layers
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
         block = self.model.blocks[site.layer]
@@ -117,7 +118,7 @@ class HookedTransformerHost:
         return heads.repeat_interleave(self.model.cfg.n_heads // len(heads), dim=0).flatten()
 
     def processing(self) -> dict[str, bool]:
-        writes = [site for site in self.sites() if site.layer == 0 and site.kind in ("attn_o", "mlp_out")]
+        writes = [site for site in self.sites() if site.layer == 0 and site.kind in RESIDUAL_MATRICES]
         return {
             "fold_ln": str(self.model.cfg.normalization_type).endswith("Pre"),
             "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
