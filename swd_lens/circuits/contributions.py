@@ -21,7 +21,7 @@ from torch import Tensor
 from swd_lens.circuits.means import Means
 from swd_lens.circuits.roads import Ground, Road, Runner
 from swd_lens.hosts import Host, Start, norms_output
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
 from swd_lens.tasks.task import Bucket
 from swd_lens.units.coder import CoderUnits, Units

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.display import card
 from swd_lens.hosts import Host, host_of, require_no_dropout
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.text import TokenError, as_rows
 from swd_lens.units import attach

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.hosts import Host
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.task import Bucket, TaskSplit
 

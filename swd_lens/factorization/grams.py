@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from swd_lens.base.machine import available_bytes, plain_float32
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
-from swd_lens.hosts.seen import require_one_per_token
+from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 
 # Wider sums grow tile by tile, so that no product of their own size lies beside them. Up to here a product takes 64 MB, and

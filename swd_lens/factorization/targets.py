@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from swd_lens.base.machine import plain_float32
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
-from swd_lens.hosts.seen import require_one_per_token
+from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 
 # In units of the Gram's mean diagonal. Embedded model, everything at s = .685: .01 and .1 give the same KL within 4 %.

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import Host
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream
 

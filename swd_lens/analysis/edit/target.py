@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import Host, host_of, require_no_dropout
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, split_name
 from swd_lens.tasks.errors import Unusable
 from swd_lens.tasks.text import as_rows

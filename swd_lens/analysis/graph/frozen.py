@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.hosts import Affine, Host, Start, UnsupportedHostError, norms_output
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
 from swd_lens.units.match import dtype_of
 

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from swd_lens.base._version import __version__
 from swd_lens.circuits.scores import identities
 from swd_lens.hosts import Host, sites_of
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.text import TokenError

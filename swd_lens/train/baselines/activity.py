@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from swd_lens.base.display import card
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import attach
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.hosts import Host, Start, Undo
-from swd_lens.hosts.seen import require_seen
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.train.baselines.adversary import adversary_of
 from swd_lens.train.baselines.masks import Draws, Shown

@@ -1,0 +1,170 @@
+"""Recording: what a forward showed of sites and of hook points, kept by name.
+
+1. `record` runs tokens (the blocks that are needed, the whole host, or up to the last position's logits) and keeps inputs and
+   outputs of sites, the units of attached sites, and what other hook points saw.
+2. `recording` keeps the same of any run made while it is open.
+3. Every site that was asked for must have been seen: a silent hook would leave zeros in a sum, or nothing at all.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.hosts import Host, Start, UnsupportedHostError
+from swd_lens.hosts.sites import Site
+
+Shown = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was seen, the last time where a run shows something more than once.
+
+    Attributes:
+        inputs: site name -> (batch, pos, d_in), or what `keep` made of it.
+        outputs: site name -> (batch, pos, d_out).
+        units: name of an attached site -> z, (batch, pos, unit).
+        hooks: name of a hook point -> its tensor; those that were not called are missing.
+        vectors: site name -> how many input vectors it was shown, over all calls.
+        logits: of a run to them: (batch, pos, vocab) of the whole host, (batch, vocab) of the last position.
+    """
+
+    inputs: Shown = field(default_factory=dict)
+    outputs: Shown = field(default_factory=dict)
+    units: Shown = field(default_factory=dict)
+    hooks: Shown = field(default_factory=dict)
+    vectors: Counter[str] = field(default_factory=Counter)
+    logits: Float[Tensor, "..."] | None = None
+
+
+def record(
+    host: Host,
+    tokens: Int[Tensor, "batch pos"],
+    *,
+    inputs: Iterable[Site] = (),
+    outputs: Iterable[Site] = (),
+    units: Iterable[Site] = (),
+    hooks: Iterable[str] = (),
+    run: Literal["blocks", "last", "whole"] = "blocks",
+    start: Start | None = None,
+    prefix: Any = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    gradient: bool = False,
+) -> Recording:
+    """Run tokens once and keep what was asked for.
+
+    Args:
+        inputs, outputs, units: sites of which these are kept; those of `units` are attached.
+        hooks: names of further hook points, such as "blocks.0.attn.hook_pattern".
+        run: "blocks" runs no block behind the last one that is asked for; "last" runs to the logits of the last position,
+            "whole" to those of every position.
+        start: take up from there; not with run="whole".
+        prefix: a kept prefix (`Host.freeze_prefix`), for run="last".
+        keep: what is kept of each tensor, taken when it is shown; None = the tensor itself.
+        gradient: leave gradients as the caller has them; else the run is made without.
+
+    Raises:
+        UnsupportedHostError: the forward never showed a site that was asked for.
+    """
+    inputs, outputs, units, hooks = list(inputs), list(outputs), list(units), list(hooks)
+    logits = None
+    with (
+        torch.set_grad_enabled(gradient and torch.is_grad_enabled()),
+        recording(host, inputs=inputs, outputs=outputs, units=units, hooks=hooks, keep=keep) as seen,
+    ):
+        if run == "whole":
+            logits = host.run(tokens)
+        elif run == "last":
+            logits = host.last_logits(tokens, prefix, start=start)
+        else:
+            layers = [site.layer for site in (*inputs, *outputs, *units)] + [_layer_of(name) for name in hooks]
+            # Without a start not even the argument: hosts that take none are hosts, too.
+            host.run_blocks(tokens, max(layers) + 1, **({} if start is None else {"start": start}))
+    return Recording(seen.inputs, seen.outputs, seen.units, seen.hooks, seen.vectors, logits)
+
+
+@contextmanager
+def recording(
+    host: Host,
+    *,
+    inputs: Iterable[Site] = (),
+    outputs: Iterable[Site] = (),
+    units: Iterable[Site] = (),
+    hooks: Iterable[str] = (),
+    keep: Callable[[Tensor], Tensor] | None = None,
+) -> Iterator[Recording]:
+    """While open, keep what forwards of the host show; see `record` for the arguments.
+
+    Raises:
+        UnsupportedHostError: at the end, where a site that was asked for was never shown.
+    """
+    inputs, outputs, units = list(inputs), list(outputs), list(units)
+    seen = Recording()
+
+    def into(shown: Shown, name: str) -> Callable[..., None]:
+        def keep_one(tensor: Tensor, hook: Any = None) -> None:
+            shown[name] = tensor if keep is None else keep(tensor)
+
+        return keep_one
+
+    def keep_input(site: Site, h: Tensor) -> None:
+        seen.vectors[site.name] += h.numel() // h.shape[-1]
+        into(seen.inputs, site.name)(h)
+
+    points: list[tuple[str, Callable[..., None]]] = [(site.hook_name, into(seen.units, site.name)) for site in units]
+    points += [(name, into(seen.hooks, name)) for name in hooks if name in host.model.hook_dict]
+    with ExitStack() as stack:
+        if points:
+            stack.enter_context(host.model.hooks(fwd_hooks=points))
+        stack.enter_context(host.outputs(outputs, lambda site, y: into(seen.outputs, site.name)(y)))
+        stack.enter_context(host.inputs(inputs, keep_input))
+        yield seen
+    require_seen(inputs, seen.inputs, "input")
+    require_seen(outputs, seen.outputs, "output")
+    require_seen(units, seen.units, "units")
+
+
+def _layer_of(hook_name: str) -> int:
+    """blocks.3.attn.hook_pattern -> 3."""
+    return int(hook_name.split(".")[1])
+
+
+def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None:
+    """Do nothing if every site's name is among those seen.
+
+    Args:
+        what: what should have been seen there ("input", "output", "units").
+
+    Raises:
+        UnsupportedHostError: some were not; all of them are named.
+    """
+    silent = [site.name for site in sites if site.name not in seen]
+    if silent:
+        raise UnsupportedHostError(
+            f"the forward of this host never showed the {what} of {', '.join(silent)}: it goes by another way there (a fused "
+            "or skipped module, or hooks that were removed). Leave these sites out, and please report the model"
+        )
+
+
+def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
+    """Do nothing if every site read one vector per token.
+
+    Args:
+        vectors: site name -> how many it read.
+
+    Raises:
+        UnsupportedHostError: a site was silent (all of them are named), or read another number.
+    """
+    require_seen(sites, vectors, "input")
+    for site in sites:
+        if vectors[site.name] != n_tokens:
+            raise UnsupportedHostError(
+                f"{site.name} read {vectors[site.name]} vectors on {n_tokens} tokens; swd_lens needs one per token (a layer "
+                "that runs several times, or on some tokens only, has no single Gram)"
+            )
