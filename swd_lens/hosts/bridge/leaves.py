@@ -204,15 +204,15 @@ _MLP = {"gate": "mlp_gate", "in": "mlp_in", "input": "mlp_in", "out": "mlp_out"}
 def shapes_of_block(block: nn.Module) -> BlockShapes:
     """The block's matrices, packed ones and the whole MLP included."""
     leaves, others = leaves_of_block(block)
-    shapes = {kind: matrix(leaf).shape for kind, leaf in leaves.items()}
+    shapes = {kind: (matrix(leaf).shape[0], matrix(leaf).shape[1]) for kind, leaf in leaves.items()}
     parts, alternatives = PACKED["attn_qkv"], ()
     if shapes.keys() >= set(parts):
-        shapes["attn_qkv"] = torch.Size([shapes["attn_q"][0], sum(shapes[part][1] for part in parts)])
+        shapes["attn_qkv"] = (shapes["attn_q"][0], sum(shapes[part][1] for part in parts))
         # GPT-2's and NeoX's checkpoints hold q, k and v as one matrix.
         packed = isinstance(block._modules.get("attn"), JointQKVAttentionBridge)
         alternatives += parts if packed else ("attn_qkv",)
     if {"mlp_in", "mlp_out"} <= shapes.keys() and whole_mlp(block) is not None:
-        shapes["mlp"] = torch.Size([shapes["mlp_in"][0], shapes["mlp_out"][1]])
+        shapes["mlp"] = (shapes["mlp_in"][0], shapes["mlp_out"][1])
         alternatives += ("mlp",)
     return BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives, tuple(others))
 
