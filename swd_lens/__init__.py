@@ -106,7 +106,7 @@ TYPES = {
     "QKScan": "analysis.qk.scan",
     "QKScreen": "analysis.qk.screen",
     "Refinement": "circuits.refine",
-    "Run": "study.result",
+    "Run": "study.run",
     "Samples": "study.samples",
     "SideEffects": "analysis.edit.effects",
     "Site": "hosts.sites",

@@ -22,7 +22,7 @@ from swd_lens.base.panels import attention_heads, library
 from swd_lens.circuits.comparison import Comparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.study.inside import look_inside
-from swd_lens.study.result import Replacement
+from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import Picture
 from tests import families
 from tests.analysis.audit_models import made_scores

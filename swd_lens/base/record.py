@@ -25,14 +25,14 @@ from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.files import write_json
 
-AnyRecord = TypeVar("AnyRecord", bound="Record")
+AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
 AnySaved = TypeVar("AnySaved", bound="SavedRecord")
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Record:
-    """Base of results; subclasses are frozen dataclasses."""
+class PlainRecord:
+    """Values that go to JSON and back, and have no card of their own (so that a field may be called title)."""
 
     derived: ClassVar[tuple[str, ...]] = ()
 
@@ -54,8 +54,12 @@ class Record:
             return _CONVERTER.structure(values, cls)
         except Exception as error:
             raise ValueError(
-                f"not the values of a {cls.__name__}: {'; '.join(cattrs.transform_error(error))}"
+                f"not the values of a {cls.__name__}: {'; '.join(cattrs.transform_error(error, '$', _reason))}"
             ) from error
+
+
+class Record(PlainRecord):
+    """Base of results; subclasses are frozen dataclasses."""
 
     def title(self) -> str:
         """The card's first line."""
@@ -109,6 +113,12 @@ class SavedRecord(Record):
 # ---------------------------------------------------------------------------------------------- conversion
 
 
+def _reason(error: BaseException, kind: Any) -> str:
+    """What is wrong with a value; what a record's own checks say, word for word."""
+    own = kind is None and isinstance(error, ValueError)
+    return str(error) if own else cattrs.v.format_exception(error, kind)
+
+
 def _is_tensor(kind: Any) -> bool:
     """A Tensor, also one annotated with its shape by jaxtyping."""
     return kind is Tensor or getattr(kind, "array_type", None) is Tensor
@@ -159,7 +169,7 @@ def _converter() -> cattrs.Converter:
 
 
 def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Record)
+    return isinstance(kind, type) and issubclass(kind, PlainRecord)
 
 
 _CONVERTER = _converter()

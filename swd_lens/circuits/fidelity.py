@@ -8,8 +8,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.base.display import card
+from swd_lens.base.record import Record
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
@@ -26,7 +26,7 @@ from swd_lens.units import attach
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class Fidelity(Record):
     """Replacement metrics; cross-entropies and KL in nats per predicted token.
 
     Attributes:
@@ -44,14 +44,12 @@ class Fidelity:
     top1_agreement: float
     relmse: Mapping[str, float]
     n_predictions: int
+    derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
 
     @property
     def ce_delta(self) -> float:
         """CE(replaced) - CE(dense)."""
         return self.ce - self.ce_dense
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ce_delta": self.ce_delta}
 
     def table(self) -> pd.DataFrame:
         """One row: the model-level metrics and the mean and largest site relMSE."""
@@ -68,11 +66,13 @@ class Fidelity:
             }
         )
 
-    def _repr_html_(self) -> str:
-        title = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions: CE delta {self.ce_delta:+.4f} nats"
+    def title(self) -> str:
+        return f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions: CE delta {self.ce_delta:+.4f} nats"
+
+    def parts(self) -> tuple[Any, ...]:
         by_site = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
         worst = by_site.sort_values("relMSE", ascending=False, kind="stable")
-        return card(title, self.table(), "relMSE by site, largest first:", worst)
+        return self.table(), "relMSE by site, largest first:", worst
 
 
 def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Fidelity:

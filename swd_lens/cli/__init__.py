@@ -1,26 +1,20 @@
 """swd-lens: the command line. Each command walks part of the same road and prints tables, or JSON with --json.
 
-    swd-lens demo       the whole road on the embedded model, offline, ending in a report
-    swd-lens factorize  SWD factors of your model's matrices, saved to a folder, with their fidelity
-    swd-lens replace    a whole surface: budgets, factors, fine-tuning, fidelity before and after, samples
-    swd-lens circuit    factors, fidelity, circuits and a report for your model and tasks
-    swd-lens report     the report of such a run again, from its folder; no model is needed
-    swd-lens train-baseline METHOD
-                        a transcoder, VPD or a sparsely pretrained model, to compare with
-    swd-lens estimate   memory and time of a factorization, before it starts
-
-0. `main` prints help and version from the table below, without loading torch; for a command it loads the modules that have it.
-1. Options (options.py) become a host, token rows and tasks (common.py).
-2. The commands (circuits.py, matrices.py, baselines.py) call one function each; progress goes to stderr, results to stdout.
-3. Files are written whole, the report last. Errors that a user can mend are printed without a traceback; exit code 1. Ctrl-C
+1. `main` prints help and version from COMMANDS, without loading torch; for a command it loads the modules that have it.
+2. Options (options.py) become a host, token rows and arguments of the solver.
+3. The commands (circuits.py, matrices.py, baselines.py) call one function each; progress goes to stderr, results to stdout.
+4. Files are written whole, the report last. Errors that a user can mend are printed without a traceback; exit code 1. Ctrl-C
    exits with 130 and leaves no half-written file; `factorize`, `replace` and `train-baseline` go on from there when called again.
 """
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+
+from swd_lens.base._version import __version__
 
 # Command -> the first line of its help. The commands themselves are in circuits.py, matrices.py and baselines.py.
 COMMANDS = {
@@ -35,33 +29,49 @@ COMMANDS = {
 }
 _MODULES = ("circuits", "matrices", "baselines")
 
+status, output = Console(stderr=True), Console()
+
 
 def main() -> None:
     """Entry point of the console script."""
-    named = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    (_whole_app() if named and named[0] in COMMANDS else _outline())()
+    words = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    if words and words[0] in COMMANDS:
+        app = _all_commands()
+    else:  # help, version, and the answer to a command that there is not
+        app = new_app()
+        for name, line in COMMANDS.items():
+            app.command(name, help=line)(lambda: None)
+    app()
+
+
+def new_app() -> typer.Typer:
+    """An app without commands: its help and its version."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Pretrained weights become circuit units.",
+    )
+    app.callback(invoke_without_command=True)(_version)
+    return app
+
+
+def _version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if show:
+        output.print(f"swd-lens {__version__}")
+        raise typer.Exit
+
+
+def _all_commands() -> typer.Typer:
+    for module in _MODULES:
+        import_module(f"{__name__}.{module}")
+    return import_module(f"{__name__}.options").app
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, all commands in it, and the modules that have them: loaded when first asked for."""
+    """`app`, with all commands, and the modules that have them: loaded when first asked for."""
     if name == "app":
-        return _whole_app()
+        return _all_commands()
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _whole_app() -> typer.Typer:
-    for module in _MODULES:
-        import_module(f"{__name__}.{module}")
-    return import_module(f"{__name__}.common").app
-
-
-def _outline() -> typer.Typer:
-    """The app's help, its version, and its answer to a command that there is not."""
-    from swd_lens.cli.outline import new_app
-
-    app = new_app()
-    for name, line in COMMANDS.items():
-        app.command(name, help=line)(lambda: None)
-    return app

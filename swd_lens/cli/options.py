@@ -1,57 +1,258 @@
-"""The options that several commands have, each with its line of help."""
+"""What commands share: options, each declared once, and how a command is run, printed and interrupted.
 
+1. A group of options is a dataclass: a field per option, with its help and its default, and methods that turn the options into
+   what a command works on (a host, token rows, arguments of the solver). A command that has another default subclasses it.
+2. `command` registers a function. A parameter whose type is a group stands for all options of the group.
+3. `show` prints JSON or tables to stdout, `say` progress to stderr. Errors that a user can mend become one line and exit code 1;
+   Ctrl-C exits with 130 and leaves no half-written file.
+"""
+
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
+import torch
 import typer
+from rich.markup import escape
+from rich.text import Text
+from typer import Option
 
+from swd_lens.base.files import plain
+from swd_lens.cli import new_app, output, status
+from swd_lens.hosts import UnsupportedHostError, find_sites
+from swd_lens.hosts.embedded import load_default_model, text_tokens
 from swd_lens.hosts.embedded.load import KINDS
-from swd_lens.solver import PRESETS
+from swd_lens.hosts.load import load_host
+from swd_lens.solver import DEFAULT_PRESET, PRESETS
+from swd_lens.tasks import pack_text
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model", help="'default' (embedded), a TransformerLens model name, or a local Hugging Face checkpoint folder."
-    ),
-]
+app = new_app()
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 HostOption = Annotated[
     str,
-    typer.Option(
+    Option(
         "--host",
         help=f"Load it as: {', '.join(KINDS)}. auto: HookedTransformer where possible, else TransformerBridge.",
     ),
 ]
 SitesOption = Annotated[
-    list[str],
-    typer.Option("--sites", help="Pattern of sites, e.g. blocks.8.mlp_out or 'blocks.*.mlp_out'; repeatable."),
+    list[str], Option("--sites", help="Pattern of sites, e.g. blocks.8.mlp_out or 'blocks.*.mlp_out'; repeatable.")
 ]
-TextOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--text", help="Text file: its first part calibrates, its last part judges. Not needed for the embedded model."
-    ),
-]
-TokensOption = Annotated[int, typer.Option("--tokens", help="Calibration tokens; 0 = zero-data.", min=0)]
-HeldoutOption = Annotated[
-    int, typer.Option("--heldout-tokens", help="Held-out tokens for fidelity and contexts.", min=2)
-]
-IterationsOption = Annotated[
-    int | None, typer.Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)
-]
-PresetOption = Annotated[str, typer.Option("--preset", help=f"Of the solver: {', '.join(PRESETS)}.")]
-UnitsOption = Annotated[
-    str | None, typer.Option("--units", help='Per matrix: a number, or "2x" for twice min(d_in, d_out), the default.')
-]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads.", min=1)]
-SparsityOption = Annotated[float, typer.Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")]
+TokensOption = Annotated[int, Option("--tokens", help="Calibration tokens; 0 = zero-data.", min=0)]
+TrainingTokensOption = Annotated[int, Option("--tokens", help="Tokens of training text; gone through again.", min=1)]
+HeldoutOption = Annotated[int, Option("--heldout-tokens", help="Held-out tokens for fidelity and contexts.", min=2)]
+SparsityOption = Annotated[float, Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")]
 CalibrationOption = Annotated[
     str,
-    typer.Option(
-        help="Inputs from the host with everything earlier replaced (sequential), every earlier block, or dense."
-    ),
+    Option(help="Inputs from the host with everything earlier replaced (sequential), every earlier block, or dense."),
 ]
-WorkersOption = Annotated[str, typer.Option(help="Matrices solved at a time, in processes of their own; or 'ray'.")]
-DtypeOption = Annotated[str, typer.Option(help="Of the host: float32, bfloat16, float16. Solving is float32 always.")]
-DeviceMapOption = Annotated[str | None, typer.Option(help="'auto' lays a large host over several devices.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Start again in place of what the folder holds.")]
+WorkersOption = Annotated[str, Option(help="Matrices solved at a time, in processes of their own; or 'ray'.")]
+OverwriteOption = Annotated[bool, Option("--overwrite", help="Start again in place of what the folder holds.")]
+ThreadsOption = Annotated[int | None, Option("--threads", help="CPU threads.", min=1, callback=_set_threads)]
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and as which kind of host."""
+
+    model: Annotated[
+        str,
+        Option(
+            "--model",
+            help="'default' (embedded), a TransformerLens model name, or a local Hugging Face checkpoint folder.",
+        ),
+    ] = "default"
+    host: HostOption = "auto"
+
+    def load(self, sites: Any = None, **options: Any) -> Any:
+        """The host. Raises UnknownSiteError before any text is read, if it has no such sites."""
+        if self.model == "default":
+            model = load_default_model(kind=self.host)
+        else:
+            say(f"load {self.model}")
+            model = load_host(self.model, self.host, **options)
+        if sites is not None:
+            find_sites(model, sites)
+        return model
+
+
+@dataclass(frozen=True)
+class LargeModelOptions(ModelOptions):
+    """A model that may need half precision or several devices."""
+
+    dtype: Annotated[str, Option(help="Of the host: float32, bfloat16, float16. Solving is float32 always.")] = (
+        "float32"
+    )
+    device_map: Annotated[str | None, Option(help="'auto' lays a large host over several devices.")] = None
+
+    def load(self, sites: Any = None, **options: Any) -> Any:
+        if self.model == "default" and (self.dtype != "float32" or self.device_map is not None):
+            raise ValueError("--dtype and --device-map are for models of your own; the embedded one is small")
+        return super().load(sites, dtype=self.dtype, device_map=self.device_map, **options)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Text that factors are fitted on, and text that judges them; of the embedded model both are at hand."""
+
+    text: Annotated[
+        Path | None,
+        Option(help="Text file: its first part fits, its last part judges. Not needed for the embedded model."),
+    ] = None
+    tokens: TokensOption = 16_384
+    heldout_tokens: HeldoutOption = 16_384
+    purpose: ClassVar[str] = "fidelity and unit contexts are measured on text (add --tokens 0 for zero-data factors)"
+
+    def rows(self, model: Any, options: ModelOptions, tokens: int | None = None) -> tuple[Any, Any]:
+        """Calibration rows (None for zero-data) and held-out rows that share no token with them.
+
+        Args:
+            model: what `options` loaded.
+            tokens: to calibrate on; None = as the option says.
+        """
+        wanted = self.tokens if tokens is None else tokens
+        if self.text is None:
+            if options.model != "default":
+                raise ValueError(f"--text FILE is needed: {self.purpose}")
+            heldout = text_tokens(self.heldout_tokens, split="test")
+            return (text_tokens(wanted, split="train") if wanted else None), heldout
+        rows = pack_text(model, self.text.read_text(encoding="utf-8"))
+        length = rows.shape[1]
+        if len(rows) < 2:
+            raise ValueError(
+                f"{self.text} gives {len(rows)} row(s) of {length} tokens; calibration and held-out text need at least one each"
+            )
+        n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2)
+        return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
+
+
+@dataclass(frozen=True)
+class TrainingTextOptions(TextOptions):
+    """Text that a baseline is trained on, and text that judges it."""
+
+    tokens: TrainingTokensOption = 262_144
+    purpose: ClassVar[str] = "a baseline is trained on its first part and measured on its last"
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """How each matrix is solved."""
+
+    preset: Annotated[str, Option("--preset", help=f"Of the solver: {', '.join(PRESETS)}.")] = DEFAULT_PRESET
+    units: Annotated[
+        str | None, Option("--units", help='Per matrix: a number, or "2x" for twice min(d_in, d_out), the default.')
+    ] = None
+    outer_iterations: Annotated[
+        int | None, Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What was asked for; what was not stays with the solver's defaults."""
+        units = None if self.units is None else number_or_word(self.units)
+        asked = {"units": units, "outer_iterations": self.outer_iterations}
+        preset = {} if self.preset == DEFAULT_PRESET else {"preset": self.preset}
+        return {**preset, **{name: value for name, value in asked.items() if value is not None}}
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How results are printed, and on how many threads they are made."""
+
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False
+    threads: ThreadsOption = None
+
+    def show(self, values: Mapping[str, Any], *tables: Any) -> None:
+        """See `show`."""
+        show(self.as_json, values, *tables)
+
+
+def first_rows(rows: Any, n_tokens: int) -> Any:
+    """The first rows of at least so many tokens; None for none (zero-data)."""
+    return rows[: -(-n_tokens // rows.shape[1])] if n_tokens else None
+
+
+def number_or_word(text: str) -> int | str:
+    """4 of "4"; "2x" and "ray" as they are."""
+    return int(text) if text.isdecimal() else text
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) -> Callable[[Callable], Callable]:
+    """Register a function as a command; a parameter that is a group of options becomes the options of the group.
+
+    Args:
+        name: None = the function's.
+        goes_on: the same command again takes up what was interrupted, which Ctrl-C then says.
+    """
+
+    def register(function: Callable) -> Callable:
+        parameters = inspect.signature(function).parameters.values()
+        groups: dict[str, Any] = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
+        options = {name: inspect.signature(group).parameters for name, group in groups.items()}
+
+        def call(**given: Any) -> None:
+            with _told(goes_on):
+                of_groups = {name: group(**{o: given.pop(o) for o in options[name]}) for name, group in groups.items()}
+                function(**given, **of_groups)
+
+        every = [option for p in parameters for option in (options[p.name].values() if p.name in groups else [p])]
+        call.__signature__ = inspect.Signature([o.replace(kind=inspect.Parameter.KEYWORD_ONLY) for o in every])
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        to.command(name)(call)
+        return function
+
+    return register
+
+
+@contextmanager
+def _told(goes_on: bool) -> Iterator[None]:
+    """Errors that a user can mend become one line and exit code 1; Ctrl-C becomes exit code 130."""
+    warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+    try:
+        yield
+    except (ValueError, OSError, ImportError, UnsupportedHostError) as error:
+        status.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        again = "; the same command again goes on from the last checkpoint" if goes_on else ""
+        status.print(f"interrupted; nothing half-written was left behind{again}", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def say(step: str) -> None:
+    """A line of progress."""
+    status.print(f"[dim]·[/dim] {escape(step)}", highlight=False)
+
+
+def show_progress() -> bool:
+    """Whether bars would be seen."""
+    return sys.stderr.isatty()
+
+
+def show(as_json: bool, values: Mapping[str, Any], *tables: Any, unbroken: bool = False) -> None:
+    """Print the values as JSON, or tables and lines of text; unbroken: a path in a line can be copied."""
+    if as_json:
+        sys.stdout.write(json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
+        return
+    for table in tables:
+        if isinstance(table, str):
+            output.print(Text(table), soft_wrap=unbroken)
+        else:
+            output.print(table)

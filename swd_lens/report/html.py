@@ -20,10 +20,10 @@ from swd_lens.circuits.compare import TaskComparison
 from swd_lens.report import plots, wording
 from swd_lens.report.attention import attention_section
 from swd_lens.report.cards import task_cards
-from swd_lens.report.headline import CONTROL, headline, main_replacement
+from swd_lens.report.headline import control_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
 from swd_lens.study import Run
-from swd_lens.study.result import Replacement
+from swd_lens.study.run_file import Replacement
 
 SUFFICIENCY, NECESSITY = 0.9, 0.5
 FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
@@ -55,7 +55,7 @@ def render_report(run: Run) -> str:
             title=f"Sparse weight decomposition of {run.settings.get('model', 'a model')}",
             headline=headline(run, SUFFICIENCY),
             main=main_replacement(run),
-            control=CONTROL,
+            control=control_of(run),
             methods=list(dict.fromkeys(r.method for r in run.replacements)),
             sufficiency=SUFFICIENCY,
             necessity=NECESSITY,

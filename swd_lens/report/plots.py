@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from swd_lens.base.figures import INK, literal, new_figure, style, svg
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, compact, cost_axis, draw_curves
-from swd_lens.study.result import Replacement
+from swd_lens.study.run_file import Replacement
 
 __all__ = ["circuit_column", "compact", "inline_svg", "page_svg", "relmse_dots", "swatch"]
 

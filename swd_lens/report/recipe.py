@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from swd_lens.report.headline import CONTROL, main_replacement
+from swd_lens.report.headline import main_replacement
 from swd_lens.study import Run
-from swd_lens.study.result import Replacement, folders_of
+from swd_lens.study.run_file import folders_of
 
 DEFAULT_MODEL = "swd-lens-default"
 
@@ -12,8 +12,11 @@ DEFAULT_MODEL = "swd-lens-default"
 def load_code(run: Run) -> str:
     """Load the main replacement's factors and read its units in a forward pass."""
     r = main_replacement(run)
-    if r is None or r.method == CONTROL:  # exact factors are not saved
+    if r is None or r.exact:  # exact factors are not saved
         return ""
+    folder = next(
+        name for other, name in zip(run.replacements, folders_of(run.replacements), strict=True) if other is r
+    )
     site = next(iter(r.factors))
     layer, kind = site.split(".")[1:]
     return "\n".join(
@@ -21,17 +24,12 @@ def load_code(run: Run) -> str:
             "import swd_lens as swd",
             "",
             _model_line(run),
-            f"factors = swd.FactorSet.load({_folder(run, r)!r})",
+            f"factors = swd.FactorSet.load({folder!r})",
             "with swd.attach(model, factors):",
             '    logits, cache = model.run_with_cache("The list is")',
             f'    z = cache["{kind}_unit", {layer}]  # (batch, pos, unit) of {site}',
         ]
     )
-
-
-def _folder(run: Run, replacement: Replacement) -> str:
-    """Where `Run.save` put its factors."""
-    return next(f for r, f in zip(run.replacements, folders_of(run.replacements), strict=True) if r is replacement)
 
 
 def run_code(run: Run) -> str:

@@ -6,9 +6,9 @@
 from typing import Any
 
 import pandas as pd
-from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from swd_lens.study import Run
 
@@ -22,27 +22,23 @@ _SHORT = {
 }
 
 
-def fidelity_tables(run: Run) -> Group:
-    """Per surface: what each method costs and how well it stands in for the dense matrices."""
-    frame = run.fidelity_table()
+def run_tables(run: Run) -> list[Table | Text]:
+    """A run, surface by surface: how well each method stands in for the dense matrices, then what circuits cost.
+
+    Circuits: least cost, "units / edges", at sufficiency 0.9 and at half the whole necessity drop.
+    """
     columns = ["method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
-    parts = [
+    tables: list[Table | Text] = [
         table(f"Fidelity of {surface} on held-out text", pd.DataFrame(rows, columns=columns))
-        for surface, rows in frame.groupby("surface", sort=False)
+        for surface, rows in run.fidelity_table().groupby("surface", sort=False)
     ]
-    return Group(*parts)
-
-
-def circuit_tables(run: Run) -> Group:
-    """Per surface: least cost of a circuit, "units / edges", at sufficiency 0.9 and at half the whole necessity drop."""
-    parts = []
     for surface, rows in run.circuit_table().groupby("surface", sort=False):
         shown = pd.DataFrame({"task": rows["task"], "method": rows["method"], "margin": rows["margin"]})
         for title, threshold in (("sufficiency 0.9", "sufficiency 0.9"), ("half the drop", "necessity 0.5")):
             units, edges = (rows[f"{cost} at {threshold}"] for cost in ("units", "edges"))
             shown[title] = [_cost(u, e) for u, e in zip(units, edges, strict=True)]
-        parts.append(table(f"Circuits in {surface}: least units / edges", shown))
-    return Group(*parts, "[dim]blank: never reached · 0: the empty circuit already suffices there[/dim]")
+        tables.append(table(f"Circuits in {surface}: least units / edges", shown))
+    return [*tables, Text("blank: never reached · 0: the empty circuit already suffices there", style="dim")]
 
 
 def _cost(units: Any, edges: Any) -> str:
@@ -67,8 +63,3 @@ def _cell(value: Any) -> str:
         # Below a thousandth the digits after the point say nothing: two significant ones do.
         return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else escape(str(value))
-
-
-def print_run(console: Console, run: Run) -> None:
-    console.print(fidelity_tables(run))
-    console.print(circuit_tables(run))

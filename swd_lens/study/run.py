@@ -5,7 +5,8 @@
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
 5. Attention patterns of one prompt per task, and what the replacements do to them (attention.py).
-The result is a `Run`: plain data that the CLI prints, `report` draws, `save` writes and `Run.load` reads (run_file.py).
+The result is a `Run`: plain data that the CLI prints, `report` draws, `save` writes to a folder and `Run.load` reads, without a
+model (run_file.py).
 """
 
 import hashlib
@@ -13,34 +14,169 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pandas as pd
 import torch
 
 from swd_lens.base._version import __version__
-from swd_lens.base.files import plain
+from swd_lens.base.files import plain, write_json
+from swd_lens.base.record import Record
 from swd_lens.circuits import Comparison, compare
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import PRESETS, resolve
-from swd_lens.study.attention import attention_views
-from swd_lens.study.cards import unit_cards
-from swd_lens.study.result import CONTROL, Replacement, Run
+from swd_lens.study.attention import AttentionView, attention_views
+from swd_lens.study.cards import UnitCard, unit_cards
+from swd_lens.study.run_file import (
+    CONTROL,
+    FORMAT,
+    NAME,
+    Replacement,
+    card_of,
+    comparison_to_dict,
+    comparisons_of,
+    folders_of,
+    read_run,
+    with_factors,
+)
+from swd_lens.study.section import ReportSection
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.units import by_site, matrices_of
 from swd_lens.units.factors import FactorSet, fingerprint
 
-__all__ = ["CONTROL", "CONTROLS", "Replacement", "Run", "run_study"]
-
 CONTROLS = ("svd", "random_b")
 RANDOM_B_SEEDS = 3
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Record):
+    """Everything a study found, with every setting that it depends on.
+
+    Attributes:
+        settings: plain JSON values.
+        comparisons: surface -> its comparison. In a loaded run curves carry their numbers, but no scores.
+        cards: the best units of each task.
+        seconds: of the whole study.
+        attention: patterns to be shown, one prompt per task.
+        extras: further sections of the report.
+    """
+
+    settings: Mapping[str, Any]
+    replacements: Sequence[Replacement]
+    comparisons: Mapping[str, Comparison]
+    cards: Sequence[UnitCard]
+    seconds: float
+    attention: Sequence[AttentionView] = ()
+    extras: Sequence[ReportSection] = ()
+
+    def sparsest(self, surface: str) -> Replacement:
+        """The sparsest replacement of a surface, the exact ones aside.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return max(
+            (r for r in self.replacements if r.surface == surface and not r.exact), key=lambda r: r.factors.sparsity
+        )
+
+    def fidelity_table(self) -> pd.DataFrame:
+        """One row per surface and method."""
+        rows = []
+        for r in self.replacements:
+            head = {"surface": r.surface, "method": r.method, "matrices": len(r.factors), "units": r.factors.n_units}
+            head |= {"edges": r.factors.edges, "sparsity": r.factors.sparsity, "seconds": r.seconds}
+            rows.append({**head, **r.fidelity.table().iloc[0].to_dict()})
+        return pd.DataFrame(rows)
+
+    def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
+        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop, and whether
+        the method's CE is matched to that of the surface's first (see `Comparison.table`)."""
+        tables = [
+            comparison.table(sufficiency, necessity).assign(surface=surface)
+            for surface, comparison in self.comparisons.items()
+        ]
+        table = pd.concat(tables, ignore_index=True)
+        return pd.DataFrame(table, columns=["surface", *(column for column in table.columns if column != "surface")])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; everything that the report shows."""
+        folders = folders_of(self.replacements)
+        return {
+            "format": FORMAT,
+            "swd_lens": __version__,
+            "settings": dict(self.settings),
+            "seconds": self.seconds,
+            "fidelity": [r.as_dict(folder) for r, folder in zip(self.replacements, folders, strict=True)],
+            "comparisons": {surface: comparison_to_dict(each) for surface, each in self.comparisons.items()},
+            "circuits": [
+                {"surface": surface, "method": method, **curve.as_dict()}
+                for surface, comparison in self.comparisons.items()
+                for by_method in comparison.values()
+                for method, curve in by_method.curves.items()
+            ],
+            "units": [asdict(card) for card in self.cards],
+            "attention": [view.as_dict() for view in self.attention],
+            "extras": [section.as_dict() for section in self.extras],
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Write the factors of every sparse replacement, then run.json, each atomically."""
+        folder = Path(folder)
+        for r, name in zip(self.replacements, folders_of(self.replacements), strict=True):
+            if isinstance(r.factors, FactorSet) and not r.exact:
+                r.factors.save(folder / name)
+        write_json(folder / NAME, self.as_dict())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Run":
+        """Read what `save` wrote; no model is needed. The factors are memory-mapped, see `FactorSet.load`.
+
+        Of exact factors it holds counts only, of curves no scores; its report is that of the run that was saved.
+
+        Raises:
+            FileNotFoundError: no run.json, or a folder of factors that it names is missing.
+            ValueError: run.json is broken, not a run's, of a later format, or of other factors than those beside it.
+        """
+        folder = Path(folder)
+        values = read_run(folder)
+        try:
+            run = cls(
+                values["settings"],
+                [Replacement.from_dict(row) for row in values["fidelity"]],
+                comparisons_of(values),
+                [card_of(card) for card in values["units"]],
+                values["seconds"],
+                [AttentionView.from_dict(view) for view in values["attention"]],
+                [ReportSection.from_dict(section) for section in values["extras"]],
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{folder / NAME} is not what Run.save writes ({error!r}); run the study again") from error
+        return replace(run, replacements=with_factors(folder, run.replacements))
+
+    def __repr__(self) -> str:
+        tasks = list(dict.fromkeys(task for comparison in self.comparisons.values() for task in comparison))
+        surfaces = list(dict.fromkeys(r.surface for r in self.replacements))
+        return (
+            f"Run({self.settings.get('model', 'a model')}: {len(self.replacements)} replacements of {', '.join(surfaces)}; "
+            f"tasks {', '.join(tasks) or 'none'}; {self.seconds:.0f} s)"
+        )
+
+    def parts(self) -> tuple[Any, ...]:
+        if not self.replacements:
+            return ()
+        shown = ["surface", "method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
+        circuits = self.circuit_table() if any(self.comparisons.values()) else None
+        hint = 'The whole report: swd_lens.report.write_report(run, "report.html").'
+        return pd.DataFrame(self.fidelity_table(), columns=shown), circuits, hint
 
 
 def run_study(
@@ -89,32 +225,39 @@ def run_study(
         raise ValueError(f"no control {', '.join(map(repr, unknown))}; there are {', '.join(CONTROLS)}")
     began = time.perf_counter()
     for pattern in surfaces.values():
-        found = find_sites(model, pattern)  # an unknown site should fail before minutes of work
+        sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
         for label, units in beside.items():
-            _require_there(model, label, units, found)
+            require_surface(model, label, units, sites)
+
     replacements: list[Replacement] = []
     comparisons: dict[str, Comparison] = {}
     for surface, pattern in surfaces.items():
+        of_surface: list[Replacement] = []
         for sparsity in sparsities:
             on_step(f"factorize {surface} at s={sparsity:g}")
-            factors, seconds = _swd(
+            start = time.perf_counter()
+            factors = factorize(
                 model if calibration_model is None else calibration_model,
                 pattern,
-                sparsity,
-                calibration_tokens,
-                progress,
-                solver,
+                sparsity=float(sparsity),
+                tokens=calibration_tokens,
+                progress=progress,
+                **solver,
             )
+            seconds = time.perf_counter() - start
             measured = fidelity(model, factors, heldout_tokens)
-            replacements.append(Replacement(surface, f"SWD s={sparsity:g}", factors, measured, seconds))
+            of_surface.append(Replacement(surface, f"SWD s={sparsity:g}", factors, measured, seconds))
         if "svd" in controls:
             on_step(f"exact SVD of {surface}")
-            replacements.append(_svd(model, surface, pattern, heldout_tokens))
-        here = [r for r in replacements if r.surface == surface]
-        methods: dict[str, Any] = {r.method: r.factors for r in here}
+            start = time.perf_counter()
+            factors = baselines.svd(model, pattern)
+            seconds = time.perf_counter() - start
+            measured = fidelity(model, factors, heldout_tokens)
+            of_surface.append(Replacement(surface, CONTROL, factors, measured, seconds, exact=True))
+        methods: dict[str, Any] = {r.method: r.factors for r in of_surface}
+        fidelities = {r.method: r.fidelity for r in of_surface}
         if "random_b" in controls:
             methods["Random-B"] = baselines.random_b_seeds(model, pattern, range(RANDOM_B_SEEDS))
-        fidelities = {r.method: r.fidelity for r in here}
         for label, units in beside.items():
             on_step(f"fidelity of {label}")
             methods[label], fidelities[label] = units, fidelity(model, units, heldout_tokens)
@@ -129,64 +272,39 @@ def run_study(
             ablation=ablation,
             progress=progress,
         )
-    on_step("top units and their contexts")
-    shown = {surface: _sparsest(replacements, surface) for surface in surfaces}
-    cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
-    on_step("attention patterns of one prompt per task")
-    attention = attention_views(model, tasks, shown)
+        replacements += of_surface
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
     settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls), "beside": list(beside)}
     # As run.json gives it back: lists for tuples, text for names.
-    settings = json.loads(json.dumps(plain(settings), default=str))
-    return Run(settings, replacements, comparisons, cards, time.perf_counter() - began, attention)
+    run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
+    sparsest = {surface: run.sparsest(surface) for surface in surfaces}
+    shown: dict[str, Any] = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
+    on_step("top units and their contexts")
+    cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
+    on_step("attention patterns of one prompt per task")
+    attention = attention_views(model, tasks, shown)
+    return replace(run, cards=cards, attention=attention, seconds=time.perf_counter() - began)
 
 
-def _require_there(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:
+def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:
     """Raises ValueError unless these units replace the matrices of this surface."""
     host = host_of(model)
-    theirs = {one.name for site in find_sites(model, list(by_site(units))) for one in matrices_of(host, site)}
-    if theirs != {site.name for site in surface}:
+    replaced = {matrix.name for site in find_sites(model, list(by_site(units))) for matrix in matrices_of(host, site)}
+    if replaced != {site.name for site in surface}:
         raise ValueError(
-            f"{label} replaces {', '.join(sorted(theirs))}, this surface is {', '.join(site.name for site in surface)}; "
+            f"{label} replaces {', '.join(sorted(replaced))}, this surface is {', '.join(site.name for site in surface)}; "
             "circuits of different surfaces do not compare"
         )
 
 
-def _sparsest(replacements: Sequence[Replacement], surface: str) -> tuple[str, FactorSet]:
-    sparse = [
-        (r.method, r.factors)
-        for r in replacements
-        if r.surface == surface and r.is_saved and isinstance(r.factors, FactorSet)
-    ]
-    return max(sparse, key=lambda pair: pair[1].sparsity)
-
-
-def _swd(
-    model: Any, pattern: Any, sparsity: float | int, tokens: Any, progress: bool, solver: Any
-) -> tuple[FactorSet, float]:
-    """The factors, and the seconds that they took."""
-    began = time.perf_counter()
-    factors = factorize(model, pattern, sparsity=float(sparsity), tokens=tokens, progress=progress, **solver)
-    return factors, time.perf_counter() - began
-
-
-def _svd(model: Any, surface: str, pattern: Any, heldout: Any) -> Replacement:
-    began = time.perf_counter()
-    factors = baselines.svd(model, pattern)
-    seconds = time.perf_counter() - began
-    return Replacement(surface, CONTROL, factors, fidelity(model, factors, heldout), seconds)
-
-
 def _settings(
-    model: Any,
-    surfaces: Any,
-    tasks: Sequence[Task],
-    sparsities: Any,
-    calibration: Any,
-    heldout: Any,
+    model: Any, surfaces: Any, tasks: Sequence[Task], sparsities: Any, calibration: Any, heldout: Any
 ) -> dict[str, Any]:
-    cfg = model.cfg
+    """What the run was asked for, and on what."""
+    cfg, host = model.cfg, host_of(model)
+    # One SHA-256 over the fingerprints of every factorizable matrix.
+    weights = hashlib.sha256("".join(fingerprint(host.weight(site)) for site in host.sites()).encode()).hexdigest()
     return {
         "swd_lens": __version__,
         "torch": str(torch.__version__),
@@ -195,13 +313,23 @@ def _settings(
         "threads": torch.get_num_threads(),
         "model": str(cfg.model_name),
         "host": type(model).__name__,
-        "weights": _host_fingerprint(model),
+        "weights": weights,
         "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}",
         "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},
         "sparsities": [float(s) for s in sparsities],
         "calibration tokens": 0 if calibration is None else as_stream(calibration, model).n_tokens,
         "held-out tokens": as_stream(heldout, model).n_tokens,
-        "tasks": {task.name: _describe(task) for task in tasks},
+        "tasks": {
+            task.name: {
+                "train": len(task.train),
+                "test": len(task.test),
+                "dropped": sum(task.train.dropped.values()) + sum(task.test.dropped.values()),
+                "source": task.source,
+                "prepend_bos": task.prepend_bos,
+                "example": task.test.examples[0].prompt,
+            }
+            for task in tasks
+        },
     }
 
 
@@ -212,24 +340,15 @@ def _settings_used(
     factors = replacements[0].factors
     solved = next(iter(factors.summary().values()))["settings"]
     curve = next(iter(next(iter(comparisons.values())).values())).curves[replacements[0].method]
-    shown = ("positions", "mean_over", "ablation", "score", "sign")
-    used: dict[str, Any] = {key: curve.settings[key] for key in shown if key in curve.settings}
+    used: dict[str, Any] = {
+        key: curve.settings[key]
+        for key in ("positions", "mean_over", "ablation", "score", "sign")
+        if key in curve.settings
+    }
     used["calibration"] = factors.provenance["calibration"]
     used["solver"] = {"preset": solved["preset"], **solver}
     # Every setting by its value: what is not said would change its meaning when a default does.
-    own = {name: solver[name] for name in solver if name in {field.name for field in fields(PRESETS[solved["preset"]])}}
-    used["solver spec"] = resolve(solved["preset"], own).as_dict()
-    used["solver settings"] = {field.name: solved[field.name] for field in fields(PRESETS[solved["preset"]])}
+    names = [field.name for field in fields(PRESETS[solved["preset"]])]
+    used["solver spec"] = resolve(solved["preset"], {n: solver[n] for n in solver if n in names}).as_dict()
+    used["solver settings"] = {name: solved[name] for name in names}
     return used
-
-
-def _host_fingerprint(model: Any) -> str:
-    """One SHA-256 over the fingerprints of every factorizable matrix."""
-    host = host_of(model)
-    return hashlib.sha256("".join(fingerprint(host.weight(site)) for site in host.sites()).encode()).hexdigest()
-
-
-def _describe(task: Task) -> dict[str, Any]:
-    dropped = sum(task.train.dropped.values()) + sum(task.test.dropped.values())
-    counts = {"train": len(task.train), "test": len(task.test), "dropped": dropped}
-    return {**counts, "source": task.source, "prepend_bos": task.prepend_bos, "example": task.test.examples[0].prompt}

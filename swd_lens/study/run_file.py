@@ -1,17 +1,18 @@
 """run.json: what a `Run` writes beside its factors, and how it is read again without a model.
 
-1. The file names its format. Format 2 keeps everything the report shows; format 1 (until swd_lens had `Run.load`) named no
+1. A `Replacement` is one surface replaced by one method. Sparse factors go to a folder of their own; of exact ones, which are
+   dense and made in a moment, the file keeps a `FactorsRecord`: sizes, counts and provenance.
+2. The file names its format. Format 2 keeps everything the report shows; format 1 (until swd_lens had `Run.load`) named no
    format and lacks what exact factors were, which curves are seeds of one method, and fidelities of controls: it is read with
    those left out. A later format is refused.
-2. Of the sparse replacements it keeps the name of a folder; of the exact ones, which are not saved, a `FactorsRecord`: sizes,
-   counts and provenance.
 3. JSON knows no NaN: undefined and infinite numbers are null there, and NaN when read. Scores, means and prompts' margins are
    tensors and stay out; curves that were loaded price circuits, but cannot make them.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.study.cards import UnitCard
+from swd_lens.units.factors import FactorSet
 
 FORMAT = 2
 NAME = "run.json"
+# The method that exact factors go by: the control.
+CONTROL = "SVD"
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
 
 
@@ -57,8 +61,86 @@ class FactorsRecord(Mapping[str, Mapping[str, Any]]):
         return self.sites
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """One surface replaced by one method.
+
+    Attributes:
+        factors: of exact ones a loaded run has a record only, they are not saved.
+        seconds: that the factors took.
+        exact: the control: every matrix written as a product without an error.
+    """
+
+    surface: str
+    method: str
+    factors: FactorSet | FactorsRecord
+    fidelity: Fidelity
+    seconds: float
+    exact: bool = False
+
+    def as_dict(self, folder: str) -> dict[str, Any]:
+        """Plain values; sparse factors are in `folder`."""
+        f = self.factors
+        row = {"surface": self.surface, "method": self.method, "edges": f.edges, "units": f.n_units}
+        row |= {"sparsity": f.sparsity, "seconds": self.seconds, **self.fidelity.as_dict()}
+        described = {"sites": dict(f.summary()), "provenance": dict(f.provenance)}
+        return row | ({"factors": described} if self.exact else {"folder": folder})
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> "Replacement":
+        """The replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them."""
+        exact = "factors" in row
+        described = row["factors"] if exact else {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}
+        record = FactorsRecord(described["sites"], row["edges"], row["units"], row["sparsity"], described["provenance"])
+        return cls(row["surface"], row["method"], record, Fidelity.from_dict(row), row["seconds"], exact)
+
+
+def folders_of(replacements: Sequence[Replacement]) -> list[str]:
+    """Where the factors of each go; names that differ in signs that a folder cannot have, or in case, get numbers."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for r in replacements:
+        surface, method = ("".join(c if c.isalnum() or c in ".=" else "_" for c in s) for s in (r.surface, r.method))
+        plain = f"factors/{surface}-{method}"
+        tries = (plain if n == 1 else f"{plain}-{n}" for n in count(1))
+        names.append(next(name for name in tries if name.casefold() not in taken))
+        taken.add(names[-1].casefold())
+    return names
+
+
+def with_factors(folder: Path, replacements: Sequence[Replacement]) -> list[Replacement]:
+    """The replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
+
+    Raises:
+        FileNotFoundError: a folder of factors is missing.
+        ValueError: it holds other factors.
+    """
+    # The folders are never what the file says: a name that leads elsewhere would be followed.
+    return [
+        r if r.exact else replace(r, factors=_factors(folder, name, r))
+        for r, name in zip(replacements, folders_of(replacements), strict=True)
+    ]
+
+
+def _factors(folder: Path, name: str, replacement: Replacement) -> FactorSet:
+    if not (folder / name / "factors.json").is_file():
+        raise FileNotFoundError(
+            f"{folder / NAME} goes with the factors in {name}, which are not in {folder}; copy the whole folder"
+        )
+    factors, edges = FactorSet.load(folder / name), replacement.factors.edges
+    if factors.edges != edges or set(factors) != set(replacement.factors):
+        raise ValueError(
+            f"{folder / NAME} is of other factors than those in {folder / name}: {edges:,} edges there, {factors.edges:,} here; "
+            "run the study again"
+        )
+    return factors
+
+
+# ---------------------------------------------------------------------------------------------- run.json
+
+
 def read_run(folder: Path) -> dict[str, Any]:
-    """The values in a folder's run.json.
+    """The values in a folder's run.json, as format 2 has them.
 
     Raises:
         FileNotFoundError: there is none.
@@ -66,8 +148,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     if not path.is_file():
-        made = "`swd-lens demo`, `swd-lens circuit` or Run.save"
-        raise FileNotFoundError(f"there is no {NAME} in {folder}; give the folder that {made} wrote")
+        writers = "`swd-lens demo`, `swd-lens circuit` or Run.save"
+        raise FileNotFoundError(f"there is no {NAME} in {folder}; give the folder that {writers} wrote")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -75,16 +157,31 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not set(_PARTS) <= set(values):
         missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
         raise ValueError(f"{path} is not what Run.save writes: it lacks {missing}")
-    version = values.setdefault("format", 1)
+    version = values.get("format", 1)
     if not isinstance(version, int) or version > FORMAT:
         raise ValueError(
             f"{path} has run format {version!r} (swd_lens {values.get('swd_lens', 'of a later version')}), this swd_lens reads "
             f"up to {FORMAT}; update swd_lens"
         )
-    return values
+    return _from_format_1(values) if version == 1 else values
 
 
-# ---------------------------------------------------------------------------------------------- out
+def _from_format_1(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What format 1 says, as format 2 would: its first replacement of a surface is the reference."""
+    rows = [
+        {**row, "factors": {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}}
+        if row["method"] == CONTROL
+        else row
+        for row in values["fidelity"]
+    ]
+    comparisons: dict[str, dict[str, Any]] = {}
+    for curve in values["circuits"]:
+        surface = curve["surface"]
+        measured = {row["method"]: row for row in rows if row["surface"] == surface}
+        described = {"tasks": {}, "groups": {}, "fidelities": measured, "tolerance": TOLERANCE}
+        comparisons.setdefault(surface, described | {"reference": next(iter(measured), "")})
+        comparisons[surface]["tasks"][curve["task"]] = None
+    return {**values, "fidelity": rows, "comparisons": comparisons, "attention": [], "extras": []}
 
 
 def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
@@ -98,49 +195,20 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- in
-
-
-def record_of(row: Mapping[str, Any]) -> FactorsRecord:
-    """Of a row of "fidelity" whose factors were not saved; in format 1 only the names of the sites are known."""
-    known = row.get("factors") or {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}
-    return FactorsRecord(known["sites"], row["edges"], row["units"], row["sparsity"], known["provenance"])
-
-
-def fidelity_of(values: Mapping[str, Any]) -> Fidelity:
-    ce_dense, ce, kl, top1 = (_number(values[key]) for key in ("ce_dense", "ce", "kl", "top1_agreement"))
-    relmse = {site: _number(error) for site, error in values["relmse"].items()}
-    return Fidelity(ce_dense, ce, kl, top1, relmse, values["n_predictions"])
-
-
 def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
     """Surface -> comparison, from the curves of all surfaces."""
-    curves: dict[str, dict[str, dict[str, CostCurve]]] = {}
+    curves: dict[tuple[str, str], dict[str, CostCurve]] = {}
     for row in values["circuits"]:
-        its = curves.setdefault(row["surface"], {}).setdefault(row["task"], {})
-        its[row["method"]] = _curve(row)
-    described = values["comparisons"] if values["format"] > 1 else _comparisons_of_1(values, curves)
+        curves.setdefault((row["surface"], row["task"]), {})[row["method"]] = _curve(row)
     return {
         surface: Comparison(
-            {task: TaskComparison(task, curves.get(surface, {}).get(task, {}), {}) for task in its["tasks"]},
-            {name: tuple(names) for name, names in its["groups"].items()},
-            {name: fidelity_of(measured) for name, measured in its["fidelities"].items()},
-            its["reference"],
-            its["tolerance"],
+            {task: TaskComparison(task, curves.get((surface, task), {}), {}) for task in described["tasks"]},
+            {name: tuple(names) for name, names in described["groups"].items()},
+            {name: Fidelity.from_dict(measured) for name, measured in described["fidelities"].items()},
+            described["reference"],
+            described["tolerance"],
         )
-        for surface, its in described.items()
-    }
-
-
-def _comparisons_of_1(values: Mapping[str, Any], curves: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What format 1 says of its comparisons: fidelities of the replacements, of which the first is the reference."""
-    measured: dict[str, dict[str, Any]] = {surface: {} for surface in curves}
-    for row in values["fidelity"]:
-        measured.get(row["surface"], {})[row["method"]] = row
-    return {
-        surface: {"tasks": list(by_task), "groups": {}, "fidelities": measured[surface]}
-        | {"reference": next(iter(measured[surface]), ""), "tolerance": TOLERANCE}
-        for surface, by_task in curves.items()
+        for surface, described in values["comparisons"].items()
     }
 
 
@@ -148,10 +216,8 @@ def _curve(row: Mapping[str, Any]) -> CostCurve:
     rows = pd.DataFrame(row["rows"])
     # A column of nulls alone has no type; counts are whole numbers, all else was float.
     rows = rows.astype({column: "int64" if column in ("units", "edges") else "float64" for column in rows})
-    q, q_unpruned, accuracy, accuracy_unpruned = (
-        _number(row[key]) for key in ("q_dense", "q_unpruned", "accuracy_dense", "accuracy_unpruned")
-    )
-    return CostCurve(rows, row["task"], q, q_unpruned, accuracy, accuracy_unpruned, row["settings"])
+    names = ("q_dense", "q_unpruned", "accuracy_dense", "accuracy_unpruned")
+    return CostCurve(rows, row["task"], *(_number(row[name]) for name in names), settings=row["settings"])
 
 
 def card_of(values: Mapping[str, Any]) -> UnitCard:

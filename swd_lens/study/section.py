@@ -7,50 +7,23 @@
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from xml.etree import ElementTree
 
 from matplotlib.figure import Figure
 
 from swd_lens.base.figures import svg
+from swd_lens.base.record import PlainRecord
 
 Cell = str | int | float | None
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 # What matplotlib and hand-made graphs draw with; links and scripts are not here.
-_ELEMENTS = frozenset(
-    (
-        *(
-            "svg",
-            "g",
-            "defs",
-            "title",
-            "desc",
-            "path",
-            "rect",
-            "circle",
-            "ellipse",
-            "line",
-            "polyline",
-            "polygon",
-            "text",
-        ),
-        *(
-            "tspan",
-            "use",
-            "clipPath",
-            "marker",
-            "pattern",
-            "symbol",
-            "image",
-            "linearGradient",
-            "radialGradient",
-            "stop",
-        ),
-    )
+_DRAWING = (
+    "svg g defs title desc path rect circle ellipse line polyline polygon text tspan use clipPath marker pattern symbol image "
+    "linearGradient radialGradient stop"
 )
+_ELEMENTS = frozenset(_DRAWING.split())
 _LEFT_OUT, _WORDS = ("style", "metadata"), ("title", "desc")
 _LOADING = ("href", "src")
 # Pixels may lie in the file itself (imshow), and one part of a drawing may use another; nothing else is referred to.
@@ -60,7 +33,7 @@ _FETCHES = re.compile(r"url\(\s*[\"']?(?!#)|image-set\(|image\(|src\(|cross-fade
 
 
 @dataclass(frozen=True)
-class Picture:
+class Picture(PlainRecord):
     """One drawing.
 
     Attributes:
@@ -84,16 +57,20 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class SectionTable:
+class SectionTable(PlainRecord):
     """One table: a caption, the names of its columns, and rows of text, numbers and None (shown as a dash)."""
 
     caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"a table of {len(self.columns)} columns has rows of other lengths")
 
 
 @dataclass(frozen=True)
-class ReportSection:
+class ReportSection(PlainRecord):
     """One section of the report.
 
     Attributes:
@@ -103,28 +80,10 @@ class ReportSection:
     """
 
     title: str
-    intro: Sequence[str] = ()
-    pictures: Sequence[Picture] = ()
-    tables: Sequence[SectionTable] = ()
+    intro: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    tables: tuple[SectionTable, ...] = ()
     short: str = ""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ReportSection":
-        """What `dataclasses.asdict` gave, back from JSON. Raises KeyError, TypeError or ValueError where it is something else."""
-        return cls(
-            title=str(values["title"]),
-            intro=tuple(map(str, values["intro"])),
-            pictures=tuple(Picture(**{key: str(value) for key, value in one.items()}) for one in values["pictures"]),
-            tables=tuple(map(_table, values["tables"])),
-            short=str(values["short"]),
-        )
-
-
-def _table(values: Mapping[str, Any]) -> SectionTable:
-    columns, rows = tuple(map(str, values["columns"])), tuple(map(tuple, values["rows"]))
-    if any(len(row) != len(columns) for row in rows):
-        raise TypeError(f"a table of {len(columns)} columns has rows of other lengths")
-    return SectionTable(str(values["caption"]), columns, rows)
 
 
 def drawing(text: str) -> str:
@@ -175,8 +134,8 @@ def _check_attribute(element: str, name: str, value: str) -> None:
     lower = name.lower()
     if lower.startswith("on"):
         raise ValueError(f"a picture may not act: <{element}> has {name}")
-    own = value.startswith(_OWN_PART) or (element == "image" and value.startswith(_OWN_PIXELS))
-    if lower in _LOADING and not own:
+    loads_own = value.startswith(_OWN_PART) or (element == "image" and value.startswith(_OWN_PIXELS))
+    if lower in _LOADING and not loads_own:
         raise ValueError(f"a picture may not load anything: <{element}> refers to {value[:60]!r}")
     if not lower.startswith("aria-") and _FETCHES.search(value):
         raise ValueError(f"a picture may not load anything: {name}={value[:60]!r} of <{element}>")

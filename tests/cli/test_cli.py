@@ -182,7 +182,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["swd_lens.units.storage.save_file", "swd_lens.study.result.write_json", "swd_lens.report.html.write_text"]
+    "where", ["swd_lens.units.storage.save_file", "swd_lens.study.run.write_json", "swd_lens.report.html.write_text"]
 )
 def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):
@@ -216,7 +216,8 @@ def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(cli.circuits, "load_default_model", refused)
-    monkeypatch.setattr(cli.circuits, "load_model", refused)
+    monkeypatch.setattr(cli.options, "load_default_model", refused)
+    monkeypatch.setattr(cli.options, "load_host", refused)
     again = run("report", tmp_path)
     assert again.exit_code == 0, again.output
     assert (tmp_path / "report.html").read_bytes() == page

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
-from swd_lens.cli.baselines import _settings
+from swd_lens.cli.baselines import parsed_settings
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.baselines.train import Training
 
@@ -107,7 +107,7 @@ def test_mistakes_of_sparse_pretraining(tmp_path, more, says):
 def test_values_are_read_as_json_or_python_writes_them():
     given = ["a=.001", "b=1e-3", "c=None", "d=null", "e=True", "f=true", "g=4x", "h = bfloat16", "i="]
     read = {"a": 0.001, "b": 0.001, "c": None, "d": None, "e": True, "f": True, "g": "4x", "h": "bfloat16", "i": ""}
-    assert _settings(given, None) == read
+    assert parsed_settings(given) == read
 
 
 @pytest.mark.parametrize("command", ["transcoder", "vpd-recon", "vpd-kl", "sparse-pretrain"])

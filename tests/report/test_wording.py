@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from swd_lens.report import plots, wording
-from swd_lens.report.headline import Cost, _cost_sentences, headline
+from swd_lens.report.headline import Cost, cost_sentences, headline
 from swd_lens.study import Run
 
 
@@ -79,11 +79,11 @@ def _cost(task: str, method: str, edges: int | None, units: int | None, defined:
     return Cost("mlp", task, method, edges, units, 64, defined)
 
 
-def test_cost_sentences() -> None:
+def testcost_sentences() -> None:
     costs = [_cost("a", "S", 100, 4), _cost("a", "SVD", 300, 3)]
     costs += [_cost("b", "S", 500, 64), _cost("b", "SVD", 250, 2)]  # every unit, and more edges than the control
     costs += [_cost("c_d", "S", 0, 0), _cost("c_d", "SVD", 0, 0), _cost("e", "S", None, None, False)]
-    contest, empty, undefined, least = _cost_sentences(costs, "S", 0.9)
+    contest, empty, undefined, least = cost_sentences(costs, "S", "SVD", 0.9)
     # ratios 3 and 1/2: median 1.75
     assert (
         "2 of 4 cases" in contest
@@ -95,7 +95,7 @@ def test_cost_sentences() -> None:
     assert "4 of the 64 units of mlp, with 100 active edges, keep 90% of the margin of a." in least
 
 
-def test_cost_sentences_admit_a_loss_and_need_a_control() -> None:
+def testcost_sentences_admit_a_loss_and_need_a_control() -> None:
     costs = [_cost("a", "S", 300, 4), _cost("a", "SVD", 100, 3)]
-    assert "S needs 3.0 times more active edges than SVD." in next(_cost_sentences(costs, "S", 0.9))
-    assert not any("SVD" in sentence for sentence in _cost_sentences(costs[:1], "S", 0.9))
+    assert "S needs 3.0 times more active edges than SVD." in next(cost_sentences(costs, "S", "SVD", 0.9))
+    assert not any("SVD" in sentence for sentence in cost_sentences(costs[:1], "S", "SVD", 0.9))

@@ -36,5 +36,5 @@ def test_what_draws_stays() -> None:
 def test_a_table_is_as_wide_as_its_columns() -> None:
     section = {"title": "t", "intro": [], "pictures": [], "short": ""}
     table = {"caption": "c", "columns": ["a", "b"], "rows": [[1, 2], [3]]}
-    with pytest.raises(TypeError, match="a table of 2 columns has rows of other lengths"):
+    with pytest.raises(ValueError, match="a table of 2 columns has rows of other lengths"):
         ReportSection.from_dict({**section, "tables": [table]})

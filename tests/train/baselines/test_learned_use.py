@@ -6,9 +6,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.cli.baselines import _settings
+from swd_lens.cli.baselines import parsed_settings
 from swd_lens.hosts import find_sites
-from swd_lens.study.run import _require_there
+from swd_lens.study.run import require_surface
 from swd_lens.train.baselines import LearnedUnits, TrainError
 from tests.micro import random_split, random_tokens, toy_model
 from tests.train.finetune.conftest import everything
@@ -148,13 +148,13 @@ def test_several_layers_are_one_surface(model, units):
 
 
 def test_one_sites_units_may_stand_beside_a_study(model, units):
-    _require_there(model, "Transcoder", units[SITE], find_sites(model, SITE))
+    require_surface(model, "Transcoder", units[SITE], find_sites(model, SITE))
     with pytest.raises(ValueError, match=r"Transcoder replaces blocks\.1\.mlp_out, this surface is blocks\.0\.mlp_out"):
-        _require_there(model, "Transcoder", units[SITE], find_sites(model, "blocks.0.mlp_out"))
+        require_surface(model, "Transcoder", units[SITE], find_sites(model, "blocks.0.mlp_out"))
 
 
 def test_a_setting_given_twice_on_the_command_line():
-    assert _settings(["l1=1e-4", "width=4x"], 100) == {"n_tokens": 100, "l1": 1e-4, "width": "4x"}
+    assert parsed_settings(["l1=1e-4", "width=4x"], 100) == {"n_tokens": 100, "l1": 1e-4, "width": "4x"}
     for given, n_tokens in ((["n_tokens=50"], 100), (["l1=0.1", "l1=0.2"], None)):
         with pytest.raises(ValueError, match=r"--set (n_tokens=50|l1=0\.2): \w+ is given twice"):
-            _settings(given, n_tokens)
+            parsed_settings(given, n_tokens)
