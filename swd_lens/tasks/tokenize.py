@@ -64,13 +64,20 @@ class TaskTokenizer:
         Raises:
             Unusable: nothing to score, or more tokens than the context holds.
         """
-        ids = self.ids(text)
-        if not ids:
-            raise Unusable(f"empty {what}", repr(text))
-        ids = [self.tokenizer.bos_token_id, *ids] if self.prepend_bos else ids
-        if len(ids) > self.n_ctx:
-            raise Unusable(f"{what} longer than the context", f"{len(ids)} tokens, n_ctx is {self.n_ctx}")
+        ids, unusable = self.prompt_ids(text, what)
+        if unusable is not None:
+            raise unusable
         return torch.tensor(ids)
+
+    def prompt_ids(self, text: str, what: str = "prompt") -> tuple[list[int], Unusable | None]:
+        """The tokens of a prompt, BOS included, and why it cannot be scored (None: it can)."""
+        text_ids = self.ids(text)
+        ids = [self.tokenizer.bos_token_id, *text_ids] if self.prepend_bos else text_ids
+        if not text_ids:
+            return ids, Unusable(f"empty {what}", repr(text))
+        if len(ids) > self.n_ctx:
+            return ids, Unusable(f"{what} longer than the context", f"{len(ids)} tokens, n_ctx is {self.n_ctx}")
+        return ids, None
 
     def _side(self, texts: tuple[str, ...], role: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.single(text, role) for text in texts))

@@ -1,0 +1,100 @@
+"""Prompt: what a host is to run on, as token ids, given as text or as ids.
+
+1. `Prompt.of` turns a text into ids with the host's tokenizer, with a BOS where the host was trained with one, as for tasks
+   (tokenize.py); ids are checked as token rows are (text.py). `Prompt.several` reads a list of them.
+2. What a prompt may lack (one row, tokens to score, room in the context) are fields: each caller says in its own words what it
+   needs. `Prompt.row` gives the ids to a host that can run them.
+3. `decoded` and `token_strings` are how ids read; `same_length` says which prompts run together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.tasks.tokenize import TaskTokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a host.
+
+    Attributes:
+        ids: token ids, BOS included; where several rows were given, those of the first.
+        text: as it was given; None: it came as ids.
+        prepend_bos: whether the text got a BOS; None: it came as ids.
+        n_rows: how many rows of ids were given.
+        unusable: why nothing can be scored on the text ("empty prompt: ..." or "prompt longer than the context: ..."); None
+            where something can.
+    """
+
+    ids: tuple[int, ...]
+    text: str | None = None
+    prepend_bos: bool | None = None
+    n_rows: int = 1
+    unusable: str | None = None
+
+    @classmethod
+    def of(cls, model: Any, given: Any, caller: str, *, prepend_bos: bool | None = None) -> "Prompt":
+        """Read one prompt.
+
+        Args:
+            given: a text, or (pos,) token ids.
+            caller: who asks, for messages of the tokenizer.
+            prepend_bos: of a text; None = what the host was trained with, as for tasks.
+
+        Raises:
+            TokenError: a text for a host without a tokenizer, or ids that are none (see `as_rows`).
+            TaskError: a BOS is asked of a tokenizer that has none.
+        """
+        if not isinstance(given, str):
+            rows = as_rows(given, model)
+            return cls(tuple(rows[0].tolist()), n_rows=len(rows))
+        if model.tokenizer is None:
+            raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
+        tokenizer = TaskTokenizer(caller, model, prepend_bos)
+        ids, unusable = tokenizer.prompt_ids(given)
+        return cls(tuple(ids), given, tokenizer.prepend_bos, unusable=None if unusable is None else str(unusable))
+
+    @classmethod
+    def several(cls, model: Any, given: Any, caller: str, *, prepend_bos: bool | None = None) -> "list[Prompt]":
+        """Read prompts: one text, one row of ids, or a list of texts and rows (a (rows, pos) tensor is one). Raises as `of`."""
+        prompts = [given] if isinstance(given, str) else list(given)
+        if prompts and all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in prompts):
+            prompts = [torch.as_tensor(prompts)]
+        return [cls.of(model, prompt, caller, prepend_bos=prepend_bos) for prompt in prompts]
+
+    def row(self, model: Any) -> Int[Tensor, " pos"]:
+        """The ids, for a host that can run them.
+
+        Raises:
+            TokenError: there are none, or more than the host's context holds.
+        """
+        return as_rows(list(self.ids), model)[0]
+
+
+def decoded(model: Any, ids: Sequence[int]) -> str:
+    """How ids read; the ids themselves where the host has no tokenizer."""
+    decode = getattr(model.tokenizer, "decode", None)
+    return " ".join(map(str, ids)) if decode is None else str(decode(list(ids)))
+
+
+def token_strings(model: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """How each token reads by itself."""
+    return tuple(decoded(model, [token]) for token in ids)
+
+
+def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[list[int]]:
+    """Places of prompts that run together: of one length n, at most at_once(n) of them."""
+    places: dict[int, list[int]] = {}
+    for place, length in enumerate(lengths):
+        places.setdefault(length, []).append(place)
+    batches = []
+    for length, same in places.items():
+        size = max(1, at_once(length))
+        batches += [same[i : i + size] for i in range(0, len(same), size)]
+    return batches

@@ -1,0 +1,56 @@
+"""One prompt as text or ids."""
+
+import pytest
+import torch
+
+from swd_lens.tasks.prompt import Prompt, decoded, same_length, token_strings
+from swd_lens.tasks.text import TokenError
+from tests.micro import toy_model
+from tests.tasks.test_task import FakeHost
+
+
+def test_a_text_and_its_ids_are_one_prompt():
+    host = FakeHost()
+    prompt = Prompt.of(host, "the cat sat", "test")
+    assert prompt == Prompt((2, 3, 5), "the cat sat", prepend_bos=False)
+    assert prompt.row(host).tolist() == [2, 3, 5]
+    assert Prompt.of(host, [2, 3, 5], "test") == Prompt((2, 3, 5))
+    assert Prompt.of(host, torch.tensor([[2, 3], [5, 6]]), "test") == Prompt((2, 3), n_rows=2)
+    with_bos = Prompt.of(host, "the cat", "test", prepend_bos=True)
+    assert with_bos.ids == (1, 2, 3) and with_bos.prepend_bos
+
+
+def test_what_a_text_lacks_is_said_in_fields():
+    host = FakeHost(n_ctx=2)
+    assert Prompt.of(host, "", "test").unusable == "empty prompt: ''"
+    assert Prompt.of(host, "", "test", prepend_bos=True).ids == (1,)
+    long = Prompt.of(host, "the cat sat", "test")
+    assert long.unusable == "prompt longer than the context: 3 tokens, n_ctx is 2"
+    with pytest.raises(TokenError, match="rows of 3 tokens do not fit"):
+        long.row(host)
+    with pytest.raises(TokenError, match="outside the vocabulary"):
+        Prompt.of(host, [99], "test")
+
+
+def test_several_prompts():
+    host = FakeHost()
+    assert [p.ids for p in Prompt.several(host, "the cat", "test")] == [(2, 3)]
+    assert [p.ids for p in Prompt.several(host, [2, 3], "test")] == [(2, 3)]
+    assert [p.ids for p in Prompt.several(host, torch.tensor([2, 3]), "test")] == [(2, 3)]
+    assert [p.ids for p in Prompt.several(host, torch.tensor([[2], [3]]), "test")] == [(2,), (3,)]
+    assert [p.ids for p in Prompt.several(host, ["the", [5, 6]], "test")] == [(2,), (5, 6)]
+    assert Prompt.several(host, [], "test") == []
+
+
+def test_without_a_tokenizer_there_are_ids_only():
+    model = toy_model()
+    with pytest.raises(TokenError, match="this host has no tokenizer, so strings cannot be its prompts"):
+        Prompt.of(model, "the cat", "test")
+    prompt = Prompt.of(model, [4, 5], "test")
+    assert decoded(model, prompt.ids) == "4 5" and token_strings(model, prompt.ids) == ("4", "5")
+    assert token_strings(FakeHost(), (2, 3)) == ("the", "cat")
+
+
+def test_prompts_of_one_length_run_together():
+    assert same_length([3, 2, 3, 3, 2], lambda n: 2) == [[0, 2], [3], [1, 4]]
+    assert same_length([4, 4], lambda n: 0) == [[0], [1]]
