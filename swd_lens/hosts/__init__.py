@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from swd_lens.hosts.families import is_bridge, is_hooked
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Pattern, Site, select_sites
 
 Undo = Callable[[], None]
@@ -177,13 +178,12 @@ def host_of(model: Any) -> Host:
         UnsupportedHostError: neither a HookedTransformer nor a TransformerBridge, or one whose matrices cannot be seen as
             (d_in, d_out).
     """
-    names = {cls.__name__ for cls in type(model).__mro__}
     # Each imported where it is needed: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
-    if "HookedTransformer" in names:
+    if is_hooked(model):
         from swd_lens.hosts.hooked.host import HookedTransformerHost
 
         return HookedTransformerHost(model)
-    if "TransformerBridge" in names:
+    if is_bridge(model):
         from swd_lens.hosts.bridge.host import BridgeHost
 
         return BridgeHost(model)

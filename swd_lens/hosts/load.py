@@ -20,9 +20,7 @@ import torch
 
 from swd_lens.hosts import UnsupportedHostError
 from swd_lens.hosts.embedded.load import check_kind
-
-# HookedTransformer's config reader knows these, its model does not (HookedEncoder and others were for them).
-_ENCODERS = ("Bert", "T5", "Hubert")
+from swd_lens.hosts.families import family_of
 
 
 def load_host(
@@ -118,7 +116,7 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
             config = loading.get_pretrained_model_config(where, fold_ln=False, device=device, dtype=dtype)
         except NotImplementedError as error:
             raise UnsupportedHostError(f"HookedTransformer cannot load {name}: {error} {advice}") from None
-    if str(config.original_architecture).startswith(_ENCODERS):
+    if family_of(config.original_architecture).encoder:
         raise UnsupportedHostError(f"{name} is a {config.original_architecture}, no HookedTransformer. {advice}")
     return config
 

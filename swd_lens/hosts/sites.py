@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from swd_lens.hosts.families import module_names
+
 # Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
 # attn_gate, attn_beta and attn_decay are the further input projections of linear attention (Qwen3.5's gated delta net).
 KINDS = (
@@ -36,23 +38,6 @@ _TL_NAMES = {
     "mlp_gate": ("mlp.W_gate",),
     "mlp_in": ("mlp.W_in",),
     "mlp_out": ("mlp.W_out",),
-}
-# Hugging Face module names, relative to the model's list of blocks (h.{L} in GPT-2, layers.{L} in NeoX, Llama, Qwen,
-# layer.{L} in BERT).
-_HF_NAMES = {
-    "attn_qkv": ("attn.c_attn", "attention.query_key_value", "linear_attn.in_proj_qkv"),
-    "attn_q": ("self_attn.q_proj", "attention.self.query"),
-    "attn_k": ("self_attn.k_proj", "attention.self.key"),
-    "attn_v": ("self_attn.v_proj", "attention.self.value"),
-    "attn_gate": ("linear_attn.in_proj_z",),
-    "attn_beta": ("linear_attn.in_proj_b",),
-    "attn_decay": ("linear_attn.in_proj_a",),
-    "attn_o": (
-        *("attn.c_proj", "attention.dense", "self_attn.o_proj", "attention.output.dense", "linear_attn.out_proj"),
-    ),
-    "mlp_gate": ("mlp.gate_proj",),
-    "mlp_in": ("mlp.c_fc", "mlp.dense_h_to_4h", "mlp.up_proj", "intermediate.dense"),
-    "mlp_out": ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj", "output.dense"),
 }
 _HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.|bert\.|encoder\.|language_model\.)+")
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)$")
@@ -202,9 +187,8 @@ def _matches(site: Site, pattern: str) -> bool:
 def _aliases(site: Site) -> list[str]:
     names = [site.name, site.kind]
     names += [f"blocks.{site.layer}.{name}" for name in _TL_NAMES.get(site.kind, ())]
-    names += [
-        f"{root}.{site.layer}.{name}" for root in ("h", "layers", "layer") for name in _HF_NAMES.get(site.kind, ())
-    ]
+    # Hugging Face: h.{L} in GPT-2, layers.{L} in NeoX, Llama and Qwen, layer.{L} in BERT.
+    names += [f"{root}.{site.layer}.{name}" for root in ("h", "layers", "layer") for name in module_names(site.kind)]
     return names
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from swd_lens.hosts import Host, UnsupportedHostError
 from swd_lens.hosts.bridge.leaves import leaves_of_block
-from swd_lens.hosts.sites import Site
-
-WRITABLE = ("mlp_out", "attn_o")
+from swd_lens.hosts.families import is_hooked
+from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +62,12 @@ def stored_matrix(host: Host, site: Site) -> Stored:
     Raises:
         UnsupportedHostError: another kind of site.
     """
-    if site.kind not in WRITABLE:
-        raise UnsupportedHostError(f"{site.name} is not kept as one matrix to write to; {', '.join(WRITABLE)} are")
+    if site.kind not in RESIDUAL_MATRICES:
+        raise UnsupportedHostError(
+            f"{site.name} is not kept as one matrix to write to; {', '.join(reversed(RESIDUAL_MATRICES))} are"
+        )
     block: Any = host.model.blocks[site.layer]
-    if "HookedTransformer" in {cls.__name__ for cls in type(host.model).__mro__}:
+    if is_hooked(host.model):
         module, name = (block.mlp, "W_out") if site.kind == "mlp_out" else (block.attn, "W_O")
         return Stored(module._parameters[name], transposed=False)
     leaf: Any = leaves_of_block(block)[0][site.kind]

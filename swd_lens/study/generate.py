@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import UnknownSiteError, select_sites
 from swd_lens.study.samples import DENSE, Continuation, Sample, Samples
 from swd_lens.tasks.text import TokenError, as_rows
@@ -103,8 +104,7 @@ def _check_numbers(max_new_tokens: int, temperature: float | int, batch_size: in
 
 
 def _require_causal(model: Any) -> None:
-    generates = getattr(getattr(model, "adapter", None), "supports_generation", True)
-    if not generates or getattr(model.cfg, "attention_dir", "causal") == "bidirectional":
+    if not facts_of(model).causal:
         raise UnsupportedHostError(
             "this host attends both ways, so it cannot write on from a prompt; give a causal one"
         )

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.hosts import Host, host_of, sites_of
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import AttachError, described, same_input, same_weights
 from swd_lens.units.passport import Offsets, Origin, Probe, sketch
@@ -103,7 +103,7 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
 
 def _check_leads_here(site: Site, old: Origin, new: Origin) -> None:
     """Both matrices, taken back to what stands before the fold, are the same up to the mean that centring takes out."""
-    if site.kind in ("attn_o", "mlp_out"):
+    if site.kind in RESIDUAL_MATRICES:
         before, now = old.left, new.left
     else:
         before = old.right if old.scale is None else old.scale * old.right

@@ -7,8 +7,7 @@ import torch
 from swd_lens.analysis.qk import QKError, plot_attention_fidelity, qk_screen
 from swd_lens.base.figures import svg
 from swd_lens.hosts import UnsupportedHostError, host_of
-from swd_lens.hosts.heads import heads_of
-from swd_lens.hosts.rotary import rotations
+from swd_lens.hosts.attention import heads_of, rotations
 from swd_lens.units.factors import Factors
 from tests import families
 from tests.analysis.qk_checks import random_factors

@@ -22,7 +22,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, Frozen, Reading, by_head
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site
 
 # Edge kinds by number, in the order of the list above.
 KINDS = ("", "residual", "attention", "mlp")
@@ -119,7 +119,7 @@ def _into_logits(parts: Parts, target: Group, table: Tensor, kinds: Tensor) -> N
             block = parts.run.embedded[-1] @ _unit(parts, parts.answers).T
             last = source.start + source.size - 1
             table[last, target.nodes], kinds[last, target.nodes] = block, RESIDUAL
-        elif source.site is not None and source.site.kind in ("attn_o", "mlp_out"):
+        elif source.site is not None and source.site.kind in RESIDUAL_MATRICES:
             block = _unit(parts, parts.write[source.name]) @ _unit(parts, parts.answers).T
             first = source.start + source.size - len(source.items)
             rows = slice(first, first + len(source.items))
@@ -213,7 +213,7 @@ def _same_position(
 def _writes_before(source: Group, layer: int, norm: str, parts: Parts) -> bool:
     """Whether a site writes to what a block's norm ("attn" or "mlp") reads."""
     site = source.site
-    if site is None or site.kind not in ("attn_o", "mlp_out"):
+    if site is None or site.kind not in RESIDUAL_MATRICES:
         return False
     if site.layer == layer:
         return site.kind == "attn_o" and norm == "mlp" and parts.run.mlp_reads_attn[layer]

@@ -20,12 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.hosts import Affine, Host, Start, UnsupportedHostError, norms_output
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import require_seen
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site
 from swd_lens.units.match import dtype_of
 
-# Activation functions that mix neurons: their derivative is no slope per neuron.
-_MIXING = ("solu", "softmax")
 PRE_ACTIVATION = ("mlp_gate", "mlp_in")
 
 
@@ -115,7 +114,7 @@ def freeze(
     everywhere = [*host.sites(), *host.alternatives()]
     layers = range(max(site.layer for site in everywhere) + 1)
     readers = {(site.layer, norm): site for site in reversed(host.sites()) if (norm := _reader(site))}
-    writers = [site for site in host.sites() if site.kind in ("attn_o", "mlp_out")]
+    writers = [site for site in host.sites() if site.kind in RESIDUAL_MATRICES]
     pre = [site for site in host.sites() if site.kind in PRE_ACTIVATION and site.layer in slopes]
     values = [site for site in everywhere if site.kind == "attn_v" and site.layer in patterns]
     seen: dict[str, dict[str, Tensor]] = {"in": {}, "out": {}, "z": {}, "pattern": {}}
@@ -147,7 +146,7 @@ def _reader(site: Site) -> str | None:
 
 def _refuse(host: Host, slopes: Sequence[int]) -> None:
     for site in host.sites():
-        if site.kind in ("attn_o", "mlp_out") and norms_output(host, site):
+        if site.kind in RESIDUAL_MATRICES and norms_output(host, site):
             raise UnsupportedHostError(
                 f"a unit graph needs blocks whose matrices write straight to the residual stream; in this host a norm stands "
                 f"behind {site.name}"
@@ -157,11 +156,11 @@ def _refuse(host: Host, slopes: Sequence[int]) -> None:
                 f"a unit graph needs to know what {site.name} reads; this host's adapter does not say how its norm is applied "
                 "(linear attention, or norms that follow the matrices)"
             )
-    act = str(getattr(host.model.cfg, "act_fn", ""))
-    if slopes and act.startswith(_MIXING):
+    facts = facts_of(host.model)
+    if slopes and facts.mixes_neurons:
         raise UnsupportedHostError(
-            f"the activation function {act} mixes neurons, so it has no slope per neuron; take units of attention, or a graph "
-            "without a prompt"
+            f"the activation function {facts.activation} mixes neurons, so it has no slope per neuron; take units of "
+            "attention, or a graph without a prompt"
         )
 
 
@@ -232,7 +231,7 @@ def _readings(
 def _fitted(host: Host, site: Site, inputs: Mapping[bool, Tensor], seen: Mapping[str, Tensor]) -> tuple[bool, Reading]:
     """The reading that explains h, and which of the inputs it reads."""
     affine, h = host.affine(site) or Affine(), seen[site.name]
-    centres = is_layer_norm(host)
+    centres = facts_of(host.model).norm == "layer"
     tolerance = 1e-3 if dtype_of(host) in ("float32", "float64") else 3e-2
     errors = []
     # What the host's settings say is tried first: on centred residuals both norms fit.
@@ -249,12 +248,6 @@ def _fitted(host: Host, site: Site, inputs: Mapping[bool, Tensor], seen: Mapping
     )
 
 
-def is_layer_norm(host: Host) -> bool:
-    """Whether the host's settings say LayerNorm, which takes the mean out."""
-    cfg = host.model.cfg
-    return str(cfg.normalization_type).startswith("LN") and not getattr(cfg, "uses_rms_norm", False)
-
-
 def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Reading, float]:
     u = x - x.mean(-1, keepdim=True) if centred else x
     u = u if affine.scale is None else u * affine.scale.to(u.device)
@@ -267,12 +260,12 @@ def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Reading, 
 def final_reading(host: Host, x: Float[Tensor, "_pos d_model"]) -> Reading:
     """The norm before the unembedding; its scale by the formula, with the host's own epsilon."""
     weight, _ = host.readout()
-    if host.model.cfg.normalization_type is None:
+    facts = facts_of(host.model)
+    if facts.norm is None:
         return Reading(False, None, torch.ones(len(x), device=x.device))
-    centred = is_layer_norm(host)
+    centred = facts.norm == "layer"
     u = x - x.mean(-1, keepdim=True) if centred else x
-    eps = float(getattr(host.model.cfg, "eps", 1e-5))
-    return Reading(centred, weight, (u.square().mean(-1) + eps).rsqrt())
+    return Reading(centred, weight, (u.square().mean(-1) + facts.eps).rsqrt())
 
 
 # ---------------------------------------------------------------------------------------------- patterns

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Group, Parts
 from swd_lens.analysis.graph.frozen import Frozen, Reading, final_reading, freeze, read_norms
 from swd_lens.hosts import Host, UnsupportedHostError, sites_of
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.tasks.text import as_rows
 from swd_lens.units.factors import Factors
 
@@ -36,7 +36,7 @@ def norms_alone(host: Host, model: Any, tokens: Any) -> Frozen:
 def frozen_run(
     host: Host, found: Mapping[str, Factors], chosen: Mapping[Site, list[int]], ids: list[int], attention: str
 ) -> Frozen:
-    layers = {kind: sorted({site.layer for site in chosen if site.kind == kind}) for kind in ("attn_o", "mlp_out")}
+    layers = {kind: sorted({site.layer for site in chosen if site.kind == kind}) for kind in RESIDUAL_MATRICES}
     run = freeze(
         host,
         torch.tensor(ids)[None],

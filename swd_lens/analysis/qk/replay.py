@@ -139,7 +139,7 @@ def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: st
     Raises:
         QKError: a layer without units, a head or unit that is not there, a prompt of one token, an unknown `remove`.
         TokenError: the prompt is longer than the context, or has ids outside the vocabulary.
-        UnsupportedHostError: see `swd_lens.hosts.heads.heads_of`, or scores that are not what queries and keys give.
+        UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`, or scores that are not what queries and keys give.
         AttachError: see `swd_lens.attach`.
     """
     host = host_of(model)

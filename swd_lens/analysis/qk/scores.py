@@ -20,9 +20,8 @@ from torch import Tensor
 from swd_lens.analysis.qk.vectors import LayerUnits, Side
 from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import Host, UnsupportedHostError, require_no_dropout
-from swd_lens.hosts.heads import Heads
+from swd_lens.hosts.attention import Heads, Rotation, rotations
 from swd_lens.hosts.recording import require_seen
-from swd_lens.hosts.rotary import Rotation, rotations
 from swd_lens.units import attach
 
 REMOVE = ("q", "k", "pair")

@@ -26,7 +26,7 @@ from swd_lens.analysis.qk.vectors import LayerUnits, QKError, layer_units, prove
 from swd_lens.base.display import card
 from swd_lens.base.figures import heatmap, new_figure
 from swd_lens.hosts import host_of
-from swd_lens.hosts.rotary import Rotation, rotations
+from swd_lens.hosts.attention import Rotation, rotations
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
 
     Raises:
         QKError: top or distance are out of range, or no layer has units on both sides.
-        UnsupportedHostError: see `swd_lens.hosts.heads.heads_of`; bidirectional hosts among others.
+        UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`; bidirectional hosts among others.
     """
     host = host_of(model)
     if top < 1:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.hosts import Host, UnsupportedHostError, sites_of
-from swd_lens.hosts.heads import HeadNorm, Heads, heads_of
+from swd_lens.hosts.attention import HeadNorm, Heads, heads_of
 from swd_lens.hosts.sites import Site
 from swd_lens.units import as_units, by_site
 from swd_lens.units.factors import Factors
@@ -72,7 +72,7 @@ def layer_units(host: Host, factors: Any) -> dict[int, LayerUnits]:
 
     Raises:
         QKError: no layer has units on both sides.
-        UnsupportedHostError: see `swd_lens.hosts.heads.heads_of`, or units that are not read and write factors.
+        UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`, or units that are not read and write factors.
     """
     of_kind: dict[int, dict[str, tuple[Site, Factors]]] = {}
     given = by_site(factors)

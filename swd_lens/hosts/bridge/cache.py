@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By name: which of these classes there are depends on the version of transformers.
-_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer")
+from swd_lens.hosts.families import CACHE_LAYERS
 
 
 def is_known(cache: Any) -> bool:
     """Whether the cache is made of layers that are understood here; any other is not kept."""
     layers = getattr(cache, "layers", None) or ()
-    return type(cache).__name__ == "DynamicCache" and all(type(layer).__name__ in _LAYERS for layer in layers)
+    return type(cache).__name__ == "DynamicCache" and all(type(layer).__name__ in CACHE_LAYERS for layer in layers)
 
 
 def to_run_on(cache: Any, from_layer: int = 0) -> Any:
@@ -83,7 +82,7 @@ def _update_repeated(layer: Any, new_keys: Tensor, new_values: Tensor, *args: An
     """The first update of repeated keys and values; any further one is the layer's own."""
     keys, values, times = layer.unit_kept
     del layer.update
-    if type(layer).__name__ == "DynamicLayer":
+    if CACHE_LAYERS[type(layer).__name__].appends:
         # What its update does, in one copy instead of two.
         layer.keys, layer.values = _appended(keys, new_keys, times), _appended(values, new_values, times)
         return layer.keys, layer.values

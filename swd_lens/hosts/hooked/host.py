@@ -22,6 +22,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from swd_lens.hosts import Affine, Register, Start, UnsupportedHostError, is_centered
+from swd_lens.hosts.families import family_of
 from swd_lens.hosts.guard import refusals, shadow_methods
 from swd_lens.hosts.hooked import running
 from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
@@ -39,12 +40,6 @@ from swd_lens.hosts.sites import (
 _REWRITES = (
     *("load_state_dict", "load_and_process_state_dict", "process_weights_", "fold_layer_norm", "fold_value_biases"),
     *("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices"),
-)
-# Checkpoints that hold query, key and value as one matrix (None: a model made from a HookedTransformerConfig): their site
-# is attn_qkv, as on a bridge. Elsewhere attn_q, attn_k and attn_v are the sites, and the packed one an alternative.
-_PACKED_CHECKPOINTS = (
-    *(None, "GPT2LMHeadModel", "GPT2LMHeadCustomModel", "GPTNeoXForCausalLM", "BloomForCausalLM", "QWenLMHeadModel"),
-    "Phi3ForCausalLM",
 )
 _PARTS = {"attn_q": "Q", "attn_k": "K", "attn_v": "V"}
 _READS_ATTENTION_INPUT = ("attn_qkv", *_PARTS)
@@ -78,7 +73,9 @@ class HookedTransformerHost:
                 shapes["mlp_gate"] = (cfg.d_model, cfg.d_mlp)
             shapes |= {"mlp_in": (cfg.d_model, cfg.d_mlp), "mlp_out": (cfg.d_mlp, cfg.d_model)}
             shapes["mlp"] = (cfg.d_model, cfg.d_model)
-        alternatives = ("mlp", *_PARTS) if cfg.original_architecture in _PACKED_CHECKPOINTS else ("mlp", "attn_qkv")
+        # A model that was made from a configuration (architecture None) is seen as GPT-2 is.
+        packed = cfg.original_architecture is None or family_of(cfg.original_architecture).packed
+        alternatives = ("mlp", *_PARTS) if packed else ("mlp", "attn_qkv")
         return (BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives),) * cfg.n_layers
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:

@@ -1,0 +1,235 @@
+"""Families: what swd_lens knows of architectures by name, and what a model's settings say of its own.
+
+1. `FAMILIES` has one record for each family that needs one: what its checkpoints call their matrices, and whether they hold
+   query, key and value as one. A family without a record works, too; its sites go by swd_lens' own names only.
+2. `SCORED_ATTENTION` and `CACHE_LAYERS` say the same of parts: attention components of bridges whose scores are known, and
+   layers of Hugging Face's caches that can be kept and run on.
+3. `facts_of(model)` reads everything else off the settings, in one place: norm, positions, direction, activation, soft caps.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Norm = Literal["layer", "rms"]
+Positions = Literal["learned", "rotary", "alibi", "none"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        architectures: how the names of its model classes in Hugging Face begin.
+        packed: its checkpoints hold query, key and value as one matrix: attn_qkv is a site, and its parts are alternatives.
+        encoder: HookedTransformer's reader of configurations knows it, HookedTransformer itself does not (HookedEncoder and
+            others were for it).
+        modules: kind of a site -> what its module is called, relative to the model's list of blocks.
+    """
+
+    architectures: tuple[str, ...]
+    packed: bool = False
+    encoder: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+
+_LLAMA_MLP = {"mlp_gate": "mlp.gate_proj", "mlp_in": "mlp.up_proj", "mlp_out": "mlp.down_proj"}
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(
+        ("GPT2LMHead",),
+        packed=True,
+        modules={
+            "attn_qkv": "attn.c_attn",
+            "attn_o": "attn.c_proj",
+            "mlp_in": "mlp.c_fc",
+            "mlp_out": "mlp.c_proj",
+        },
+    ),
+    "neox": Family(
+        ("GPTNeoXForCausalLM",),
+        packed=True,
+        modules={
+            "attn_qkv": "attention.query_key_value",
+            "attn_o": "attention.dense",
+            "mlp_in": "mlp.dense_h_to_4h",
+            "mlp_out": "mlp.dense_4h_to_h",
+        },
+    ),
+    "bloom": Family(("BloomForCausalLM",), packed=True),
+    "qwen": Family(("QWenLMHeadModel",), packed=True),
+    "phi3": Family(("Phi3ForCausalLM",), packed=True),
+    # And those that call their modules as Llama does: Mistral, Gemma, OLMo and others.
+    "llama": Family(
+        ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"),
+        modules={
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_o": "self_attn.o_proj",
+            **_LLAMA_MLP,
+        },
+    ),
+    # Three layers in four are linear attention (a gated delta net).
+    "qwen3_5": Family(
+        ("Qwen3_5ForCausalLM",),
+        modules={
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "attn_beta": "linear_attn.in_proj_b",
+            "attn_decay": "linear_attn.in_proj_a",
+            "attn_o": "linear_attn.out_proj",
+            **_LLAMA_MLP,
+        },
+    ),
+    "bert": Family(
+        ("Bert",),
+        encoder=True,
+        modules={
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_o": "attention.output.dense",
+            "mlp_in": "intermediate.dense",
+            "mlp_out": "output.dense",
+        },
+    ),
+    "t5": Family(("T5",), encoder=True),
+    "hubert": Family(("Hubert",), encoder=True),
+}
+
+
+def family_of(architecture: str | None) -> Family:
+    """The record of a model class, by its name; an empty one where there is none."""
+    return next((f for f in FAMILIES.values() if str(architecture).startswith(f.architectures)), Family(()))
+
+
+def module_names(kind: str) -> list[str]:
+    """What the families call the module of a kind, each name once."""
+    return list(dict.fromkeys(f.modules[kind] for f in FAMILIES.values() if kind in f.modules))
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True)
+class ScoredAttention:
+    """An attention component of bridges whose forward is transformer_lens' own; others leave it to transformers.
+
+    Attributes:
+        own_scale: scale and soft cap are those of Hugging Face's module; else the scale is 1 / sqrt(d_head).
+        scaled_by_layer: with cfg.scale_attn_by_inverse_layer_idx scores are divided by layer + 1.
+    """
+
+    own_scale: bool = False
+    scaled_by_layer: bool = False
+
+
+SCORED_ATTENTION: Mapping[str, ScoredAttention] = {
+    "JointQKVAttentionBridge": ScoredAttention(scaled_by_layer=True),
+    "JointQKVPositionEmbeddingsAttentionBridge": ScoredAttention(),
+    "PositionEmbeddingsAttentionBridge": ScoredAttention(own_scale=True),
+}
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """A layer of Hugging Face's caches that never writes to the keys and values it keeps.
+
+    Attributes:
+        appends: its update is one concatenation along positions, and nothing else.
+    """
+
+    appends: bool = False
+
+
+# By name: which of these classes there are depends on the version of transformers.
+CACHE_LAYERS: Mapping[str, CacheLayer] = {
+    "DynamicLayer": CacheLayer(appends=True),
+    "DynamicSlidingWindowLayer": CacheLayer(),
+    "LinearAttentionLayer": CacheLayer(),
+}
+
+
+# ---------------------------------------------------------------------------------------------- facts
+
+POSITIONS: Mapping[str, Positions] = {"standard": "learned", "rotary": "rotary", "alibi": "alibi", "none": "none"}
+# Activation functions that mix neurons: their derivative is no slope per neuron.
+_MIXING = ("solu", "softmax")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model's settings say.
+
+    Attributes:
+        bridge: a TransformerBridge, else a HookedTransformer.
+        family: its record.
+        reads_out: next-token logits are read off its last block.
+        causal: a position sees earlier ones only, and logits are read out: the model can write on.
+        norm: of the residual stream: "layer" takes the mean out, "rms" does not; None: there is none.
+        eps: of the norms.
+        positions: how they enter; None: in a way that is not known here.
+        adjacent_pairs: rotary pairs are (2i, 2i + 1).
+        activation: name of the MLPs' activation function.
+        mixes_neurons: the activation function does not see neurons one by one.
+        score_cap, logit_cap: soft caps of attention scores and of logits; None = none.
+    """
+
+    bridge: bool
+    family: Family
+    reads_out: bool
+    causal: bool
+    norm: Norm | None
+    eps: float
+    positions: Positions | None
+    adjacent_pairs: bool
+    activation: str
+    mixes_neurons: bool
+    score_cap: float | None
+    logit_cap: float | None
+
+
+def is_bridge(model: Any) -> bool:
+    """Whether the model is a TransformerBridge."""
+    return "TransformerBridge" in _class_names(model)
+
+
+def is_hooked(model: Any) -> bool:
+    """Whether the model is a HookedTransformer (transformer_lens 3.9; 4.x has none to ask isinstance of)."""
+    return "HookedTransformer" in _class_names(model)
+
+
+def _class_names(model: Any) -> set[str]:
+    return {cls.__name__ for cls in type(model).__mro__}
+
+
+def facts_of(model: Any) -> Facts:
+    """Read off the model's settings as they are now."""
+    cfg = model.cfg
+    reads_out = bool(getattr(getattr(model, "adapter", None), "supports_generation", True))
+    normalization = None if cfg.normalization_type is None else str(cfg.normalization_type)
+    takes_mean = (
+        normalization is not None and normalization.startswith("LN") and not getattr(cfg, "uses_rms_norm", False)
+    )
+    activation = str(getattr(cfg, "act_fn", ""))
+    return Facts(
+        bridge=is_bridge(model),
+        family=family_of(getattr(cfg, "original_architecture", None)),
+        reads_out=reads_out,
+        causal=reads_out and str(getattr(cfg, "attention_dir", "causal")) != "bidirectional",
+        norm=None if normalization is None else "layer" if takes_mean else "rms",
+        eps=float(getattr(cfg, "eps", 1e-5)),
+        positions=POSITIONS.get(str(getattr(cfg, "positional_embedding_type", "standard"))),
+        adjacent_pairs=bool(getattr(cfg, "rotary_adjacent_pairs", False)),
+        activation=activation,
+        mixes_neurons=activation.startswith(_MIXING),
+        score_cap=_cap(getattr(cfg, "attn_scores_soft_cap", None)),
+        logit_cap=_cap(getattr(cfg, "output_logits_soft_cap", None)),
+    )
+
+
+def _cap(setting: Any) -> float | None:
+    """TransformerLens says -1 or 0 where there is none."""
+    cap = float(setting or 0)
+    return cap if cap > 0 else None
