@@ -215,7 +215,8 @@ def facts_of(model: Any) -> Facts:
     activation = str(getattr(cfg, "act_fn", ""))
     return Facts(
         bridge=is_bridge(model),
-        family=family_of(getattr(cfg, "original_architecture", None)),
+        # A HookedTransformer says original_architecture, a bridge architecture.
+        family=family_of(getattr(cfg, "original_architecture", None) or getattr(cfg, "architecture", None)),
         reads_out=reads_out,
         causal=reads_out and str(getattr(cfg, "attention_dir", "causal")) != "bidirectional",
         norm=None if normalization is None else "layer" if takes_mean else "rms",
