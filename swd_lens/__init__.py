@@ -115,7 +115,7 @@ TYPES = {
     "UnitGraph": "analysis.graph.result",
     "UnitInteractions": "analysis.interactions.results",
     "UnitOverlap": "analysis.interactions.results",
-    "UnitProfile": "analysis.audit.profile",
+    "UnitProfile": "analysis.audit.unit",
     "UnitScores": "circuits.scores",
 }
 # Names that stood at the top before the namespaces did; they go on working.

@@ -23,6 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 POSITIVE, NEGATIVE = "#B34700", "#0072B2"  # as the report colours z
+# Shown as themselves these would be invisible, or would rearrange the line they stand in.
+_VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _DIGITS = 4  # of a pattern's entries: finer than any screen shows
 # CircuitsVis labels heads in white on a colour of their own, some too light to read.
 _STYLE = ".swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
@@ -165,9 +167,13 @@ def attention_heads(
 
 
 def visible(token: str) -> str:
-    """A token as a label: line ends, tabs and spaces at its ends can be seen, and nothing in it is invisible."""
-    text = token.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text) or "∅"
+    """A token alone: every space shown as a dot, line ends, control and invisible characters as signs or by number."""
+    return "".join(_VISIBLE.get(c, c if c.isprintable() else _sign(c)) for c in token) or "∅"
+
+
+def _sign(character: str) -> str:
+    # Bidirectional overrides, zero-width characters, lone surrogates, private use: by number.
+    return chr(0x2400 + ord(character)) if ord(character) < 32 else f"⟨U+{ord(character):04X}⟩"
 
 
 def _element(name: str, props: dict[str, Any], title: str, words: str, later: bool) -> str:

@@ -2,7 +2,7 @@
 
 1. An index lists the units site by site, best ranks first where the audit knows a task; each row has the unit's label,
    numbers and strongest place, and leads to the unit.
-2. A unit's part is made by `swd_lens.analysis.audit.view.unit_html`, the same that notebooks show; neighbours are links.
+2. A unit's part is made by `swd_lens.analysis.audit.unit.unit_html`, the same that notebooks show; neighbours are links.
 3. To a file: everything in one page. To a folder: index.html and one page per unit, written as their profiles are made; the
    index comes last, so that it never leads nowhere.
 """
@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
-from swd_lens.analysis.audit.view import STYLE, number, printable, words_html
+from swd_lens.analysis.audit.unit import number, printable, unit_style, words_html
 from swd_lens.base._version import __version__
 from swd_lens.base.files import write_text
 from swd_lens.hosts.sites import execution_key, parse_unit
@@ -143,7 +143,7 @@ def _render(
     facts += [f"made by swd_lens {__version__}"]
     page = _template().render(
         title=title,
-        style=Markup(STYLE),
+        style=Markup(unit_style()),
         groups=groups,
         tasks=list(dict.fromkeys(task for group in groups for row in group["rows"] for task in row["ranks"])),
         labelled=any(row["label"] for group in groups for row in group["rows"]),

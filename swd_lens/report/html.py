@@ -13,21 +13,22 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from swd_lens.analysis.audit.unit import unit_html, unit_style
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import library
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TaskComparison
 from swd_lens.report import plots, wording
 from swd_lens.report.attention import attention_section
-from swd_lens.report.cards import task_cards
 from swd_lens.report.headline import control_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
 from swd_lens.study import Run
+from swd_lens.study.cards import TaskUnit
 from swd_lens.study.run_file import Replacement
 
 SUFFICIENCY, NECESSITY = 0.9, 0.5
 FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
-FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "token", "readable")
+FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "readable")
 
 
 def write_report(run: Run, path: str | Path) -> Path:
@@ -63,7 +64,8 @@ def render_report(run: Run) -> str:
             fidelity=_fidelity_section(run),
             tasks=_tasks_section(run),
             surfaces=_circuits_section(run),
-            units=task_cards(run),
+            units=_units_section(run),
+            unit_style=Markup(unit_style()),
             attention=attention_section(run),
             library=Markup(library()) if run.attention else "",
             extras=_extra_sections(run),
@@ -209,6 +211,22 @@ def _describe(comparison: TaskComparison) -> str:
             f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."
         )
     return " ".join(parts)
+
+
+def _units_section(run: Run) -> list[dict[str, Any]]:
+    """Per task that has cards: whose units they are, and the units as HTML."""
+    by_task: dict[str, list[TaskUnit]] = {}
+    for card in run.cards:
+        by_task.setdefault(card.task, []).append(card)
+    return [
+        {
+            "task": task,
+            "surface": cards[0].surface,
+            "method": cards[0].method,
+            "units": [Markup(unit_html(card, level=4, legends=False)) for card in cards],
+        }
+        for task, cards in by_task.items()
+    ]
 
 
 def _provenance_section(run: Run) -> list[dict[str, Any]]:

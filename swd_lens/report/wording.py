@@ -1,12 +1,10 @@
-"""How the report writes numbers, tokens and settings; plain strings in, plain strings out, escaping is the template's.
+"""How the report writes numbers and settings; plain strings in, plain strings out, escaping is the template's.
 
 1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
-2. Tokens: whitespace and control characters become visible signs, so that " he", "he" and "\\n" are told apart.
-3. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
+2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
 """
 
 import math
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +13,6 @@ import pandas as pd
 UNDEFINED = "–"
 MINUS = "\u2212"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-# Shown as themselves these would be invisible, or would rearrange the line they stand in.
-_VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 # What a family of tasks asks; tasks that are not listed speak for themselves by name.
 TASK_QUESTIONS = {
     "ioi": "Indirect object identification: “When Mary and John went out, John gave a book to” – is it Mary?",
@@ -70,23 +66,6 @@ def duration(seconds: Any) -> str:
     if seconds < 100:
         return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
     return f"{seconds / 60:.1f} min"
-
-
-def token(text: str) -> str:
-    """A token alone: every space shown as a dot, line ends and control characters as signs."""
-    return "".join(_VISIBLE.get(c, c if c.isprintable() else _code(c)) for c in text) or "∅"
-
-
-def running_token(text: str) -> tuple[str, str]:
-    """A token within a text: (the space before a word, the word); everything else that is invisible is shown."""
-    return (" ", token(text[1:])) if text[:1] == " " and text[1:].strip() else ("", token(text))
-
-
-def _code(character: str) -> str:
-    if ord(character) < 32:
-        return chr(0x2400 + ord(character))
-    # Bidirectional overrides, zero-width characters, lone surrogates, private use: by number. Accents are left alone.
-    return character if unicodedata.category(character).startswith("M") else f"⟨U+{ord(character):04X}⟩"
 
 
 def readable(name: str) -> str:

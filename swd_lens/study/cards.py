@@ -7,29 +7,54 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from swd_lens.analysis.audit import WRITES_RESIDUAL, Context, LogitEffect, logit_effect, top_contexts
+from swd_lens.analysis.audit import WRITES_RESIDUAL, Context, Edges, TaskRank, UnitCard, logit_effect, top_contexts
 from swd_lens.circuits import Comparison
 from swd_lens.hosts.sites import split_name
 from swd_lens.units.factors import FactorSet
 
 
-@dataclass(frozen=True)
-class UnitCard:
-    """One of a task's best units; rank 0 is the best, score in logits of margin."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TaskUnit(UnitCard):
+    """One of a task's best units.
+
+    Attributes:
+        unit, contexts, reads, writes, logits, tasks: see `UnitCard`; edges are counted only, and the only task is its own.
+        task, surface, method: for which it is one of the best, and whose unit it is.
+    """
 
     task: str
     surface: str
     method: str
-    unit: str
-    rank: int
-    score: float
-    read_edges: int
-    write_edges: int
-    contexts: tuple[Context, ...]
-    logits: LogitEffect | None
+
+    @property
+    def rank(self) -> int:
+        """Among all units of the surface, 0 the best."""
+        return self.tasks[self.task].rank - 1
+
+    @property
+    def score(self) -> float:
+        """In logits of margin."""
+        return self.tasks[self.task].score
+
+    @property
+    def read_edges(self) -> int:
+        return self.reads.n if self.reads else 0
+
+    @property
+    def write_edges(self) -> int:
+        return self.writes.n if self.writes else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as run.json holds them."""
+        names = ("task", "surface", "method", "unit", "rank", "score", "read_edges", "write_edges")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "contexts": [asdict(context) for context in self.contexts],
+            "logits": self.logits and asdict(self.logits),
+        }
 
 
 def unit_cards(
@@ -40,7 +65,7 @@ def unit_cards(
     *,
     per_task: int = 3,
     n_contexts: int = 6,
-) -> list[UnitCard]:
+) -> list[TaskUnit]:
     """Cards in the order of tasks, then rank.
 
     Args:
@@ -51,7 +76,7 @@ def unit_cards(
     chosen: dict[str, str] = {
         task: _surface_of(task, factors, comparisons) for task in next(iter(comparisons.values()))
     }
-    cards: dict[str, list[UnitCard]] = {}
+    cards: dict[str, list[TaskUnit]] = {}
     for surface in dict.fromkeys(chosen.values()):
         method, found = factors[surface]
         tasks = [task for task, its in chosen.items() if its == surface]
@@ -86,18 +111,17 @@ def _card(
     rank: int,
     unit: tuple[str, int],
     score: float | int,
-) -> UnitCard:
+) -> TaskUnit:
     site, index = unit
     writes_residual = split_name(site)[1] in WRITES_RESIDUAL
-    return UnitCard(
+    return TaskUnit(
+        unit=f"{site}/{index}",
+        contexts=tuple(contexts[unit]),
+        reads=Edges(int((factors[site].read[:, index] != 0).sum())),
+        writes=Edges(int((factors[site].write[index] != 0).sum())),
+        logits=logit_effect(model, factors, unit) if writes_residual else None,
+        tasks={task: TaskRank(float(score), rank + 1)},
         task=task,
         surface=surface,
         method=method,
-        unit=f"{site}/{index}",
-        rank=rank,
-        score=float(score),
-        read_edges=int((factors[site].read[:, index] != 0).sum()),
-        write_edges=int((factors[site].write[index] != 0).sum()),
-        contexts=tuple(contexts[unit]),
-        logits=logit_effect(model, factors, unit) if writes_residual else None,
     )

@@ -14,7 +14,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import PRESETS, resolve
 from swd_lens.study.attention import AttentionView, attention_views
-from swd_lens.study.cards import UnitCard, unit_cards
+from swd_lens.study.cards import TaskUnit, unit_cards
 from swd_lens.study.run_file import (
     CONTROL,
     FORMAT,
@@ -73,7 +73,7 @@ class Run(Record):
     settings: Mapping[str, Any]
     replacements: Sequence[Replacement]
     comparisons: Mapping[str, Comparison]
-    cards: Sequence[UnitCard]
+    cards: Sequence[TaskUnit]
     seconds: float
     attention: Sequence[AttentionView] = ()
     extras: Sequence[ReportSection] = ()
@@ -123,7 +123,7 @@ class Run(Record):
                 for by_method in comparison.values()
                 for method, curve in by_method.curves.items()
             ],
-            "units": [asdict(card) for card in self.cards],
+            "units": [card.as_dict() for card in self.cards],
             "attention": [view.as_dict() for view in self.attention],
             "extras": [section.as_dict() for section in self.extras],
         }
@@ -153,7 +153,7 @@ class Run(Record):
                 values["settings"],
                 [Replacement.from_dict(row) for row in values["fidelity"]],
                 comparisons_of(values),
-                [card_of(card) for card in values["units"]],
+                [card_of(**card) for card in values["units"]],
                 values["seconds"],
                 [AttentionView.from_dict(view) for view in values["attention"]],
                 [ReportSection.from_dict(section) for section in values["extras"]],

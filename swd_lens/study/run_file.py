@@ -19,11 +19,11 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.analysis.audit import Context, LogitEffect
+from swd_lens.analysis.audit import Context, Edges, LogitEffect, TaskRank
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.study.cards import UnitCard
+from swd_lens.study.cards import TaskUnit
 from swd_lens.units.factors import FactorSet
 
 FORMAT = 2
@@ -220,11 +220,30 @@ def _curve(row: Mapping[str, Any]) -> CostCurve:
     return CostCurve(rows, row["task"], *(_number(row[name]) for name in names), settings=row["settings"])
 
 
-def card_of(values: Mapping[str, Any]) -> UnitCard:
-    contexts = tuple(map(_context, values["contexts"]))
-    effects = values["logits"]
-    logits = effects and LogitEffect(*(_effects(effects[sign]) for sign in ("promoted", "suppressed")))
-    return UnitCard(**{**values, "score": _number(values["score"]), "contexts": contexts, "logits": logits})
+def card_of(
+    *,
+    task: str,
+    surface: str,
+    method: str,
+    unit: str,
+    rank: int,
+    score: float | int | None,
+    read_edges: int,
+    write_edges: int,
+    contexts: list[Mapping[str, Any]],
+    logits: Mapping[str, Any] | None,
+) -> TaskUnit:
+    return TaskUnit(
+        unit=unit,
+        contexts=tuple(map(_context, contexts)),
+        reads=Edges(read_edges),
+        writes=Edges(write_edges),
+        logits=LogitEffect(_effects(logits["promoted"]), _effects(logits["suppressed"])) if logits else None,
+        tasks={task: TaskRank(_number(score), rank + 1)},
+        task=task,
+        surface=surface,
+        method=method,
+    )
 
 
 def _context(values: Mapping[str, Any]) -> Context:

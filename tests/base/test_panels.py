@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from swd_lens.analysis.audit.unit import running_token
 from swd_lens.base.panels import Panel, attention_heads, library, visible
 
 TOKENS = ["<|bos|>", "</script>", "<!--", "\n", " Mary", ""]
@@ -65,4 +66,23 @@ def test_a_page_may_have_panels_drawn_later():
 
 
 def test_every_token_can_be_seen():
-    assert [visible(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == ["a", "·a·", "⇥", "␍↵", "\ufffd", "∅"]
+    assert [visible(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == ["a", "·a·", "⇥", "␍↵", "⟨U+202E⟩", "∅"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "alone", "running"),
+    [
+        (" Mary", "·Mary", " Mary"),
+        ("Mary", "Mary", "Mary"),
+        (" ", "·", "·"),
+        ("    ", "····", "····"),
+        ("\n\n", "↵↵", "↵↵"),
+        ("\x1b", "␛", "␛"),
+        ("\u200b", "⟨U+200B⟩", "⟨U+200B⟩"),
+        ("\u0301", "\u0301", "\u0301"),
+        ("é漢", "é漢", "é漢"),
+        ("", "∅", "∅"),
+    ],
+)
+def test_tokens_show_what_is_invisible(raw: str, alone: str, running: str) -> None:
+    assert (visible(raw), "".join(running_token(raw))) == (alone, running)

@@ -388,7 +388,8 @@ def test_nothing_found(run: Run) -> None:
 
 
 def test_sites_that_do_not_write_to_the_residual_stream_say_so(run: Run) -> None:
-    page = _check(render_report(replace(run, cards=[replace(card, logits=None) for card in run.cards])))
+    cards = [replace(card, unit=f"blocks.0.mlp_in/{i}", logits=None) for i, card in enumerate(run.cards)]
+    page = _check(render_report(replace(run, cards=cards)))
     assert "does not write to the residual stream" in "".join(page.text)
 
 

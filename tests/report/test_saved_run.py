@@ -73,7 +73,8 @@ def test_hostile_tokens_seeds_and_sections_come_back(run: Run, tmp_path: Path) -
 def test_what_is_undefined_comes_back_undefined(run: Run, tmp_path: Path) -> None:
     undefined = [replace(r.fidelity, kl=nan, relmse=dict.fromkeys(r.fidelity.relmse, nan)) for r in run.replacements]
     views = [replace(view, measures={"KL": dict.fromkeys(view.names, nan)}) for view in run.attention]
-    odd = replace(run, cards=[replace(card, score=nan) for card in run.cards], attention=views)
+    cards = [replace(card, tasks={card.task: replace(card.tasks[card.task], score=nan)}) for card in run.cards]
+    odd = replace(run, cards=cards, attention=views)
     odd = replace(odd, replacements=[replace(r, fidelity=f) for r, f in zip(run.replacements, undefined, strict=True)])
     odd.save(tmp_path)
     loaded = Run.load(tmp_path)

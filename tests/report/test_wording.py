@@ -1,4 +1,4 @@
-"""Numbers, tokens and sentences as the report writes them."""
+"""Numbers and sentences as the report writes them."""
 
 import math
 
@@ -35,25 +35,6 @@ from swd_lens.study import Run
 )
 def test_writes(written: str, expected: str) -> None:
     assert written == expected
-
-
-@pytest.mark.parametrize(
-    ("raw", "alone", "running"),
-    [
-        (" Mary", "·Mary", " Mary"),
-        ("Mary", "Mary", "Mary"),
-        (" ", "·", "·"),
-        ("    ", "····", "····"),
-        ("\n\n", "↵↵", "↵↵"),
-        ("\x1b", "␛", "␛"),
-        ("\u200b", "⟨U+200B⟩", "⟨U+200B⟩"),
-        ("\u0301", "\u0301", "\u0301"),
-        ("é漢", "é漢", "é漢"),
-        ("", "∅", "∅"),
-    ],
-)
-def test_tokens_show_what_is_invisible(raw: str, alone: str, running: str) -> None:
-    assert (wording.token(raw), "".join(wording.running_token(raw))) == (alone, running)
 
 
 def test_settings_rows_keep_order_and_depth() -> None:

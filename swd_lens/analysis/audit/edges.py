@@ -5,7 +5,7 @@ output; otherwise its units have no edges that could be named.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -26,13 +26,13 @@ class Edges:
 
     Attributes:
         n: how many edges (nonzeros).
-        strongest: (name of the end, weight), largest |weight| first.
+        strongest: (name of the end, weight), largest |weight| first; none where they were only counted.
         heads: share of the squared norm per head, largest first; empty where the end has no heads.
     """
 
     n: int
-    strongest: tuple[tuple[str, float], ...]
-    heads: Mapping[str, float]
+    strongest: tuple[tuple[str, float], ...] = ()
+    heads: Mapping[str, float] = field(default_factory=dict)
 
     def table(self) -> pd.DataFrame:
         return pd.DataFrame(self.strongest, columns=["end", "weight"])

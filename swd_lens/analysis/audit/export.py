@@ -7,7 +7,7 @@ from typing import Any
 
 from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.edges import Edges
-from swd_lens.analysis.audit.profile import UnitProfile
+from swd_lens.analysis.audit.unit import UnitProfile
 from swd_lens.base.files import atomic, plain
 
 MARK = ("<<", ">>")

@@ -22,9 +22,9 @@ from swd_lens.analysis.audit.labels import UnitLabels
 from swd_lens.analysis.audit.logits import LogitEffect, Readout
 from swd_lens.analysis.audit.names import Ends, TokenNames
 from swd_lens.analysis.audit.picture import draw_layers
-from swd_lens.analysis.audit.profile import TaskRank, UnitProfile
 from swd_lens.analysis.audit.site import SiteAudit
 from swd_lens.analysis.audit.tables import excerpt_table, rank_table, unit_table
+from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
 from swd_lens.base.display import card
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
