@@ -32,8 +32,8 @@ from swd_lens.cli.options import (
     show,
     show_progress,
 )
+from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
-from swd_lens.factorization.resources import estimate as estimate_cost
 from swd_lens.report.terminal import table
 from swd_lens.study.replacement import BUDGETS, DEFAULT, replace_model
 

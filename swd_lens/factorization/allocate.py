@@ -4,7 +4,7 @@
    at a time).
 2. Measure what each of these does to the model: by="kl", KL(dense || host with only this matrix replaced); by="error", its
    relMSE, which costs no forwards.
-3. Spend the same total where an edge saves most (spend.py). The sum over matrices stands for the whole replacement: each is
+3. Spend the same total where an edge saves most (allocation.py). The sum over matrices stands for the whole replacement: each is
    measured beside dense others, though they will all be replaced.
 
 The result is a mapping site name -> s, which `swd_lens.factorize(model, sites, sparsity=allocation)` takes.
@@ -12,20 +12,21 @@ The result is a mapping site name -> s, which `swd_lens.factorize(model, sites, 
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
-from swd_lens.factorization.allocation import Allocation
+from swd_lens.base.divergence import kl_sum, log_probabilities
+from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
+from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.resources import check_passes, estimate, gram_dtype_for, naming
-from swd_lens.factorization.solve import solve
-from swd_lens.factorization.spend import LossCurve, spend
-from swd_lens.hosts import Host, host_of, require_no_dropout, sites_of
+from swd_lens.factorization.job import Job
+from swd_lens.factorization.solve import naming, solve
+from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import SparsityError, resolve
 from swd_lens.solver.budget import edges as edges_of
@@ -101,23 +102,20 @@ def allocate(
         raise ValueError(f"by={by!r}: choose one of {', '.join(map(repr, BY))}")
     if isinstance(sparsity, Mapping):
         raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
-    check_passes(batch_size, "auto")
-    multiples = _checked(grid)
-    host = host_of(model)
-    chosen = sites_of(host, sites)
-    # Refuses what the solver would refuse, before anything is run.
-    estimate(model, sites, sparsity=sparsity, tokens=tokens, preset=preset, units=units, **options)
-    dtype = gram_dtype_for("auto", chosen, preset, options)
+    multiples = _rising(grid)
     stream = None if tokens is None else as_stream(tokens, model)
-    judged = _judged(judge, stream, model) if by == "kl" else None
-    budgets = {site.name: _budgets(site, sparsity, multiples, preset, units, options) for site in chosen}
-    uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in chosen}
+    job = Job.of(
+        model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options
+    )
+    forecast(job)  # refuses what the solver would refuse, before anything is run
+    host, judged = host_of(model), _judged(judge, stream, model) if by == "kl" else None
+    budgets = {site.name: _budgets(job, site, sparsity, multiples) for site in job.sites}
+    uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
     given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens, **options}
     curves: dict[str, LossCurve] = {}
-    with tqdm(
-        total=sum(map(len, budgets.values())), desc=f"allocate by {by}", disable=not progress, leave=False
-    ) as bar:
-        for site, gram in _with_grams(model, chosen, stream, batch_size, gram_bytes, dtype):
+    trials_to_make = sum(map(len, budgets.values()))
+    with tqdm(total=trials_to_make, desc=f"allocate by {by}", disable=not progress, leave=False) as bar:
+        for site, gram in _with_grams(job, gram_bytes):
             bar.set_postfix_str(site.name, refresh=False)
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
@@ -128,13 +126,16 @@ def allocate(
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
     allocated = spend(curves, sum(uniform.values()))
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
-    settings |= {"units": units, "tokens": 0 if stream is None else stream.n_tokens, "options": dict(options)}
+    settings |= {"units": units, "tokens": job.n_tokens, "options": dict(options)}
     settings |= {"judged": 0 if judged is None else judged.numel()}
-    numel = {site.name: site.numel for site in chosen}
-    return Allocation(float(sparsity), by, numel, uniform, allocated, curves, settings)
+    site_budgets = {
+        site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name])
+        for site in job.sites
+    }
+    return Allocation(float(sparsity), by, settings, site_budgets)
 
 
-def _checked(grid: Sequence[float | int]) -> tuple[float, ...]:
+def _rising(grid: Sequence[float | int]) -> tuple[float, ...]:
     multiples = tuple(float(value) for value in grid)
     rising = all(a < b for a, b in itertools.pairwise(multiples))
     if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
@@ -159,18 +160,11 @@ def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "
     return judged
 
 
-def _budgets(
-    site: Site,
-    sparsity: float | int,
-    multiples: Sequence[float],
-    preset: str,
-    units: int | float | str | None,
-    options: Mapping[str, Any],
-) -> tuple[int, ...]:
+def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[float]) -> tuple[int, ...]:
     """Edges to try, rising, the uniform budget among them; none that the solver cannot make or would not use."""
     uniform = edges_of(site.d_in, site.d_out, sparsity)
-    spec = resolve(preset, options)
-    width = resolve_units(units, site.d_in, site.d_out, any_width=isinstance(spec, AnnealSpec))
+    spec = resolve(job.preset, job.options)
+    width = resolve_units(job.units, site.d_in, site.d_out, any_width=isinstance(spec, AnnealSpec))
     if isinstance(spec, AnnealSpec):
         least = 2 * width  # one read and one write edge per unit
     else:
@@ -183,26 +177,21 @@ def _budgets(
     return tuple(sorted({*tried, uniform}))
 
 
-def _with_grams(
-    model: Any,
-    sites: Sequence[Site],
-    stream: TokenStream | None,
-    batch_size: int,
-    gram_bytes: int,
-    dtype: Literal["float32", "float64"],
-) -> Iterator[tuple[Site, Tensor | None]]:
+def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None]]:
     """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
     group: list[Site] = []
-    for i, site in enumerate(sites):
+    for i, site in enumerate(job.sites):
         group.append(site)
-        following = sites[i + 1].d_in ** 2 if i + 1 < len(sites) else float("inf")
-        if (sum(one.d_in**2 for one in group) + following) * _BYTES_PER_GRAM_ENTRY <= gram_bytes:
+        following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")
+        if (sum(other.d_in**2 for other in group) + following) * _BYTES_PER_GRAM_ENTRY <= gram_bytes:
             continue
         grams: dict[str, Tensor] = {}
-        if stream is not None:
-            grams.update(collect_grams(model, group, stream, batch_size=batch_size, dtype=dtype).by_site)
-        for one in group:
-            yield one, grams.pop(one.name, None)
+        if job.stream is not None:
+            collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
+            grams.update(collected.by_site)
+            del collected
+        for member in group:
+            yield member, grams.pop(member.name, None)
         group = []
 
 
@@ -213,14 +202,8 @@ def _kl(
     sums = [0.0] * len(trials)
     with torch.no_grad():
         for batch in rows.split(batch_size):
-            log_p = _log_probabilities(host, batch)
+            log_p = log_probabilities(host.run(batch)[:, :-1])
             for i, f in enumerate(trials):
                 with attach(host.model, {site.name: f}):
-                    log_q = _log_probabilities(host, batch)
-                # Summed in float64: a KL of 1e-6 is the sum of terms a thousand times larger.
-                sums[i] += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+                    sums[i] += float(kl_sum(log_p, log_probabilities(host.run(batch)[:, :-1])))
     return [total / (rows.shape[0] * (rows.shape[1] - 1)) for total in sums]
-
-
-def _log_probabilities(host: Host, batch: Int[Tensor, "rows pos"]) -> Float[Tensor, "rows _pos vocab"]:
-    return host.run(batch)[:, :-1].float().log_softmax(-1)

@@ -1,53 +1,154 @@
 """Allocation: how many edges each matrix gets, and why; what `allocate` gives and `factorize(..., sparsity=...)` takes.
 
-1. It is a mapping site name -> s. The budgets and the loss curves behind them stay with it.
-2. It prints as a table, and is saved as JSON.
+1. A `LossCurve` holds one matrix's loss at a few budgets. Between them the logarithm of the loss is linear in K; outside them
+   nothing is known, so a matrix never gets less than its first budget nor more than its last. The curve is read on a lattice of
+   budgets, and made convex there (the greatest convex function below it), so that every further edge saves at most what the one
+   before it saved.
+2. `spend` shares out a total so that the summed loss is least. Every matrix starts at its first budget; the steps of all
+   matrices are taken in the order of what they save per edge, until the total is spent. Steps that save the same are taken
+   together, each to the same fraction: equal curves get equal budgets. `round_to` makes whole numbers of them with exactly the
+   total (largest remainders).
+3. An `Allocation` is a mapping site name -> s, with the budgets and the loss curves behind them. It prints as a table, and is
+   saved as JSON.
 """
 
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from swd_lens.base.display import card
 from swd_lens.base.files import write_json
-from swd_lens.factorization.spend import LossCurve
+from swd_lens.base.record import Record
 from swd_lens.hosts.sites import split_name
+
+# Steps per curve. With budgets from half to twice the uniform one a step is 2.3% of it.
+_STEPS = 64
+
+# Losses below this share of a curve's largest are rounding (a KL may come out as -1e-9).
+_FLOOR = 1e-7
+
+
+@dataclass(frozen=True)
+class LossCurve(Record):
+    """Loss of one matrix at some budgets.
+
+    Attributes:
+        edges: budgets K, rising.
+        losses: the loss at each, in any unit that can be added over matrices (nats of KL).
+
+    Raises:
+        ValueError: no budgets, budgets that do not rise, another number of losses, or losses that are not finite or have no
+            positive one among them.
+    """
+
+    edges: tuple[int, ...]
+    losses: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.edges or any(b <= a for a, b in itertools.pairwise(self.edges)):
+            raise ValueError(f"the budgets of a loss curve must rise, got {self.edges}")
+        if len(self.losses) != len(self.edges):
+            raise ValueError(
+                f"a loss curve needs one loss per budget: {len(self.edges)} budgets, {len(self.losses)} losses"
+            )
+        if not all(map(math.isfinite, self.losses)) or max(self.losses) <= 0:
+            raise ValueError(f"a loss curve needs finite losses, a positive one among them, got {self.losses}")
+
+    @cached_property
+    def _lattice(self) -> tuple[np.ndarray, np.ndarray]:
+        """Budgets and convex losses there."""
+        losses = np.minimum.accumulate(np.maximum(self.losses, _FLOOR * max(self.losses)))  # more edges never hurt
+        at = np.unique(np.concatenate([np.linspace(self.edges[0], self.edges[-1], _STEPS + 1), self.edges]))
+        return at, lower_hull(at, np.exp(np.interp(at, self.edges, np.log(losses))))
+
+    @property
+    def steps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Edges of each step, and the loss that each of these edges saves; the savings fall from step to step."""
+        at, losses = self._lattice
+        widths = np.diff(at)
+        # Along one side of the hull they are equal but for rounding, which must not put a later step first.
+        return widths, np.minimum.accumulate(np.maximum(-np.diff(losses) / widths, 0.0))
+
+    def at(self, edges: float | int) -> float:
+        """The (convex) loss at a budget, the nearest known one's outside the curve."""
+        return float(np.interp(edges, *self._lattice))
+
+
+@dataclass(frozen=True)
+class SiteBudget(Record):
+    """What one matrix gets.
+
+    Attributes:
+        numel: entries of the matrix.
+        uniform: K at the uniform s.
+        allocated: K given.
+        curve: its loss at the budgets tried; nats per token for "kl", relMSE for "error".
+    """
+
+    derived = ("s",)
+
+    numel: int
+    uniform: int
+    allocated: int
+    curve: LossCurve
+
+    @property
+    def s(self) -> float:
+        return 1.0 - self.allocated / self.numel
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Allocation(Mapping[str, float]):
+class Allocation(Record, Mapping[str, float]):
     """Sparsity per site: a mapping site name -> s in execution order, with the reasons.
 
     Attributes:
         sparsity: the uniform s whose total is spent.
         by: what was measured, "kl" or "error".
-        numel: site -> entries of its matrix.
-        uniform: site -> K at the uniform s.
-        allocated: site -> K given.
-        curves: site -> its loss at the budgets tried; nats per token for "kl", relMSE for "error".
         settings: everything else that was used; plain JSON values.
+        sites: site name -> its budget.
     """
+
+    derived = ("edges", "predicted")
 
     sparsity: float
     by: str
-    numel: Mapping[str, int]
-    uniform: Mapping[str, int]
-    allocated: Mapping[str, int]
-    curves: Mapping[str, LossCurve]
     settings: Mapping[str, Any]
+    sites: Mapping[str, SiteBudget]
+
+    def __post_init__(self) -> None:
+        for site in self.sites:
+            split_name(site)
 
     def __getitem__(self, site: str) -> float:
-        return 1.0 - self.allocated[site] / self.numel[site]
+        return self.sites[site].s
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.allocated)
+        return iter(self.sites)
 
     def __len__(self) -> int:
-        return len(self.allocated)
+        return len(self.sites)
+
+    @property
+    def uniform(self) -> dict[str, int]:
+        """Site -> K at the uniform s."""
+        return {name: site.uniform for name, site in self.sites.items()}
+
+    @property
+    def allocated(self) -> dict[str, int]:
+        """Site -> K given."""
+        return {name: site.allocated for name, site in self.sites.items()}
+
+    @property
+    def curves(self) -> dict[str, LossCurve]:
+        """Site -> its loss at the budgets tried."""
+        return {name: site.curve for name, site in self.sites.items()}
 
     @property
     def edges(self) -> int:
@@ -57,72 +158,36 @@ class Allocation(Mapping[str, float]):
     @property
     def predicted(self) -> dict[str, float]:
         """Summed loss of single replacements, "uniform" and "allocated". Not the loss of replacing all of them together."""
-        return {"uniform": self._summed(self.uniform), "allocated": self._summed(self.allocated)}
-
-    def _summed(self, budgets: Mapping[str, int]) -> float:
-        return sum(curve.at(budgets[site]) for site, curve in self.curves.items())
+        sites = self.sites.values()
+        return {
+            "uniform": sum(site.curve.at(site.uniform) for site in sites),
+            "allocated": sum(site.curve.at(site.allocated) for site in sites),
+        }
 
     def table(self) -> pd.DataFrame:
         """One row per site: entries, K uniform and allocated, s, its measured loss at both, its share of the summed loss."""
-        before = {site: curve.at(self.uniform[site]) for site, curve in self.curves.items()}
-        after = {site: curve.at(self.allocated[site]) for site, curve in self.curves.items()}
-        return pd.DataFrame(
-            {
-                "site": list(self),
-                "numel": [self.numel[site] for site in self],
-                "K uniform": [self.uniform[site] for site in self],
-                "K allocated": [self.allocated[site] for site in self],
-                "s": [self[site] for site in self],
-                f"{self._loss} uniform": [before[site] for site in self],
-                f"{self._loss} allocated": [after[site] for site in self],
-                "share uniform": [before[site] / sum(before.values()) for site in self],
-                "share allocated": [after[site] / sum(after.values()) for site in self],
-            }
-        )
+        sums, loss = self.predicted, self._loss
+        rows = []
+        for name, site in self.sites.items():
+            uniform, allocated = site.curve.at(site.uniform), site.curve.at(site.allocated)
+            rows.append(
+                {
+                    "site": name,
+                    "numel": site.numel,
+                    "K uniform": site.uniform,
+                    "K allocated": site.allocated,
+                    "s": site.s,
+                    f"{loss} uniform": uniform,
+                    f"{loss} allocated": allocated,
+                    "share uniform": uniform / sums["uniform"],
+                    "share allocated": allocated / sums["allocated"],
+                }
+            )
+        return pd.DataFrame(rows)
 
     @property
     def _loss(self) -> str:
         return "KL" if self.by == "kl" else "relMSE"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` takes them back."""
-        return {
-            "sparsity": self.sparsity,
-            "by": self.by,
-            "edges": self.edges,
-            "predicted": self.predicted,
-            "settings": dict(self.settings),
-            "sites": {
-                site: {"s": self[site], "numel": self.numel[site], "uniform": self.uniform[site]}
-                | {"allocated": self.allocated[site], "curve": _plain(self.curves[site])}
-                for site in self
-            },
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
-        """What `as_dict` gave.
-
-        Raises:
-            ValueError: something is missing or not of its kind.
-        """
-        try:
-            sites = dict(values["sites"])
-            curves = {
-                name: LossCurve(tuple(row["curve"]["edges"]), tuple(row["curve"]["losses"]))
-                for name, row in sites.items()
-            }
-            numel, uniform, allocated = (
-                {name: int(row[key]) for name, row in sites.items()} for key in ("numel", "uniform", "allocated")
-            )
-            for name in sites:
-                split_name(name)
-            s, by, settings = float(values["sparsity"]), str(values["by"]), dict(values["settings"])
-            return cls(s, by, numel, uniform, allocated, curves, settings)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"these values are not an Allocation's ({error!r}); Allocation.save writes them"
-            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, atomically."""
@@ -143,29 +208,80 @@ class Allocation(Mapping[str, float]):
         try:
             return cls.from_dict(values)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(
+                f"{path}: these values are not an Allocation's ({error}); Allocation.save writes them"
+            ) from error
 
-    def __repr__(self) -> str:
-        return f"{self._title()}\n{self._shown().to_string(index=False)}"
-
-    def _title(self) -> str:
+    def title(self) -> str:
         loss, predicted = self._loss, self.predicted
         return (
             f"Allocation by {loss}: {self.edges:,} edges over {len(self)} matrices, the total of s = {self.sparsity:g} for each. "
             f"Summed {loss} of single replacements: {predicted['uniform']:.4g} uniform, {predicted['allocated']:.4g} allocated."
         )
 
-    def _repr_html_(self) -> str:
-        return card(self._title(), self._shown())
+    def parts(self) -> tuple[pd.DataFrame]:
+        formats = {"site": "{}", "numel": "{:,}", "K uniform": "{:,}", "K allocated": "{:,}", "s": "{:.3f}"}
+        formats |= {f"{self._loss} uniform": "{:.3g}", f"{self._loss} allocated": "{:.3g}"}
+        formats |= {"share uniform": "{:.1%}", "share allocated": "{:.1%}"}
+        table = self.table()
+        return (pd.DataFrame({name: table[name].map(form.format) for name, form in formats.items()}),)
 
-    def _shown(self) -> pd.DataFrame:
-        table, shown = self.table(), pd.DataFrame()
-        for name in table.columns:
-            look = "{}" if name == "site" else "{:,}" if table[name].dtype.kind == "i" else "{:.3g}"
-            look = "{:.3f}" if name == "s" else "{:.1%}" if name.startswith("share") else look
-            shown[name] = table[name].map(look.format)
-        return shown
+    def __repr__(self) -> str:
+        return f"{self.title()}\n{self.parts()[0].to_string(index=False)}"
 
 
-def _plain(curve: LossCurve) -> dict[str, Any]:
-    return {key: list(value) for key, value in asdict(curve).items()}
+# ---------------------------------------------------------------------------------------------- spending
+
+
+def lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The greatest convex function below the points, at the same x (rising)."""
+    kept: list[int] = []
+    for i in range(len(x)):
+        # The last kept point goes while it lies on or above the line from the one before it to the new one.
+        while len(kept) > 1 and _above(x, y, kept[-2], kept[-1], i):
+            kept.pop()
+        kept.append(i)
+    return np.interp(x, x[kept], y[kept])
+
+
+def _above(x: np.ndarray, y: np.ndarray, left: int, middle: int, right: int) -> bool:
+    return bool((y[middle] - y[left]) * (x[right] - x[left]) >= (y[right] - y[left]) * (x[middle] - x[left]))
+
+
+def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
+    """Budgets of all matrices: sum exactly `total`, summed loss least.
+
+    Raises:
+        ValueError: the curves' first budgets add up to more than the total, or their last ones to less.
+    """
+    least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
+    if not least <= total <= most:
+        raise ValueError(
+            f"{total:,} edges cannot be spent: the loss curves reach from {least:,} to {most:,} edges together; give a total "
+            "between these, or curves that reach further (grid=)"
+        )
+    steps = {name: curve.steps for name, curve in curves.items()}
+    # Price: what the last edge that can still be paid saves.
+    widths = np.concatenate([w for w, _ in steps.values()] or [np.zeros(0)])
+    saved = np.concatenate([s for _, s in steps.values()] or [np.zeros(0)])
+    order = np.argsort(-saved, kind="stable")
+    paid = np.cumsum(widths[order])
+    last = min(int(np.searchsorted(paid, total - least)), len(order) - 1)
+    price = saved[order[last]] if len(order) else 0.0
+    left = total - least - widths[saved > price].sum()
+    fraction = left / max(widths[saved == price].sum(), 1.0)
+    wanted = {
+        name: curve.edges[0] + float(w[s > price].sum() + fraction * w[s == price].sum())
+        for (name, curve), (w, s) in zip(curves.items(), steps.values(), strict=True)
+    }
+    return round_to(wanted, total)
+
+
+def round_to(wanted: Mapping[str, float], total: int) -> dict[str, int]:
+    """Whole numbers that add up to `total`, each less than 1 from what is wanted (which adds up to it but for rounding)."""
+    whole = {name: math.floor(value + 1e-6) for name, value in wanted.items()}
+    missing = total - sum(whole.values())
+    by_remainder = sorted(wanted, key=lambda name: whole[name] - wanted[name])  # stable: ties go to the first
+    for name in by_remainder[:missing]:
+        whole[name] += 1
+    return whole

@@ -5,20 +5,25 @@
 2. `Checkpoint.resume` reads what a folder holds and compares recipes; any difference is named and refused.
 3. `Checkpoint.add` adds a finished matrix: its file first, then the index by a rename (storage.py), so that the folder
    is a FactorSet at every moment, whatever interrupts.
+4. A `Shard` is one part of a factorization, for one job of a batch scheduler. It writes into a folder of its own inside the
+   common one, out/shards/2-of-8, so that no two write the same file; `Checkpoint.in_shards` says what shards have finished, and
+   `factorize` without a shard takes it over. Only matrices that do not depend on one another can be sharded.
 
 Threads, torch version and device also change bits, in the last places; they are not compared, so that a run can move.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from swd_lens.factorization.shards import finished_in, forget
-from swd_lens.hosts.sites import execution_key
+from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, read_factors, write_factors
 from swd_lens.units.storage import INDEX, FactorFileError, read_index, write_index
 
@@ -31,10 +36,15 @@ _WORDS = {
     "tokens_sha256": "calibration tokens",
     "upstream_sha256": "factors of the earlier sites",
 }
+_SHARDS = "shards"
 
 
 class ResumeError(ValueError):
     """A folder's finished matrices are not those that this call would make; nothing was changed."""
+
+
+class ShardError(ValueError):
+    """Not a shard, or a factorization that cannot be cut into any."""
 
 
 class Checkpoint:
@@ -43,99 +53,160 @@ class Checkpoint:
     Args:
         folder: made with the first finished matrix.
         provenance: of the whole set, written with every matrix.
+        recipes: of every site that the call will make, in execution order, without "upstream_sha256".
+        chained: whether a site's calibration depends on the sites before it.
         overwrite: whether the first matrix that is added replaces all that the folder held, shards among it.
     """
 
-    def __init__(self, folder: Path, provenance: Mapping[str, Any], overwrite: bool = False):
-        self.folder, self.overwrite = folder, overwrite
-        self.provenance = dict(provenance)
+    def __init__(
+        self,
+        folder: Path,
+        provenance: Mapping[str, Any],
+        recipes: Mapping[str, Recipe],
+        *,
+        chained: bool,
+        overwrite: bool = False,
+    ):
+        self.folder, self.provenance, self.recipes = folder, dict(provenance), recipes
+        self.chained, self.overwrite = chained, overwrite
         self._entries: dict[str, Mapping[str, Any]] = {}
+        self._upstream: str | None = None  # chain of the sites that are finished
 
-    def resume(self, recipes: Mapping[str, Recipe], *, chained: bool) -> dict[str, Factors]:
-        """The finished matrices of the folder, in the order of `recipes`; none where the folder holds no index.
-
-        Args:
-            recipes: of every site that this call will make, in execution order, without "upstream_sha256".
-            chained: whether a site's calibration depends on the sites before it.
+    def resume(self) -> dict[str, Factors]:
+        """The finished matrices of the folder, in execution order; none where it holds no index or is to be overwritten.
 
         Raises:
             ResumeError: the folder is damaged, holds other sites, or a recipe differs (every difference is named).
         """
-        if not (self.folder / INDEX).is_file():
+        if self.overwrite or not (self.folder / INDEX).is_file():
             return {}
         try:
             entries = read_index(self.folder)["sites"]
-            if others := [site for site in entries if site not in recipes]:
+            if others := [site for site in entries if site not in self.recipes]:
                 raise self._refusal(f"holds {', '.join(others)}, which this call does not factorize")
-            found = {site: read_factors(self.folder, site, entries[site]) for site in recipes if site in entries}
+            finished = {
+                site: read_factors(self.folder, site, entries[site]) for site in self.recipes if site in entries
+            }
         except FactorFileError as error:
             raise ResumeError(f"{error}; or start again with overwrite=True") from error
-        self._compare(found, recipes, chained)
-        self._entries = {site: entries[site] for site in found}
-        return found
+        for site, f in finished.items():
+            recipe = f.provenance.get("recipe")
+            if not isinstance(recipe, dict):
+                raise self._refusal(f"holds {site} without saying how it was made (not by factorize(..., out=...))")
+            missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
+            if self.chained and missing != site:
+                raise self._refusal(
+                    f"holds {site} without {missing}; sequential calibration would now put {missing} before it"
+                )
+            if changed := differences(recipe, {**self.recipes[site], "upstream_sha256": self._upstream}):
+                raise self._refusal(f"holds {site} made otherwise: {'; '.join(changed)}")
+            self._entries[site] = entries[site]
+            self._go_on_behind(site, f)
+        return finished
 
-    def in_shards(self, recipes: Mapping[str, Recipe]) -> dict[str, Callable[[], Factors]]:
-        """What shards have finished (shards.py) and this folder does not hold: site -> what reads its Factors.
+    def in_shards(self) -> dict[str, Callable[[], Factors]]:
+        """What shards have finished and this folder does not hold: site -> what reads its Factors.
 
         Raises:
             ResumeError: a shard's folder is damaged, or a recipe differs (every difference is named).
         """
-        missing = [site for site in recipes if site not in self._entries]
-        if not missing:
+        missing = [site for site in self.recipes if site not in self._entries]
+        if self.overwrite or not missing:
             return {}
+        # A site has several where shards were cut in several ways.
+        finished: dict[str, list[tuple[Path, Mapping[str, Any]]]] = {}
         try:
-            found = finished_in(self.folder)
+            for index in sorted((self.folder / _SHARDS).glob(f"*/{INDEX}")):
+                for site, entry in read_index(index.parent)["sites"].items():
+                    finished.setdefault(site, []).append((index.parent, entry))
         except FactorFileError as error:
             raise ResumeError(f"{error}; or remove that shard's folder to have its matrices made again") from error
-        return {
-            site: partial(read_factors, folder, site, entry)
-            for site in missing
-            if site in found
-            for folder, entry in [self._made_so(site, found[site], recipes[site])]
-        }
+        return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
-    def _made_so(self, site: str, found: Sequence[tuple[Path, Mapping[str, Any]]], recipe: Recipe) -> Any:
-        """That shard's folder and entry which this recipe makes; shards that were cut otherwise may hold others."""
+    def _reader(self, site: str, finished: Sequence[tuple[Path, Mapping[str, Any]]]) -> Callable[[], Factors]:
+        """Reads the site from the shard that this call's recipe makes; shards that were cut otherwise may hold others."""
         refused = ""
-        for folder, entry in found:
-            then = entry["provenance"].get("recipe", {})
-            changed = differences(then, {**recipe, "upstream_sha256": None})
+        for folder, entry in finished:
+            recipe = entry["provenance"].get("recipe", {})
+            changed = differences(recipe, {**self.recipes[site], "upstream_sha256": None})
             if not changed:
-                return folder, entry
+                return partial(read_factors, folder, site, entry)
             refused = f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(changed)}"
         raise self._refusal(refused)
 
-    def add(self, site: str, f: Factors) -> None:
-        """Put a finished matrix into the folder. The first one of a fresh start replaces what the folder held."""
+    def add(self, site: str, f: Factors) -> Factors:
+        """Put a finished matrix into the folder; gives it back with its recipe.
+
+        The first one of a fresh start replaces what the folder held.
+        """
+        recipe = {**self.recipes[site], "upstream_sha256": self._upstream}
+        f = replace(f, provenance={**f.provenance, "recipe": recipe})
         self.folder.mkdir(parents=True, exist_ok=True)
         self._entries[site] = write_factors(self.folder, site, f)
         in_order = {name: self._entries[name] for name in sorted(self._entries, key=execution_key)}
         write_index(self.folder, in_order, self.provenance)
-        if self.overwrite:
-            forget(self.folder)  # a later call that goes on would find them made otherwise
+        if self.overwrite:  # a later call that goes on would find the shards made otherwise
+            for index in (self.folder / _SHARDS).glob(f"*/{INDEX}"):
+                shutil.rmtree(index.parent)
+            with suppress(OSError):  # it was never made, or holds something else
+                (self.folder / _SHARDS).rmdir()
             self.overwrite = False
+        self._go_on_behind(site, f)
+        return f
 
-    def _compare(self, found: Mapping[str, Factors], recipes: Mapping[str, Recipe], chained: bool) -> None:
-        upstream, missing = None, None
-        for site, recipe in recipes.items():
-            if site not in found:
-                missing = missing or site
-                continue
-            then = found[site].provenance.get("recipe")
-            if not isinstance(then, dict):
-                raise self._refusal(f"holds {site} without saying how it was made (not by factorize(..., out=...))")
-            if chained and missing:
-                raise self._refusal(
-                    f"holds {site} without {missing}; sequential calibration would now put {missing} before it"
-                )
-            if changed := differences(then, {**recipe, "upstream_sha256": upstream}):
-                raise self._refusal(f"holds {site} made otherwise: {'; '.join(changed)}")
-            upstream = chain(upstream, site, found[site]) if chained else None
+    def _go_on_behind(self, site: str, f: Factors) -> None:
+        if self.chained:
+            self._upstream = chain(self._upstream, site, f)
 
     def _refusal(self, what: str) -> ResumeError:
         return ResumeError(
             f"{self.folder} {what}. Call factorize as then to go on, give another folder, or overwrite=True to start again"
         )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Number `number`, from 1, of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, given: Any) -> "Shard":
+        """From "2/8" or (2, 8). Raises ShardError for anything else, or a number outside 1 to count."""
+        parts = given.split("/") if isinstance(given, str) else list(given) if isinstance(given, tuple | list) else []
+        try:
+            number, count = (int(part) for part in parts)
+        except (TypeError, ValueError):
+            raise ShardError(f"shard={given!r}: give number and count, as in '2/8', the second of eight") from None
+        if not 1 <= number <= count:
+            raise ShardError(f"shard={given!r}: the number must lie between 1 and {max(count, 1)}")
+        return cls(number, count)
+
+    def of(self, sites: Sequence[Site], flops: Mapping[str, float]) -> list[Site]:
+        """This shard's sites, in execution order: the costliest first, each to the shard that has least so far.
+
+        Raises:
+            ShardError: fewer sites than shards, so that this one has nothing to do.
+        """
+        loads, mine = [0.0] * self.count, []
+        for site in sorted(sites, key=lambda site: (-flops[site.name], execution_key(site.name))):
+            least = loads.index(min(loads))
+            loads[least] += flops[site.name]
+            if least == self.number - 1:
+                mine.append(site)
+        if not mine:
+            raise ShardError(f"shard {self} has nothing to do: there are {len(sites)} matrices; use fewer shards")
+        return sorted(mine, key=lambda site: execution_key(site.name))
+
+    def folder(self, out: Path) -> Path:
+        return out / _SHARDS / f"{self.number}-of-{self.count}"
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+# ---------------------------------------------------------------------------------------------- recipes
 
 
 def chain(upstream: str | None, site: str, f: Factors) -> str:

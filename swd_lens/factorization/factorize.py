@@ -1,42 +1,37 @@
 """factorize: from a host and a pattern to a FactorSet.
 
-1. Find the sites, in execution order; check tokens, settings and memory (resources/) before the host is touched.
+1. Check the arguments and find the sites, in execution order (job.py); forecast operations and memory (forecast.py).
 2. With out=: take over the matrices that an earlier, interrupted call finished there, if they are what this call would
-   make (checkpoint.py); and what shards of it have finished (shards.py).
+   make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into memory, before the host is touched.
 3. Stage by stage (stages.py): the Grams of its sites, from the host with the earlier stages replaced ("sequential",
    "per_block"), from the dense host ("dense"), or none (without tokens); then their factors, here or on other workers
    (workers/), which does not change a bit.
 4. In execution order, whoever solved them: each matrix gets its provenance and its probe, with out= its file, and is attached
    for those that follow.
+
+The bar counts operations, not matrices, so that its remaining time means something when the matrices differ in size.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.machine import available_bytes
-from swd_lens.factorization.checkpoint import Checkpoint, Recipe, chain
-from swd_lens.factorization.job import Job, shown, warn_of_few_tokens
-from swd_lens.factorization.progress import Bar
-from swd_lens.factorization.resources import (
-    Estimate,
-    SiteEstimate,
-    check_calibration,
-    check_passes,
-    gram_dtype_for,
-    refuse_whole_mlps,
-    sparsity_of_each,
-)
-from swd_lens.factorization.shards import Shard, ShardError
-from swd_lens.factorization.stages import Behind, Calibrated, stages_of
+from swd_lens.factorization.checkpoint import Checkpoint, Shard, ShardError
+from swd_lens.factorization.estimate import Estimate
+from swd_lens.factorization.forecast import SiteEstimate, forecast
+from swd_lens.factorization.job import Job
+from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
-from swd_lens.hosts import host_of, sites_of
+from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.solver import DEFAULT_PRESET
+from swd_lens.solver import DEFAULT_PRESET, Step
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import add_probe, described, is_bare, origin_of, require_free
 from swd_lens.units.factors import Factors, FactorSet
@@ -103,144 +98,92 @@ def factorize(
         ShardError: no such shard, or one of matrices that wait for each other.
         ValueError: bad sparsity or solver options; the site is named.
     """
-    host = host_of(model)
-    chosen = tuple(sites_of(host, sites))
-    refuse_whole_mlps(chosen)
-    check_calibration(calibration)
-    check_passes(batch_size, gram_dtype)
-    _check_device(device)
-    stream = None if tokens is None else as_stream(tokens, model)
-    each = sparsity_of_each(chosen, sparsity)
-    dtype = gram_dtype_for(gram_dtype, chosen, preset, options)
-    job = Job(model, chosen, stream, each, calibration, preset, units, batch_size, dtype, device, options)
-    rows = job.forecast()  # a bad option fails here, before anything is hashed, read or run
-    warn_of_few_tokens(job)
+    job = Job.of(
+        model,
+        sites,
+        None if tokens is None else as_stream(tokens, model),
+        sparsity=sparsity,
+        calibration=calibration,
+        preset=preset,
+        units=units,
+        batch_size=batch_size,
+        gram_dtype=gram_dtype,
+        device=device,
+        options=options,
+    )
+    rows = forecast(job)  # a bad option fails here, before anything is hashed, read or run
+    job.warn_of_few_tokens()
     if shard is not None:
-        job, out = _only(job, Shard.parse(shard), rows, out)
-    checkpoint = None if out is None else Checkpoint(Path(out), job.provenance(), overwrite)
-    recipes = {} if checkpoint is None else job.recipes()
-    done: dict[str, Factors] = {}
-    if checkpoint is not None and not overwrite:
-        found = checkpoint.resume(recipes, chained=job.chained)
-        done = {site.name: job.remembering(site, found[site.name]) for site in job.sites if site.name in found}
-    plan = job.forecast(done)
-    Estimate(plan, available_bytes(next(model.parameters()).device), None, job.kind).require_fit()
-    elsewhere = {} if checkpoint is None or overwrite else checkpoint.in_shards(recipes)
-    _Run(job, done, recipes, checkpoint, elsewhere).go(plan, workers, threads, progress)
+        part = Shard.parse(shard)
+        job = job.only(part, {row.site: row.flops for row in rows})
+        if out is None:
+            raise ShardError(f"shard {part} needs out=: the folder in which the shards are put together")
+        out = part.folder(Path(out))
+    checkpoint = None
+    if out is not None:
+        recipes = job.recipes()
+        checkpoint = Checkpoint(Path(out), job.provenance(), recipes, chained=job.chained, overwrite=overwrite)
+    finished = {} if checkpoint is None else checkpoint.resume()
+    done = {site.name: job.remembering(site, finished[site.name]) for site in job.sites if site.name in finished}
+    plan = {row.site: row for row in forecast(job, done)}
+    Estimate(tuple(plan.values()), available_bytes(next(model.parameters()).device), None, job.kind).require_fit()
+    in_shards = {} if checkpoint is None else checkpoint.in_shards()
+    if not plan:
+        return FactorSet(done, job.provenance())
+
+    host, stages = host_of(model), stages_of(job.sites, job.kind)
+    unsolved = [[site for site in stage if site.name not in {*done, *in_shards}] for stage in stages]
+    if job.shard is None:
+        require_free(host, job.sites[:-1])  # each of these will be attached for those that follow
+    # With hooks or units of the user's in place a probe would refuse the factors wherever these are not.
+    probed = job.shard is None and is_bare(host)
+    replaced = ReplacedHost(
+        model,
+        job.stream,
+        job.kind,
+        batch_size=batch_size,
+        keep=sum(map(bool, unsolved)) > 1,
+        dtype=job.gram_dtype,
+        scratch=None if out is None else Path(out),
+    )
+    bar = _Bar(job, plan, show=progress, in_process=workers == 1)
+    with replaced, bar, open_workers(workers, threads=threads) as pool:
+        for stage, to_solve in zip(stages, unsolved, strict=True):
+            calibrated: dict[str, Calibrated] = {}
+            if to_solve and job.stream is not None:
+                calibrated = replaced.calibrate(to_solve, progress and job.kind == "dense")
+            bar.calibrated([site for site in stage if site.name not in done])
+            solved = pool.solve(_tasks(job, to_solve, calibrated, bar), on_iteration=bar.iterated if progress else None)
+            for site in stage:
+                if site.name not in done:
+                    in_shard = in_shards.get(site.name)
+                    f = _stamped(job, site, next(solved)) if in_shard is None else in_shard()
+                    f = job.remembering(site, f)
+                    f = add_probe(f, model, site, job.probe_tokens) if probed else f
+                    done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
+                    bar.finished(site.name, f.provenance["relmse"])
+                if job.shard is None and site != job.sites[-1]:
+                    replaced.replace(site, done[site.name])
     return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())
 
 
-def _only(job: Job, shard: Shard, plan: Iterable[SiteEstimate], out: str | Path | None) -> tuple[Job, Path]:
-    """The job of one shard, and its folder."""
-    if job.chained:
-        raise ShardError(
-            f"shard {shard} with {job.kind} calibration: each matrix waits for those before it. Shard zero-data or "
-            'calibration="dense", or use workers='
-        )
-    if out is None:
-        raise ShardError(f"shard {shard} needs out=: the folder in which the shards are put together")
-    mine = shard.of(job.sites, {row.site: row.flops for row in plan})
-    return replace(job, sites=tuple(mine), shard=shard), shard.folder(Path(out))
+def _tasks(job: Job, sites: Sequence[Site], calibrated: dict[str, Calibrated], bar: "_Bar") -> Iterator[SolveTask]:
+    """One after the other, as they are asked for: no two float32 copies of weights at a time in this process."""
+    for site in sites:
+        bar.begin(site.name)
+        yield job.task(site, calibrated.pop(site.name, None), bar.plan[site.name].peak_bytes)
 
 
-def _check_device(device: str | torch.device | None) -> None:
-    """Before anything is calibrated, not after."""
-    if device is not None:
-        try:
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(
-                f"device={str(device)!r} cannot be used here: {why}. None solves where the host is"
-            ) from error
-
-
-@dataclass
-class _Run:
-    """One call at work: `done` grows."""
-
-    job: Job
-    done: dict[str, Factors]
-    recipes: Mapping[str, Recipe]
-    checkpoint: Checkpoint | None
-    elsewhere: Mapping[str, Any]  # site -> what reads the factors that a shard has finished
-    upstream: str | None = None
-
-    def go(self, plan: tuple[SiteEstimate, ...], workers: int | str, threads: int | None, progress: bool) -> None:
-        job = self.job
-        todo = [site for site in job.sites if site.name not in self.done]
-        if not todo:
-            return
-        host = host_of(job.model)
-        if job.shard is None:
-            require_free(host, job.sites[:-1])  # each of these will be attached for those that follow
-        # With hooks or units of the user's in place a probe would refuse the factors wherever these are not.
-        self.probed = job.shard is None and is_bare(host)
-        self.plan, self.here = {row.site: row for row in plan}, workers == 1
-        stages = stages_of(job.sites, job.kind)
-        to_solve = [any(self._must_solve(site) for site in stage) for stage in stages]
-        behind = Behind(
-            job.model,
-            job.stream,
-            job.kind,
-            batch_size=job.batch_size,
-            keep=sum(to_solve) > 1,
-            dtype=job.gram_dtype,
-            scratch=None if self.checkpoint is None else self.checkpoint.folder,
-        )
-        bar = Bar(job.sites, plan, f"factorize s={shown(job.sparsity)}", show=progress, calibrated=job.chained)
-        with behind, bar, open_workers(workers, threads=threads) as pool:
-            for stage, solving in zip(stages, to_solve, strict=True):
-                found = self._calibrated(behind, stage, progress) if solving and job.stream is not None else {}
-                bar.calibrated([site for site in stage if site.name not in self.done])
-                solved = pool.solve(self._tasks(stage, found, bar), on_iteration=bar.iterated if progress else None)
-                for site in stage:
-                    if site.name not in self.done:
-                        self._take(site, solved, behind, bar)
-                    if job.chained and self.recipes:
-                        self.upstream = chain(self.upstream, site.name, self.done[site.name])
-                    if job.shard is None and site != job.sites[-1]:
-                        behind.replace(site, self.done[site.name])
-
-    def _must_solve(self, site: Site) -> bool:
-        return site.name not in self.done and site.name not in self.elsewhere
-
-    def _calibrated(self, behind: Behind, stage: tuple[Site, ...], progress: bool) -> dict[str, Calibrated]:
-        sites = [site for site in stage if self._must_solve(site)]
-        return behind.calibrate(sites, progress and self.job.kind == "dense")
-
-    def _tasks(self, stage: tuple[Site, ...], found: dict[str, Calibrated], bar: Bar) -> Iterator[SolveTask]:
-        """One after the other, as they are asked for: no two float32 copies of weights at a time in this process."""
-        for site in stage:
-            if self._must_solve(site):
-                if self.here:
-                    bar.begin(site.name)
-                yield self.job.task(site, found.pop(site.name, None), self.plan)
-
-    def _take(self, site: Site, solved: Iterator[Solved], behind: Behind, bar: Bar) -> None:
-        """Put the next matrix into `done`, and into the folder."""
-        job = self.job
-        f = self.elsewhere[site.name]() if site.name in self.elsewhere else self._stamped(site, next(solved))
-        f = job.remembering(site, f)
-        if self.probed:
-            f = add_probe(f, job.model, site, job.probe_tokens)
-        if self.checkpoint is not None:
-            recipe = {**self.recipes[site.name], "upstream_sha256": self.upstream}
-            f = replace(f, provenance={**f.provenance, "recipe": recipe})
-            self.checkpoint.add(site.name, f)
-        self.done[site.name] = f
-        bar.finished(site.name, f.provenance["relmse"])
-
-    def _stamped(self, site: Site, solved: Solved) -> Factors:
-        assert solved.site == site.name, f"{solved.site} came for {site.name}"
-        made = {"calibration": self.job.kind, "tokens": self.job.n_tokens}
-        made |= {"relmse": solved.relmse, "relative_frobenius": solved.relative_frobenius}
-        weight = host_of(self.job.model).weight(site)
-        home = weight.device if next(self.job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
-        f = replace(solved.factors, weight=None).to(home)
-        if self.job.kind == "corrected":  # the solver saw the target, not W
-            made["relative_frobenius"] = f.relative_frobenius(weight.to(home))
-        return stamp(f, self.job.model, site, made)
+def _stamped(job: Job, site: Site, solved: Solved) -> Factors:
+    """The factors where the host's matrix is, with their provenance."""
+    assert solved.site == site.name, f"{solved.site} came for {site.name}"
+    weight = host_of(job.model).weight(site)
+    home = weight.device if next(job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
+    f = replace(solved.factors, weight=None).to(home)
+    # Corrected, the solver saw the target, not W.
+    error = f.relative_frobenius(weight.to(home)) if job.kind == "corrected" else solved.relative_frobenius
+    calibration = {"calibration": job.kind, "tokens": job.n_tokens}
+    return stamp(f, job.model, site, {**calibration, "relmse": solved.relmse, "relative_frobenius": error})
 
 
 def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
@@ -255,3 +198,77 @@ def stamp(f: Factors, model: Any, site: Site, more: dict[str, Any]) -> Factors:
         "swd_lens": __version__,
     }
     return replace(f, origin=origin_of(host, site, weight), provenance={**f.provenance, **where, **more})
+
+
+# ---------------------------------------------------------------------------------------------- the bar
+
+# The error so far costs a product of the factors; shown this often it costs nothing that matters.
+_SECONDS_BETWEEN_ERRORS = 3.0
+
+
+class _Bar:
+    """The share of all estimated operations that is done; beside it site, iteration and relMSE so far.
+
+    Args:
+        job: of the call.
+        plan: site -> what is still to be done.
+        show: False says nothing, and measures nothing.
+        in_process: whether matrices are solved in this process.
+    """
+
+    def __init__(self, job: Job, plan: Mapping[str, SiteEstimate], *, show: bool, in_process: bool):
+        self.numbers = {site.name: number for number, site in enumerate(job.sites, 1)}
+        self.plan, self.in_process = plan, in_process
+        self.chained = job.chained  # dense calibration has a bar of its own
+        self.at = 0.0  # operations done; tqdm keeps no count when it is disabled
+        self.start = 0.0  # of the present matrix's solve
+        self.present: str | None = None  # what is being solved in this process
+        self.label, self.error, self.error_time = "", "", 0.0
+        s = set(job.sparsities.values())
+        title = f"factorize s={min(s):g}" if len(s) == 1 else f"factorize s={min(s):g}..{max(s):g}"
+        total = sum(row.flops + self._calibration(row.site) for row in plan.values())
+        self.bar: Any = tqdm(total=total, desc=title, unit="FLOP", unit_scale=True, disable=not show, leave=False)
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+
+    def calibrated(self, sites: Sequence[Site]) -> None:
+        """These sites' Grams are there."""
+        self._to(self.at + sum(self._calibration(site.name) for site in sites))
+
+    def begin(self, site: str) -> None:
+        """A matrix is handed to the solver."""
+        if not self.in_process:
+            return
+        self.present, self.label, self.error = site, f"{site} ({self.numbers[site]}/{len(self.numbers)})", ""
+        self.start, self.error_time = self.at, time.monotonic()
+        self._tell("")
+
+    def iterated(self, step: Step) -> None:
+        """After each iteration of a solve in this process."""
+        if time.monotonic() - self.error_time >= _SECONDS_BETWEEN_ERRORS:
+            self.error, self.error_time = f" relMSE {step.relmse():.3g}", time.monotonic()
+        self._tell(f" {step.iteration}/{step.total}{self.error}")
+        if self.present is not None:
+            self._to(self.start + self.plan[self.present].flops * step.iteration / step.total)
+
+    def finished(self, site: str, relmse: float) -> None:
+        """A matrix is done: solved here, elsewhere, or taken over."""
+        if site != self.present:
+            self.label, self.start = f"{site} ({self.numbers[site]}/{len(self.numbers)})", self.at
+        self.present = None
+        self._to(self.start + self.plan[site].flops)
+        self._tell(f" relMSE {relmse:.3g}")
+
+    def _calibration(self, site: str) -> float:
+        return self.plan[site].calibration_flops if self.chained else 0.0
+
+    def _tell(self, text: str) -> None:
+        self.bar.set_postfix_str(self.label + text, refresh=False)
+
+    def _to(self, operations: float) -> None:
+        self.bar.update(operations - self.at)
+        self.at = operations

@@ -1,54 +1,139 @@
-"""Job: the arguments of one factorize call, checked, and what follows from them: forecast, recipes, provenance, tasks."""
+"""Job: what is to be factorized and how, checked once: the arguments of `factorize`, `estimate` and `allocate`.
 
+1. `Job.of` takes the sites of a host; or, where the model is not loaded, matrices known by their shapes only (`Shape`).
+2. It refuses what no factorization can be made with, and settles what depends on the matrices: a sparsity for each, and the
+   precision of Grams.
+3. A job says what follows from its arguments: the provenance of the set, the recipe of each matrix (checkpoint.py) and the task
+   that its solve is (solve.py).
+"""
+
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from swd_lens.base._version import __version__
-from swd_lens.factorization.checkpoint import Recipe, host_fingerprint
-from swd_lens.factorization.resources import SiteEstimate, forecast
-from swd_lens.factorization.shards import Shard
+from swd_lens.factorization.checkpoint import Recipe, Shard, ShardError, host_fingerprint
+from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
-from swd_lens.factorization.workers import SolveTask
-from swd_lens.hosts import host_of
-from swd_lens.hosts.sites import Site
-from swd_lens.solver import resolve
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, UnknownSiteError, select_sites
+from swd_lens.solver import SparsityError, resolve
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors, fingerprint
 
+SITE_NAME = re.compile(rf"blocks\.(\d+)\.({'|'.join(KINDS)})")
+CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
+
+
+@dataclass(frozen=True)
+class Shape(Site):
+    """A matrix of which no more is known than a label and its shape: a block of its own, with an input of its own."""
+
+    label: str
+
+    @property
+    def name(self) -> str:
+        return self.label
+
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of `factorize`, checked."""
+    """The arguments of a factorization, checked.
+
+    Attributes:
+        model: the host; None where it is not loaded, and only shapes are known.
+        sites: in execution order.
+        tokens: calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data.
+        sparsities: site name -> s.
+        calibration, preset, units, batch_size, device, options: as for `factorize`.
+        gram_dtype: of the Grams.
+        shard: the part of a larger job that this one is.
+    """
 
     model: Any
     sites: tuple[Site, ...]
-    stream: TokenStream | None
+    tokens: TokenStream | tuple[int, int] | None
     sparsities: Mapping[str, float]
     calibration: str
     preset: str
     units: int | float | str | None
     batch_size: int
-    gram_dtype: str
-    device: str | torch.device | None
-    options: dict[str, Any]
+    gram_dtype: Literal["float32", "float64"]
+    options: Mapping[str, Any]
+    device: str | torch.device | None = None
     shard: Shard | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        sites: Pattern,
+        tokens: TokenStream | tuple[int, int] | None,
+        *,
+        sparsity: float | int | Mapping[str, float],
+        preset: str,
+        units: int | float | str | None,
+        options: Mapping[str, Any],
+        calibration: str = "sequential",
+        batch_size: int = 16,
+        gram_dtype: str = "auto",
+        device: str | torch.device | None = None,
+    ) -> "Job":
+        """The job of these arguments; `model` is a host, or shapes as `estimate` takes them.
+
+        Raises:
+            UnknownSiteError, UnsupportedHostError: bad sites or host.
+            ValueError: bad shapes, sparsities or solver options (the site is named), or settings with which no pass over the
+                tokens can be made.
+        """
+        shapes_only = isinstance(model, Mapping | Sequence)
+        chosen = _matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
+        for site in chosen:
+            if site.kind == "mlp":
+                raise UnknownSiteError(
+                    f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only transcoders "
+                    "stand there)"
+                )
+        if calibration not in CALIBRATIONS:
+            raise ValueError(f"calibration must be one of {', '.join(map(repr, CALIBRATIONS))}, got {calibration!r}")
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
+        if gram_dtype not in ("auto", "float32", "float64"):
+            raise ValueError(f"gram_dtype={gram_dtype!r}: give 'auto', 'float32' or 'float64'")
+        if device is not None:
+            _check_device(device)  # before anything is calibrated, not after
+        sparsities = sparsity_of_each(chosen, sparsity)
+        # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
+        # embedded model; of a float64 Gram none).
+        with naming(chosen[0]):
+            spec = resolve(preset, options)
+        solved_in_double = all(spec.precision_for(site.d_in, site.d_out) == "float64" for site in chosen)
+        double = gram_dtype == "float64" or (gram_dtype == "auto" and solved_in_double)
+        return cls(
+            None if shapes_only else model,
+            chosen,
+            tokens,
+            sparsities,
+            calibration,
+            preset,
+            units,
+            batch_size,
+            "float64" if double else "float32",
+            dict(options),
+            device,
+        )
 
     @property
     def kind(self) -> str:
         """Where Grams come from: "sequential", "corrected", "per_block", "dense", or "zero-data"."""
-        return self.calibration if self.stream is not None else "zero-data"
-
-    @property
-    def sparsity(self) -> float | dict[str, float]:
-        """One number where it is the same for all."""
-        different = set(self.sparsities.values())
-        return different.pop() if len(different) == 1 else dict(self.sparsities)
+        return self.calibration if self.tokens is not None else "zero-data"
 
     @property
     def chained(self) -> bool:
@@ -56,32 +141,63 @@ class Job:
         return self.kind in ("sequential", "corrected", "per_block")
 
     @property
+    def stream(self) -> TokenStream | None:
+        return self.tokens if isinstance(self.tokens, TokenStream) else None
+
+    @property
+    def token_shape(self) -> tuple[int, int] | None:
+        """(rows, pos); None for zero-data."""
+        return (self.tokens.n_rows, self.tokens.row_length) if isinstance(self.tokens, TokenStream) else self.tokens
+
+    @property
     def n_tokens(self) -> int:
-        return 0 if self.stream is None else self.stream.n_tokens
+        rows, pos = self.token_shape or (0, 0)
+        return rows * pos
+
+    @property
+    def sparsity(self) -> float | dict[str, float]:
+        """One number where it is the same for all."""
+        different = set(self.sparsities.values())
+        return different.pop() if len(different) == 1 else dict(self.sparsities)
 
     @cached_property
     def probe_tokens(self) -> list[int]:
         first = None if self.stream is None else self.stream.first_row()[None]
         return probe_tokens(first, int(self.model.cfg.d_vocab), int(self.model.cfg.n_ctx))
 
-    def forecast(self, finished: Mapping[str, Factors] | None = None) -> tuple[SiteEstimate, ...]:
-        return forecast(
-            self.model,
-            self.sites,
-            None if self.stream is None else (self.stream.n_rows, self.stream.row_length),
-            sparsities=self.sparsities,
-            calibration=self.calibration,
-            preset=self.preset,
-            units=self.units,
-            batch_size=self.batch_size,
-            options=self.options,
-            finished=tuple(finished or ()),
-            gram_dtype=self.gram_dtype,
+    def warn_of_few_tokens(self) -> None:
+        """Warns where the tokens are fewer than the inputs of a matrix."""
+        widest = max(self.sites, key=lambda site: site.d_in)
+        if self.tokens is None or self.n_tokens >= widest.d_in:
+            return
+        share = resolve(self.preset, self.options).shrinkage_for(self.n_tokens, widest.d_in)
+        remedy = (
+            f"shrinkage {share:.3g} is applied to it (settings['shrinkage'])"
+            if share > 0
+            else f"preset {self.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
         )
+        warnings.warn(
+            f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is singular; "
+            f"{remedy}. Give more tokens, or none (zero-data).",
+            stacklevel=3,
+        )
+
+    def only(self, shard: Shard, flops: Mapping[str, float]) -> "Job":
+        """The job of one shard; `flops` are the sites' estimated operations.
+
+        Raises:
+            ShardError: the matrices wait for each other, or there are fewer than shards.
+        """
+        if self.chained:
+            raise ShardError(
+                f"shard {shard} with {self.kind} calibration: each matrix waits for those before it. Shard zero-data or "
+                'calibration="dense", or use workers='
+            )
+        return replace(self, sites=tuple(shard.of(self.sites, flops)), shard=shard)
 
     def provenance(self) -> dict[str, Any]:
         """Of the whole set."""
-        made = {
+        provenance = {
             "swd_lens": __version__,
             "model": str(self.model.cfg.model_name),
             "sparsity": self.sparsity,
@@ -90,8 +206,8 @@ class Job:
             "tokens": self.n_tokens,
         }
         if self.shard is not None:  # what enters its sites depends on other shards' factors
-            return {**made, "shard": str(self.shard)}
-        return {**made, "probe_tokens": self.probe_tokens, "probe_sites": [site.name for site in self.sites]}
+            return {**provenance, "shard": str(self.shard)}
+        return {**provenance, "probe_tokens": self.probe_tokens, "probe_sites": [site.name for site in self.sites]}
 
     def recipes(self) -> dict[str, Recipe]:
         """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
@@ -113,16 +229,10 @@ class Job:
             for site in self.sites
         }
 
-    def remembering(self, site: Site, f: Factors) -> Factors:
-        """Factors with the host's dense weight, where that is no copy of another dtype's."""
-        dtype = next(self.model.parameters()).dtype
-        return replace(f, weight=host_of(self.model).weight(site) if dtype == torch.float32 else None)
-
-    def task(self, site: Site, found: Calibrated | None, plan: Mapping[str, SiteEstimate]) -> SolveTask:
-        weight = host_of(self.model).weight(site)
-        gram, weight = (
-            (None, weight) if found is None else (found.gram, weight if found.target is None else found.target)
-        )
+    def task(self, site: Site, calibrated: Calibrated | None, peak_bytes: int) -> SolveTask:
+        """The solve of one matrix, or of its target."""
+        gram, target = (None, None) if calibrated is None else (calibrated.gram, calibrated.target)
+        weight = host_of(self.model).weight(site) if target is None else target
         return SolveTask(
             site=site.name,
             weight=weight if self.device is None else weight.to(self.device),
@@ -132,28 +242,73 @@ class Job:
             units=self.units,
             tokens=None if gram is None else self.n_tokens,
             options=self.options,
-            bytes=plan[site.name].peak_bytes,
+            bytes=peak_bytes,
         )
 
+    def remembering(self, site: Site, f: Factors) -> Factors:
+        """Factors with the host's dense weight, where that is no copy of another dtype's."""
+        dtype = next(self.model.parameters()).dtype
+        return replace(f, weight=host_of(self.model).weight(site) if dtype == torch.float32 else None)
 
-def shown(sparsity: float | dict[str, float]) -> str:
-    if not isinstance(sparsity, dict):
-        return f"{sparsity:g}"
-    return f"{min(sparsity.values()):g}..{max(sparsity.values()):g}"
+
+# ---------------------------------------------------------------------------------------------- arguments
 
 
-def warn_of_few_tokens(job: Job) -> None:
-    widest = max(job.sites, key=lambda site: site.d_in)
-    if job.stream is None or job.n_tokens >= widest.d_in:
-        return
-    share = resolve(job.preset, job.options).shrinkage_for(job.n_tokens, widest.d_in)
-    remedy = (
-        f"shrinkage {share:.3g} is applied to it (settings['shrinkage'])"
-        if share > 0
-        else f"preset {job.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
-    )
-    warnings.warn(
-        f"{job.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is singular; "
-        f"{remedy}. Give more tokens, or none (zero-data).",
-        stacklevel=3,
-    )
+def _matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
+    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names.
+
+    Raises:
+        ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
+    """
+    if sites != "all":
+        raise ValueError(f"sites={sites!r}: every shape given is estimated; leave out those that you do not want")
+    named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
+    if not named:
+        raise ValueError("there are no shapes to estimate; give name -> (d_in, d_out)")
+    return tuple(_matrix(str(name), shape, number) for number, (name, shape) in enumerate(named.items()))
+
+
+def _matrix(name: str, shape: Any, number: int) -> Site:
+    pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
+        raise ValueError(f"{name}: {shape!r} is no shape; give (d_in, d_out), two whole numbers of at least 1")
+    match = SITE_NAME.fullmatch(name)
+    return Shape(-1 - number, "mlp_out", *pair, label=name) if match is None else Site(int(match[1]), match[2], *pair)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"device={str(device)!r} cannot be used here: {why}. None solves where the host is") from error
+
+
+def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
+    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
+
+    Raises:
+        UnknownSiteError: a key matches none of the sites.
+        SparsityError: a site without an s, or with two different ones.
+    """
+    if not isinstance(sparsity, Mapping):
+        return {site.name: float(sparsity) for site in sites}
+    given: dict[str, float] = {}
+    for pattern, s in sparsity.items():
+        for site in _matching(sites, pattern):
+            if given.setdefault(site.name, float(s)) != float(s):
+                raise SparsityError(f"{site.name} is given two sparsities, {given[site.name]:g} and {float(s):g}")
+    if missing := [site.name for site in sites if site.name not in given]:
+        raise SparsityError(
+            f"no sparsity is given for {', '.join(missing)}; name every site, or give one number for all"
+        )
+    return given
+
+
+def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:
+    if not any(isinstance(site, Shape) for site in sites):
+        return select_sites(sites, pattern)
+    matching = [site for site in sites if pattern == "all" or fnmatchcase(site.name, pattern)]
+    if not matching:
+        raise UnknownSiteError(f"no matrix matches {pattern!r}; there are {', '.join(site.name for site in sites)}")
+    return matching

@@ -1,13 +1,28 @@
-"""solve: one matrix, given as tensors, to Factors; the solver's answer with what makes it a file and a unit source."""
+"""solve: one matrix, given as tensors, to Factors; and the task that stands for one solve wherever it is made.
 
+1. `solve` is the solver's answer with what makes it a file and a unit source.
+2. A `SolveTask` is one matrix with everything its solve needs; `solve_task` makes `Solved` of it, here or in another process.
+3. The solver's last bits depend on where its inputs lie in memory (transposed or not, aligned or not) and on how many threads
+   it has. So a task's matrices are laid out row by row at an aligned address before the solve, and so are the factors after it;
+   `threads_set_to` sets the threads. Negative zeros become zeros: files and parcels hold no zeros, so no sign of a zero either.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens import solver
-from swd_lens.solver import DEFAULT_PRESET, OnIteration
+from swd_lens.solver import DEFAULT_PRESET, OnIteration, SolveInputError
 from swd_lens.units.factors import Factors
+
+# What torch's own CPU allocations are aligned to.
+_ALIGNED = 64
 
 
 def solve(
@@ -32,12 +47,101 @@ def solve(
     solution = solver.solve(
         weight, gram, sparsity, preset=preset, units=units, tokens=tokens, on_iteration=on_iteration, **overrides
     )
-    provenance = {"solver": solution.solver, "version": _version()}
+    try:
+        version = metadata.version("swd-lens")
+    except metadata.PackageNotFoundError:  # a source tree on the path, not installed
+        version = "unknown"
+    provenance = {"solver": solution.solver, "version": version}
     return Factors(solution.read, solution.write, solution.settings, provenance, solution.weight)
 
 
-def _version() -> str:
+@dataclass(frozen=True)
+class SolveTask:
+    """One matrix with everything its solve needs.
+
+    Attributes:
+        site: its name; errors carry it.
+        weight: (d_in, d_out), any floating dtype; it travels in its own and is solved in float32, on its own device.
+        gram: (d_in, d_in), or None for zero-data.
+        sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
+        bytes: working memory that the solve will need, see `swd_lens.solver.cost`; 0 if unknown. Schedulers go by it.
+    """
+
+    site: str
+    weight: Float[Tensor, "d_in d_out"]
+    gram: Float[Tensor, "d_in d_in"] | None = None
+    sparsity: float | int = 0.5
+    preset: str = DEFAULT_PRESET
+    units: int | float | str | None = None
+    tokens: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What came of a task.
+
+    Attributes:
+        site: the task's.
+        factors: on the task's device. `weight` is the task's own tensor, None where another process solved it.
+        relmse: under the task's Gram; relative_frobenius: without it. See `Factors.relmse`.
+    """
+
+    site: str
+    factors: Factors
+    relmse: float
+    relative_frobenius: float
+
+
+def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solved:
+    """Solve and measure; the same values in the task give the same bits, wherever they lie in memory.
+
+    Raises:
+        ValueError: what `swd_lens.solve` raises, with the site's name and shape in front.
+    """
+    weight = _laid_out(task.weight.detach(), torch.float32)
+    gram = None if task.gram is None else _laid_out(task.gram.detach(), task.gram.dtype)
+    with naming(f"{task.site} {tuple(task.weight.shape)}"):
+        f = solve(
+            weight,
+            gram,
+            task.sparsity,
+            preset=task.preset,
+            units=task.units,
+            tokens=task.tokens,
+            on_iteration=on_iteration,
+            **task.options,
+        )
+    f = replace(f, read=(f.read + 0.0).contiguous(), write=(f.write + 0.0).contiguous())
+    relmse, relative_frobenius = f.relmse(gram), f.relative_frobenius()
+    return Solved(task.site, replace(f, weight=task.weight.detach()), relmse, relative_frobenius)
+
+
+@contextmanager
+def threads_set_to(threads: int | None) -> Iterator[None]:
+    """This thread's number of CPU threads inside, restored after; None leaves it alone."""
+    before = torch.get_num_threads()
+    if threads is not None and threads != before:
+        torch.set_num_threads(threads)
     try:
-        return metadata.version("swd-lens")
-    except metadata.PackageNotFoundError:  # a source tree on the path, not installed
-        return "unknown"
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+def _laid_out(matrix: Float[Tensor, "rows columns"], dtype: torch.dtype) -> Float[Tensor, "rows columns"]:
+    """The matrix in row order at an aligned address; itself if it is so already."""
+    laid = matrix.to(dtype).contiguous()
+    return laid.clone() if laid.data_ptr() % _ALIGNED else laid
+
+
+@contextmanager
+def naming(matrix: object) -> Iterator[None]:
+    """A solver's ValueError with the matrix in front, the same kind of error: a solver only ever sees a tensor."""
+    try:
+        yield
+    except ValueError as error:
+        kind = type(error) if isinstance(error, SolveInputError) else ValueError
+        raise kind(f"{matrix}: {error}") from error

@@ -3,9 +3,9 @@
 1. `stages_of` cuts the sites, in execution order, into stages: what is calibrated in one pass over the tokens.
      sequential, corrected: the matrices that read one input (q, k and v; gate and in): none changes what another reads;
      per_block: a block; dense: as many as have room for their Grams; zero-data: all, nothing is run.
-2. `Behind` is the host while that goes on: finished matrices are attached one by one and stay until the end; `calibrate`
-   collects a stage's Grams, from the host as it stands (or, for dense calibration, with the units lifted out for a moment),
-   and, corrected, what each matrix should compute there (targets.py).
+2. `ReplacedHost` is the host while that goes on: finished matrices are attached one by one and stay until the end; `calibrate`
+   collects a stage's Grams, from the host as it stands (or, for dense calibration, from its own matrices), and, corrected, what
+   each matrix should compute there (grams.py).
    With several stages, what enters the present block is kept on disk (residuals.py), so that a block's forward is run a few
    times and not once per later stage.
 """
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from swd_lens.factorization.grams import collect_grams
+from swd_lens.base.undo import Undo
+from swd_lens.factorization.grams import collect_grams, collect_pairs, corrected
 from swd_lens.factorization.residuals import TEMPORARY, Residuals
-from swd_lens.factorization.targets import collect_pairs, corrected
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
 from swd_lens.tasks.streams import TokenStream
@@ -70,7 +70,7 @@ def _input_of(site: Site) -> tuple[int, str]:
     return site.layer, site.kind
 
 
-class Behind:
+class ReplacedHost:
     """A host in which the finished matrices are replaced, one after the other; a context manager that gives it back dense.
 
     Args:
@@ -91,105 +91,83 @@ class Behind:
         *,
         batch_size: int,
         keep: bool,
-        dtype: str = "float32",
+        dtype: Literal["float32", "float64"] = "float32",
         scratch: Path | None = None,
     ):
         self.model, self.stream, self.kind = model, stream, kind
-        self.batch_size, self.dtype, self.scratch = batch_size, dtype, scratch
+        self.batch_size, self.scratch = batch_size, scratch
+        self.dtype: Literal["float32", "float64"] = dtype
         self.keep = keep and stream is not None
         self._attachments: list[Attachment] = []
-        self._factors: dict[str, Factors] = {}
         self._residuals: dict[str, Residuals] = {}
-        self._stack = ExitStack()
+        self._undo = Undo()
 
-    def __enter__(self) -> "Behind":
+    def __enter__(self) -> "ReplacedHost":
         if self.scratch is not None:
             for left_over in self.scratch.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(left_over, ignore_errors=True)
+            self._undo.push(self._remove_scratch)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            # Twice, because an interruption may hit the first: nobody else holds these attachments.
-            try:
-                self._lift()
-            finally:
-                self._lift()
-        finally:
-            self._stack.close()
-            if self.scratch is not None:
-                with suppress(OSError):  # it holds something, or was never made
-                    self.scratch.rmdir()
+        self._undo.__exit__(kind, error, trace)
+
+    def _remove_scratch(self) -> None:
+        assert self.scratch is not None
+        with suppress(OSError):  # it holds something, or was never made
+            self.scratch.rmdir()
 
     def replace(self, site: Site, f: Factors) -> None:
         """From now on the site runs by these factors."""
-        self._attachments.append(attach(self.model, {site.name: f}))
-        self._factors[site.name] = f
+        attachment = attach(self.model, {site.name: f})
+        self._undo.push(lambda: attachment.detach() if attachment.attached else None)
+        self._attachments.append(attachment)
 
     def calibrate(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
-        """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host."""
-        if self.kind == "dense":
-            with self._lifted():
-                return self._grams(sites, progress)
-        # Where nothing is replaced yet, the dense host is all there is to compute.
-        if self.kind == "corrected" and self._attachments:
-            return self._corrected(sites, progress)
-        return self._grams(sites, progress)
+        """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host.
 
-    def _grams(self, sites: Sequence[Site], progress: bool) -> dict[str, Calibrated]:
-        how: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress, "dtype": self.dtype}
-        if self.keep:
-            how["residuals"] = self._at(min(site.layer for site in sites), "as it is")
-        grams = collect_grams(self.model, sites, self.stream, **how)
+        With corrected calibration also their targets, once something is replaced.
+        """
+        layer = min(site.layer for site in sites)
+        if self.kind == "corrected" and self._attachments:
+            replaced = self._at(layer, "replaced")
+            with self._dense():
+                dense = self._at(layer, "dense")
+            pairs = collect_pairs(sites, replaced, dense, self._dense, progress=progress, dtype=self.dtype)
+            return {site.name: self._with_target(site, *pairs.pop(site.name)) for site in sites}
+        with self._dense() if self.kind == "dense" else ExitStack():
+            residuals = self._at(layer, "replaced") if self.keep else None
+            grams = collect_grams(
+                self.model,
+                sites,
+                self.stream,
+                batch_size=self.batch_size,
+                progress=progress,
+                dtype=self.dtype,
+                residuals=residuals,
+            )
         return {site.name: Calibrated(grams[site.name], None) for site in sites}
 
-    def _corrected(self, sites: Sequence[Site], progress: bool) -> dict[str, Calibrated]:
-        layer, host = min(site.layer for site in sites), host_of(self.model)
-        replaced = self._at(layer, "as it is")
-        with self._bypassed():
-            dense = self._at(layer, "dense")
-        pairs = collect_pairs(sites, replaced, dense, self._bypassed, progress=progress, dtype=self.dtype)
-        made = {}
-        for site in sites:
-            gram, cross = pairs.pop(site.name)
-            target = corrected(host.weight(site), gram, cross)
-            made[site.name] = Calibrated(gram if self.dtype == "float64" else gram.float(), target)
-        return made
+    def _with_target(self, site: Site, gram: Tensor, cross: Tensor) -> Calibrated:
+        target = corrected(host_of(self.model).weight(site), gram, cross)
+        return Calibrated(gram if self.dtype == "float64" else gram.float(), target)
 
-    def _at(self, layer: int, which: str) -> Residuals:
+    def _at(self, layer: int, host: Literal["replaced", "dense"]) -> Residuals:
         """What enters a layer of the host as it is, or of the dense host; not moved forward where it would not be used again."""
-        if which not in self._residuals:
-            made = Residuals(self.model, self.stream, self.batch_size, self.scratch)
-            self._residuals[which] = self._stack.enter_context(made)
+        if host not in self._residuals:
+            residuals = Residuals(self.model, self.stream, self.batch_size, self.scratch)
+            self._undo.push(residuals.close)
+            self._residuals[host] = residuals
         if self.keep:
-            self._residuals[which].advance(layer)
-        return self._residuals[which]
+            self._residuals[host].advance(layer)
+        return self._residuals[host]
 
     @contextmanager
-    def _bypassed(self) -> Iterator[None]:
+    def _dense(self) -> Iterator[None]:
         """The dense host for a moment, with everything left in its place."""
         with ExitStack() as stack:
             for attachment in self._attachments:
                 stack.enter_context(attachment.dense())
             yield
-
-    @contextmanager
-    def _lifted(self) -> Iterator[None]:
-        """The dense host for a moment."""
-        kept = dict(self._factors)
-        self._lift()
-        try:
-            yield
-        finally:
-            for name, f in kept.items():
-                self._attachments.append(attach(self.model, {name: f}))
-            self._factors = kept
-
-    def _lift(self) -> None:
-        while self._attachments:
-            if self._attachments[-1].attached:
-                self._attachments[-1].detach()
-            self._attachments.pop()
-        self._factors = {}

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from swd_lens.factorization.checkpoint import tokens_fingerprint
+from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
-from swd_lens.factorization.resources import estimate
 from swd_lens.hosts import host_of, sites_of
 from swd_lens.hosts.sites import Site, select_sites
 from swd_lens.tasks.text import TokenError, as_rows

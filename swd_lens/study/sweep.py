@@ -23,8 +23,8 @@ from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
 from swd_lens.circuits.comparison import typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.plots import cost_axis
+from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
-from swd_lens.factorization.resources import estimate
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Pattern
 from swd_lens.tasks.task import Task

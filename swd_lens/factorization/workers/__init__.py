@@ -1,8 +1,8 @@
 """Workers: many matrices, solved in this process, by a pool of processes, or on a Ray cluster.
 
-1. A `SolveTask` is one matrix with everything its solve needs; `solve_task` makes `Solved` of it (task.py). Every road
-   runs this one function with the same number of CPU threads, so every road gives the same bits.
-2. `open_workers` opens a road: in-process, processes (pool.py, whose other end is child.py), or Ray (cluster.py).
+1. A `SolveTask` is one matrix with everything its solve needs; `solve_task` makes `Solved` of it (solve.py). Every backend
+   runs this one function with the same number of CPU threads, so every backend gives the same bits.
+2. `open_workers` opens a backend: in-process, processes (pool.py), or Ray (cluster.py).
 3. `Workers.solve` draws tasks only as workers come free and gives results in the order of the tasks (order.py).
 4. Between processes a task or a result travels as a parcel of plain bytes, each matrix copied once (parcel.py).
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 import torch
 
-from swd_lens.factorization.workers.order import Road, WorkerLostError, Workers
+from swd_lens.factorization.solve import Solved, SolveTask, solve_task
+from swd_lens.factorization.workers.order import Backend, WorkerLostError, Workers
 from swd_lens.factorization.workers.pool import Pool
-from swd_lens.factorization.workers.task import Solved, SolveTask, solve_task
 
 __all__ = ["RayMissingError", "SolveTask", "Solved", "WorkerLostError", "Workers", "open_workers", "solve_task"]
 
@@ -57,16 +57,16 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
         return
     if isinstance(workers, int):
         share = max(1, torch.get_num_threads() // workers)
-        road: Road = Pool(workers, share if threads is None else threads, retries)
+        backend: Backend = Pool(workers, share if threads is None else threads, retries)
     else:
-        road = _ray(1 if threads is None else threads, retries)
+        backend = _ray(1 if threads is None else threads, retries)
     try:
-        yield Workers(road, None)
+        yield Workers(backend, None)
     finally:
-        road.close()
+        backend.close()
 
 
-def _ray(threads: int, retries: int) -> Road:
+def _ray(threads: int, retries: int) -> Backend:
     try:
         import ray  # noqa: F401
     except ImportError as error:

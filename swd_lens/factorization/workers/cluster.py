@@ -22,28 +22,27 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from swd_lens.factorization.workers.child import attempt
+from swd_lens.factorization.solve import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Failed, lost, read_reply
-from swd_lens.factorization.workers.parcel import Parcel, pack_task
-from swd_lens.factorization.workers.task import SolveTask, threads_set_to
+from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
 
 _CONNECT_SECONDS = 10.0
 
 
 @dataclass
 class _Job:
-    place: int
+    number: int
     task: SolveTask
     parcel: Any  # where it lies in the object store
     attempts: int = 0
 
 
 class Cluster:
-    """A `Road` of as many workers as the cluster has room for, with `threads` CPU threads each."""
+    """A `Backend` of as many workers as the cluster has room for, with `threads` CPU threads each."""
 
     def __init__(self, threads: int, retries: int):
         self._threads, self._retries = threads, retries
-        self._ours = _connect()
+        self._owns_connection = _connect()
         self._jobs: dict[Any, _Job] = {}  # by the answer we wait for
         widest = max((_offered(node, "CPU") for node in _nodes()), default=0)
         if threads > widest:
@@ -55,23 +54,23 @@ class Cluster:
         """Now; a cluster may grow."""
         return max(1, sum(int(_offered(node, "CPU") // self._threads) for node in _nodes()))
 
-    def submit(self, place: int, task: SolveTask) -> None:
+    def submit(self, number: int, task: SolveTask) -> None:
         parcel = pack_task(task)
-        self._start(_Job(place, task, ray.put(parcel)))
+        self._start(_Job(number, task, ray.put(parcel)))
 
     def finished(self) -> tuple[int, Parcel | Failed]:
         while True:
             (answer, *_), _ = ray.wait(list(self._jobs), num_returns=1)
             job = self._jobs.pop(answer)
             try:
-                return job.place, _returned(ray.get(answer), job.task)
+                return job.number, _returned(ray.get(answer), job.task)
             except RayTaskError as error:
                 # Outside of `attempt`, and the same at every attempt: swd_lens is missing on the node.
-                return job.place, Failed(error)
+                return job.number, Failed(error)
             except RayError as error:
                 failed = self._after_death(job, error)
             if failed is not None:
-                return job.place, failed
+                return job.number, failed
 
     def cancel(self) -> None:
         for answer in self._jobs:
@@ -81,12 +80,12 @@ class Cluster:
 
     def close(self) -> None:
         self.cancel()
-        if self._ours:
+        if self._owns_connection:
             ray.shutdown()
 
     def _start(self, job: _Job) -> None:
         gpus = 1 if job.task.weight.device.type == "cuda" else 0
-        options = {"num_cpus": self._threads, "num_gpus": gpus, "memory": _asked(job.task), "max_retries": 0}
+        options = {"num_cpus": self._threads, "num_gpus": gpus, "memory": _requested_memory(job.task), "max_retries": 0}
         self._jobs[_remote.options(name=f"solve {job.task.site}", **options).remote(job.parcel, self._threads)] = job
 
     def _after_death(self, job: _Job, error: RayError) -> Failed | None:
@@ -158,7 +157,7 @@ def _offered(node: dict[str, Any], resource: str) -> float:
     return float(node["Resources"].get(resource, 0.0))
 
 
-def _asked(task: SolveTask) -> int:
+def _requested_memory(task: SolveTask) -> int:
     """The estimate; or all of the largest node's memory, where the estimate is more: asking for more would wait for ever."""
     most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
     if task.bytes > most:

@@ -1,7 +1,7 @@
 """The order of things: tasks are drawn only as workers come free, results come out in the order of the tasks.
 
-1. Draw tasks until one more than there are workers is with the road: one waits, so that no worker waits for the caller.
-2. Wait until the road has finished one, whichever it is.
+1. Draw tasks until one more than there are workers is with the backend: one waits, so that no worker waits for the caller.
+2. Wait until the backend has finished one, whichever it is.
 3. Give out what is next in order; what finished early waits, packed. Then draw again.
 
 So memory holds as many tasks as workers + 1, however many there are. An error waits for its turn like a result: what was
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from swd_lens.factorization.solve import Solved, SolveTask, solve_task, threads_set_to
 from swd_lens.factorization.workers.parcel import Parcel, unpack_solved
-from swd_lens.factorization.workers.task import Solved, SolveTask, solve_task, threads_set_to
 from swd_lens.solver import OnIteration
 
 
@@ -36,18 +36,18 @@ class Failed:
 
 
 @runtime_checkable
-class Road(Protocol):
+class Backend(Protocol):
     """Where tasks are solved, other than in this process."""
 
     @property
     def n_workers(self) -> int: ...
 
-    def submit(self, place: int, task: SolveTask) -> None:
+    def submit(self, number: int, task: SolveTask) -> None:
         """Solve it when a worker is free."""
         ...
 
     def finished(self) -> tuple[int, Parcel | Failed]:
-        """Wait for a task to end, whichever is first; its place and its result."""
+        """Wait for a task to end, whichever is first; its number and its result."""
         ...
 
     def cancel(self) -> None:
@@ -62,8 +62,8 @@ class Road(Protocol):
 class Workers:
     """What `open_workers` opens."""
 
-    def __init__(self, road: Road | None, threads: int | None):
-        self._road, self._threads = road, threads
+    def __init__(self, backend: Backend | None, threads: int | None):
+        self._backend, self._threads = backend, threads
 
     def solve(
         self,
@@ -87,11 +87,11 @@ class Workers:
         Warns:
             RuntimeWarning: a worker died; its task is tried again.
         """
-        if self._road is None:
-            return self._here(tasks, on_iteration, on_finished)
-        return _in_order(tasks, self._road, on_finished)
+        if self._backend is None:
+            return self._in_this_process(tasks, on_iteration, on_finished)
+        return _in_order(tasks, self._backend, on_finished)
 
-    def _here(
+    def _in_this_process(
         self, tasks: Iterable[SolveTask], on_iteration: OnIteration | None, on_finished: Callable[[str], None] | None
     ) -> Iterator[Solved]:
         for task in tasks:
@@ -103,26 +103,28 @@ class Workers:
             yield solved
 
 
-def _in_order(tasks: Iterable[SolveTask], road: Road, on_finished: Callable[[str], None] | None) -> Iterator[Solved]:
+def _in_order(
+    tasks: Iterable[SolveTask], backend: Backend, on_finished: Callable[[str], None] | None
+) -> Iterator[Solved]:
     source = iter(tasks)
     ended: dict[int, Parcel | Failed] = {}
     given = drawn = under_way = 0
     more = True
     try:
         while True:
-            while more and under_way <= road.n_workers:
+            while more and under_way <= backend.n_workers:
                 task = next(source, None)
                 if task is None:
                     more = False
                     break
-                road.submit(drawn, task)
-                del task  # the road holds it as long as need be
+                backend.submit(drawn, task)
+                del task  # the backend holds it as long as need be
                 drawn, under_way = drawn + 1, under_way + 1
             if given == drawn and not more:
                 return
-            place, result = road.finished()
+            number, result = backend.finished()
             under_way -= 1
-            ended[place] = result
+            ended[number] = result
             if isinstance(result, Failed):
                 more = False
             elif on_finished is not None:
@@ -132,7 +134,7 @@ def _in_order(tasks: Iterable[SolveTask], road: Road, on_finished: Callable[[str
                 yield _opened(ended.pop(given))
                 given += 1
     finally:
-        road.cancel()
+        backend.cancel()
 
 
 def _opened(result: Parcel | Failed) -> Solved:
@@ -142,7 +144,7 @@ def _opened(result: Parcel | Failed) -> Solved:
 
 
 def read_reply(reply: tuple[str, Any]) -> Parcel | Failed:
-    """What `swd_lens.factorization.workers.child.attempt` answered."""
+    """What `swd_lens.factorization.workers.parcel.attempt` answered."""
     kind, content = reply
     if kind == "solved":
         return content

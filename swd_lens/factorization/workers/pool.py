@@ -8,7 +8,7 @@
    because memory is what most often kills.
 
 Not concurrent.futures: there one killed process ends all others and their tasks, and every process runs the caller's script
-again, which must be written for it. These processes start from child.py and need nothing of the script, so that a
+again, which must be written for it. These processes start from `BOOTSTRAP` (parcel.py) and need nothing of the script, so that a
 notebook or an unguarded script may use them.
 """
 
@@ -29,17 +29,16 @@ from typing import IO
 import torch
 
 from swd_lens.base.machine import available_bytes
-from swd_lens.factorization.workers.child import BOOTSTRAP
+from swd_lens.factorization.solve import SolveTask
 from swd_lens.factorization.workers.order import Failed, lost, read_reply
-from swd_lens.factorization.workers.parcel import Parcel, pack_task, receive, send
-from swd_lens.factorization.workers.task import SolveTask
+from swd_lens.factorization.workers.parcel import BOOTSTRAP, Parcel, pack_task, receive, send
 
 _PACKAGE = Path(__file__).absolute().parents[2]
 
 
 @dataclass
 class _Job:
-    place: int
+    number: int
     task: SolveTask
     attempts: int = 0
 
@@ -54,18 +53,18 @@ class _Report:
 
 
 class Pool:
-    """A `Road` of `n_workers` processes with `threads` CPU threads each."""
+    """A `Backend` of `n_workers` processes with `threads` CPU threads each."""
 
     def __init__(self, n_workers: int, threads: int, retries: int):
         self.n_workers, self._threads, self._retries = n_workers, threads, retries
         self._workers: list[_Worker] = []
-        self._line: deque[_Job] = deque()
+        self._waiting: deque[_Job] = deque()
         self._reports: queue.SimpleQueue[_Report] = queue.SimpleQueue()
         self._memory = available_bytes(torch.device("cpu"))
 
-    def submit(self, place: int, task: SolveTask) -> None:
-        self._line.append(_Job(place, task))
-        self._hand_out()
+    def submit(self, number: int, task: SolveTask) -> None:
+        self._waiting.append(_Job(number, task))
+        self._start_what_fits()
 
     def finished(self) -> tuple[int, Parcel | Failed]:
         while True:
@@ -77,32 +76,32 @@ class Pool:
             result = report.result
             if report.over:
                 self._workers.remove(report.worker)
-                how = report.worker.epitaph()
+                how = report.worker.ending()
                 result = self._after_death(job, how) if result is None else result
-            self._hand_out()
+            self._start_what_fits()
             if result is not None:
-                return job.place, result
+                return job.number, result
 
     def cancel(self) -> None:
-        self._line.clear()
+        self._waiting.clear()
         for worker in [worker for worker in self._workers if worker.job is not None]:
             self._workers.remove(worker)
             worker.end()
 
     def close(self) -> None:
-        self._line.clear()
+        self._waiting.clear()
         while self._workers:
             self._workers.pop().end()
 
-    def _hand_out(self) -> None:
-        while self._line and self._fits(self._line[0]):
+    def _start_what_fits(self) -> None:
+        while self._waiting and self._fits(self._waiting[0]):
             free = next((worker for worker in self._workers if worker.job is None), None)
             if free is None:
                 if len(self._workers) == self.n_workers:
                     return
                 free = _Worker(self._threads, self._reports)
                 self._workers.append(free)
-            free.take(self._line.popleft())
+            free.take(self._waiting.popleft())
 
     def _fits(self, job: _Job) -> bool:
         beside = [worker.job.task.bytes for worker in self._workers if worker.job is not None]
@@ -120,7 +119,7 @@ class Pool:
             RuntimeWarning,
             stacklevel=4,
         )
-        self._line.appendleft(job)
+        self._waiting.appendleft(job)
         return None
 
 
@@ -152,7 +151,7 @@ class _Worker:
         self._thread.join()
         self._clean_up()
 
-    def epitaph(self) -> str:
+    def ending(self) -> str:
         """How the dead process ended, in words."""
         self._inbox.put(None)
         self._thread.join()

@@ -1,30 +1,34 @@
-"""Estimate: the rows of a forecast with their totals, as a printed table, and as a refusal of what cannot fit."""
+"""estimate: what a factorization will need, before it starts: memory and time, from shapes.
 
-from collections.abc import Sequence
+1. `forecast` makes one row per matrix (forecast.py): the solver's operations and working memory (`swd_lens.solver.cost`), the
+   operations of its calibration, and what is held meanwhile (Grams, finished factors).
+2. `Estimate` holds the rows with their totals beside what the machine has and does (machine.py): free memory, speed of float32
+   products. It prints as a table; `require_fit` refuses, with the numbers, what cannot fit.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-from swd_lens.hosts.sites import UnknownSiteError, split_name
+import torch
+
+from swd_lens.base.machine import available_bytes, product_speed
+from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
+from swd_lens.factorization.job import SITE_NAME, Job
+from swd_lens.hosts.sites import Pattern
+from swd_lens.solver import DEFAULT_PRESET
+from swd_lens.tasks.streams import as_stream
+from swd_lens.tasks.text import TokenError
 
 _MOST_LINES = 16  # above this, matrices of one kind and shape share a line
+
+# A host that has every token and any context: for tokens of a model that is not loaded.
+_ANY_HOST = SimpleNamespace(cfg=SimpleNamespace(d_vocab=float("inf"), n_ctx=float("inf")))
 
 
 class DoesNotFitError(MemoryError, ValueError):
     """A factorization needs more memory than there is; nothing was started."""
-
-
-@dataclass(frozen=True)
-class SiteEstimate:
-    """One site's share. flops: the solver's; calibration_flops: of the forwards and products for its Gram; peak_bytes: its
-    own working memory at the worst moment; held_bytes: what other sites hold meanwhile."""
-
-    site: str
-    d_in: int
-    d_out: int
-    units: int
-    flops: float
-    calibration_flops: float
-    peak_bytes: int
-    held_bytes: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,6 +137,65 @@ class Estimate:
         return lines
 
 
+def estimate(
+    model: Any,
+    sites: Pattern = "all",
+    *,
+    sparsity: float | int | Mapping[str, float] = 0.5,
+    tokens: Any = None,
+    calibration: str = "sequential",
+    preset: str = DEFAULT_PRESET,
+    units: int | float | str | None = None,
+    batch_size: int = 16,
+    gram_dtype: str = "auto",
+    **options: Any,
+) -> Estimate:
+    """Memory and time that `factorize` with these arguments will take, without starting it.
+
+    Args:
+        model: the host; or, where it is not loaded, the shapes of its matrices: name -> (d_in, d_out), or one (d_in, d_out).
+            Names may be site names ("blocks.0.mlp_out", in execution order) or any labels. Of their calibration the Grams
+            are counted, the forwards are not (`Estimate.forwards_counted`), nor are activations.
+        sites: as for `factorize`; shapes are taken all.
+        sparsity: as for `factorize`; with shapes a mapping's keys are their names, or globs.
+        tokens: as for `factorize`, or just their number.
+        calibration, preset, units, batch_size, gram_dtype, options: as for `factorize`.
+
+    Raises:
+        UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
+        ValueError: bad shapes, sparsity or solver options; the site is named.
+    """
+    shapes_only = isinstance(model, Mapping | Sequence)
+    job = Job.of(
+        model,
+        sites,
+        _token_shape(tokens, _ANY_HOST if shapes_only else model),
+        sparsity=sparsity,
+        calibration=calibration,
+        preset=preset,
+        units=units,
+        batch_size=batch_size,
+        gram_dtype=gram_dtype,
+        options=options,
+    )
+    device = torch.empty(0).device if shapes_only else next(model.parameters()).device
+    rows, speed = forecast(job), product_speed(device)
+    return Estimate(rows, available_bytes(device), speed, job.kind, not shapes_only, residual_bytes(job))
+
+
+def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
+    """(rows, pos) of calibration tokens, or of a number of them; None for zero-data."""
+    if tokens is None:
+        return None
+    if isinstance(tokens, int) and not isinstance(tokens, bool):
+        if tokens < 0:
+            raise TokenError(f"tokens={tokens}: give how many there are, the (rows, pos) ids, or None for zero-data")
+        pos = int(min(tokens, host.cfg.n_ctx))
+        return (-(-tokens // pos), pos) if tokens else None
+    stream = as_stream(tokens, host)
+    return stream.n_rows, stream.row_length
+
+
 # ---------------------------------------------------------------------------------------------- words
 
 
@@ -142,22 +205,15 @@ def _line(rows: Sequence[SiteEstimate]) -> tuple[str, ...]:
     sizes = (f"{row.d_in:,}", f"{row.d_out:,}", f"{row.units:,}")
     solver, calibration = sum(row.flops for row in rows), sum(row.calibration_flops for row in rows)
     memory = max(row.held_bytes + row.peak_bytes for row in rows)
-    return (_together(rows), *sizes, _flops(solver), _flops(calibration), _bytes(memory))
-
-
-def _together(rows: Sequence[SiteEstimate]) -> str:
-    if len(rows) == 1:
-        return rows[0].site
-    kind = _kind(rows[0].site)
-    return f"{len(rows)} x {f'blocks.*.{kind}' if kind else 'this shape'}"
+    kind = f"blocks.*.{_kind(row.site)}" if _kind(row.site) else "this shape"
+    label = row.site if len(rows) == 1 else f"{len(rows)} x {kind}"
+    return (label, *sizes, _flops(solver), _flops(calibration), _bytes(memory))
 
 
 def _kind(name: str) -> str:
     """Of a site; "" of a matrix with another name."""
-    try:
-        return split_name(name)[1]
-    except UnknownSiteError:
-        return ""
+    match = SITE_NAME.fullmatch(name)
+    return "" if match is None else match[2]
 
 
 def _matrices(n: int) -> str:
