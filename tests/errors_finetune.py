@@ -11,7 +11,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.factorization.spend import LossCurve, spend
+from swd_lens.factorization.allocation import LossCurve, spend
 from swd_lens.units.factors import Factors
 from tests import families
 from tests.errors_whole import QUICK, SITE, factorized, model, tokens

@@ -23,8 +23,7 @@ import torch
 import swd_lens as swd
 from swd_lens.base.files import plain
 from swd_lens.factorization.allocate import allocate
-from swd_lens.factorization.allocation import Allocation
-from swd_lens.factorization.spend import round_to
+from swd_lens.factorization.allocation import Allocation, round_to
 
 N_CALIBRATION, N_HELDOUT = 16_384, 32_768
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.targets import corrected
+from swd_lens.factorization.grams import collect_grams, corrected
 from swd_lens.factorization.workers import SolveTask, solve_task
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units.factors import FactorSet

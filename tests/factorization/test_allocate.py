@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 import swd_lens as swd
 from swd_lens.factorization.allocate import allocate
-from swd_lens.factorization.allocation import Allocation
-from swd_lens.factorization.spend import LossCurve, lower_hull, round_to, spend
+from swd_lens.factorization.allocation import Allocation, LossCurve, lower_hull, round_to, spend
 from swd_lens.hosts import host_of
 from swd_lens.solver.budget import edges
 from swd_lens.tasks.streams import TokenStream

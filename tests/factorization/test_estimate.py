@@ -12,9 +12,9 @@ import torch
 import swd_lens as swd
 import swd_lens.base.machine
 import swd_lens.factorization.factorize
+import swd_lens.factorization.solve
 import swd_lens.factorization.stages
-import swd_lens.factorization.workers.task
-from swd_lens.factorization.resources import Estimate, SiteEstimate
+from swd_lens.factorization.estimate import Estimate, SiteEstimate
 from swd_lens.solver import cost
 from tests import families
 from tests.micro import random_tokens, toy_model
@@ -268,7 +268,7 @@ def test_factorize_refuses_before_the_host_is_touched(model, tmp_path, monkeypat
     places = {
         "collect_grams": swd_lens.factorization.stages,
         "attach": swd_lens.factorization.stages,
-        "solve": swd_lens.factorization.workers.task,
+        "solve": swd_lens.factorization.solve,
     }
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)

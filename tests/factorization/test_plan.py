@@ -9,9 +9,8 @@ import torch
 import swd_lens as swd
 import swd_lens.factorization.factorize
 import swd_lens.factorization.job
-import swd_lens.factorization.progress
+import swd_lens.factorization.solve
 import swd_lens.factorization.stages
-import swd_lens.factorization.workers.task
 from swd_lens.hosts import find_sites
 from swd_lens.units.factors import Factors, FactorSet
 from tests.micro import random_tokens, toy_model
@@ -41,7 +40,7 @@ def assert_same(one: FactorSet, two: FactorSet, provenance: bool = True) -> None
 def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> list[int]:
     """Count the solver's calls; the one numbered `stop_at` (from 0) raises instead."""
     calls: list[int] = []
-    solve = swd_lens.factorization.workers.task.solve
+    solve = swd_lens.factorization.solve.solve
 
     def counted(*arguments, **named):
         if len(calls) == stop_at:
@@ -49,7 +48,7 @@ def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseExcept
         calls.append(len(calls))
         return solve(*arguments, **named)
 
-    monkeypatch.setattr(swd_lens.factorization.workers.task, "solve", counted)
+    monkeypatch.setattr(swd_lens.factorization.solve, "solve", counted)
     return calls
 
 
@@ -273,9 +272,9 @@ def test_the_recipe_is_plain_json(model, tmp_path):
 
 
 def test_the_solver_is_told_the_number_of_tokens(model, monkeypatch):
-    seen, solve = [], swd_lens.factorization.workers.task.solve
+    seen, solve = [], swd_lens.factorization.solve.solve
     monkeypatch.setattr(
-        swd_lens.factorization.workers.task,
+        swd_lens.factorization.solve,
         "solve",
         lambda *a, **n: seen.append((n["tokens"], n["units"])) or solve(*a, **n),
     )
@@ -313,7 +312,7 @@ def test_bad_options_fail_before_anything_is_run(model, tmp_path, monkeypatch, b
     places = {
         "collect_grams": swd_lens.factorization.stages,
         "host_fingerprint": swd_lens.factorization.job,
-        "solve": swd_lens.factorization.workers.task,
+        "solve": swd_lens.factorization.solve,
     }
     for work, place in places.items():
         monkeypatch.setattr(place, work, never)
@@ -348,13 +347,13 @@ class Bar:
 @pytest.fixture
 def bar(monkeypatch):
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(swd_lens.factorization.progress, "tqdm", Bar)
+    monkeypatch.setattr(swd_lens.factorization.factorize, "tqdm", Bar)
     return Bar
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_bar_counts_operations(model, bar, monkeypatch, how):
-    monkeypatch.setattr(swd_lens.factorization.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    monkeypatch.setattr(swd_lens.factorization.factorize, "_SECONDS_BETWEEN_ERRORS", 0.0)
     named = {**QUICK, **HOW[how]}
     made = swd.factorize(model, "mlp_*", **{**named, "progress": True})
     (shown,) = bar.made
@@ -368,7 +367,7 @@ def test_the_bar_counts_operations(model, bar, monkeypatch, how):
 
 
 def test_showing_the_error_changes_no_bit(model, bar, monkeypatch):
-    monkeypatch.setattr(swd_lens.factorization.progress, "_SECONDS_BETWEEN_ERRORS", 0.0)
+    monkeypatch.setattr(swd_lens.factorization.factorize, "_SECONDS_BETWEEN_ERRORS", 0.0)
     shown = swd.factorize(model, "mlp_out", **{**QUICK, "progress": True}, tokens=TOKENS)
     assert_same(shown, swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS))
 

@@ -3,7 +3,7 @@
 import pytest
 
 import swd_lens as swd
-from swd_lens.factorization.shards import Shard, ShardError
+from swd_lens.factorization.checkpoint import Shard, ShardError
 from swd_lens.hosts.sites import Site
 from swd_lens.units.factors import FactorSet
 from tests.factorization.test_plan import ALL, QUICK, assert_same, bits, count_solves

@@ -6,7 +6,7 @@ import torch
 import swd_lens as swd
 import swd_lens.factorization.stages
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.stages import Behind, stages_of
+from swd_lens.factorization.stages import ReplacedHost, stages_of
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Site
 from swd_lens.units import Attachment
@@ -86,7 +86,7 @@ def test_dense_grams_in_several_passes_are_those_of_one(model, monkeypatch):
 
 
 def test_blocks_are_not_run_again_for_every_later_site(model):
-    """Eight stages of two blocks: a block runs once per stage of its own, once to go on, and twice to verify the road."""
+    """Eight stages of two blocks: a block runs once per stage of its own, once to go on, and twice to verify that."""
     ran: list[int] = []
     for layer, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda module, args, layer=layer: ran.append(layer))
@@ -105,7 +105,7 @@ def test_interrupted_behind_replaced_sites_the_host_is_dense_again(model, monkey
     sites = find_sites(model, "mlp_out")
     logits, hooks = model(TOKENS), list(model.hook_dict)
     for kind in ("sequential", "dense"):
-        with pytest.raises(KeyboardInterrupt), Behind(model, None, kind, batch_size=4, keep=False) as behind:
+        with pytest.raises(KeyboardInterrupt), ReplacedHost(model, None, kind, batch_size=4, keep=False) as behind:
             for site in sites:
                 behind.replace(site, f[site.name])
             assert list(model.hook_dict) != hooks
@@ -126,7 +126,7 @@ def test_what_a_killed_process_left_is_removed(model, tmp_path):
     assert not left.exists() and not list(tmp_path.glob("swd-lens-residuals-*"))
     # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swd_lens.factorization.workers.task.solve", _interrupt)
+        patch.setattr("swd_lens.factorization.solve.solve", _interrupt)
         swd.factorize(model, "blocks.1.*", **QUICK, tokens=TOKENS, out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -160,16 +160,16 @@ def test_a_stream_of_tokens_and_another_precision(model, tmp_path):
 def test_interrupted_while_the_host_is_given_back(model, monkeypatch, number):
     """Nobody else holds the attachments then."""
     logits, hooks = model(TOKENS), list(model.hook_dict)
-    take_out, calls = Attachment._take_out, []
+    detach, calls = Attachment.detach, []
 
     def interrupted(self):
         calls.append(self)
         if len(calls) == number + 1:
-            self._undo[-1]()  # in the middle of it
+            self._undo._steps[-1]()  # in the middle of it
             raise KeyboardInterrupt
-        take_out(self)
+        detach(self)
 
-    monkeypatch.setattr(Attachment, "_take_out", interrupted)
+    monkeypatch.setattr(Attachment, "detach", interrupted)
     with pytest.raises(KeyboardInterrupt):
         swd.factorize(model, "all", **QUICK)
     assert list(model.hook_dict) == hooks and torch.equal(model(TOKENS), logits)
@@ -179,7 +179,7 @@ def test_a_with_block_interrupted_on_its_way_out(model, monkeypatch):
     f = swd.factorize(model, "mlp_out", **QUICK)
     logits, hooks = model(TOKENS), list(model.hook_dict)
     attached = swd.attach(model, f)
-    steps = attached._undo
+    steps = attached._undo._steps
     once = iter([KeyboardInterrupt])
     last = steps[-1]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import swd_lens as swd
-import swd_lens.factorization.targets
-from swd_lens.factorization.targets import RIDGE, corrected
+import swd_lens.factorization.grams
+from swd_lens.factorization.grams import RIDGE, corrected
 from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
 from tests.factorization.test_plan import QUICK, assert_same, bits, count_solves
 from tests.micro import random_tokens, toy_model
@@ -154,7 +154,7 @@ def test_products_in_double_precision(model):
     assert bits(plain["blocks.1.mlp_out"]) != bits(double["blocks.1.mlp_out"])
     seen: list = []
     with pytest.MonkeyPatch.context() as patch:
-        inner = swd_lens.factorization.targets._inputs
-        patch.setattr(swd_lens.factorization.targets, "_inputs", lambda *given: seen.append(inner(*given)) or seen[-1])
+        inner = swd_lens.factorization.grams._inputs
+        patch.setattr(swd_lens.factorization.grams, "_inputs", lambda *given: seen.append(inner(*given)) or seen[-1])
         swd.factorize(model, ["blocks.0.mlp_out", "blocks.1.mlp_in"], **named)
     assert seen and all(h.dtype == torch.float64 for found in seen for h in found.values())

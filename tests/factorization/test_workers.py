@@ -1,4 +1,4 @@
-"""Workers: the same bits on every road, lazily, in order, whatever dies."""
+"""Workers: the same bits on every backend, lazily, in order, whatever dies."""
 
 import os
 import signal
@@ -147,7 +147,7 @@ def test_without_ray_installed_the_error_says_what_to_install(monkeypatch):
 # ---------------------------------------------------------------------------------------------- order, by hand
 
 
-class BackwardsRoad:
+class BackwardsBackend:
     """Solves the youngest of the tasks it holds."""
 
     n_workers = 3
@@ -174,36 +174,36 @@ class BackwardsRoad:
 
 
 def test_results_come_in_the_order_of_the_tasks_whichever_is_finished_first():
-    road, finished = BackwardsRoad(), []
-    results = list(Workers(road, None).solve((task(i) for i in range(9)), on_finished=finished.append))
+    backend, finished = BackwardsBackend(), []
+    results = list(Workers(backend, None).solve((task(i) for i in range(9)), on_finished=finished.append))
     assert [solved.site for solved in results] == [f"blocks.{i}.mlp_out" for i in range(9)]
     assert finished[0] == "blocks.3.mlp_out" and sorted(finished) == [solved.site for solved in results]
-    assert road.most == road.n_workers + 1
+    assert backend.most == backend.n_workers + 1
 
 
 def test_an_error_waits_for_its_turn_and_stops_the_drawing():
-    road, drawn, got = BackwardsRoad(), [], []
+    backend, drawn, got = BackwardsBackend(), [], []
     tasks = (drawn.append(i) or task(i, sparsity=2.0 if i == 2 else 0.5) for i in range(12))
     # Held: 0 1 2 3. 3 is solved, 4 drawn and solved, and so on to 11, then 2 fails. With 2 first to fail, nothing is drawn:
     with pytest.raises(SparsityError, match=r"blocks\.2"):
-        for solved in Workers(road, None).solve(tasks):
+        for solved in Workers(backend, None).solve(tasks):
             got.append(solved.site)
-    assert got == ["blocks.0.mlp_out", "blocks.1.mlp_out"] and road.cancelled
+    assert got == ["blocks.0.mlp_out", "blocks.1.mlp_out"] and backend.cancelled
 
-    road, drawn[:] = BackwardsRoad(), []
+    backend, drawn[:] = BackwardsBackend(), []
     tasks = (drawn.append(i) or task(i, sparsity=2.0 if i == 3 else 0.5) for i in range(12))
     with pytest.raises(SparsityError, match=r"blocks\.3"):
-        list(Workers(road, None).solve(tasks))
+        list(Workers(backend, None).solve(tasks))
     assert drawn == [0, 1, 2, 3]
 
 
 def test_whoever_stops_reading_cancels_the_rest():
-    road = BackwardsRoad()
-    results = Workers(road, None).solve(task(i) for i in range(9))
+    backend = BackwardsBackend()
+    results = Workers(backend, None).solve(task(i) for i in range(9))
     next(results)
-    assert not road.cancelled
+    assert not backend.cancelled
     results.close()
-    assert road.cancelled
+    assert backend.cancelled
 
 
 # ---------------------------------------------------------------------------------------------- a pool of processes
@@ -258,18 +258,18 @@ def test_an_error_has_its_class_the_site_and_the_workers_traceback(pool, wrong, 
 
 
 def test_tasks_that_do_not_fit_side_by_side_run_one_after_the_other(pool, monkeypatch):
-    road, at_once = pool._road, []
-    monkeypatch.setattr(road, "_memory", 15)
+    backend, at_once = pool._backend, []
+    monkeypatch.setattr(backend, "_memory", 15)
     tasks = [task(i, bytes=size) for i, size in enumerate([10, 10, 5, 20])]
-    for _ in pool.solve(tasks, on_finished=lambda _site: at_once.append(busy(road))):
+    for _ in pool.solve(tasks, on_finished=lambda _site: at_once.append(busy(backend))):
         pass
     # After the first: only the second (10 + 5 fit, 10 + 10 not), with the third. 20 alone fits nowhere, and runs alone.
     assert all(sum(size) <= 15 or len(size) == 1 for size in at_once), at_once
     assert [10, 5] in [sorted(size, reverse=True) for size in at_once] and [20] in at_once
 
 
-def busy(road) -> list[int]:
-    return [worker.job.task.bytes for worker in road._workers if worker.job is not None]
+def busy(backend) -> list[int]:
+    return [worker.job.task.bytes for worker in backend._workers if worker.job is not None]
 
 
 class Poison:
@@ -285,10 +285,10 @@ def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_named():
         here = list(workers.solve(tasks))
     with open_workers(2, threads=1, retries=1) as workers:
         list(workers.solve([task(3), task(4)]))  # one each: both processes are past their start
-        road, killed = workers._road, []
+        backend, killed = workers._backend, []
 
         def kill_the_long_one(_site):
-            for worker in road._workers:
+            for worker in backend._workers:
                 if not killed and worker.job is not None and worker.job.task is tasks[1]:
                     killed.append(wait_until_it_works(worker._process.pid))
                     os.kill(killed[0], signal.SIGKILL)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from swd_lens.circuits import Fidelity, Refinement, UnitScores
-from swd_lens.factorization.allocation import Allocation
-from swd_lens.factorization.spend import LossCurve
+from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget
 from swd_lens.study import ModelReplacement, Run, Samples, Sweep, SweepPoint
 from swd_lens.study.samples import Continuation, Sample
 from swd_lens.units.factors import Factors, FactorSet
@@ -110,8 +109,8 @@ def test_studies(run: Run) -> None:
     curve = replace(run.comparisons["attention"]["other_way"].curves["SWD s=0.5"], task=BAD)
     points = [SweepPoint(s, z, 10, 4, 0.5, _fidelity(), {BAD: curve}) for s in (0.25, 0.5) for z in (True, False)]
     assert "4 points" in _shown(Sweep(points, (0.9,), (0.5,), 0.001, {})).text
-    sites = {f"blocks.{i}.mlp_out": 10 for i in range(25)}
-    spent = Allocation(0.5, "kl", sites, sites, sites, {s: LossCurve((5, 10), (0.5, 0.1)) for s in sites}, {})
+    budget = SiteBudget(10, 10, 10, LossCurve((5, 10), (0.5, 0.1)))
+    spent = Allocation(0.5, "kl", {}, {f"blocks.{i}.mlp_out": budget for i in range(25)})
     assert "250 edges over 25 matrices" in _shown(spent).text and "and 5 more rows" in _shown(spent).text
     one = Continuation((1, 2), "".join(HOSTILE) * 200, "length", None)
     other = replace(one, text=BAD, departs=0)
