@@ -13,7 +13,7 @@ from swd_lens import baselines
 from swd_lens.hosts.embedded.load import WEIGHTS
 from swd_lens.hosts.embedded.tokenizer import load_tokenizer
 from swd_lens.train.baselines import LearnedUnits
-from swd_lens.train.baselines.train import Training
+from swd_lens.train.engine import Engine
 from tests import families
 from tests.units.test_sources import Coder
 
@@ -96,15 +96,15 @@ def learned_another_run(folder, _):
 
 @trigger
 def learned_taken_over(folder, monkeypatch):
-    one = Training._one
+    one = Engine.advance
 
     def beginning(training, rows):
         if training.step == 1:
-            monkeypatch.setattr(Training, "_one", one)
+            monkeypatch.setattr(Engine, "advance", one)
             trained(out=folder)
         one(training, rows)
 
-    monkeypatch.setattr(Training, "_one", beginning)
+    monkeypatch.setattr(Engine, "advance", beginning)
     trained(out=folder)
 
 

@@ -31,17 +31,9 @@ from swd_lens.cli.options import (
 )
 from swd_lens.hosts import find_sites
 from swd_lens.report.terminal import table
-from swd_lens.train.baselines import (
-    LearnedUnits,
-    channels_of,
-    presets,
-    sparse_pretrain,
-    sparse_spec,
-    transcoder,
-    vpd_kl,
-    vpd_recon,
-)
-from swd_lens.train.baselines.spec import resolve
+from swd_lens.train.baselines import LearnedUnits, channels_of, sparse_pretrain, transcoder, vpd_kl, vpd_recon
+from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
+from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, named
 
 group = typer.Typer(no_args_is_help=True, help="Train what SWD is compared with: transcoders, VPD, sparse pretraining.")
 app.add_typer(group, name="train-baseline")
@@ -67,7 +59,7 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
         n_tokens: Annotated[
             int | None, Option("--n-tokens", help="Tokens to train on; default the preset's.", min=1)
         ] = None,
-        preset: Annotated[str, _preset_option(recipes)] = presets.DEFAULT,
+        preset: Annotated[str, _preset_option(recipes)] = DEFAULT,
         settings: SetOption = None,
         checkpoint_every: EveryOption = 100,
         overwrite: OverwriteOption = False,
@@ -76,7 +68,7 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
         changes = parsed_settings(settings, n_tokens)
         model = model_options.load()
         # A wrong name or setting should fail before the text is read.
-        resolve(presets.named(recipes, preset, find_sites(model, site)[0].kind), changes)
+        named(recipes, preset, find_sites(model, site)[0].kind).changed(changes)
         rows, heldout = text.rows(model, model_options)
         say(f"train {name} at {site}")
         units = train(
@@ -104,11 +96,9 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
     command(group, name, goes_on=True)(train_units)
 
 
-_register("transcoder", transcoder, presets.TRANSCODERS, "A ReLU transcoder in place of one matrix, or of a whole MLP.")
-_register(
-    "vpd-recon", vpd_recon, presets.VPD_RECONS, "VPD-Recon-CI: components and their importance, by reconstruction."
-)
-_register("vpd-kl", vpd_kl, presets.VPD_KLS, "VPD-KL: components and their importance, by the KL of the host's logits.")
+_register("transcoder", transcoder, TRANSCODERS, "A ReLU transcoder in place of one matrix, or of a whole MLP.")
+_register("vpd-recon", vpd_recon, VPD_RECONS, "VPD-Recon-CI: components and their importance, by reconstruction.")
+_register("vpd-kl", vpd_kl, VPD_KLS, "VPD-KL: components and their importance, by the KL of the host's logits.")
 
 
 @dataclass(frozen=True)
@@ -133,7 +123,7 @@ def sparse_pretrain_command(
     out: OutOption,
     like: LikeOptions,
     text: PretrainingTextOptions,
-    preset: Annotated[str, _preset_option(sparse_spec.PRESETS)] = "small",
+    preset: Annotated[str, _preset_option(SPARSE_PRETRAINS)] = "small",
     settings: SetOption = None,
     checkpoint_every: EveryOption = 200,
     overwrite: OverwriteOption = False,
@@ -144,7 +134,7 @@ def sparse_pretrain_command(
     The same command again goes on where it was stopped.
     """
     changes = parsed_settings(settings)
-    sparse_spec.named(preset).changed(changes)  # a wrong name should fail before the text is read
+    named(SPARSE_PRETRAINS, preset).changed(changes)  # a wrong name should fail before the text is read
     model = like.load()
     rows, heldout = text.rows(model, like)
     say("pretrain")

@@ -33,7 +33,7 @@ from swd_lens.study.samples import Samples
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import TokenError, as_rows
 from swd_lens.train.finetune import finetune as finetune_factors
-from swd_lens.train.finetune.folder import is_of_other_factors
+from swd_lens.train.finetune.run import is_of_other_factors
 from swd_lens.train.finetune.spec import resolve as resolve_finetuning
 from swd_lens.units.factors import FactorSet
 

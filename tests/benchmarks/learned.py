@@ -40,8 +40,7 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.files import plain
 from swd_lens.tasks.generators import FAMILIES
-from swd_lens.train.baselines.sparse_schedule import Schedule
-from swd_lens.train.baselines.sparse_spec import PRESETS
+from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS, SparseSpec
 
 CALIBRATION = 16_384
 TOLERANCE = 0.001
@@ -50,7 +49,7 @@ COUNTS = (1_024, 2_048, 4_096, 8_192, CALIBRATION, 32_768, 65_536)
 POSITIONS = ("scoring", "all")
 SPARSER_L1, SPARSER_MINIMALITY = 4e-4, 1e-1
 # Of the blocks' matrices where the paper takes its model: after update 22,000.
-DENSITY = Schedule().density(21_999 * 131_072)
+DENSITY = SparseSpec().density(21_999 * 131_072)
 
 
 def main() -> None:
@@ -227,7 +226,7 @@ def _circuits(model: Any, args: argparse.Namespace, methods: Any, test: Any, fig
 
 def _updates_to(density: float, updates: int) -> int:
     """Updates of preset "small" after which weights have this density, nearly: the schedule goes by what is before an update."""
-    schedule = replace(PRESETS["small"], updates=updates)
+    schedule = replace(SPARSE_PRETRAINS["small"], updates=updates)
     return 1 + min(range(updates), key=lambda n: abs(schedule.density(n * schedule.tokens_per_update) - density))
 
 

@@ -15,7 +15,7 @@ import swd_lens as swd
 from swd_lens import cli
 from swd_lens.cli.baselines import parsed_settings
 from swd_lens.train.baselines import LearnedUnits
-from swd_lens.train.baselines.train import Training
+from swd_lens.train.engine import Engine
 
 SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
 
@@ -47,7 +47,7 @@ def test_the_same_command_takes_over_and_another_is_refused(tmp_path, monkeypatc
     arguments = ["transcoder", "--out", tmp_path / "b", "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL]
     first = run(*arguments)
     assert first.exit_code == 0 and "Units at work" in first.output and "LearnedUnits.load" in first.output
-    monkeypatch.setattr(Training, "_one", lambda *args: pytest.fail("trained again"))
+    monkeypatch.setattr(Engine, "advance", lambda *args: pytest.fail("trained again"))
     assert run(*arguments).exit_code == 0
     other = run(*arguments, "--set", "learning_rate=0.0004")
     assert other.exit_code == 1 and "learning_rate 0.01 then, 0.0004 now" in re.sub(r"\s+", " ", other.output)
@@ -70,7 +70,7 @@ def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_m
     [
         (["--set", "widht=3"], "did you mean 'width'"),
         (["--set", "width"], "give NAME=VALUE"),
-        (["--preset", "papr"], "preset='papr': choose one of 'small'"),
+        (["--preset", "papr"], "no preset 'papr'; did you mean paper"),
         (["--site", "blocks.9.mlp_out"], "no site matches 'blocks.9.mlp_out'"),
         (["--site", "mlp_out"], "'mlp_out' names 4 sites"),
         (["--set", "width=many"], "width='many': give a number of units"),
@@ -92,8 +92,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, more, says):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--preset", "papr"], "preset='papr': choose one of 'paper', 'small'"),
-        (["--set", "updats=3"], "did you mean 'updates'"),
+        (["--preset", "papr"], "no preset 'papr'; did you mean paper? valid: paper, small"),
+        (["--set", "updats=3"], "did you mean updates"),
         (["--set", "tokens_per_update=100"], "cannot be made of these 16 rows of 128 tokens"),
         (["--set", "end_density=0.001"], "each row keeps one; give a larger end_density"),
     ],
@@ -153,7 +153,7 @@ def test_a_local_checkpoint_trained_on_a_text_file(tmp_path, default_model):
 
 
 def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
-    one = Training._one
+    one = Engine.advance
 
     def interrupted(training, rows):
         if training.step == 2:
@@ -162,7 +162,7 @@ def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatc
 
     arguments = ["transcoder", "--out", tmp_path / "b", "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL]
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "_one", interrupted)
+        patch.setattr(Engine, "advance", interrupted)
         stopped = run(*arguments, "--checkpoint-every", 1)
     assert stopped.exit_code == 130 and "the same command again goes on" in re.sub(r"\s+", " ", stopped.stderr)
     assert run(*arguments).exit_code == 0 and LearnedUnits.load(tmp_path / "b").tokens == 3072
@@ -206,7 +206,7 @@ KILLED = {
 DIES = """
 import os, signal, sys
 from swd_lens import cli
-from swd_lens.train.finetune import folder
+from swd_lens.train import folder
 save, calls = folder.save_file, []
 def dying(*arguments, **more):
     save(*arguments, **more)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Int
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -21,7 +20,7 @@ from tqdm.auto import tqdm
 from swd_lens.base.display import card
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.recording import require_seen
+from swd_lens.hosts.recording import record
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import attach
 
@@ -90,16 +89,10 @@ def measured(model: Any, units: Any, tokens: Any, *, batch_size: int = 16, progr
     host = host_of(model)
     batches = -(-stream.n_rows // batch_size)
     counts: dict[str, Tensor] = {}
-    with torch.no_grad(), attach(model, units) as attachment:
-
-        def count(name: str) -> Any:
-            return lambda z, hook: counts.update({name: counts.get(name, 0) + (z != 0).sum((0, 1)).cpu()})
-
-        deepest = max(site.layer for site in attachment.sites) + 1
+    with attach(model, units) as attachment:
         bar = tqdm(stream.batches(batch_size), total=batches, desc="activity", disable=not progress, leave=False)
-        with model.hooks(fwd_hooks=[(site.hook_name, count(site.name)) for site in attachment.sites]):
-            for batch in bar:
-                host.run_blocks(batch, deepest)
-        require_seen(attachment.sites, counts, "units")
+        for batch in bar:
+            seen = record(host, batch, units=attachment.sites, keep=lambda z: (z != 0).sum((0, 1)).cpu())
+            counts = {name: counts.get(name, 0) + count for name, count in seen.units.items()}
     settings = {"model": str(model.cfg.model_name), "rows": stream.n_rows, "row_length": stream.row_length}
     return Activity(stream.n_tokens, counts, settings)

@@ -1,92 +1,157 @@
-"""What a training run fits, and to what: one step's loss for a batch of token rows.
+"""What a trained baseline is fitted to: one step's loss for a batch of token rows.
 
 1. `LocalFit`: one coder to the inputs and outputs of its site in the dense host (transcoders, VPD-Recon-CI of one matrix).
 2. `HostFit`: components of one or several matrices, at work inside the host, to what comes out behind them: the whole MLP's
    output (VPD-Recon-CI of an MLP) or the logits (VPD-KL). Masks of a step are drawn from the seed and the step (masks.py).
+
+Both keep weights at some token counts on the way (units.py, `Trajectory`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.hosts import Host, Start, Undo
-from swd_lens.hosts.recording import require_seen
+from swd_lens.base.divergence import kl, log_probabilities
+from swd_lens.hosts import Host, Start
+from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
-from swd_lens.train.baselines.adversary import adversary_of
-from swd_lens.train.baselines.masks import Draws, Shown
-from swd_lens.train.baselines.transcoders import Said, Transcoder
+from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
+from swd_lens.train.baselines.spec import TrainError, TrainSpec
+from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
-from swd_lens.train.finetune.mount import undo_all
+from swd_lens.train.engine import Fit, Logged, autocast, frozen
+from swd_lens.train.folder import TrainingFolder
 from swd_lens.units.projection import UnitHookPoint
 
 _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the weights that it would rewrite"
 
 
 @runtime_checkable
-class Fit(Protocol):
-    """What the training loop needs. `coders` maps a site's kind to its coder; all of their parameters are trained."""
+class Coder(Protocol):
+    """An encode/decode pair in training, an nn.Module. Where its spec says per_matrix it has `stand_for(weight, bias)`, too."""
 
-    coders: nn.ModuleDict
+    spec: TrainSpec
 
-    def begin(self, rows: Int[Tensor, "_rows pos"]) -> None:
-        """The part of the start that needs a first batch, or the matrices."""
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start."""
         ...
 
-    def running(self) -> AbstractContextManager[None]:
-        """Open while steps are taken."""
+    def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
+        """The part of the start that needs the first batch's inputs and outputs, or the matrix."""
         ...
 
-    def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Said]:
+    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
+        """The loss of a batch in step 1, 2, ..., and what to log of it."""
+        ...
+
+    def before_step(self) -> None:
+        """Brings the weights to what a step begins with, and what is kept."""
+        ...
+
+    def adjust_gradients(self) -> None:
+        """What is done to the gradients before the optimizer's step."""
+        ...
+
+
+class CoderFit(Fit):
+    """Coders in training, all of whose parameters are trained. Settings are those of the first.
+
+    Args:
+        coders: the kind of a site -> its coder.
+        trajectory: where weights are kept.
+    """
+
+    def __init__(self, coders: Mapping[str, Any], trajectory: Trajectory):
+        self.coders, self.trajectory = nn.ModuleDict(coders), trajectory
+        self.spec = next(iter(coders.values())).spec
+        trained = [p for p in self.coders.parameters() if p.requires_grad]
+        self.parameters = {str(i): p for i, p in enumerate(trained)}
+
+    @abstractmethod
+    def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Logged]:
         """The loss of step 1, 2, ..., and what to log of it."""
-        ...
 
-    def after_backward(self, step: int) -> None:
-        """What is done to the gradients, or by them, before the optimizer's step."""
-        ...
+    def schedule(self, step: int) -> dict[str, float]:
+        return {"learning_rate": self.spec.rate(step)}
 
-    def state(self) -> dict[str, Tensor]:
+    def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, Logged]:
+        self._before_step()
+        with autocast(self.parameters["0"].device, self.spec.autocast):
+            loss, logged = self.loss(rows, step)
+        loss.backward()
+        return float(loss.detach()), logged
+
+    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
+        if math.isfinite(loss):
+            return
+        kept = "" if folder is None else f" {folder.path} keeps {folder.kept('step')}."
+        raise TrainError(
+            f"step {step} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
+        )
+
+    def keep(self, tokens: int) -> None:
+        self._before_step()  # what is kept is as the next step would find it
+        self.trajectory.add(tokens, self.coders.state_dict())
+
+    def _before_step(self) -> None:
+        coders: Any = self.coders.values()
+        for coder in coders:
+            coder.before_step()
+
+    def own_state(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides the coders."""
-        ...
+        return {}
 
-    def load_state(self, named: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
-        ...
+    def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `own_state` gave."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"coder.{name}": t for name, t in self.coders.state_dict().items()}
+        tensors |= {f"fit.{name}": t for name, t in self.own_state().items()}
+        return tensors, {"kept": list(self.trajectory)}
+
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        for tokens in values["kept"]:
+            self.trajectory.take_over(int(tokens))
+        self.coders.load_state_dict(_under("coder.", tensors))
+        self.load_own_state(_under("fit.", tensors))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 # ---------------------------------------------------------------------------------------------- beside the host
 
 
-class LocalFit:
-    """See the module's docstring, point 1."""
+class LocalFit(CoderFit):
+    """See the module's docstring, point 1.
 
-    def __init__(self, host: Host, site: Site, coder: Transcoder | Vpd):
-        self.host, self.site, self.coder = host, site, coder
-        self.coders = nn.ModuleDict({site.kind: coder})
+    Args:
+        first: the rows of the first step, by which the coder begins.
+    """
 
-    def begin(self, rows: Int[Tensor, "_rows pos"]) -> None:
-        self.coder.begin(*activations(self.host, self.site, rows))
+    def __init__(self, host: Host, site: Site, coder: Coder, trajectory: Trajectory, first: Int[Tensor, "_rows pos"]):
+        super().__init__({site.kind: coder}, trajectory)
+        self.host, self.site, self.coder, self.first = host, site, coder, first
 
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def start(self) -> None:
+        self.coder.begin(*activations(self.host, self.site, self.first))
 
-    def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Said]:
+    def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Logged]:
         return self.coder.loss(*activations(self.host, self.site, rows), step)
 
-    def after_backward(self, step: int) -> None:
+    def adjust_gradients(self, step: int) -> dict[str, float]:
         self.coder.adjust_gradients()
-
-    def state(self) -> dict[str, Tensor]:
         return {}
 
-    def load_state(self, named: Mapping[str, Tensor]) -> None:
-        pass
 
-
-@torch.no_grad()
 def activations(
     host: Host, site: Site, rows: Int[Tensor, "_rows pos"]
 ) -> tuple[Float[Tensor, "token d_in"], Float[Tensor, "token d_out"]]:
@@ -95,35 +160,27 @@ def activations(
     Raises:
         UnsupportedHostError: the host's forward never shows the site.
     """
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-
-    def into(found: dict[str, Tensor]) -> Callable[[Site, Tensor], None]:
-        return lambda site, t: found.update({site.name: t.detach().float().flatten(0, -2)})
-
-    with host.inputs([site], into(inputs)), host.outputs([site], into(outputs)):
-        host.run_blocks(rows, site.layer + 1)
-    require_seen([site], inputs, "input")
-    require_seen([site], outputs, "output")
-    return inputs[site.name], outputs[site.name]
+    seen = record(host, rows, inputs=[site], outputs=[site], keep=lambda t: t.float().flatten(0, -2))
+    return seen.inputs[site.name], seen.outputs[site.name]
 
 
 @torch.no_grad()
 def bias_of(host: Host, site: Site, rows: Int[Tensor, "_rows pos"]) -> Float[Tensor, " d_out"]:
     """A site's bias as the host adds it, zeros where it has none; seen by standing in its product for one forward."""
-    seen: list[Tensor | None] = []
-    watch = _Watch(seen)
-    with _swapped(host, {site: watch}):
+    watch = _Watch()
+    with _standing_in(host, {site: watch}):
         host.run_blocks(rows[:1, :1], site.layer + 1)
-    require_seen([site], {site.name: 0} if seen else {}, "output")
+    require_seen([site], {site.name: 0} if watch.seen else {}, "output")
     device = next(host.model.parameters()).device
-    return torch.zeros(site.d_out, device=device) if seen[0] is None else seen[0].detach().float().clone()
+    return torch.zeros(site.d_out, device=device) if watch.seen[0] is None else watch.seen[0].detach().float().clone()
 
 
 class _Watch(nn.Module):
-    def __init__(self, seen: list[Tensor | None]):
+    """Computes the dense product, and keeps the biases that it was given (in a list: they are no parameters of its own)."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen: list[Tensor | None] = []
         self.ran = self.bypassed = False
 
     def forward(self, h: Tensor, bias: Tensor | None, dense: Any) -> Tensor:
@@ -141,21 +198,21 @@ class _Masked(nn.Module):
         super().__init__()
         object.__setattr__(self, "vpd", vpd)  # no child of the host
         self.ran = self.bypassed = False
-        self.shown: Shown | None = None  # None: dense
+        self.masking: Masking | None = None  # None: dense
         self.raw: Tensor | None = None
 
     def forward(self, h: Tensor, bias: Tensor | None, dense: Any) -> Tensor:
         self.ran = True
-        if self.shown is None:
+        if self.masking is None:
             return dense(h)
         vpd: Any = self.vpd
-        y, self.raw = vpd.masked(h.float(), self.shown.sources, self.shown.noise)
-        if self.shown.routed is None:
+        y, self.raw = vpd.masked(h.float(), self.masking.sources, self.masking.noise)
+        if self.masking.routed is None:
             return y.to(h.dtype)
-        return torch.where(self.shown.routed[..., None], y.to(h.dtype), dense(h))
+        return torch.where(self.masking.routed[..., None], y.to(h.dtype), dense(h))
 
 
-class HostFit:
+class HostFit(CoderFit):
     """See the module's docstring, point 2.
 
     Args:
@@ -164,82 +221,75 @@ class HostFit:
         parts: the matrices of it, in execution order, with their components.
     """
 
-    def __init__(self, host: Host, site: Site, parts: dict[Site, Vpd]):
+    def __init__(self, host: Host, site: Site, parts: dict[Site, Vpd], trajectory: Trajectory):
+        super().__init__({part.kind: vpd for part, vpd in parts.items()}, trajectory)
         self.host, self.site = host, site
         self.vpds = list(parts.values())
-        self.spec = self.vpds[0].spec
-        self.coders = nn.ModuleDict({part.kind: vpd for part, vpd in parts.items()})
         self.mounted = {part: _Masked(vpd) for part, vpd in parts.items()}
         self.draws = Draws(self.vpds)
-        self.adversary = adversary_of(self.spec, self.draws)
+        self.adversary = adversary_of(self.vpds[0].spec, self.draws)
 
-    def begin(self, rows: Int[Tensor, "_rows pos"]) -> None:
+    def start(self) -> None:
         reconstruct(self.vpds)
 
     def running(self) -> AbstractContextManager[None]:
-        return _swapped(self.host, self.mounted)
+        return _standing_in(self.host, self.mounted)
 
-    def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Said]:
+    def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Logged]:
         if self.spec.fidelity == "recon":
             return total_loss(*self._recon(rows), self.vpds, step)
         self.draws.begin(step, tuple(rows.shape))
         with torch.no_grad():
-            log_p = self._logits(rows)
-        total, said = total_loss(*self._stochastic(rows, log_p), self.vpds, step)
+            log_p = log_probabilities(self.host.run(rows))
+        total, logged = total_loss(*self._stochastic(rows, log_p), self.vpds, step)
         if self.spec.adversarial:
-            worst = self._worst(rows, log_p, step)
-            total, said = total + self.spec.adversarial * worst, {**said, "adversarial": worst.detach()}
-        return total, said
 
-    def after_backward(self, step: int) -> None:
+            def kl_under(sources: list[Tensor]) -> Tensor:
+                return self._kl_under(rows, log_p, sources)[0]
+
+            worst = kl_under(self.adversary.sources(kl_under, tuple(rows.shape), step))
+            total, logged = total + self.spec.adversarial * worst, {**logged, "adversarial": worst.detach()}
+        return total, logged
+
+    def adjust_gradients(self, step: int) -> dict[str, float]:
         clip_components(self.vpds)
         if self.spec.adversarial:
             self.adversary.after_backward(step)
+        return {}
 
-    def state(self) -> dict[str, Tensor]:
+    def own_state(self) -> dict[str, Tensor]:
         return self.adversary.state()
 
-    def load_state(self, named: Mapping[str, Tensor]) -> None:
-        self.adversary.load_state(named)
-
-    # ------------------------------------------------------------------ reconstruction
+    def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self.adversary.load_state(tensors)
 
     def _recon(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Tensor, list[Tensor]]:
-        """Mean squared error of the site's output under the importance masks."""
+        """Mean squared error of the site's output under the importance masks, and the raw importances."""
         with torch.no_grad():
             start = Start(self.site.layer, self.host.residual(rows, self.site.layer))
             wanted = self._output(rows, start)
-        self._show([Shown() for _ in self.mounted])
+        self._mask([Masking() for _ in self.mounted])
         got = self._output(rows, start)
-        return (got - wanted).square().mean(), self._hide()
+        return (got - wanted).square().mean(), self._unmask()
 
     def _output(self, rows: Tensor, start: Start) -> Float[Tensor, "_rows pos d_out"]:
-        found: dict[str, Tensor] = {}
-        with self.host.outputs([self.site], lambda site, y: found.update({site.name: y.float()})):
-            self.host.run_blocks(rows, self.site.layer + 1, start)
-        require_seen([self.site], found, "output")
-        return found[self.site.name]
-
-    # ------------------------------------------------------------------ KL
+        seen = record(self.host, rows, outputs=[self.site], start=start, keep=Tensor.float, gradient=True)
+        return seen.outputs[self.site.name]
 
     def _stochastic(self, rows: Int[Tensor, "_rows pos"], log_p: Tensor) -> tuple[Tensor, list[Tensor]]:
         """KL under drawn masks: of all matrices together, of one at a time, averaged, or of some at each position."""
         shape, routing, n = tuple(rows.shape), self.spec.routing, len(self.mounted)
         if routing == "layerwise" and n > 1:
-            # All are drawn each time, so that places do not share masks.
-            turns = [[s if i == place else None for i, s in enumerate(self.draws.sources(shape))] for place in range(n)]
-            found = [self._kl_under(rows, log_p, sources) for sources in turns]
-            return torch.stack([kl for kl, _ in found]).mean(), [raws[0] for _, raws in found]
+            losses, raws = [], []
+            for matrix in range(n):
+                # All are drawn each time, so that matrices do not share masks.
+                sources = [s if i == matrix else None for i, s in enumerate(self.draws.sources(shape))]
+                loss, (raw,) = self._kl_under(rows, log_p, sources)
+                losses.append(loss)
+                raws.append(raw)
+            return torch.stack(losses).mean(), raws
         sources = self.draws.sources(shape)
         return self._kl_under(rows, log_p, sources, self.draws.routes(shape) if routing == "subset" and n > 1 else None)
-
-    def _worst(self, rows: Int[Tensor, "_rows pos"], log_p: Tensor, step: int) -> Float[Tensor, ""]:
-        """KL under the adversary's masks, of all matrices together."""
-
-        def kl(sources: list[Tensor]) -> Tensor:
-            return self._kl_under(rows, log_p, sources)[0]
-
-        return kl(self.adversary.sources(kl, tuple(rows.shape), step))
 
     def _kl_under(
         self, rows: Tensor, log_p: Tensor, sources: Sequence[Tensor | None], routes: list[Tensor] | None = None
@@ -247,49 +297,28 @@ class HostFit:
         """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances."""
         routed = [None for _ in sources] if routes is None else routes
         each = zip(sources, self.draws.noise, routed, strict=True)
-        self._show([None if source is None else Shown(source, noise, where) for source, noise, where in each])
+        self._mask([None if source is None else Masking(source, noise, route) for source, noise, route in each])
         try:
-            log_q = self._logits(rows)
+            log_q = log_probabilities(self.host.run(rows))
         finally:
-            raws = self._hide()
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean(), raws
+            raws = self._unmask()
+        return kl(log_p, log_q).mean(), raws
 
-    def _logits(self, rows: Tensor) -> Float[Tensor, "_rows pos vocab"]:
-        return self.host.run(rows).float().log_softmax(-1)
+    def _mask(self, maskings: Sequence[Masking | None]) -> None:
+        for masked, masking in zip(self.mounted.values(), maskings, strict=True):
+            masked.masking, masked.raw = masking, None
 
-    # ------------------------------------------------------------------ switches
-
-    def _show(self, shown: Sequence[Shown | None]) -> None:
-        for masked, one in zip(self.mounted.values(), shown, strict=True):
-            masked.shown, masked.raw = one, None
-
-    def _hide(self) -> list[Tensor]:
+    def _unmask(self) -> list[Tensor]:
         """Back to dense; the raw importances of those that were not."""
         raws = [masked.raw for masked in self.mounted.values() if masked.raw is not None]
-        self._show([None for _ in self.mounted])
+        self._mask([None for _ in self.mounted])
         return raws
 
 
 @contextmanager
-def _swapped(host: Host, modules: dict[Site, Any]) -> Iterator[None]:
+def _standing_in(host: Host, modules: Mapping[Site, Any]) -> Iterator[None]:
     """The modules in the host's products, its parameters without gradients; all as it was on the way out."""
-    undo: list[Undo] = []
-    # Flags of inference tensors cannot be set back, and no gradient comes to them anyway.
-    asked = [p for p in host.model.parameters() if p.requires_grad and not p.is_inference()]
-    try:
-        host.guard(_WHILE_TRAINING, undo.append)
-        undo.append(lambda: _ask(asked, True))
-        _ask(asked, False)
+    with frozen(host, _WHILE_TRAINING) as undo:
         for site, module in modules.items():
-            host.swap(site, module, UnitHookPoint(f"{site.name}, in training"), undo.append)
+            host.swap(site, module, UnitHookPoint(f"{site.name}, in training"), undo.push)
         yield
-    finally:
-        try:
-            undo_all(undo)
-        finally:  # a Ctrl-C may hit the first
-            undo_all(undo)
-
-
-def _ask(parameters: list[Any], gradients: bool) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(gradients)

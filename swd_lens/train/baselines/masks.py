@@ -1,22 +1,37 @@
-"""What the masks of a VPD-KL step are made of, drawn on the CPU from the seed and the step (method.md §§1.4, 1.5).
+"""The masks of a VPD-KL step: what they are drawn from, and adversaries that make them bad (method.md §§1.4, 1.5).
 
+`Draws`, on the CPU from the seed and the step:
 1. Sources u of the masks g + (1 - g) u, a number per position and component, and a last one per position for what V U lacks of W:
    uniform in [0, 1]; with masks="binomial" 0 or 1, each as likely, but the last one uniform as before.
 2. Noise that jitters the importances before they become masks: only of binomial masks, once for all forwards of a step.
 3. Routes: with routing="subset", at every position k of the run's M matrices, k uniform in 1..M, all sets of k as likely.
+
+Adversaries choose the sources s of masks g + (1 - g) s so that the KL is large:
+1. `OneShot`: in each step from a random start, `adversarial_steps` of s <- clamp(s + adversarial_rate sign(gradient), 0, 1).
+2. `Persistent`: sources that live on from step to step, one set for the rows and positions of a batch, whatever its tokens are.
+   They start uniform in [0, 1], drawn once from the seed. In each step `persistent_steps` of Adam upwards on the KL; then the
+   loss is computed with the sources where they are; after the backward pass one more step of Adam, by the gradient of that KL.
+   Every step of Adam ends with a clamp to [0, 1]. Its rate rises along a line in the first `persistent_warmup` of the training's
+   steps, and stays. Sources and moments are part of a checkpoint.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from swd_lens.train.baselines.spec import VpdSpec
 from swd_lens.train.baselines.vpd import Vpd
+
+# The KL under these sources, of every matrix.
+KlUnder = Callable[[list[Tensor]], Tensor]
+_EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class Shown:
+class Masking:
     """What one matrix's components compute with in a forward.
 
     Attributes:
@@ -71,3 +86,109 @@ class Draws:
 def seed_of(seed: int, step: int) -> int:
     """Of the random numbers of one step."""
     return seed * 1_000_003 + step
+
+
+# ---------------------------------------------------------------------------------------------- adversaries
+
+
+class OneShot:
+    """See the module's docstring; it keeps nothing from step to step."""
+
+    def __init__(self, spec: VpdSpec, draws: Draws):
+        self.spec, self.draws = spec, draws
+
+    def sources(self, kl: KlUnder, shape: tuple[int, ...], step: int) -> list[Tensor]:
+        """The sources of step 1, 2, ... for a batch of this shape (rows, pos)."""
+        sources = self.draws.uniform(_scope(self.spec, shape))
+        for _ in range(self.spec.adversarial_steps):
+            uphill = zip(sources, _uphill(kl, sources), strict=True)
+            sources = [(s.detach() + self.spec.adversarial_rate * g.sign()).clamp(0.0, 1.0) for s, g in uphill]
+        return sources
+
+    def after_backward(self, step: int) -> None:
+        """Called when the loss with those sources has its gradients."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps."""
+        return {}
+
+    def load_state(self, named: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave."""
+
+
+class Persistent:
+    """See the module's docstring. Memory: three float32 per row, position and component, of every matrix."""
+
+    def __init__(self, spec: VpdSpec, draws: Draws):
+        self.spec, self.device = spec, draws.device
+        self.widths = [width + int(spec.delta) for width in draws.widths]
+        self.held: list[Tensor] = []
+        self.first: list[Tensor] = []
+        self.second: list[Tensor] = []
+        self.taken = 0  # steps of Adam
+
+    def sources(self, kl: KlUnder, shape: tuple[int, ...], step: int) -> list[Tensor]:
+        if not self.held:
+            self._start(_scope(self.spec, shape))
+        self.taken = (step - 1) * (self.spec.persistent_steps + 1)
+        for _ in range(self.spec.persistent_steps):
+            self._ascend(_uphill(kl, self.held), step)
+        for source in self.held:
+            source.requires_grad_(True)
+        return self.held
+
+    def after_backward(self, step: int) -> None:
+        # The loss has this KL times its weight; the moments are of the KL itself, whichever pass a gradient is from.
+        gradients = [s.grad / self.spec.adversarial for s in self.held if s.grad is not None]
+        self._ascend(gradients, step)
+
+    def rate(self, step: int) -> float:
+        """Of a training step, counted from 1."""
+        warm = int(self.spec.persistent_warmup * self.spec.steps)
+        return self.spec.persistent_rate * min(1.0, step / max(1, warm))
+
+    def _start(self, shape: tuple[int, ...]) -> None:
+        # The seed after the last step's, which no step draws from.
+        generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
+        self.held = [torch.rand(*shape, width, generator=generator).to(self.device) for width in self.widths]
+        self.first = [torch.zeros_like(s) for s in self.held]
+        self.second = [torch.zeros_like(s) for s in self.held]
+
+    @torch.no_grad()
+    def _ascend(self, gradients: list[Tensor], step: int) -> None:
+        """One step of Adam."""
+        self.taken += 1
+        beta1, beta2 = self.spec.persistent_beta1, self.spec.persistent_beta2
+        left1, left2 = 1 - beta1**self.taken, 1 - beta2**self.taken
+        moved = []
+        for s, g, first, second in zip(self.held, gradients, self.first, self.second, strict=True):
+            first.lerp_(g, 1 - beta1)
+            second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            change = (first / left1) / ((second / left2).sqrt() + _EPS)
+            moved.append((s.detach() + self.rate(step) * change).clamp(0.0, 1.0))
+        self.held = moved
+
+    def state(self) -> dict[str, Tensor]:
+        groups = {"source": self.held, "first": self.first, "second": self.second}
+        return {f"{name}.{i}": t.detach() for name, group in groups.items() for i, t in enumerate(group)}
+
+    def load_state(self, named: Mapping[str, Tensor]) -> None:
+        def group(name: str) -> list[Tensor]:
+            return [named[f"{name}.{i}"].to(self.device) for i in range(len(self.widths))]
+
+        self.held, self.first, self.second = group("source"), group("first"), group("second")
+
+
+def _scope(spec: VpdSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, 1) if spec.adversarial_scope == "batch" else shape
+
+
+def _uphill(kl: KlUnder, sources: list[Tensor]) -> list[Tensor]:
+    """The KL's gradients in the sources."""
+    leaves = [s.detach().requires_grad_(True) for s in sources]
+    return list(torch.autograd.grad(kl(leaves), leaves))
+
+
+def adversary_of(spec: VpdSpec, draws: Draws) -> OneShot | Persistent:
+    """The adversary that the settings name."""
+    return {"oneshot": OneShot, "persistent": Persistent}[spec.adversary](spec, draws)

@@ -1,33 +1,55 @@
 """transcoder, vpd_recon, vpd_kl: train a baseline on one site of a host.
 
 1. Check settings, site and text before anything is trained; hash what decides the bits of the run.
-2. With out=: take over a finished run, or go on from the checkpoint of an interrupted one (finetune/folder.py).
-3. Train (train.py) what fits.py says: beside the host on the site's inputs and outputs, or inside it.
+2. With out=: take over a finished run, or go on from the checkpoint of an interrupted one (train/folder.py).
+3. Train (train/engine.py) what fits.py says: beside the host on the site's inputs and outputs, or inside it. Batches are whole
+   rows, `tokens_per_step` tokens each; weights are kept at token counts that double, and at the end.
 4. The result is a `LearnedUnits`, which everything that takes factors takes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 
 from swd_lens.base._version import __version__
-from swd_lens.base.machine import plain_float32
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.train.baselines.fits import Fit, HostFit, LocalFit, bias_of
-from swd_lens.train.baselines.presets import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, named
-from swd_lens.train.baselines.spec import TrainError, TrainSpec, VpdSpec, resolve, whole
-from swd_lens.train.baselines.train import Training, kept_steps, require_enough, rows_per_step, text_of
-from swd_lens.train.baselines.trajectory import Trajectory
-from swd_lens.train.baselines.units import INDEX, LearnedUnits, coders_of, forget, write_index
-from swd_lens.train.finetune.folder import TrainingFolder
-from swd_lens.train.finetune.rows import Rows
+from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
+from swd_lens.train.baselines.spec import (
+    DEFAULT,
+    TRANSCODERS,
+    VPD_KLS,
+    VPD_RECONS,
+    TrainError,
+    TrainSpec,
+    VpdSpec,
+    named,
+)
+from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
+from swd_lens.train.engine import Engine, gradients_on
+from swd_lens.train.folder import TrainingFolder
+from swd_lens.train.rows import Rows, rows_of
 from swd_lens.units import described, matrices_of, require_free
+
+# Lines of log that a run has at least, where it has so many steps; at most twice as many.
+_LOG_LINES = 1000
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a training goes about its work, whatever is trained; see `transcoder`."""
+
+    keep: Iterable[int] | int | None
+    out: str | Path | None
+    overwrite: bool
+    checkpoint_every: int
+    progress: bool
 
 
 def transcoder(
@@ -58,7 +80,7 @@ def transcoder(
         preset: "small" (ours, the default), "paper" (TC3k of GPT-2's c_proj; TC24k at a whole MLP), "paper_tc12k".
         keep: token counts, or one, after which to keep weights; None = after 1, 2, 4, ... steps. The last are always kept. Runs
             that differ in it differ in a transcoder's last bits: rows are normalized once more where weights are kept.
-        out: a folder (see units.py and finetune/folder.py). The same call again after an interruption goes on from the last
+        out: a folder (see units.py and train/folder.py). The same call again after an interruption goes on from the last
             checkpoint and ends with the same bits; after the end it reads the result. Without it all kept weights stay in memory.
         overwrite: start again, in place of the run that `out` holds.
         checkpoint_every: steps between checkpoints; the last step has one, too.
@@ -71,9 +93,10 @@ def transcoder(
         ResumeError: `out` holds another run; every difference is named.
         ValueError: the host is in training mode and has dropout.
     """
-    where = _one(model, site)
-    spec = resolve(named(TRANSCODERS, preset, where.kind), settings)
-    return _trained("transcoder", model, where, [where], tokens, spec, keep, out, overwrite, checkpoint_every, progress)
+    replaced = _one_site(model, site)
+    spec = named(TRANSCODERS, preset, replaced.kind).changed(settings)
+    how = Options(keep, out, overwrite, checkpoint_every, progress)
+    return train_units("transcoder", model, replaced, tokens, spec, how)
 
 
 def vpd_recon(
@@ -103,10 +126,11 @@ def vpd_recon(
     Raises:
         As `transcoder`.
     """
-    where = _one(model, site)
-    spec = resolve(named(VPD_RECONS, preset, where.kind), settings)
+    replaced = _one_site(model, site)
+    spec = named(VPD_RECONS, preset, replaced.kind).changed(settings)
     _require_fidelity(spec, "recon", "vpd_recon")
-    return _vpd("vpd_recon_ci", model, where, tokens, spec, keep, out, overwrite, checkpoint_every, progress)
+    how = Options(keep, out, overwrite, checkpoint_every, progress)
+    return train_units("vpd_recon_ci", model, replaced, tokens, spec, how)
 
 
 def vpd_kl(
@@ -138,122 +162,151 @@ def vpd_kl(
     Raises:
         As `transcoder`.
     """
-    where = _one(model, site)
-    spec = resolve(named(VPD_KLS, preset, where.kind), settings)
+    replaced = _one_site(model, site)
+    spec = named(VPD_KLS, preset, replaced.kind).changed(settings)
     _require_fidelity(spec, "kl", "vpd_kl")
-    return _vpd("vpd_kl", model, where, tokens, spec, keep, out, overwrite, checkpoint_every, progress)
+    how = Options(keep, out, overwrite, checkpoint_every, progress)
+    return train_units("vpd_kl", model, replaced, tokens, spec, how)
 
 
-# ---------------------------------------------------------------------------------------------- the way of all three
-
-
-def _vpd(method: str, model: Any, site: Site, tokens: Any, spec: VpdSpec, *how: Any) -> LearnedUnits:
-    return _trained(method, model, site, matrices_of(host_of(model), site), tokens, spec, *how)
-
-
-def _trained(
-    method: str,
-    model: Any,
-    site: Site,
-    parts: list[Site],
-    tokens: Any,
-    spec: TrainSpec,
-    keep: Iterable[int] | int | None,
-    out: str | Path | None,
-    overwrite: bool,
-    checkpoint_every: int,
-    progress: bool,
-) -> LearnedUnits:
-    whole("checkpoint_every", checkpoint_every, 1)
-    steps = kept_steps(spec, keep)
-    rows = text_of(tokens, model)
-    require_enough(spec, rows)
-    require_no_dropout(model)
-    host = host_of(model)
-    require_free(host, parts)
-    if _inside(site, spec) and any(p.is_inference() for p in model.parameters()):
+def _one_site(model: Any, pattern: Pattern) -> Site:
+    sites = find_sites(model, pattern)
+    if len(sites) != 1:
+        some = ", ".join(site.name for site in sites[:4]) + (", ..." if len(sites) > 4 else "")
         raise TrainError(
-            "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it"
-        )
-    device = next(model.parameters()).device
-    provenance = _provenance(method, host, site, parts, spec, rows)
-    folder = None if out is None else _folder(Path(out), method, provenance, model, steps)
-    if folder is not None and not overwrite and folder.check():
-        return LearnedUnits.load(folder.path, device=device)
-    if folder is not None and overwrite:
-        forget(folder.path)
-        folder.start(0)  # a checkpoint of the run before must not be taken for one of this
-    trajectory = Trajectory(None if folder is None else folder.path, provenance)
-    # Also where the caller has switched gradients off.
-    with torch.inference_mode(False), torch.enable_grad(), plain_float32(device):
-        first = next(rows.batches(rows_per_step(spec, rows.row_length), spec.seed, 0))
-        fit = _fit(host, site, parts, provenance, spec, first)
-        training = Training(fit, spec, rows, steps, trajectory, folder, checkpoint_every, method)
-        training.run(progress=progress)
-    if folder is not None:
-        write_index(folder.path, provenance, trajectory)
-        folder.end({"tokens": training.tokens, **training.lines[-1]})
-    return LearnedUnits(trajectory, provenance, pd.DataFrame(training.lines), device=device)
-
-
-def _fit(host: Host, site: Site, parts: list[Site], provenance: Mapping[str, Any], spec: TrainSpec, first: Any) -> Fit:
-    """Coders drawn from the seed, on the host's device, and what they are fitted to."""
-    coders = coders_of(provenance)
-    generator = torch.Generator().manual_seed(spec.seed)
-    made: dict[Site, Any] = {part: coders[part.kind] for part in parts}
-    for part, coder in made.items():
-        coder.draw(generator)
-        coder.to(next(host.model.parameters()).device)
-        if isinstance(spec, VpdSpec):
-            coder.stand_for(host.weight(part), bias_of(host, part, first))
-    if _inside(site, spec):
-        return HostFit(host, site, made)
-    return LocalFit(host, site, made[site])
-
-
-def _inside(site: Site, spec: TrainSpec) -> bool:
-    """Whether training goes through the host (HostFit), not beside it."""
-    return isinstance(spec, VpdSpec) and (spec.fidelity == "kl" or site.kind == "mlp")
-
-
-def _provenance(method: str, host: Host, site: Site, parts: list[Site], spec: TrainSpec, rows: Rows) -> dict[str, Any]:
-    sites = {
-        part.name: {"kind": part.kind, "d_in": part.d_in, "d_out": part.d_out, "host": described(host, part)}
-        for part in parts
-    }
-    return {
-        "method": method,
-        "replaces": site.name,
-        "model": str(host.model.cfg.model_name),
-        "swd_lens": __version__,
-        "settings": spec.as_dict(),
-        "tokens_sha256": rows.fingerprint(),
-        "unique_tokens": min(rows.n_rows * rows.row_length, spec.steps * spec.tokens_per_step),
-        "sites": sites,
-    }
-
-
-def _folder(
-    path: Path, method: str, provenance: Mapping[str, Any], model: nn.Module, steps: frozenset[int]
-) -> TrainingFolder:
-    decides = {key: provenance[key] for key in ("method", "replaces", "tokens_sha256", "swd_lens")}
-    decides |= {"host_sha256": host_fingerprint(model, model.cfg), "kept_after_steps": sorted(steps)}
-    return TrainingFolder(path, {**decides, **provenance["settings"]}, method, (INDEX,))
-
-
-def _one(model: Any, pattern: Pattern) -> Site:
-    """The one site of a pattern."""
-    found = find_sites(model, pattern)
-    if len(found) != 1:
-        some = ", ".join(site.name for site in found[:4]) + (", ..." if len(found) > 4 else "")
-        raise TrainError(
-            f"{pattern!r} names {len(found)} sites ({some}); a baseline is trained on one: a matrix, or a whole MLP such as "
+            f"{pattern!r} names {len(sites)} sites ({some}); a baseline is trained on one: a matrix, or a whole MLP such as "
             "'blocks.0.mlp'"
         )
-    return found[0]
+    return sites[0]
 
 
 def _require_fidelity(spec: VpdSpec, wanted: str, function: str) -> None:
     if spec.fidelity != wanted:
         other = {"kl": "vpd_kl", "recon": "vpd_recon"}[spec.fidelity]
         raise TrainError(f"{function} trains fidelity={wanted!r}; for fidelity={spec.fidelity!r} call {other}")
+
+
+# ---------------------------------------------------------------------------------------------- the way of all three
+
+
+def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpec, how: Options) -> LearnedUnits:
+    """Train units for a site, or take over what the folder holds.
+
+    Args:
+        method: a name of units.py, `METHODS`.
+        model: the host.
+        site: what is replaced, a matrix or a whole MLP.
+        tokens: training text.
+        spec: of the method's settings.
+        how: see `transcoder`, which also says what is raised.
+    """
+    if not isinstance(how.checkpoint_every, int) or isinstance(how.checkpoint_every, bool) or how.checkpoint_every < 1:
+        raise TrainError(f"checkpoint_every={how.checkpoint_every!r}: give a whole number, 1 or more")
+    keep = kept_steps(spec, how.keep)
+    rows = rows_of(tokens, model)
+    rows_per_step = _rows_per_step(spec, rows)
+    require_no_dropout(model)
+    host = host_of(model)
+    parts = matrices_of(host, site) if spec.per_matrix else [site]
+    require_free(host, parts)
+    if spec.inside(site.kind) and any(p.is_inference() for p in model.parameters()):
+        raise TrainError(
+            "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it"
+        )
+    device = next(model.parameters()).device
+    provenance = {
+        "method": method,
+        "replaces": site.name,
+        "model": str(model.cfg.model_name),
+        "swd_lens": __version__,
+        "settings": spec.as_dict(),
+        "tokens_sha256": rows.fingerprint(),
+        "unique_tokens": min(rows.n_rows * rows.row_length, spec.steps * spec.tokens_per_step),
+        "sites": {
+            part.name: {"kind": part.kind, "d_in": part.d_in, "d_out": part.d_out, "host": described(host, part)}
+            for part in parts
+        },
+    }
+    folder = None
+    if how.out is not None:
+        decides = {key: provenance[key] for key in ("method", "replaces", "tokens_sha256", "swd_lens")}
+        decides |= {"host_sha256": host_fingerprint(model, model.cfg), "kept_after_steps": sorted(keep)}
+        folder = TrainingFolder(Path(how.out), {**decides, **provenance["settings"]}, method, (INDEX,))
+        if not how.overwrite and folder.check():
+            return LearnedUnits.load(folder.path, device=device)
+        if how.overwrite:
+            forget(folder.path)
+            folder.start(0)  # a checkpoint of the run before must not be taken for one of this
+    trajectory = Trajectory(None if folder is None else folder.path, provenance)
+    with gradients_on(device):
+        first = next(rows.batches(rows_per_step, spec.seed, 0))
+        engine = Engine(
+            _fit(host, site, parts, trajectory, spec, first),
+            rows,
+            rows_per_step,
+            spec.steps,
+            spec.seed,
+            method,
+            folder=folder,
+            checkpoint_every=how.checkpoint_every,
+            log_every=max(1, spec.steps // _LOG_LINES),
+            keep=keep,
+        )
+        engine.run(progress=how.progress)
+    if folder is not None:
+        write_index(folder.path, provenance, trajectory)
+        folder.end({"tokens": engine.tokens, **engine.lines[-1]})
+    return LearnedUnits(trajectory, provenance, pd.DataFrame(engine.lines), device=device)
+
+
+def _fit(
+    host: Host, site: Site, parts: list[Site], trajectory: Trajectory, spec: TrainSpec, first: torch.Tensor
+) -> CoderFit:
+    """Coders drawn from the seed, on the host's device, and what they are fitted to."""
+    of_kind = coders_of(trajectory.provenance)
+    generator = torch.Generator().manual_seed(spec.seed)
+    coders: dict[Site, Any] = {part: of_kind[part.kind] for part in parts}
+    for part, coder in coders.items():
+        coder.draw(generator)
+        coder.to(next(host.model.parameters()).device)
+        if spec.per_matrix:
+            coder.stand_for(host.weight(part), bias_of(host, part, first))
+    if spec.inside(site.kind):
+        return HostFit(host, site, coders, trajectory)
+    return LocalFit(host, site, coders[site], trajectory, first)
+
+
+def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:
+    """Whole rows that make a step's tokens.
+
+    Raises:
+        TrainError: they do not divide, or the text has too few of them.
+    """
+    wanted, left = divmod(spec.tokens_per_step, rows.row_length)
+    if left:
+        raise TrainError(
+            f"tokens_per_step={spec.tokens_per_step} is no multiple of the rows' {rows.row_length} tokens; "
+            f"take {max(1, wanted) * rows.row_length}"
+        )
+    if rows.n_rows < wanted:
+        raise TrainError(
+            f"tokens has {rows.n_rows} rows of {rows.row_length} tokens, a step of tokens_per_step={spec.tokens_per_step} takes "
+            f"{wanted}; give more text, or a smaller tokens_per_step"
+        )
+    return wanted
+
+
+def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:
+    """Steps after which weights are kept: those that reach the token counts asked for, or 1, 2, 4, ...; and the last.
+
+    Raises:
+        TrainError: a count that is not positive, or beyond the budget.
+    """
+    if keep is None:
+        return frozenset({2**i for i in range(spec.steps.bit_length()) if 2**i <= spec.steps} | {spec.steps})
+    counts = [keep] if isinstance(keep, int) else [n.item() if isinstance(n, np.generic) else n for n in keep]
+    for tokens in counts:
+        whole = isinstance(tokens, int) and not isinstance(tokens, bool)
+        if not whole or not 0 < tokens <= spec.steps * spec.tokens_per_step:
+            raise TrainError(f"keep={counts!r}: give token counts from 1 to n_tokens={spec.n_tokens}, not {tokens!r}")
+    return frozenset({-(-tokens // spec.tokens_per_step) for tokens in counts} | {spec.steps})

@@ -3,7 +3,8 @@
 1. `config_of`: a transformers GPT2Config from sizes, from another config, or of a host's shape.
 2. `fresh`: the network, drawn from a seed: N(0, .02), output projections over sqrt(2 layers), biases zero.
 3. `matrices`: what is projected: every matrix once, its rows the outputs. The head is tied to the embedding.
-4. `save`: the checkpoint folder that `load_host` reads.
+4. `project_`: keep the floor(d numel) largest entries of a matrix, at least one per output row.
+5. `save`: the checkpoint folder that `load_host` reads.
 """
 
 import copy
@@ -20,7 +21,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.train.baselines.sparse_schedule import budget
 from swd_lens.train.baselines.spec import TrainError
 
 _STD = 0.02
@@ -39,21 +39,23 @@ def config_of(config: Any) -> Any:
 
     if isinstance(config, Mapping):
         _check_arguments(config)
-        made = GPT2Config(**config)
+        shape = GPT2Config(**config)
     elif isinstance(config, GPT2Config):
-        made = copy.deepcopy(config)
+        shape = copy.deepcopy(config)
     elif getattr(getattr(config, "cfg", None), "d_mlp", None):
-        made = GPT2Config(**_sizes(config))
+        shape = GPT2Config(**_sizes(config))
     else:
         raise TrainError(
             f"config is a {type(config).__name__}; give a GPT2Config, a dict of its arguments, or a host with MLPs"
         )
-    if made.n_embd % made.n_head:
-        raise TrainError(f"n_embd={made.n_embd} cannot be shared out among n_head={made.n_head} heads; give a multiple")
-    made.activation_function = "gelu"  # exact, with erf; the published GPT-2 has the tanh approximation
-    made.attn_pdrop = made.embd_pdrop = made.resid_pdrop = 0.0
-    made.tie_word_embeddings = True
-    return made
+    if shape.n_embd % shape.n_head:
+        raise TrainError(
+            f"n_embd={shape.n_embd} cannot be shared out among n_head={shape.n_head} heads; give a multiple"
+        )
+    shape.activation_function = "gelu"  # exact, with erf; the published GPT-2 has the tanh approximation
+    shape.attn_pdrop = shape.embd_pdrop = shape.resid_pdrop = 0.0
+    shape.tie_word_embeddings = True
+    return shape
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:
@@ -122,6 +124,36 @@ def block_matrices(network: Any) -> Iterator[Float[Tensor, "row column"]]:
     for block in network.transformer.h:
         for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
             yield linear.weight.data.T  # transformers' Conv1D holds (d_in, d_out)
+
+
+def budget(numel: int, density: float) -> int:
+    """Entries that a matrix keeps: floor(d numel)."""
+    return math.floor(density * numel)
+
+
+@torch.no_grad()
+def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
+    """Zero all but the budget's largest entries, in place; each row (an output neuron, a token) keeps its largest.
+
+    The rows' largest entries come first, then the largest of the rest, so that the total stays floor(d numel).
+
+    Raises:
+        ValueError: the budget does not give every row one entry.
+    """
+    if density >= 1:
+        return
+    keep = budget(matrix.numel(), density)
+    rows = matrix.shape[0]
+    if keep < rows:
+        raise ValueError(
+            f"density {density:.4g} keeps {keep} entries of {tuple(matrix.shape)}, fewer than its {rows} rows"
+        )
+    magnitude = matrix.abs()
+    kept = torch.zeros(matrix.shape, dtype=torch.bool, device=matrix.device)  # contiguous, whatever the matrix is
+    kept.scatter_(1, magnitude.argmax(1, keepdim=True), True)
+    rest = torch.where(kept, -1.0, magnitude).reshape(-1)
+    kept.view(-1)[rest.topk(keep - rows, sorted=False).indices] = True
+    matrix.mul_(kept)
 
 
 def nonzeros(network: Any) -> dict[str, int]:

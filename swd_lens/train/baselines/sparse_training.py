@@ -1,12 +1,14 @@
-"""sparse_pretrain: train a GPT-2 from scratch with ever fewer weights (paper app. sparse-pretrain-setting; method.md §3).
+"""sparse_pretrain: train a GPT-2 from scratch with ever fewer weights (paper app. sparse-pretrain-setting; method.md §§0.2, 3).
 
 1. A GPT-2 drawn from the seed (sparse_network.py).
 2. Each update: next-token loss of a batch of rows; gradients divided by their common root mean square; AdamW at the schedule's
-   rate; then every matrix, embeddings too, is projected to the schedule's density (sparse_schedule.py). Biases and norms stay
-   dense. The first update has rate 0: it only fills the optimizer's moments.
-3. The result is a checkpoint folder that `load_host` reads. Its units are MLP channels (channels.py).
+   rate; then every matrix, embeddings too, is projected to the schedule's density. Biases and norms stay dense. The first update
+   has rate 0: it only fills the optimizer's moments.
+3. The schedule (`SparseSpec`): density is 1 in the warm-up, falls exponentially to its end value, and stays. The learning rate
+   grows with 1 / sqrt(density), times a linear warm-up and a linear fall to 0.
+4. The result is a checkpoint folder that `load_host` reads. Its units are MLP channels (exact.py).
 
-    run.json, log.jsonl, checkpoint.safetensors    of the run (finetune/folder.py)
+    run.json, log.jsonl, checkpoint.safetensors    of the run (train/folder.py)
     model/                                         the result: config, weights, tokenizer
 """
 
@@ -14,40 +16,119 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.machine import plain_float32
+from swd_lens.base.settings import Settings, setting
 from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines.sparse_network import (
     config_of,
     fresh,
     matrices,
     nonzeros,
+    project_,
     recipe_of,
     require_rows,
     save,
 )
-from swd_lens.train.baselines.sparse_schedule import normalized, project_
-from swd_lens.train.baselines.sparse_spec import SparseSpec, named
-from swd_lens.train.baselines.spec import TrainError, whole
-from swd_lens.train.baselines.train import text_of
-from swd_lens.train.finetune.folder import TrainingFolder
-from swd_lens.train.finetune.rows import Rows
+from swd_lens.train.baselines.spec import DEFAULT, TrainError, named
+from swd_lens.train.engine import Engine, Fit, autocast, gradients_on, normalized, root_mean_square
+from swd_lens.train.folder import RUN, TrainingFolder
+from swd_lens.train.rows import Rows, rows_of
 
 MODEL = "model"
 # Logits held at once, in numbers: 2^26 are 268 MB in float32, and some four such tensors live at a time.
 _LOGITS_AT_ONCE = 2**26
+
+
+@dataclass(frozen=True)
+class SparseSpec(Settings):
+    """The schedule by tokens gone through before an update, and the optimizer. The defaults are the paper's."""
+
+    error: ClassVar[type[Exception]] = TrainError
+
+    # Of the whole schedule, whatever part of it is trained.
+    updates: int = setting(38_146, at_least=1)
+    tokens_per_update: int = setting(131_072, at_least=1)
+    end_density: float | int = setting(0.2, above=0, at_most=1)
+    # Where density is 1 and the warm-up is over.
+    learning_rate: float | int = setting(3e-4, above=0)
+    # Shares of the updates, rounded down to whole ones: end of the warm-up, and from where the density stays.
+    warmup: float | int = setting(0.01, at_least=0, below=1)
+    falling_until: float | int = setting(0.8, at_least=0, at_most=1)
+    # Updates after which training ends, within the schedule; None: at its end. The paper's model is that of update 22,000.
+    stop_after: int | None = setting(None, at_least=1)
+    beta1: float | int = setting(0.9, at_least=0, below=1)
+    beta2: float | int = setting(0.95, at_least=0, below=1)
+    # As large as the normalised gradients: between Adam and plain gradient descent.
+    eps: float | int = setting(0.1, above=0)
+    weight_decay: float | int = setting(1e-3, at_least=0)
+    # What matrix products run in; weights and moments stay in float32.
+    autocast: str | None = setting("bfloat16", one_of=("bfloat16", None))
+    seed: int = setting(0, at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stop_after is not None and self.stop_after > self.updates:
+            raise TrainError(f"stop_after={self.stop_after}: the schedule has {self.updates} updates")
+        if self.warmup > self.falling_until:
+            raise TrainError(
+                f"warmup={self.warmup} ends after falling_until={self.falling_until}; density falls between"
+            )
+
+    @property
+    def last(self) -> int:
+        """The last update that is made."""
+        return self.updates if self.stop_after is None else self.stop_after
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole schedule."""
+        return self.updates * self.tokens_per_update
+
+    @property
+    def n0(self) -> int:
+        """Tokens at the end of the warm-up; whole updates."""
+        return self._updates(self.warmup) * self.tokens_per_update
+
+    @property
+    def n1(self) -> int:
+        """Tokens from which the density stays; whole updates."""
+        return self._updates(self.falling_until) * self.tokens_per_update
+
+    def _updates(self, share: float | int) -> int:
+        """A share of all updates, rounded down: 0.29 of 100 are 29, not the 28 that floats make of it."""
+        return math.floor(round(share * self.updates, 6))
+
+    def density(self, tokens: int) -> float:
+        """After `tokens` tokens: before the update that follows."""
+        if tokens < self.n0:
+            return 1.0
+        if tokens >= self.n1:
+            return float(self.end_density)
+        return self.end_density ** ((tokens - self.n0) / (self.n1 - self.n0))
+
+    def rate(self, tokens: int) -> float:
+        """Learning rate of the update that follows `tokens` tokens."""
+        rising = tokens / self.n0 if tokens < self.n0 else (self.tokens - tokens) / (self.tokens - self.n0)
+        return self.learning_rate * rising / math.sqrt(self.density(tokens))
+
+
+# "small": ours, for networks of some hundred thousand weights and a CPU: a short run of many small updates. On the embedded
+# model's shape and text, 409,600 tokens into a schedule of 1M, held-out CE was 2.17 with this rate, 2.39 with 3e-3.
+SPARSE_PRETRAINS: Mapping[str, SparseSpec] = {
+    "paper": SparseSpec(stop_after=22_000),
+    "small": SparseSpec(updates=4000, tokens_per_update=2048, learning_rate=1e-2, warmup=0.04, autocast=None),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +156,7 @@ def sparse_pretrain(
     *,
     out: str | Path,
     tokenizer: Any = None,
-    preset: str = "small",
+    preset: str = DEFAULT,
     heldout: Any = None,
     eval_every: int | None = None,
     overwrite: bool = False,
@@ -108,178 +189,52 @@ def sparse_pretrain(
         TokenError: bad text.
         ResumeError: `out` holds another run; every difference is named.
     """
-    spec = named(preset).changed(settings)
+    spec = named(SPARSE_PRETRAINS, preset).changed(settings)
     for name, every in (
         ("checkpoint_every", checkpoint_every),
         ("eval_every", 1 if eval_every is None else eval_every),
     ):
-        whole(name, every, 1)
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise TrainError(f"{name}={every!r}: give a whole number, 1 or more")
     tokenizer = getattr(config, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
         raise TrainError("tokenizer= is needed: a checkpoint folder without one cannot be loaded as a host")
-    made = config_of(config)
-    limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=made.vocab_size, n_ctx=made.n_positions))
-    rows, held = text_of(tokens, limits), None if heldout is None else text_of(heldout, limits)
-    _rows_per_update(spec, rows)
-    recipe = _recipe(made, spec, rows, held, eval_every or max(1, spec.last // 20))
-    folder = TrainingFolder(Path(out), recipe, "sparse_pretrain", (MODEL,))
-    if not overwrite and folder.check():
-        return _finished(folder)
-    network = fresh(made, spec.seed)
-    require_rows(network, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
-    if overwrite:
-        shutil.rmtree(folder.path / MODEL, ignore_errors=True)
-        folder.start(0)  # a checkpoint of the run before must not be taken for one of this
-    where = torch.device(device)
-    exact = plain_float32(where) if spec.autocast is None else nullcontext()
-    with torch.inference_mode(False), torch.enable_grad(), exact:
-        run = _Run(network.to(where), spec, rows, held, folder, recipe["eval_every"], checkpoint_every)
-        run.train(progress)
-    save(run.network, tokenizer, folder.path / MODEL)
-    folder.end({**nonzeros(run.network), "tokens": run.tokens, **folder.lines()[-1]})
-    return _finished(folder)
-
-
-def _recipe(config: Any, spec: SparseSpec, rows: Rows, held: Rows | None, eval_every: int) -> dict[str, Any]:
+    shape = config_of(config)
+    limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=shape.vocab_size, n_ctx=shape.n_positions))
+    rows, held = rows_of(tokens, limits), None if heldout is None else rows_of(heldout, limits)
+    rows_per_update = _rows_per_update(spec, rows)
+    eval_every = eval_every or max(1, spec.last // 20)
     hashes = {
         "tokens_sha256": rows.fingerprint(),
         "heldout_sha256": None if held is None else held.fingerprint(),
     }
-    return {**recipe_of(config), **asdict(spec), **hashes, "eval_every": eval_every, "swd_lens": __version__}
-
-
-def _finished(folder: TrainingFolder) -> SparsePretrained:
-    if not (folder.path / MODEL / "config.json").is_file():
-        raise TrainError(
-            f"{folder.path / MODEL} is missing; copy the folder again, or give overwrite=True to train again"
+    recipe = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
+    folder = TrainingFolder(Path(out), recipe, "sparse_pretrain", (MODEL,))
+    if not overwrite and folder.check():
+        return _finished(folder)
+    network = fresh(shape, spec.seed)
+    require_rows(network, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
+    if overwrite:
+        shutil.rmtree(folder.path / MODEL, ignore_errors=True)
+        folder.start(0)  # a checkpoint of the run before must not be taken for one of this
+    with gradients_on(torch.device(device), exact=spec.autocast is None):
+        fit = SparseFit(network.to(torch.device(device)), spec, held, rows.row_length)
+        engine = Engine(
+            fit,
+            rows,
+            rows_per_update,
+            spec.last,
+            spec.seed,
+            "sparse_pretrain",
+            unit="update",
+            folder=folder,
+            checkpoint_every=checkpoint_every,
+            eval_every=None if held is None else eval_every,
         )
-    run = json.loads((folder.path / "run.json").read_text(encoding="utf-8"))
-    provenance = {"method": "sparse_pretrain", "settings": run["recipe"], **run["result"]}
-    return SparsePretrained(folder.path / MODEL, pd.DataFrame(folder.lines()), provenance)
-
-
-class _Run:
-    """The updates, from the first or from a checkpoint on."""
-
-    def __init__(
-        self,
-        network: Any,
-        spec: SparseSpec,
-        rows: Rows,
-        heldout: Rows | None,
-        folder: TrainingFolder,
-        eval_every: int,
-        checkpoint_every: int,
-    ):
-        self.network, self.spec, self.rows, self.heldout, self.folder = network, spec, rows, heldout, folder
-        self.eval_every, self.checkpoint_every = eval_every, checkpoint_every
-        self.update = 0
-        self.parameters = list(network.parameters())
-        self.rows_per_update = _rows_per_update(spec, rows)
-        self.at_once = max(1, _LOGITS_AT_ONCE // (rows.row_length * int(network.config.vocab_size)))
-        self.adam: Any = torch.optim.AdamW(
-            self.parameters,
-            lr=0.0,
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.eps,
-            weight_decay=spec.weight_decay,
-            foreach=False,  # one plain loop: batched versions add up in other orders on other machines
-        )
-
-    @property
-    def tokens(self) -> int:
-        """Gone through so far."""
-        return self.update * self.spec.tokens_per_update
-
-    def train(self, progress: bool) -> None:
-        """From the last checkpoint to the last update."""
-        last = self.folder.last_step()
-        if last:
-            self._resume()
-        self.folder.start(last)
-        batches = self.rows.batches(self.rows_per_update, self.spec.seed, self.update)
-        with tqdm(
-            total=self.spec.last, initial=last, desc="sparse_pretrain", unit="update", disable=not progress, leave=False
-        ) as bar:
-            while self.update < self.spec.last:
-                entry = self._one(next(batches))
-                shown = {name: f"{entry[name]:.4g}" for name in ("loss", "density", "heldout_ce") if name in entry}
-                bar.set_postfix(shown, refresh=False)
-                bar.update()
-
-    def _one(self, rows: Int[Tensor, "_rows pos"]) -> dict[str, Any]:
-        before = self.tokens  # the schedule is of the tokens before the update (method.md §0.2)
-        density, rate = self.spec.density(before), self.spec.rate(before)
-        loss = self._gradients(rows)
-        if not math.isfinite(loss):
-            there = self.folder.last_step()
-            kept = f"update {there}" if there else "no checkpoint yet"
-            raise TrainError(
-                f"update {self.update + 1}: the loss is {loss}, at learning rate {rate:.3g}. {self.folder.path} keeps {kept}. "
-                "Lower learning_rate, or train without autocast"
-            )
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        for gradient, divided in zip(gradients, normalized(gradients), strict=True):
-            gradient.copy_(divided)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-        self.adam.step()
-        for matrix in matrices(self.network):
-            project_(matrix, density)
-        self.update += 1
-        entry = {"step": self.update, "tokens": self.tokens, "loss": loss, "density": density, "learning_rate": rate}
-        if self.heldout is not None and (self.update % self.eval_every == 0 or self.update == self.spec.last):
-            entry["heldout_ce"] = self._heldout_ce(self.heldout)
-        self.folder.log(entry)
-        if self.update % self.checkpoint_every == 0 or self.update == self.spec.last:
-            self.folder.save(self._state(), {"step": self.update})
-        return entry
-
-    def _gradients(self, rows: Int[Tensor, "_rows pos"]) -> float:
-        """The mean loss of the batch; its gradients are then in the parameters. Some rows at a time."""
-        predictions, total = rows.shape[0] * (rows.shape[1] - 1), 0.0
-        self.adam.zero_grad()
-        for part in rows.split(self.at_once):
-            loss = self._loss(part, self.spec.autocast) / predictions
-            loss.backward()
-            total += float(loss.detach().double())
-        return total
-
-    def _loss(self, rows: Int[Tensor, "_rows pos"], autocast: str | None = None) -> Tensor:
-        """Sum of next-token cross-entropies, in nats."""
-        device = self.parameters[0].device
-        how: Any = nullcontext()
-        if autocast is not None:
-            how = torch.autocast(device.type, dtype=getattr(torch, autocast))
-        rows = rows.to(device)
-        with how:
-            logits = self.network(rows, use_cache=False).logits
-        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-
-    @torch.no_grad()
-    def _heldout_ce(self, heldout: Rows) -> float:
-        """Nats per prediction, in float32 however the network trains."""
-        with plain_float32(self.parameters[0].device):
-            total = sum(float(self._loss(part).double()) for part in heldout.all(self.at_once))
-        return total / (heldout.n_rows * (heldout.row_length - 1))
-
-    # ------------------------------------------------------------------ resuming
-
-    def _state(self) -> dict[str, Tensor]:
-        named = {f"network.{i}": p.detach() for i, p in enumerate(self.parameters)}
-        for i, p in enumerate(self.parameters):
-            moments = self.adam.state[p]
-            named[f"first.{i}"], named[f"second.{i}"] = moments["exp_avg"], moments["exp_avg_sq"]
-        return named
-
-    @torch.no_grad()
-    def _resume(self) -> None:
-        named, state = self.folder.resume()
-        self.update = int(state["step"])
-        for i, p in enumerate(self.parameters):
-            p.copy_(named[f"network.{i}"])
-            moments = {"exp_avg": named[f"first.{i}"].to(p.device), "exp_avg_sq": named[f"second.{i}"].to(p.device)}
-            self.adam.state[p] = {"step": torch.tensor(float(self.update)), **moments}
+        engine.run(progress=progress)
+    save(network, tokenizer, folder.path / MODEL)
+    folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]})
+    return _finished(folder)
 
 
 def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
@@ -290,3 +245,80 @@ def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
             "give a multiple of the row length (2 or more), and at least as many rows as one update takes"
         )
     return wanted
+
+
+def _finished(folder: TrainingFolder) -> SparsePretrained:
+    if not (folder.path / MODEL / "config.json").is_file():
+        raise TrainError(
+            f"{folder.path / MODEL} is missing; copy the folder again, or give overwrite=True to train again"
+        )
+    run = json.loads((folder.path / RUN).read_text(encoding="utf-8"))
+    provenance = {"method": "sparse_pretrain", "settings": run["recipe"], **run["result"]}
+    return SparsePretrained(folder.path / MODEL, pd.DataFrame(folder.lines()), provenance)
+
+
+class SparseFit(Fit):
+    """A network in training, whose matrices are projected after every update.
+
+    Args:
+        row_length: tokens of a training row.
+    """
+
+    def __init__(self, network: Any, spec: SparseSpec, heldout: Rows | None, row_length: int):
+        self.network, self.spec, self.heldout = network, spec, heldout
+        self.parameters = {str(i): p for i, p in enumerate(network.parameters())}
+        self.eps = float(spec.eps)
+        self.device = self.parameters["0"].device
+        self.rows_at_once = max(1, _LOGITS_AT_ONCE // (row_length * int(network.config.vocab_size)))
+
+    def schedule(self, step: int) -> dict[str, float]:
+        before = (step - 1) * self.spec.tokens_per_update  # of the tokens before the update (method.md §0.2)
+        return {"density": self.spec.density(before), "learning_rate": self.spec.rate(before)}
+
+    def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
+        predictions, total = rows.shape[0] * (rows.shape[1] - 1), 0.0
+        for part in rows.split(self.rows_at_once):
+            loss = self._loss(part, self.spec.autocast) / predictions
+            loss.backward()
+            total += float(loss.detach().double())
+        return total, {}
+
+    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
+        if folder is not None and not math.isfinite(loss):
+            raise TrainError(
+                f"update {step}: the loss is {loss}, at learning rate {rate:.3g}. {folder.path} keeps {folder.kept('update')}. "
+                "Lower learning_rate, or train without autocast"
+            )
+
+    def adjust_gradients(self, step: int) -> dict[str, float]:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        for gradient, divided in zip(gradients, normalized(gradients, root_mean_square(gradients)), strict=True):
+            gradient.copy_(divided)
+        return {}
+
+    def after_update(self, step: int) -> None:
+        density = self.schedule(step)["density"]
+        for matrix in matrices(self.network):
+            project_(matrix, density)
+
+    def evaluate(self) -> dict[str, float]:
+        """Nats per prediction, in float32 however the network trains."""
+        assert self.heldout is not None
+        with torch.no_grad(), plain_float32(self.device):
+            total = sum(float(self._loss(part).double()) for part in self.heldout.all(self.rows_at_once))
+        return {"heldout_ce": total / (self.heldout.n_rows * (self.heldout.row_length - 1))}
+
+    def _loss(self, rows: Int[Tensor, "_rows pos"], dtype: str | None = None) -> Tensor:
+        """Sum of next-token cross-entropies, in nats."""
+        rows = rows.to(self.device)
+        with autocast(self.device, dtype):
+            logits = self.network(rows, use_cache=False).logits
+        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {f"network.{name}": p.detach() for name, p in self.parameters.items()}, {}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(tensors[f"network.{name}"])

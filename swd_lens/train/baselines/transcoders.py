@@ -17,12 +17,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.train.baselines.spec import TranscoderSpec
+from swd_lens.train.engine import Logged
 
 _EPS = 1e-6  # of ratios of the ghost term, as in the public recipe
 # Of the geometric median: rounds at most, and shares of the mean distance: what counts as still, and as no distance at all.
 _ROUNDS, _STILL, _NEAR = 100, 1e-5, 1e-6
-# What a step logs: numbers, still on the device.
-Said = dict[str, Tensor]
 
 
 class Transcoder(nn.Module):
@@ -71,7 +70,7 @@ class Transcoder(nn.Module):
 
     # ------------------------------------------------------------------ training
 
-    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Said]:
+    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
         """The loss of a batch, and what to log: error, L1, L0, share of dead features (and the ghost term, where it is on)."""
         z = self.encode(x)
         got = self.decode(z)
@@ -81,14 +80,14 @@ class Transcoder(nn.Module):
             alive = z > 0
             self.silent.copy_(torch.where(alive.any(0), 0, self.silent + len(z)))
             dead = self.silent >= self.spec.dead_after
-            said = {"error": error.detach(), "l1": l1.detach(), "l0": alive.sum(-1).float().mean()}
-            said["dead"] = dead.float().mean()
+            logged = {"error": error.detach(), "l1": l1.detach(), "l0": alive.sum(-1).float().mean()}
+            logged["dead"] = dead.float().mean()
         total = error + self.spec.l1 * l1
         if self.spec.ghost:
             before = (x - self.b_dec.detach()) @ self.W_enc[:, dead] + self.b_enc[dead]
             ghost = ghost_loss(before, self.W_dec[dead], y - got, error, self.spec.loss)
-            total, said = total + ghost, {**said, "ghost": ghost.detach()}
-        return total, said
+            total, logged = total + ghost, {**logged, "ghost": ghost.detach()}
+        return total, logged
 
     @torch.no_grad()
     def before_step(self) -> None:

@@ -1,11 +1,11 @@
 """LearnedUnits: a trained baseline as a unit source, with its trajectory, in memory or in a folder.
 
-    units.json             provenance, sites, and the token counts at which weights were kept
-    weights/               one safetensors file per count
-    log.jsonl              what training logged (run.json beside it: the recipe, if training wrote the folder)
+    units.json                     provenance, sites, and the token counts at which weights were kept
+    weights/{tokens}.safetensors   the weights of one count, with the provenance as metadata
+    log.jsonl                      what training logged (run.json beside it: the recipe, if training wrote the folder)
 
 It is a mapping of sites to units, which `attach`, `fidelity`, `attribute`, `evaluate` and `compare` take as they take factors.
-`at(tokens)` is the same training after fewer tokens.
+`at(tokens)` is the same training after fewer tokens. `METHODS` says what each trained method's coder is.
 """
 
 import json
@@ -16,21 +16,85 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from swd_lens.base.display import card
-from swd_lens.base.files import write_json, write_text
+from swd_lens.base.files import atomic, write_json, write_text
 from swd_lens.train.baselines.activity import Activity, measured
-from swd_lens.train.baselines.spec import TrainError, TranscoderSpec, VpdSpec
-from swd_lens.train.baselines.trajectory import WEIGHTS, Trajectory
+from swd_lens.train.baselines.spec import TrainError, TrainSpec, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.transcoders import Transcoder
 from swd_lens.train.baselines.vpd import Vpd
+from swd_lens.train.folder import LOG, RUN, without_remains
 from swd_lens.units.coder import CoderUnits
 
 INDEX = "units.json"
-RUN = "run.json"  # of every training's folder (finetune/folder.py), and of a study's
-_LOG = "log.jsonl"
+_WEIGHTS = "weights"
 _FORMAT = 1
+
+# Method -> its settings, and its coder: nn.Module(d_in, d_out, settings), see fits.py, `Coder`.
+METHODS: Mapping[str, tuple[type[TrainSpec], Any]] = {
+    "transcoder": (TranscoderSpec, Transcoder),
+    "vpd_recon_ci": (VpdSpec, Vpd),
+    "vpd_kl": (VpdSpec, Vpd),
+}
+
+
+class Trajectory(Mapping[int, Mapping[str, Tensor]]):
+    """Tokens -> weights by name, on the CPU. With a folder each point is a file, read when it is asked for."""
+
+    def __init__(self, folder: Path | None = None, provenance: Mapping[str, Any] | None = None):
+        self.folder, self.provenance = folder, dict(provenance or {})
+        self._points: dict[int, Mapping[str, Tensor] | Path] = {}
+
+    def add(self, tokens: int, weights: Mapping[str, Tensor]) -> None:
+        """Keep these weights; a point that is there is replaced."""
+        on_cpu = {name: t.detach().cpu().contiguous().clone() for name, t in weights.items()}
+        if self.folder is None:
+            self._points[tokens] = on_cpu
+            return
+        path = self._path(tokens)
+        without_remains(path)
+        with atomic(path) as temporary:
+            about = json.dumps({**self.provenance, "tokens": tokens})
+            save_file(on_cpu, temporary, metadata={"provenance": about})
+        self._points[tokens] = path
+
+    def take_over(self, tokens: int) -> None:
+        """Take over a point that the folder holds.
+
+        Raises:
+            TrainError: it does not.
+        """
+        path = self._path(tokens)
+        if not path.is_file():
+            raise TrainError(f"{path} is missing; copy the folder again, or train again")
+        self._points[tokens] = path
+
+    def _path(self, tokens: int) -> Path:
+        assert self.folder is not None
+        return self.folder / _WEIGHTS / f"{tokens:015d}.safetensors"
+
+    def __getitem__(self, tokens: int) -> Mapping[str, Tensor]:
+        point = self._points[tokens]
+        if not isinstance(point, Path):
+            return point
+        try:
+            with safe_open(point, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        except (OSError, SafetensorError) as error:
+            raise TrainError(f"{point} cannot be read ({error}); copy the folder again, or train again") from error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._points))
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __repr__(self) -> str:
+        where = "in memory" if self.folder is None else f"in {self.folder}"
+        return f"Trajectory(after {', '.join(f'{tokens:,}' for tokens in self)} tokens, {where})"
 
 
 class LearnedUnits(Mapping[str, CoderUnits]):
@@ -174,7 +238,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         for tokens, weights in self.checkpoints.items():
             copied.add(tokens, weights)
         lines = self.log.to_dict("records")
-        write_text(folder / _LOG, "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
         write_index(folder, self.provenance, copied)
 
     @classmethod
@@ -188,8 +252,8 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         provenance, counts = _index(folder)
         checkpoints = Trajectory(folder, provenance)
         for tokens in counts:
-            checkpoints.found(tokens)
-        text = (folder / _LOG).read_text(encoding="utf-8") if (folder / _LOG).is_file() else ""
+            checkpoints.take_over(tokens)
+        text = (folder / LOG).read_text(encoding="utf-8") if (folder / LOG).is_file() else ""
         log = pd.DataFrame([json.loads(line) for line in text.splitlines()])
         return cls(checkpoints, provenance, log, device=device)
 
@@ -217,7 +281,7 @@ def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajec
 def forget(folder: Path) -> None:
     """Take a folder's units away: the index first, so that nobody reads what is only half there."""
     (folder / INDEX).unlink(missing_ok=True)
-    shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
+    shutil.rmtree(folder / _WEIGHTS, ignore_errors=True)
 
 
 def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.ModuleDict:
@@ -227,17 +291,13 @@ def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.Module
         TrainError: settings that this swd_lens does not know.
     """
     try:
-        kind = TranscoderSpec if provenance["method"] == "transcoder" else VpdSpec
-        spec = kind(**provenance["settings"])
-    except TypeError as error:
+        settings, coder = METHODS[provenance["method"]]
+        spec = settings(**provenance["settings"])
+    except (KeyError, TypeError) as error:
         raise TrainError(
             f"these units have settings that this swd_lens does not know ({error}); update swd_lens"
         ) from error
     with torch.device("meta" if meta else "cpu"):
-        made = {
-            site["kind"]: Transcoder(site["d_in"], site["d_out"], spec)
-            if isinstance(spec, TranscoderSpec)
-            else Vpd(site["d_in"], site["d_out"], spec)
-            for site in provenance["sites"].values()
-        }
-    return nn.ModuleDict(made)
+        return nn.ModuleDict(
+            {site["kind"]: coder(site["d_in"], site["d_out"], spec) for site in provenance["sites"].values()}
+        )

@@ -3,8 +3,14 @@
 1. Start: V ~ N(0, 1/d_in), U ~ N(0, 1/C); then `faithfulness_steps` of AdamW on ||W - VU||^2, without data.
 2. VPD-Recon-CI: output under the importance mask g; loss = mean squared error + minimality.
 3. VPD-KL: masks m = g + (1 - g) u with u drawn (masks.py), what V U lacks of W as a component with a mask of its own; loss = KL
-   of the host's logits + minimality (+ KL under masks that an adversary finds, adversary.py) (+ faithfulness).
+   of the host's logits + minimality (+ KL under masks that an adversary finds) (+ faithfulness).
 4. Units: z_c = g_c(x) (x V)_c, so that the forward without stochastic masks is the sum of z_c U_c plus the bias.
+
+Causal importance says how much each component matters for an input, a number per component and token in [0, 1]: a network maps
+the projection's input x to one raw number r per component (method.md §1.3), and r is squashed twice (leaky-hard, §1.4):
+`lower_leaky` is the mask g, `upper_leaky` is what minimality charges. Where masks are binomial, the mask's r is `jittered` first.
+Both are clamps to [0, 1]. They differ in what they let through where they clamp, so that no component is stuck: the mask of a
+component that is off can be raised by its own gradient, and the charge of one that is above 1 still falls.
 
 Minimality of a batch: sum over components of [mean + beta mean log2(1 + sum)] of (g_upper + 1e-12)^p over tokens; p falls from
 p_start to p_end along a line. With reduction="mean" it is the mean over components.
@@ -12,16 +18,19 @@ p_start to p_end along a line. With reduction="mean" it is the mean over compone
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from swd_lens.train.baselines.importance import importance_network, jittered, lower_leaky, upper_leaky
 from swd_lens.train.baselines.spec import VpdSpec
-from swd_lens.train.baselines.transcoders import Said
+from swd_lens.train.engine import Logged
 
 _EPS = 1e-12
+_LEAK = 0.01
+_JITTER = 0.05
 
 
 class Vpd(nn.Module):
@@ -39,7 +48,7 @@ class Vpd(nn.Module):
         width = spec.units(d_in, d_out)
         self.W_enc = nn.Parameter(torch.empty(d_in, width))
         self.W_dec = nn.Parameter(torch.empty(width, d_out))
-        self.importance = importance_network(spec.importance, d_in, width, spec.hidden)
+        self.importance = IMPORTANCE_NETWORKS[spec.importance](d_in, width, spec.hidden)
         self.register_buffer("bias", torch.zeros(d_out))
         self.register_buffer("weight", None, persistent=False)
 
@@ -99,7 +108,7 @@ class Vpd(nn.Module):
         """The steps towards VU = W before the first token; neither x nor y is looked at."""
         reconstruct([self])
 
-    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Said]:
+    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
         """The local loss of a batch (VPD-Recon-CI), and what to log of it."""
         got, raw = self.masked(x)
         return total_loss((got - y).square().mean(), [raw], [self], step)
@@ -146,7 +155,7 @@ def unfaithfulness(parts: Iterable[Vpd]) -> Float[Tensor, ""]:
     return total / sum(error.numel() for error in errors)
 
 
-def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -> tuple[Tensor, Said]:
+def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -> tuple[Tensor, Logged]:
     """Fidelity, minimality and faithfulness of a step, weighted, and what to log of them.
 
     Args:
@@ -163,14 +172,14 @@ def total_loss(error: Tensor, raws: list[Tensor], parts: list[Vpd], step: int) -
     if spec.faithfulness:
         total = total + spec.faithfulness * unfaithfulness(parts)
     with torch.no_grad():
-        said = {
+        logged = {
             "error": error.detach(),
             "minimality": charge.detach(),
             "l0": torch.stack([(raw > 0).float().sum(-1).mean() for raw in flat]).sum(),
             "unfaithfulness": unfaithfulness(parts),
             "p": torch.tensor(spec.p(step), dtype=torch.float64),
         }
-    return total, said
+    return total, logged
 
 
 def minimality(
@@ -181,3 +190,101 @@ def minimality(
     mean = powered.mean(0)
     charges = mean + beta * mean * torch.log2(1 + powered.sum(0))
     return charges.mean() if reduction == "mean" else charges.sum()
+
+
+# ---------------------------------------------------------------------------------------------- causal importance
+
+
+class _LowerLeaky(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor) -> Tensor:
+        ctx.save_for_backward(raw)
+        return raw.clamp(0.0, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (raw,) = ctx.saved_tensors
+        gradient = gradients[0]
+        # Below zero only what would raise the mask (a negative gradient, as descent subtracts it), and a hundredth of it.
+        below = torch.where(gradient < 0, _LEAK * gradient, torch.zeros_like(gradient))
+        inside = torch.where(raw <= 1, gradient, torch.zeros_like(gradient))
+        return torch.where(raw > 0, inside, below)
+
+
+def lower_leaky(raw: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """clamp(r, 0, 1); its gradient is 1 on (0, 1], 0 above, and below 0 a hundredth of what would raise r."""
+    return _LowerLeaky.apply(raw)  # pyright: ignore[reportReturnType]
+
+
+def upper_leaky(raw: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """0 below 0, r on [0, 1], 1 + (r - 1) / 100 above."""
+    return torch.where(raw > 1, 1 + _LEAK * (raw - 1), raw.clamp_min(0.0))
+
+
+def jittered(raw: Float[Tensor, "*shape"], noise: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """1.05 r - 0.05 noise, noise in [0, 1]: what `lower_leaky` gets where masks are binomial, so that r cannot rest at an end."""
+    return (1 + _JITTER) * raw - _JITTER * noise
+
+
+class VectorMlp(nn.Module):
+    """One MLP per component on the whole input: d_in -> hidden -> 1, exact GELU; C d_in hidden parameters.
+
+    Its inner activations are C hidden numbers per token (12 GB at GPT-2's c_proj with 4,096 tokens): beyond `AT_ONCE` numbers
+    they are made for a part of the tokens at a time, and again for the gradient.
+    """
+
+    AT_ONCE = 2**28
+
+    def __init__(self, d_in: int, width: int, hidden: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(d_in, width, hidden))
+        self.b1 = nn.Parameter(torch.empty(width, hidden))
+        self.w2 = nn.Parameter(torch.empty(width, hidden))
+        self.b2 = nn.Parameter(torch.empty(width))
+
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start: Kaiming normal, biases 0 (method.md §1.3)."""
+        _draw(self, generator, self.w1.shape[0], self.w2.shape[1])
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
+        flat = x.reshape(-1, x.shape[-1])
+        tokens = max(1, self.AT_ONCE // self.b1.numel())
+        if len(flat) <= tokens:
+            raw = self._raw(flat)
+        else:
+            raw = torch.cat([checkpoint(self._raw, part, use_reentrant=False) for part in flat.split(tokens)])
+        return raw.reshape(*x.shape[:-1], -1)
+
+    def _raw(self, x: Float[Tensor, "token d_in"]) -> Float[Tensor, "token unit"]:
+        inner = (x @ self.w1.flatten(1)).unflatten(-1, tuple(self.b1.shape)) + self.b1
+        return (nn.functional.gelu(inner) * self.w2).sum(-1) + self.b2
+
+
+class SharedMlp(nn.Module):
+    """One MLP for all components: d_in -> hidden -> C, exact GELU."""
+
+    def __init__(self, d_in: int, width: int, hidden: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(d_in, hidden))
+        self.b1 = nn.Parameter(torch.empty(hidden))
+        self.w2 = nn.Parameter(torch.empty(hidden, width))
+        self.b2 = nn.Parameter(torch.empty(width))
+
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start: Kaiming normal, biases 0 (method.md §1.3)."""
+        _draw(self, generator, *self.w1.shape)
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
+        return nn.functional.gelu(x @ self.w1 + self.b1) @ self.w2 + self.b2
+
+
+# By the name of the setting.
+IMPORTANCE_NETWORKS = {"vector_mlp": VectorMlp, "shared_mlp": SharedMlp}
+
+
+@torch.no_grad()
+def _draw(network: VectorMlp | SharedMlp, generator: torch.Generator, d_in: int, hidden: int) -> None:
+    network.w1.copy_(torch.randn(network.w1.shape, generator=generator) * math.sqrt(2 / d_in))
+    network.w2.copy_(torch.randn(network.w2.shape, generator=generator) * math.sqrt(1 / hidden))
+    network.b1.zero_()
+    network.b2.zero_()

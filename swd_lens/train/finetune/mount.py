@@ -1,39 +1,138 @@
-"""mount: all sites of a set in training at once inside a frozen host, and the host as it was afterwards.
+"""Factors in training inside a frozen host: values on fixed supports, the modules that compute with them, and the mounting.
 
-1. `attach` checks everything that it checks for a user (sites, shapes, whose weights, nothing attached already), and leaves.
-2. Every parameter of the host stops asking for gradients; rewriting weights is refused; each site's product goes to a
-   `TrainedProjection`.
-3. On the way out, also by an exception or Ctrl-C, all of it is undone in reverse order.
+1. `Support` holds one factor: the flat places of its nonzeros, found once, and a float32 vector of their values. Training
+   changes the vector only; entries outside the places do not exist for it, so the support cannot grow. `keep_nonzero` replaces
+   a value that became zero by the smallest normal number of its sign: it cannot shrink either.
+2. `TrainedProjection` scatters both vectors into dense factors in every forward; autograd brings back the gradient at the
+   places. With `switch.dense` it returns the host's own dense product, so that one mounted host is both, replaced and dense.
+3. `mounted` puts them into a host whose parameters ask for no gradients, and takes them out again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from swd_lens.hosts import Host, Undo, host_of, sites_of
-from swd_lens.hosts.sites import Site, select_sites
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from swd_lens.hosts import Host
+from swd_lens.hosts.sites import Site
+from swd_lens.train.engine import frozen
 from swd_lens.train.finetune.spec import FinetuneError
-from swd_lens.train.finetune.values import Support, Switch, TrainedProjection
-from swd_lens.units import as_units, attach, by_site
+from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
 from swd_lens.units.projection import UnitHookPoint
 from swd_lens.units.watch import watch_block
 
+# The smallest number with full precision: below it arithmetic may flush to zero. bfloat16 holds it, too.
+SMALLEST = torch.finfo(torch.float32).tiny
 _WHILE_TRAINING = "while factors are fine-tuned on this host: they stand for the weights that it would rewrite"
 
 
+class _Scatter(torch.autograd.Function):
+    """values -> a dense matrix with them at flat places and zeros elsewhere; the gradient is the matrix's, at the places."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(places)
+        return values.new_zeros(shape[0] * shape[1]).scatter_(0, places, values).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places,) = ctx.saved_tensors
+        return grad.reshape(-1).gather(0, places), None, None
+
+
+class Support(nn.Module):
+    """One factor as values on fixed places.
+
+    Attributes:
+        values: (nnz,) float32, trainable, in row-major order of the places.
+    """
+
+    def __init__(self, factor: Float[Tensor, "rows columns"], device: torch.device | str):
+        super().__init__()
+        self.shape = (factor.shape[0], factor.shape[1])
+        flat = factor.detach().to(device, torch.float32).reshape(-1)
+        self._places = flat.nonzero()[:, 0]  # int64: torch scatters by nothing else
+        self.values = nn.Parameter(flat[self._places])
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
+        """The factor, differentiable by the values."""
+        matrix: Any = _Scatter.apply(self.values.to(dtype), self._places, self.shape)
+        return matrix
+
+    @torch.no_grad()
+    def keep_nonzero(self) -> None:
+        """Move what came closer to zero than the smallest normal number back to it; -0.0 counts as negative."""
+        small = self.values.abs() < SMALLEST
+        self.values.copy_(torch.where(small, torch.full_like(self.values, SMALLEST).copysign(self.values), self.values))
+
+
+@dataclass
+class Switch:
+    """Shared by all projections of one run: whether they show the dense host."""
+
+    dense: bool = False
+
+
+class TrainedProjection(Projection):
+    """Factors in training; like `UnitProjection`, but for where read and write come from. Offsets are kept as they are."""
+
+    def __init__(self, f: Factors, hook: HookPoint, like: Tensor, switch: Switch):
+        """
+        Args:
+            like: a parameter of the host beside the site: its device is where the values lie.
+        """
+        super().__init__(hook)
+        self.read, self.write = Support(f.read, like.device), Support(f.write, like.device)
+        self.switch = switch
+        offsets = (None, None) if f.offsets is None else (f.offsets.unit, f.offsets.out)
+        self.offset_unit, self.offset_out = (None if t is None else t.to(like.device, like.dtype) for t in offsets)
+
+    def forward(
+        self,
+        h: Float[Tensor, "*batch d_in"],
+        bias: Shaped[Tensor, " d_out"] | None,
+        dense: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "*batch d_out"]:
+        if self.switch.dense:
+            return self.run_dense(h, dense)
+        z = self.show(_plus(h @ self.read.dense(h.dtype), self.offset_unit))
+        return _plus(_plus(z @ self.write.dense(z.dtype), bias), self.offset_out)
+
+    @torch.no_grad()
+    def factors(self, f: Factors) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+        """read and write as they are now, where and as the given Factors hold theirs."""
+        return self.read.dense().to(f.read.device, f.read.dtype), self.write.dense().to(f.write.device, f.write.dtype)
+
+
+def _plus(y: Tensor, constant: Tensor | None) -> Tensor:
+    # In y's dtype: under autocast y is bfloat16 and would be promoted by a float32 bias.
+    return y if constant is None else y + constant.to(y.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- mounting
+
+
+@dataclass(frozen=True)
 class Mounted:
     """A host with factors in training.
 
     Attributes:
-        projections: site name -> projection, in execution order.
+        factors: as they were given, by site name.
+        projections: by site name, in execution order.
         switch: set `.dense` for the dense host.
     """
 
-    def __init__(self, host: Host, sites: list[Site], factors: Mapping[str, Factors]):
-        self.host, self.sites, self.factors = host, sites, dict(factors)
-        self.switch = Switch()
-        self.projections: dict[str, TrainedProjection] = {}
+    host: Host
+    sites: list[Site]
+    factors: Mapping[str, Factors]
+    projections: dict[str, TrainedProjection] = field(default_factory=dict)
+    switch: Switch = field(default_factory=Switch)
 
     def supports(self) -> dict[str, Support]:
         """ "blocks.0.mlp_out.read" -> its support, for every factor, in execution order."""
@@ -43,80 +142,52 @@ class Mounted:
             for side in ("read", "write")
         }
 
+    def run(self, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pos vocab"]:
+        """Logits of the host with the factors, with gradient where it is on; or of the dense host, without."""
+        if not dense:
+            return self.host.run(rows)
+        self.switch.dense = True
+        try:
+            with torch.no_grad():
+                return self.host.run(rows)
+        finally:
+            self.switch.dense = False
+
 
 def checked(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Factors]]:
     """The host, the sites in execution order, and each site's Factors.
 
     Raises:
-        FinetuneError: a unit source that is not Factors.
+        FinetuneError: a unit source that is not Factors, or without a nonzero entry.
         AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: see `swd_lens.attach`.
     """
-    host, given = host_of(model), by_site(factors)
-    sites = sites_of(host, given)
-    named = {
-        site.name: given[site.name]
-        if site.name in given
-        else next(f for n, f in given.items() if select_sites([site], n))
-        for site in sites
-    }
-    units = {site.name: as_units(named[site.name], site) for site in sites}
-    made: dict[str, Factors] = {}
-    for name, one in units.items():
-        if not isinstance(one, Factors):
-            raise FinetuneError(
-                f"{name} holds {type(named[name]).__name__}, an encode/decode pair: only read and write factors on "
-                "a fixed support can be fine-tuned. Leave it out, or train it with its own code"
-            )
-        if one.edges == 0:
+    units = UnitSet.of(model, factors)
+    for name, coder in units.coders.items():
+        raise FinetuneError(
+            f"{name} holds {coder.name}, an encode/decode pair: only read and write factors on "
+            "a fixed support can be fine-tuned. Leave it out, or train it with its own code"
+        )
+    given = dict(units.factors)
+    for name, f in given.items():
+        if f.edges == 0:
             raise FinetuneError(f"{name} has no nonzero entry, so there is nothing to train; leave it out")
-        made[name] = one
-    with attach(model, factors):  # not `.detach()`: a Ctrl-C in that would leave them attached
+    with attach(model, units):  # not `.detach()`: a Ctrl-C in that would leave them attached
         pass
-    return host, sites, made
+    return units.host, units.sites, given
 
 
 @contextmanager
 def mounted(host: Host, sites: list[Site], factors: Mapping[str, Factors]) -> Iterator[Mounted]:
-    """The host in training; see the module's docstring."""
-    undo: list[Undo] = []
-    try:
-        yield _mount(Mounted(host, sites, factors), undo)
-    finally:
-        try:
-            undo_all(undo)
-        finally:  # a Ctrl-C may hit the first
-            undo_all(undo)
-
-
-def undo_all(undo: list[Undo]) -> None:
-    """Undo from the last on; what is undone leaves the list, so that a second call goes on where a Ctrl-C hit the first."""
-    while undo:
-        # Popped only when done: undoing twice is harmless.
-        undo[-1]()
-        undo.pop()
-
-
-def _mount(here: Mounted, undo: list[Undo]) -> Mounted:
-    host = here.host
-    host.guard(_WHILE_TRAINING, undo.append)
-    asked = [p for p in host.model.parameters() if p.requires_grad]
-    undo.append(lambda: _ask(asked, True))
-    _ask(asked, False)
-    of_layer: dict[int, dict[str, Any]] = {}
-    for site in here.sites:
-        block = host.model.blocks[site.layer]
-        hook = UnitHookPoint(f"{site.name}, in training")
-        projection = TrainedProjection(here.factors[site.name], hook, next(block.parameters()), here.switch)
-        projection.train(block.training)
-        hook.train(block.training)
-        host.swap(site, projection, hook, undo.append)
-        here.projections[site.name] = projection
-        of_layer.setdefault(site.layer, {})[site.name] = projection
-    for layer, projections in of_layer.items():
-        watch_block(host.model.blocks[layer], projections, undo.append)
-    return here
-
-
-def _ask(parameters: list[Any], gradients: bool) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(gradients)
+    """The host with all factors in training. On the way out, also by an exception or Ctrl-C, it is what it was."""
+    with frozen(host, _WHILE_TRAINING) as undo:
+        training = Mounted(host, sites, factors)
+        for site in sites:
+            block = host.model.blocks[site.layer]
+            hook = UnitHookPoint(f"{site.name}, in training")
+            projection = TrainedProjection(factors[site.name], hook, next(block.parameters()), training.switch)
+            host.swap(site, projection.train(block.training), hook.train(block.training), undo.push)
+            training.projections[site.name] = projection
+        for layer in {site.layer: None for site in sites}:
+            of_layer = {site.name: training.projections[site.name] for site in sites if site.layer == layer}
+            watch_block(host.model.blocks[layer], of_layer, undo.push)
+        yield training

@@ -1,35 +1,35 @@
 """finetune: train the values of read and write of a whole replacement, on a fixed support (SWD-FT, paper app. A; method.md §5.3).
 
 1. Check factors, text, settings and folder before the host is touched; hash what decides the bits of the run.
-2. With out=: take over a finished run, or go on from the checkpoint of an interrupted one (folder.py).
-3. Mount all sites in the frozen host (mount.py) and train (loop.py).
+2. With out=: take over a finished run, or go on from the checkpoint of an interrupted one (train/folder.py).
+3. Mount all sites in the frozen host (mount.py) and train what fit.py says (train/engine.py).
 4. The result: the same sites with the new values on the old support, provenance, and a new probe of every site.
 """
 
+import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from swd_lens.base._version import __version__
-from swd_lens.base.machine import plain_float32
-from swd_lens.factorization.checkpoint import chain, host_fingerprint
-from swd_lens.hosts import Host, require_no_dropout
-from swd_lens.train.finetune.folder import RunFolder
-from swd_lens.train.finetune.loop import Run
-from swd_lens.train.finetune.mount import Mounted, checked, mounted
-from swd_lens.train.finetune.objective import Heldout
-from swd_lens.train.finetune.processes import Processes
-from swd_lens.train.finetune.rows import Rows, rows_of
+from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
+from swd_lens.hosts import require_no_dropout
+from swd_lens.hosts.recording import record
+from swd_lens.tasks.streams import TokenStream
+from swd_lens.train.engine import Engine, gradients_on
+from swd_lens.train.finetune.fit import FinetuneFit, Heldout
+from swd_lens.train.finetune.mount import checked, mounted
 from swd_lens.train.finetune.spec import FinetuneError, resolve
+from swd_lens.train.folder import RUN, TrainingFolder
+from swd_lens.train.rows import Processes, Rows, rows_of
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.passport import Probe
 
+_FACTORS = "factors"
 DEFAULT_PRESET = "best"
 
 
@@ -90,95 +90,132 @@ def finetune(
             raise FinetuneError(f"{name}={every!r}: give a whole number of steps, 1 or more")
     if spec.keep == "best" and heldout is None:
         raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
-    text = rows_of(tokens, model, spec.batch_size)
-    held = None if heldout is None else rows_of(heldout, model, 1, "heldout")
+    text = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
+    held = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
     require_no_dropout(model)
     host, sites, given = checked(model, factors)
     device = next(model.parameters()).device
-    processes = Processes(device, spec.batch_size)
+    processes = Processes()
+    require_shares(processes, device, spec.batch_size)
     steps = spec.steps_for(text.n_rows)
     eval_every = eval_every or max(1, steps // 10)
     folder = None
     if out is not None:
-        hashes = _hashes(host, given, text, held)
-        decides = {**hashes, **spec.as_dict(), "steps": steps, "eval_every": eval_every, "swd_lens": __version__}
-        folder = RunFolder(Path(out), decides)
-    last = 0
-    if folder is not None and not overwrite:
-        if folder.check():
-            return _remembering(folder.factors(), given)
-        last = folder.last_step()
-    processes.wait()  # everybody has looked before the main process changes anything
-    exact = nullcontext() if spec.autocast is not None else plain_float32(device)
-    # Also where the caller has switched gradients off.
-    with torch.inference_mode(False), torch.enable_grad(), mounted(host, sites, given) as here, exact:
-        run = Run(here, spec, text, held, processes, steps, eval_every, checkpoint_every, folder, progress)
-        run.train(last)
-        result = _result(run, getattr(factors, "provenance", {}) if isinstance(factors, FactorSet) else {}, preset)
+        decides = {
+            "host_sha256": host_fingerprint(model, model.cfg),
+            "factors_sha256": upstream_of(given),
+            "tokens_sha256": text.fingerprint(),
+            "heldout_sha256": None if held is None else held.fingerprint(),
+            **spec.as_dict(),
+            "steps": steps,
+            "eval_every": eval_every,
+            "swd_lens": __version__,
+        }
+        folder = TrainingFolder(Path(out), decides, "finetune", (_FACTORS, f"{_FACTORS}.json"))
+        if not overwrite and folder.check():
+            # With the dense weights that the given factors remember; files never hold them.
+            finished = FactorSet.load(folder.path / _FACTORS)
+            return FactorSet(
+                {name: replace(finished[name], weight=f.weight) for name, f in given.items()}, finished.provenance
+            )
+        processes.wait()  # everybody has looked before the main process changes anything
+        if overwrite and processes.main:
+            folder.start(0)
+        processes.wait()
+    with gradients_on(device, exact=spec.autocast is None), mounted(host, sites, given) as training:
+        fit = FinetuneFit(training, spec, steps, held, processes)
+        engine = Engine(
+            fit,
+            text,
+            spec.batch_size,
+            steps,
+            spec.seed,
+            "finetune",
+            folder=folder,
+            checkpoint_every=checkpoint_every,
+            eval_every=None if held is None else eval_every,
+            processes=processes,
+        )
+        engine.run(progress=progress)
+        fit.finish()
+        result = _result(engine, fit, factors.provenance if isinstance(factors, FactorSet) else {}, preset)
     if folder is not None:
         if processes.main:
-            folder.finish(result, {"before": _shown(run.before), "after": _shown(run.after)})
+            result.save(folder.path / _FACTORS)  # then the word that they are there
+            folder.end({"before": _means(fit.before), "after": _means(fit.after)})
         processes.wait()
     return result
 
 
-def _hashes(host: Host, given: Mapping[str, Factors], text: Rows, held: Rows | None) -> dict[str, Any]:
-    upstream = None
-    for name, f in given.items():
-        upstream = chain(upstream, name, f)
-    return {
-        "host_sha256": host_fingerprint(host.model, host.model.cfg),
-        "factors_sha256": upstream,
-        "tokens_sha256": text.fingerprint(),
-        "heldout_sha256": None if held is None else held.fingerprint(),
-    }
+def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
+    if rows.row_length < 2:
+        raise FinetuneError(
+            f"{what} has rows of one token: each position predicts the next, so rows of two or more are needed"
+        )
+    if rows.n_rows < batch_size:
+        raise FinetuneError(
+            f"{what} has {rows.n_rows} rows of {rows.row_length} tokens, too few for one batch of batch_size={batch_size}; "
+            "give more text, shorter rows or a smaller batch_size"
+        )
+    return rows
+
+
+def require_shares(processes: Processes, model_device: torch.device, batch_size: int) -> None:
+    """Raises FinetuneError where a process has no row of a batch, or its host on another process's device."""
+    if processes.n > batch_size:
+        raise FinetuneError(
+            f"batch_size={batch_size} has no row for each of {processes.n} processes; give {processes.n} or more, or launch fewer"
+        )
+    if processes.n > 1 and model_device.type == "cuda" and processes.device != model_device:
+        raise FinetuneError(
+            f"process {processes.index} has its host on {model_device}, but {processes.device} is its device: "
+            "load the host with device=accelerate.PartialState().device"
+        )
+
+
+def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
+    """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
+    try:
+        run = json.loads((path / RUN).read_text(encoding="utf-8"))
+        return run["recipe"]["factors_sha256"] != upstream_of(factors)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 # ---------------------------------------------------------------------------------------------- the result
 
 
-def _remembering(made: FactorSet, given: Mapping[str, Factors]) -> FactorSet:
-    """A finished run's factors with the dense weights that the given ones remember; files never hold them."""
-    return FactorSet({name: replace(made[name], weight=f.weight) for name, f in given.items()}, made.provenance)
-
-
-def _result(run: Run, provenance: Mapping[str, Any], preset: str) -> FactorSet:
+def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], preset: str) -> FactorSet:
     """The factors as they are now. The probe's inputs are seen in the host while all of them are still mounted: what enters a
     site depends on the sites before it only."""
-    here, made = run.here, {}
+    training, rows = fit.mounted, engine.rows
     entry = {
         "preset": preset,
-        **run.spec.as_dict(),
-        "steps": run.steps,
-        "tokens": run.steps * run.tokens_per_step,
-        "unique_tokens": min(run.steps * run.tokens_per_step, run.rows.n_rows * run.rows.row_length),
-        "before": _shown(run.before),
-        "after": _shown(run.after),
+        **fit.spec.as_dict(),
+        "steps": engine.steps,
+        "tokens": engine.tokens,
+        "unique_tokens": min(engine.tokens, rows.n_rows * rows.row_length),
+        "before": _means(fit.before),
+        "after": _means(fit.after),
         "swd_lens": __version__,
     }
-    cfg = here.host.model.cfg
-    tokens = provenance.get("probe_tokens") or probe_tokens(run.rows.first(), int(cfg.d_vocab), int(cfg.n_ctx))
-    inputs = _inputs(here, list(tokens))
-    for site in here.sites:
-        f = here.factors[site.name]
-        read, write = here.projections[site.name].factors(f)
+    cfg = training.host.model.cfg
+    tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.first(), int(cfg.d_vocab), int(cfg.n_ctx)))
+    # What enters each site at the last of these tokens.
+    inputs = record(
+        training.host, torch.tensor([tokens]), inputs=training.sites, keep=lambda h: h[0, -1].float().cpu()
+    ).inputs
+    tuned = {}
+    for site in training.sites:
+        f = training.factors[site.name]
+        read, write = training.projections[site.name].factors(f)
         new = replace(f, read=read, write=write, probe=Probe.of(inputs[site.name], read.cpu(), f.offsets))
-        weight = here.host.weight(site).to(read.device)
+        weight = training.host.weight(site).to(read.device)
         about = {**_renamed(f.provenance), "relative_frobenius": new.relative_frobenius(weight), "finetune": entry}
-        made[site.name] = replace(new, provenance=about)
-    probed = {"probe_tokens": list(tokens), "probe_sites": [site.name for site in here.sites]}
-    return FactorSet(
-        made, {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
-    )
-
-
-def _inputs(here: Mounted, tokens: list[int]) -> dict[str, Tensor]:
-    """What enters each site at the last of these tokens."""
-    found: dict[str, Tensor] = {}
-    watching = here.host.inputs(here.sites, lambda site, h: found.update({site.name: h[0, -1].float().cpu()}))
-    with torch.no_grad(), watching:
-        here.host.run_blocks(torch.tensor([tokens]), max(site.layer for site in here.sites) + 1)
-    return found
+        tuned[site.name] = replace(new, provenance=about)
+    probed = {"probe_tokens": tokens, "probe_sites": [site.name for site in training.sites]}
+    about = {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
+    return FactorSet(tuned, about)
 
 
 def _renamed(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,5 +224,5 @@ def _renamed(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{key}_before_finetune" if key in stale else key: value for key, value in provenance.items()}
 
 
-def _shown(found: Heldout | None) -> dict[str, float] | None:
-    return None if found is None else {**found._asdict(), "ce_delta": found.ce_delta}
+def _means(heldout: Heldout | None) -> dict[str, float] | None:
+    return None if heldout is None else heldout.as_dict()

@@ -3,11 +3,25 @@
 import pytest
 import torch
 
-from swd_lens.train.baselines.importance import VectorMlp, lower_leaky, upper_leaky
-from swd_lens.train.baselines.presets import TRANSCODERS, VPD_KLS, VPD_RECONS, named
-from swd_lens.train.baselines.spec import TrainError, TranscoderSpec, VpdSpec, resolve
+from swd_lens.train.baselines.spec import (
+    TRANSCODERS,
+    VPD_KLS,
+    VPD_RECONS,
+    TrainError,
+    TranscoderSpec,
+    VpdSpec,
+    named,
+)
 from swd_lens.train.baselines.transcoders import Transcoder, reconstruction_loss
-from swd_lens.train.baselines.vpd import Vpd, minimality, total_loss, unfaithfulness
+from swd_lens.train.baselines.vpd import (
+    VectorMlp,
+    Vpd,
+    lower_leaky,
+    minimality,
+    total_loss,
+    unfaithfulness,
+    upper_leaky,
+)
 
 
 def drawn(coder, seed=0):
@@ -166,13 +180,13 @@ def test_the_papers_recipes():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: resolve(TranscoderSpec(), {"widht": 3}), "did you mean 'width'"),
+        (lambda: TranscoderSpec().changed({"widht": 3}), r"did you mean width\?"),
         (lambda: TranscoderSpec(width="3"), 'or "4x" for four times'),
         (lambda: TranscoderSpec(loss="huber"), "loss='huber': choose one of 'mse', 'normed'"),
-        (lambda: TranscoderSpec(n_tokens=0), "n_tokens=0: give a whole number, 1 or more"),
+        (lambda: TranscoderSpec(n_tokens=0), "n_tokens=0: give a whole number of at least 1"),
         (lambda: VpdSpec(p_end=0), "p_end=0: give a finite number above 0"),
-        (lambda: VpdSpec(beta1=1.0), "beta1=1.0: give a finite number of 0 or more and below 1"),
-        (lambda: named(TRANSCODERS, "papr", "mlp"), "preset='papr': choose one of 'small'"),
+        (lambda: VpdSpec(beta1=1.0), "beta1=1.0: give a finite number of at least 0 and below 1"),
+        (lambda: named(TRANSCODERS, "papr", "mlp"), "no preset 'papr'; did you mean paper"),
     ],
 )
 def test_bad_settings_are_refused(make, says):

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from swd_lens import baselines
-from swd_lens.train.baselines.adversary import OneShot, Persistent
-from swd_lens.train.baselines.importance import jittered
-from swd_lens.train.baselines.masks import Draws, seed_of
-from swd_lens.train.baselines.presets import VPD_KLS
-from swd_lens.train.baselines.spec import VpdSpec
-from swd_lens.train.baselines.vpd import Vpd
-from swd_lens.train.finetune.rows import Shuffled
+from swd_lens.train.baselines.masks import Draws, OneShot, Persistent, seed_of
+from swd_lens.train.baselines.spec import VPD_KLS, VpdSpec
+from swd_lens.train.baselines.vpd import Vpd, jittered
+from swd_lens.train.rows import Shuffled
 from tests.micro import random_tokens, toy_model
 
 SITE, MLP = "blocks.1.mlp_out", "blocks.0.mlp"

@@ -9,6 +9,7 @@ from swd_lens.hosts import host_of
 from swd_lens.train.baselines.fits import HostFit
 from swd_lens.train.baselines.spec import TrainError, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.transcoders import Transcoder, geometric_median, ghost_loss
+from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, minimality
 from tests.micro import random_tokens, toy_model
 
@@ -70,7 +71,7 @@ def test_clipping_by_hand(clip, factor):
 def test_matrices_of_a_run_are_clipped_together():
     model, parts = toy_model(), with_gradients(clip=1.3, fidelity="kl")
     matrices = swd.find_sites(model, ["blocks.0.mlp_in", "blocks.0.mlp_out"])
-    HostFit(host_of(model), matrices[0], dict(zip(matrices, parts, strict=True))).after_backward(1)
+    HostFit(host_of(model), matrices[0], dict(zip(matrices, parts, strict=True)), Trajectory()).adjust_gradients(1)
     entries = [float(t[0, 0]) for part in parts for t in (part.W_enc.grad, part.W_dec.grad) if t is not None]
     assert entries == pytest.approx([0.3, 0.4, 0, 1.2], rel=1e-6)
 
@@ -206,12 +207,12 @@ def test_the_start_of_a_transcoder():
             "masks='bernoulli': choose one of 'continuous', 'binomial'",
         ),
         (lambda: VpdSpec(adversary="once"), "adversary='once': choose one of 'oneshot', 'persistent'"),
-        (lambda: VpdSpec(persistent_steps=-1), "persistent_steps=-1: give a whole number, 0 or more"),
+        (lambda: VpdSpec(persistent_steps=-1), "persistent_steps=-1: give a whole number of at least 0"),
         (lambda: VpdSpec(persistent_rate=0), "persistent_rate=0: give a finite number above 0"),
-        (lambda: VpdSpec(persistent_warmup=2), "persistent_warmup=2: give a finite number of 0 or more and at most 1"),
+        (lambda: VpdSpec(persistent_warmup=2), "persistent_warmup=2: give a finite number from 0 to 1"),
         (
             lambda: VpdSpec(persistent_beta2=1.0),
-            r"persistent_beta2=1\.0: give a finite number of 0 or more and below 1",
+            r"persistent_beta2=1\.0: give a finite number of at least 0 and below 1",
         ),
         (
             lambda: VpdSpec(routing="subset"),

@@ -10,8 +10,8 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.train.baselines import LearnedUnits, TrainError
-from swd_lens.train.baselines.train import Training
-from swd_lens.train.finetune.rows import Shuffled
+from swd_lens.train.engine import Engine
+from swd_lens.train.rows import Shuffled
 from tests import families
 from tests.micro import random_split, random_tokens, toy_model
 from tests.train.finetune.conftest import everything
@@ -58,14 +58,14 @@ def bits(units):
 
 
 def interrupt(monkeypatch, after):
-    one = Training._one
+    one = Engine.advance
 
     def stopping(self, rows):
         if self.step == after:
             raise KeyboardInterrupt
         return one(self, rows)
 
-    monkeypatch.setattr(Training, "_one", stopping)
+    monkeypatch.setattr(Engine, "advance", stopping)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -81,10 +81,10 @@ def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name,
         assert everything(model) == before
         with open(out / "log.jsonl", "a") as file:
             file.write('{"step": 6, "lo')  # a kill in the middle of a line
-        made, one = [], Training._one
+        made, one = [], Engine.advance
         with monkeypatch.context() as patch:
             patch.setattr(
-                Training, "_one", lambda self, rows, made=made, one=one: made.append(self.step) or one(self, rows)
+                Engine, "advance", lambda self, rows, made=made, one=one: made.append(self.step) or one(self, rows)
             )
             resumed = train(model, name, out=out)
         assert made == list(range(after - after % 3, 7))  # from the last checkpoint on
@@ -106,7 +106,7 @@ def test_a_kill_before_the_index_needs_no_training(model, tmp_path, monkeypatch)
             train(model, "transcoder", out=tmp_path)
     with pytest.raises(TrainError, match=r"holds no units\.json: no learned units, or their training is not finished"):
         LearnedUnits.load(tmp_path)
-    monkeypatch.setattr(Training, "_one", broken)
+    monkeypatch.setattr(Engine, "advance", broken)
     assert bits(train(model, "transcoder", out=tmp_path)) == bits(LearnedUnits.load(tmp_path))
 
 

@@ -13,11 +13,10 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.embedded.load import WEIGHTS
 from swd_lens.hosts.embedded.tokenizer import load_tokenizer
 from swd_lens.train.baselines import SparseSpec, TrainError
-from swd_lens.train.baselines.sparse_network import config_of, fresh, matrices, nonzeros
-from swd_lens.train.baselines.sparse_schedule import budget, normalized
-from swd_lens.train.baselines.sparse_spec import PRESETS
-from swd_lens.train.baselines.sparse_training import _Run
-from swd_lens.train.finetune.rows import Shuffled
+from swd_lens.train.baselines.sparse_network import budget, config_of, fresh, matrices, nonzeros
+from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
+from swd_lens.train.engine import Engine, normalized, root_mean_square
+from swd_lens.train.rows import Shuffled
 from tests import families
 from tests.micro import random_split
 
@@ -92,7 +91,8 @@ def test_one_update_by_hand(tokenizer, tmp_path):
         start.zero_grad()
         logits = start(rows).logits[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
-        gradients.append(normalized([p.grad for p in start.parameters()]))
+        grads = [p.grad for p in start.parameters() if p.grad is not None]
+        gradients.append(normalized(grads, root_mean_square(grads)))
     rate = 3e-3 * 1 / 10  # the second of ten warm-up updates; n0 = 10 updates
     for (name, p), g1, g2 in zip(start.named_parameters(), *gradients, strict=True):
         first = (0.9 * 0.1 * g1 + 0.1 * g2) / (1 - 0.9**2)
@@ -102,27 +102,27 @@ def test_one_update_by_hand(tokenizer, tmp_path):
 
 
 def test_resumed_is_uninterrupted_to_the_bit(trained, tokenizer, tmp_path, monkeypatch):
-    one = _Run._one
+    one = Engine.advance
 
     def stopping(self, rows):
-        if self.update == 14:
+        if self.step == 14:
             raise KeyboardInterrupt
         return one(self, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_one", stopping)
+        patch.setattr(Engine, "advance", stopping)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path, tokenizer)
     made = []
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_one", lambda self, rows: made.append(self.update) or one(self, rows))
+        patch.setattr(Engine, "advance", lambda self, rows: made.append(self.step) or one(self, rows))
         resumed = train(tmp_path, tokenizer)
     assert made == list(range(12, 20))
     assert weights(resumed) == weights(trained) and resumed.log.equals(trained.log)
     assert resumed.provenance == trained.provenance
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "model", "run.json"]
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_one", stopping)
+        patch.setattr(Engine, "advance", stopping)
         assert weights(train(tmp_path, tokenizer)) == weights(trained)  # taken over
     with pytest.raises(swd.ResumeError, match=r"end_density 0\.2 then, 0\.5 now.*Call sparse_pretrain as then"):
         train(tmp_path, tokenizer, end_density=0.5)
@@ -182,11 +182,11 @@ def test_a_hosts_shape_can_be_taken(default_model):
 
 
 def test_what_cannot_be_trained_is_refused(tokenizer, tmp_path):
-    assert PRESETS["paper"].last == 22_000 and PRESETS["paper"].updates == 38_146
+    assert SPARSE_PRETRAINS["paper"].last == 22_000 and SPARSE_PRETRAINS["paper"].updates == 38_146
     for more, says in (
         ({"tokens_per_update": 100}, "tokens_per_update=100 cannot be made of these 48 rows of 12 tokens"),
-        ({"preset": "best"}, "preset='best': choose one of 'paper', 'small'"),
-        ({"updats": 3}, "did you mean 'updates'"),
+        ({"preset": "best"}, "no preset 'best'; valid: paper, small"),
+        ({"updats": 3}, "did you mean updates"),
         ({"stop_after": 21}, "stop_after=21: the schedule has 20 updates"),
         ({"warmup": 0.9}, "density falls between"),
         ({"learning_rate": 1e30}, r"update \d+: the loss is (nan|inf)"),

@@ -14,11 +14,10 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.hosts.embedded.load import WEIGHTS
 from swd_lens.hosts.embedded.tokenizer import load_tokenizer
-from swd_lens.train.baselines import TrainError
-from swd_lens.train.baselines.sparse_network import config_of, fresh, matrices
-from swd_lens.train.baselines.sparse_schedule import Schedule, project_
-from swd_lens.train.baselines.sparse_training import _Run
-from swd_lens.train.finetune.rows import Shuffled
+from swd_lens.train.baselines import SparseSpec, TrainError
+from swd_lens.train.baselines.sparse_network import config_of, fresh, matrices, project_
+from swd_lens.train.engine import Engine
+from swd_lens.train.rows import Shuffled
 from tests import families
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}
@@ -168,9 +167,9 @@ def test_held_out_text_is_judged_in_float32(tmp_path):
 
 
 def test_shares_are_whole_updates():
-    assert Schedule(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n0 == 29  # 28.999... in floats
-    assert Schedule(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n1 == 57
-    at_once = Schedule(updates=4, tokens_per_update=8, warmup=0.0, falling_until=0.0)
+    assert SparseSpec(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n0 == 29  # 28.999... in floats
+    assert SparseSpec(updates=100, tokens_per_update=1, warmup=0.29, falling_until=0.57).n1 == 57
+    at_once = SparseSpec(updates=4, tokens_per_update=8, warmup=0.0, falling_until=0.0)
     assert (at_once.rate(0), at_once.density(0)) == (pytest.approx(3e-4 / math.sqrt(0.2)), 0.2)
 
 
@@ -204,15 +203,15 @@ def test_what_would_fail_late_is_refused_first(tmp_path):
 
 def test_the_later_of_two_calls_has_the_folder(tmp_path, monkeypatch):
     """A call that begins while another trains there goes on from its checkpoint; the other stops at its next step."""
-    whole, one, nested = train(tmp_path / "whole", checkpoint_every=2), _Run._one, []
+    whole, one, nested = train(tmp_path / "whole", checkpoint_every=2), Engine.advance, []
 
     def beginning(self, rows):
-        if self.update == 5 and not nested:
+        if self.step == 5 and not nested:
             nested.append(None)
             nested.append(train(tmp_path / "both", checkpoint_every=2))
         return one(self, rows)
 
-    monkeypatch.setattr(_Run, "_one", beginning)
+    monkeypatch.setattr(Engine, "advance", beginning)
     with pytest.raises(swd.ResumeError, match=r"another call of sparse_pretrain has taken .*both over"):
         train(tmp_path / "both", checkpoint_every=2)
     assert nested[1].log.equals(whole.log)

@@ -1,14 +1,13 @@
 """The facts of method.md §0.2 that need no data, and the projection on matrices worked by hand."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
-from swd_lens.train.baselines.sparse_schedule import Schedule, budget, normalized, project_
-from swd_lens.train.baselines.sparse_spec import PRESETS
+from swd_lens.train.baselines.sparse_network import budget, project_
+from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS, SparseSpec
+from swd_lens.train.engine import normalized, root_mean_square
 
-PAPER = Schedule()
+PAPER = SparseSpec()
 BLOCKS = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12
 EMBEDDINGS = [(50257, 768), (1024, 768)]
 
@@ -23,7 +22,7 @@ def test_the_papers_schedule():
 
 def test_the_papers_preset():
     """Appendix, "Optimization and sparsification", number by number; stopped at 2,883,584,000 tokens."""
-    paper = asdict(PRESETS["paper"])
+    paper = SPARSE_PRETRAINS["paper"].as_dict()
     assert paper == {
         "updates": 38_146,
         "tokens_per_update": 131_072,
@@ -71,7 +70,8 @@ def test_projection_by_hand():
 
 def test_gradients_are_divided_by_their_common_rms():
     # rms of (3, 4) and (0, 0): sqrt(25 / 4) = 2.5
-    got = normalized([torch.tensor([3.0, 4.0]), torch.zeros(2)])
+    gradients = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
+    got = normalized(gradients, root_mean_square(gradients))
     torch.testing.assert_close(got[0], torch.tensor([3.0, 4.0]) / 2.50001)
     tiny = [torch.full((3,), 1e-9)]
-    assert torch.equal(normalized(tiny)[0], tiny[0])
+    assert torch.equal(normalized(tiny, root_mean_square(tiny))[0], tiny[0])

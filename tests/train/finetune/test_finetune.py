@@ -7,11 +7,11 @@ import torch
 
 import swd_lens as swd
 from swd_lens.tasks.streams import TokenStream
+from swd_lens.train import engine
 from swd_lens.train.finetune import FinetuneError, finetune
-from swd_lens.train.finetune import loop as loop_module
-from swd_lens.train.finetune import mount as mount_module
-from swd_lens.train.finetune.optimizer import Optimizer
-from swd_lens.train.finetune.values import SMALLEST
+from swd_lens.train.finetune import fit as fit_module
+from swd_lens.train.finetune.fit import FinetuneFit
+from swd_lens.train.finetune.mount import SMALLEST
 from tests.micro import toy_model
 from tests.train.finetune.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
 
@@ -141,17 +141,17 @@ def test_three_steps_of_the_paper_by_hand(toy):
 def test_autocast_trains_in_bfloat16_and_evaluates_in_full(toy, monkeypatch):
     model, factors = toy
     seen = []
-    run = loop_module.batch_loss
+    run = fit_module.batch_loss
 
-    def spying(here, rows, spec):
+    def spying(mounted, rows, spec):
         kept = []
-        hook = here.projections["blocks.0.mlp_in"].register_forward_hook(lambda m, a, y: kept.append(y.dtype))
-        loss = run(here, rows, spec)
+        hook = mounted.projections["blocks.0.mlp_in"].register_forward_hook(lambda m, a, y: kept.append(y.dtype))
+        loss = run(mounted, rows, spec)
         hook.remove()
         seen.extend(kept)
         return loss
 
-    monkeypatch.setattr(loop_module, "batch_loss", spying)
+    monkeypatch.setattr(fit_module, "batch_loss", spying)
     same = {"preset": "paper", "heldout": HELD, "steps": 2, "progress": False}
     rounded, exact = (finetune(model, factors, ROWS, autocast=autocast, **same) for autocast in ("bfloat16", None))
     assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2
@@ -201,10 +201,10 @@ def test_after_an_interruption_the_host_is_what_it_was(kind, error, monkeypatch)
     model, factors = factorized(kind)
     before, was = everything(model), logits(model)
 
-    def broken(self, number, gradients):
+    def broken(self, step):
         raise error("in the middle")
 
-    monkeypatch.setattr(Optimizer, "step", broken)
+    monkeypatch.setattr(FinetuneFit, "adjust_gradients", broken)
     with pytest.raises(error, match="in the middle"):
         finetune(model, factors, text_for(model), **QUICK)
     for one, other in zip(before, everything(model), strict=True):
@@ -214,7 +214,7 @@ def test_after_an_interruption_the_host_is_what_it_was(kind, error, monkeypatch)
 
 def test_while_it_trains_weights_cannot_be_rewritten(toy, monkeypatch):
     model, factors = toy
-    monkeypatch.setattr(Optimizer, "step", lambda *args: model.load_state_dict(model.state_dict()))
+    monkeypatch.setattr(FinetuneFit, "adjust_gradients", lambda *args: model.load_state_dict(model.state_dict()))
     with pytest.raises(RuntimeError, match="fine-tuned on this host"):
         finetune(model, factors, ROWS, **QUICK)
     model.load_state_dict(model.state_dict())
@@ -254,8 +254,8 @@ def test_errors_say_what_is_wrong(toy):
         (dict(eval_every=0), FinetuneError, "eval_every=0"),
         (dict(checkpoint_every=-1), FinetuneError, "checkpoint_every=-1"),
         (dict(keep="best"), FinetuneError, 'keep="best" needs heldout='),
-        (dict(learning_rates=1.0), FinetuneError, "did you mean 'learning_rate'"),
-        (dict(preset="worst"), FinetuneError, "preset='worst'"),
+        (dict(learning_rates=1.0), FinetuneError, "did you mean learning_rate"),
+        (dict(preset="worst"), FinetuneError, "no preset 'worst'"),
     ]
     before = everything(model)
     for changed, error, says in cases:
@@ -302,15 +302,15 @@ def test_where_the_caller_has_switched_gradients_off(toy, off):
 def test_interrupted_while_the_host_is_given_back(toy, monkeypatch):
     model, factors = toy
     before = everything(model)
-    ask, once = mount_module._ask, iter([KeyboardInterrupt])
+    require, once = engine._require_gradients, iter([KeyboardInterrupt])
 
     def interrupted(parameters, gradients):
         if gradients:
             for error in once:
                 raise error
-        ask(parameters, gradients)
+        require(parameters, gradients)
 
-    monkeypatch.setattr(mount_module, "_ask", interrupted)
+    monkeypatch.setattr(engine, "_require_gradients", interrupted)
     with pytest.raises(KeyboardInterrupt):
         finetune(model, factors, ROWS, **QUICK)
     assert everything(model) == before

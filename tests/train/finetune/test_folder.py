@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
-from swd_lens.train.finetune.folder import RunFolder
-from swd_lens.train.finetune.loop import Run
 from tests.micro import toy_model
 from tests.train.finetune.conftest import HELD, ROWS, bits
 
@@ -35,14 +34,14 @@ def log(out):
 
 def interrupt(monkeypatch, after: int):
     """Ctrl-C after this many steps (and their log lines)."""
-    one = Run._one
+    one = Engine.advance
 
     def stopping(self, rows):
         if self.step == after:
             raise KeyboardInterrupt
         return one(self, rows)
 
-    monkeypatch.setattr(Run, "_one", stopping)
+    monkeypatch.setattr(Engine, "advance", stopping)
 
 
 def test_the_log_says_what_happened(whole, toy):
@@ -81,8 +80,8 @@ def test_resumed_is_uninterrupted_to_the_bit(toy, whole, whole_best, tmp_path, m
         file.write('{"step": 9, "lo')  # a kill in the middle of a line
     (out / ".checkpoint.safetensors.1.part").write_bytes(b"half")  # and of a checkpoint
     made = []
-    one = Run._one
-    monkeypatch.setattr(Run, "_one", lambda self, rows: made.append(self.step) or one(self, rows))
+    one = Engine.advance
+    monkeypatch.setattr(Engine, "advance", lambda self, rows: made.append(self.step) or one(self, rows))
     resumed = finetune(model, factors, ROWS, out=out, **SAME, keep=keep)
     assert made == list(range(after - after % 3, 7))  # from the last checkpoint on, not from the start
     assert bits(resumed) == bits(plain) and resumed.provenance == plain.provenance
@@ -98,10 +97,10 @@ def test_a_kill_after_the_last_checkpoint_needs_no_training(toy, whole, tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "finish", broken)
+        patch.setattr(swd.FactorSet, "save", broken)
         with pytest.raises(KeyboardInterrupt):
             finetune(*toy, ROWS, out=tmp_path, **SAME)
-    monkeypatch.setattr(Run, "_one", broken)
+    monkeypatch.setattr(Engine, "advance", broken)
     assert bits(finetune(*toy, ROWS, out=tmp_path, **SAME)) == bits(whole[0])
     assert log(tmp_path) == log(whole[1])
 
@@ -110,7 +109,7 @@ def test_a_finished_run_is_taken_over(toy, whole, monkeypatch):
     def never(self, rows):
         raise AssertionError("trained")
 
-    monkeypatch.setattr(Run, "_one", never)
+    monkeypatch.setattr(Engine, "advance", never)
     again = finetune(*toy, ROWS, out=whole[1], **SAME)
     assert bits(again) == bits(whole[0]) and again.provenance == whole[0].provenance
     site = next(iter(again))
@@ -169,19 +168,19 @@ KILLED = """
 import os, signal, sys
 import torch
 import swd_lens as swd
+from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
-from swd_lens.train.finetune.loop import Run
 from tests.train.finetune.conftest import ROWS
 from tests.train.finetune.test_folder import SAME
 from tests.micro import toy_model
 
 torch.set_num_threads(int(sys.argv[2]))
-one = Run._one
+one = Engine.advance
 def killing(self, rows):
     if self.step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     return one(self, rows)
-Run._one = killing
+Engine.advance = killing
 finetune(toy_model(), swd.FactorSet.load(sys.argv[1]), ROWS, out=sys.argv[3], **SAME)
 """
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from swd_lens.train.finetune import FinetuneError
-from swd_lens.train.finetune.processes import Processes
+from swd_lens.train.finetune.run import require_shares
+from swd_lens.train.rows import Processes
 from swd_lens.units.factors import FactorSet
 from tests.train.finetune.conftest import ROWS
 
@@ -22,29 +23,29 @@ class FakeState:
         self.process_index, self.num_processes, self.device = index, n, torch.device("cuda", index)
 
 
-def processes(monkeypatch, index, n, batch_size, device="cpu"):
+def processes(monkeypatch, index, n):
     monkeypatch.setenv("WORLD_SIZE", str(n))
     monkeypatch.setattr("accelerate.PartialState", lambda: FakeState(index, n))
-    return Processes(torch.device(device), batch_size)
+    return Processes()
 
 
 def test_shares_are_all_rows_once(monkeypatch):
-    shares = [processes(monkeypatch, index, 3, 8).share(ROWS[:8]) for index in range(3)]
+    shares = [processes(monkeypatch, index, 3).share(ROWS[:8]) for index in range(3)]
     assert [len(share) for share in shares] == [3, 3, 2]
     assert sorted(torch.cat(shares).tolist()) == sorted(ROWS[:8].tolist())
 
 
 def test_only_the_first_is_main(monkeypatch):
-    assert [processes(monkeypatch, index, 2, 2).main for index in (0, 1)] == [True, False]
+    assert [processes(monkeypatch, index, 2).main for index in (0, 1)] == [True, False]
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Processes(torch.device("cpu"), 1).main
+    assert Processes().main
 
 
 def test_more_processes_than_rows_and_foreign_devices_are_refused(monkeypatch):
     with pytest.raises(FinetuneError, match=r"batch_size=2 has no row for each of 3 processes"):
-        processes(monkeypatch, 0, 3, 2)
+        require_shares(processes(monkeypatch, 0, 3), torch.device("cpu"), 2)
     with pytest.raises(FinetuneError, match=r"process 1 has its host on cuda:0, but cuda:1 is its device"):
-        processes(monkeypatch, 1, 2, 2, "cuda:0")
+        require_shares(processes(monkeypatch, 1, 2), torch.device("cuda:0"), 2)
 
 
 @pytest.mark.slow

@@ -41,15 +41,15 @@ def test_steps_from_passes():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"preset": "papers"}, "preset='papers': choose one of 'paper', 'best'"),
-        ({"learning_rat": 1.0}, "did you mean 'learning_rate'"),
+        ({"preset": "papers"}, "no preset 'papers'; did you mean paper\\? valid: paper, best"),
+        ({"learning_rat": 1.0}, "did you mean learning_rate"),
         ({"loss": "mse"}, "loss='mse': choose one of 'ce', 'kl', 'ce\\+kl'"),
         ({"autocast": "int8"}, "autocast='int8'"),
         ({"steps": 0}, "steps=0: give a whole number of at least 1"),
         ({"batch_size": -2}, "batch_size=-2"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"learning_rate": 0}, "learning_rate=0: give a finite number above 0"),
-        ({"beta2": 1.0}, "beta2=1.0: give a finite number 0 or more and below 1"),
+        ({"beta2": 1.0}, "beta2=1.0: give a finite number of at least 0 and below 1"),
         ({"warmup": 2.0}, "warmup=2.0"),
         ({"seed": -1}, "seed=-1"),
         ({"schedule": "steps"}, "schedule='steps'"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.train.finetune.values import SMALLEST, Support, Switch, TrainedProjection
+from swd_lens.train.finetune.mount import SMALLEST, Support, Switch, TrainedProjection
 from swd_lens.units import UnitProjection
 from swd_lens.units.factors import Factors
 from swd_lens.units.passport import Offsets

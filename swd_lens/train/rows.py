@@ -1,25 +1,29 @@
-"""Rows: which ones make the batch of a step, decided by the seed and the pass only.
+"""Rows: which ones make the batch of a step, decided by the seed and the pass only; and the processes that share a batch.
 
 A run that was interrupted, or one over several processes, gets the same batches as one that was not.
 
 1. `Shuffled`, of token rows: every pass is a permutation drawn anew; batches are cut from the passes laid end to end, so
    that no row is left out where the batch size does not divide them.
 2. `Streamed`, of a TokenStream: its own order, whole batches; what is left over at the end of a pass is dropped.
+3. `Processes`, one, or those of `accelerate launch` or `torchrun`: every one makes the same call on its own copy of the host and
+   takes its share of each batch's rows. Losses and gradients are sums over predictions, added over all processes and divided by
+   the predictions of the whole batch, so that a batch which does not divide evenly gives the same mean as in one process.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.factorization.checkpoint import tokens_fingerprint
-from swd_lens.tasks.streams import TokenStream
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
-from swd_lens.train.finetune.spec import FinetuneError
 
 
 class Shuffled:
@@ -83,21 +87,59 @@ class Streamed:
 Rows = Shuffled | Streamed
 
 
-def rows_of(tokens: Any, model: Any, batch_size: int, what: str = "tokens") -> Rows:
-    """Training or held-out text from whatever a user gave.
+def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, np.memmap, Iterator)) -> Rows:
+    """Training or held-out text from whatever a user gave: rows in memory are shuffled by the seed, streams keep their order.
+
+    Args:
+        streamed: the types that are read as streams.
 
     Raises:
-        TokenError: see `swd_lens.tasks.text.as_rows`.
-        FinetuneError: rows of a single token, or fewer rows than one batch.
+        TokenError: see `swd_lens.tasks.streams.as_stream`.
     """
-    rows = Streamed(tokens.bound_to(model)) if isinstance(tokens, TokenStream) else Shuffled(as_rows(tokens, model))
-    if rows.row_length < 2:
-        raise FinetuneError(
-            f"{what} has rows of one token: each position predicts the next, so rows of two or more are needed"
-        )
-    if rows.n_rows < batch_size:
-        raise FinetuneError(
-            f"{what} has {rows.n_rows} rows of {rows.row_length} tokens, too few for one batch of batch_size={batch_size}; "
-            "give more text, shorter rows or a smaller batch_size"
-        )
-    return rows
+    if isinstance(tokens, streamed):
+        return Streamed(as_stream(tokens, model))
+    return Shuffled(as_rows(tokens, model))
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+class Processes:
+    """The processes of this run, as accelerate sees them; without a launcher there is one, and accelerate is not imported."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if launched or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            from accelerate import PartialState
+
+            self._state = PartialState()
+        state = self._state
+        self.n = 1 if state is None else int(state.num_processes)
+        self.index = 0 if state is None else int(state.process_index)
+        self.device = None if state is None else torch.device(state.device)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one process that writes files and shows progress."""
+        return self.index == 0
+
+    def share(self, rows: Tensor) -> Tensor:
+        """This process's rows of a batch; may be none of the last rows of held-out text."""
+        return rows[self.index :: self.n]
+
+    def total(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Each tensor, added over the processes, in one exchange (of the tensors laid end to end)."""
+        if self.n == 1:
+            return tensors
+        from accelerate.utils import reduce
+
+        flat = torch.cat([t.to(self._state.device).flatten() for t in tensors])
+        summed: Any = reduce(flat, reduction="sum")
+        parts = summed.split([t.numel() for t in tensors])
+        return [part.view_as(t).to(t.device) for part, t in zip(parts, tensors, strict=True)]
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self._state is not None:
+            self._state.wait_for_everyone()

@@ -3,7 +3,7 @@
     run.json                what decides the bits of the run (the recipe), and, once it is finished, its result
     checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
     log.jsonl               one line per step, no clock in it: the same run writes the same lines
-    factors/                the result, a FactorSet (of other training runs: what they make)
+    ...                     the result: a FactorSet in factors/, units in weights/ and units.json, or a model in model/
     .writer                 which call writes here; gone when the run is finished
 
 1. `check` compares recipes. Another run is refused, every difference named; a finished one is taken over.
@@ -24,11 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.base.files import atomic, write_json, write_text
-from swd_lens.factorization.checkpoint import ResumeError, differences, upstream_of
-from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.factorization.checkpoint import ResumeError, differences
 
-_RUN, _CHECKPOINT, _LOG, _FACTORS = "run.json", "checkpoint.safetensors", "log.jsonl", "factors"
-_WRITER = ".writer"
+RUN, LOG = "run.json", "log.jsonl"
+_CHECKPOINT, _WRITER = "checkpoint.safetensors", ".writer"
 _HASHES = {
     "host_sha256": "the host",
     "factors_sha256": "the factors",
@@ -61,16 +60,14 @@ class TrainingFolder:
             ResumeError: it holds another run, or something else.
         """
         try:
-            run = json.loads((self.path / _RUN).read_text(encoding="utf-8"))
+            run = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             then = dict(run["recipe"])
         except FileNotFoundError:
-            if there := [name for name in (_LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
-                raise self._refusal(
-                    f"holds {', '.join(there)} without {_RUN}: it is no folder of {self.call}"
-                ) from None
+            if there := [name for name in (LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
+                raise self._refusal(f"holds {', '.join(there)} without {RUN}: it is no folder of {self.call}") from None
             return False
         except (ValueError, KeyError, TypeError) as error:
-            raise self._refusal(f"has a damaged {_RUN} ({error})") from error
+            raise self._refusal(f"has a damaged {RUN} ({error})") from error
         if changed := differences(then, self.recipe, _HASHES):
             raise self._refusal(f"holds another run: {'; '.join(changed)}")
         return bool(run.get("finished"))
@@ -78,6 +75,11 @@ class TrainingFolder:
     def last_step(self) -> int:
         """Of the checkpoint; 0 where there is none."""
         return int(self._meta()["step"]) if (self.path / _CHECKPOINT).is_file() else 0
+
+    def kept(self, what: str) -> str:
+        """What the checkpoint holds, in words: "step 300" for what="step"."""
+        step = self.last_step()
+        return f"{what} {step}" if step else "no checkpoint yet"
 
     def resume(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The checkpoint's tensors and what was saved with them."""
@@ -108,8 +110,8 @@ class TrainingFolder:
         write_text(self.path / _WRITER, self._writer)
         if step == 0:
             (self.path / _CHECKPOINT).unlink(missing_ok=True)
-            write_json(self.path / _RUN, {"recipe": self.recipe, "finished": False})
-        write_text(self.path / _LOG, "".join(line + "\n" for line in self._lines_until(step)))
+            write_json(self.path / RUN, {"recipe": self.recipe, "finished": False})
+        write_text(self.path / LOG, "".join(line + "\n" for line in self._lines_until(step)))
 
     def _lines_until(self, step: int) -> list[str]:
         if step == 0:
@@ -119,8 +121,8 @@ class TrainingFolder:
 
     def _whole_lines(self) -> list[str]:
         kept = []
-        if (self.path / _LOG).is_file():
-            for line in (self.path / _LOG).read_text(encoding="utf-8").splitlines():
+        if (self.path / LOG).is_file():
+            for line in (self.path / LOG).read_text(encoding="utf-8").splitlines():
                 try:
                     json.loads(line)
                 except ValueError:  # cut short by a kill
@@ -135,7 +137,7 @@ class TrainingFolder:
             ResumeError: another call has taken the folder over.
         """
         self._require_own()
-        with open(self.path / _LOG, "a", encoding="utf-8") as file:
+        with open(self.path / LOG, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -153,7 +155,7 @@ class TrainingFolder:
     def end(self, result: Mapping[str, Any]) -> None:
         """The word that the result is there; then the checkpoint goes."""
         self._require_own()
-        write_json(self.path / _RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
+        write_json(self.path / RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
         for name in (_CHECKPOINT, _WRITER):
             (self.path / name).unlink(missing_ok=True)
 
@@ -170,28 +172,3 @@ def without_remains(path: Path) -> None:
     """Remove what `atomic` began to write for this file when its process was killed."""
     for left in path.parent.glob(f".{path.name}.*.part"):
         left.unlink(missing_ok=True)
-
-
-class RunFolder(TrainingFolder):
-    """The folder of a fine-tuning run; its result is a FactorSet."""
-
-    def __init__(self, path: Path, recipe: Mapping[str, Any]):
-        super().__init__(path, recipe, "finetune", (_FACTORS, "factors.json"))
-
-    def factors(self) -> FactorSet:
-        """The result of a finished run."""
-        return FactorSet.load(self.path / _FACTORS)
-
-    def finish(self, factors: FactorSet, result: Mapping[str, Any]) -> None:
-        """Factors first, then the word that they are there."""
-        factors.save(self.path / _FACTORS)
-        self.end(result)
-
-
-def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
-    """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
-    try:
-        run = json.loads((path / _RUN).read_text(encoding="utf-8"))
-        return run["recipe"]["factors_sha256"] != upstream_of(factors)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

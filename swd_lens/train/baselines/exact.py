@@ -1,0 +1,139 @@
+"""Units that need no training, for comparison with SWD: exact controls of a host's matrices, and the channels of its MLPs.
+
+1. `svd`, `random_b`: the factorizations of units/exact.py for a host's sites, as a FactorSet that `attach` takes.
+2. `channels_of`: an MLP's hidden channels, after the activation, the unit of sparse pretraining (method.md §3). They stand at
+   mlp_out: z is what it reads, z W_out + b_out what it writes, so that the units compute what the host does, for every activation
+   and also behind a gate. Their edges are the paper's: nonzeros that a channel reads (of mlp_in, and of mlp_gate where there is
+   one), nonzeros that it writes, and one more for each bias of its that is not zero.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from swd_lens.base._version import __version__
+from swd_lens.factorization.factorize import stamp
+from swd_lens.hosts import Host, find_sites, host_of
+from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.train.baselines.fits import bias_of
+from swd_lens.units import CoderUnits, described
+from swd_lens.units.exact import random_b_factors, svd_factors
+from swd_lens.units.factors import FactorSet
+
+
+def svd(model: Any, sites: Pattern) -> FactorSet:
+    """Exact SVD factors of the matrices that `sites` names (paper app. exact-dense-controls): all units, no sparsity.
+
+    Raises:
+        UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
+    """
+    host = host_of(model)
+    factors = {site.name: stamp(svd_factors(host.weight(site)), model, site, {}) for site in find_sites(model, sites)}
+    return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "svd"})
+
+
+def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
+    """Exact Random-B factors, write = a seeded random orthogonal matrix (paper app. exact-dense-controls).
+
+    Every site draws from its own seed (seed plus its place in the list), so that equal shapes do not share a basis.
+    """
+    host = host_of(model)
+    factors = {
+        site.name: stamp(random_b_factors(host.weight(site), seed + 1000 * place), model, site, {})
+        for place, site in enumerate(find_sites(model, sites))
+    }
+    return FactorSet(
+        factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "random_b", "seed": seed}
+    )
+
+
+def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10)) -> list[Callable[[], FactorSet]]:
+    """One maker of Random-B factors per seed, for `compare`: dense sets are large, so each is made when its turn comes.
+
+    Args:
+        seeds: the paper's ten are 0 to 9 (app. exact-dense-controls; method.md §4.1).
+
+    Raises:
+        UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`; here, not when the first is made.
+        ValueError: no seeds, or one of them twice.
+    """
+    different = list(seeds)
+    if not different or len(set(different)) < len(different):
+        raise ValueError(f"Random-B takes one or more different seeds, got {different}")
+    find_sites(model, sites)
+    return [partial(random_b, model, sites, seed) for seed in different]
+
+
+# ---------------------------------------------------------------------------------------------- channels
+
+
+class Channels(nn.Module):
+    """encode is the identity; decode(z) = z W_dec + b_out. The edges are given, see the module."""
+
+    W_dec: Tensor
+    b_out: Tensor
+    edges_per_unit: Tensor
+    valid_units: Tensor
+
+    def __init__(
+        self,
+        w_out: Float[Tensor, "unit d_out"],
+        b_out: Float[Tensor, " d_out"],
+        edges: Int[Tensor, " unit"],
+        valid: Bool[Tensor, " unit"],
+    ):
+        super().__init__()
+        for name, t in (("W_dec", w_out), ("b_out", b_out), ("edges_per_unit", edges), ("valid_units", valid)):
+            self.register_buffer(name, t.detach().clone())
+
+    def encode(self, x: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
+        """The channels themselves."""
+        return x
+
+    def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
+        """z W_dec + b_out."""
+        return z @ self.W_dec + self.b_out
+
+
+def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]:
+    """The MLP channels of a host as units, by default of every layer; for `attach`, `attribute`, `evaluate`, `compare`.
+
+    Args:
+        model: a HookedTransformer or TransformerBridge, sparse or not.
+        sites: mlp_out sites.
+
+    Returns:
+        blocks.{L}.mlp_out -> units; d_mlp of them each.
+
+    Raises:
+        ValueError: a site that is no mlp_out.
+        UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
+    """
+    host, matrices = host_of(model), find_sites(model, sites)
+    if other := [site.name for site in matrices if site.kind != "mlp_out"]:
+        raise ValueError(
+            f"channels are units of mlp_out, not of {', '.join(other)}; sites='mlp_out' names every layer's"
+        )
+    return {site.name: _channels(host, site) for site in matrices}
+
+
+def _channels(host: Host, site: Site) -> CoderUnits:
+    of_layer = [each for each in host.sites() if each.layer == site.layer and each.kind.startswith("mlp")]
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    written = (host.weight(site) != 0).sum(1)
+    read, biased = torch.zeros_like(written), torch.zeros_like(written)
+    for reader in of_layer:
+        if reader != site:
+            read += (host.weight(reader) != 0).sum(0)
+            biased += bias_of(host, reader, token) != 0
+    coder = Channels(host.weight(site), bias_of(host, site, token), read + written + biased, (read > 0) & (written > 0))
+    provenance = {
+        **described(host, site),
+        **{"method": "channels", "site": site.name, "swd_lens": __version__},
+        "model": str(host.model.cfg.model_name),
+    }
+    return CoderUnits(coder, site.d_in, site.d_out, site.d_in, name="channels", provenance=provenance)

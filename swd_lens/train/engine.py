@@ -1,0 +1,275 @@
+"""The training engine: steps, log, checkpoints and resumption of every run in swd_lens.train.
+
+A `Fit` says what is trained and what a batch's gradients are; `Engine` does the rest.
+1. Each step: the batch of its number, its gradients, a check that the loss is finite, AdamW at the schedule's rate, a log line.
+2. Every `eval_every` steps and after the last: what the fit measures on held-out text joins the line.
+3. Every `checkpoint_every` steps and after the last: parameters, moments and what else the fit keeps go to the folder. The same
+   call goes on from there and ends with the same bits.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from swd_lens.base.machine import plain_float32
+from swd_lens.base.undo import Undo
+from swd_lens.hosts import Host
+from swd_lens.train.folder import TrainingFolder
+from swd_lens.train.rows import Processes, Rows
+
+# What a step logs beside its loss: numbers, still on the device.
+Logged = dict[str, Tensor]
+# What a progress bar shows of a line of log.
+_SHOWN = ("loss", "density", "heldout_ce")
+_SMALLEST_RMS, _ADDED_TO_RMS = 1e-8, 1e-5
+
+
+class Fit(ABC):
+    """What is trained, and how one step's gradients come about.
+
+    Attributes:
+        spec: settings of the run; beta1, beta2, weight_decay and autocast are those of the optimizer.
+        parameters: what AdamW trains, by the names that their moments have in a checkpoint.
+        scales: factors of the learning rate, by the same names; 1 where a name is missing.
+        eps: AdamW's.
+        moment_key: how a checkpoint calls a moment.
+    """
+
+    spec: Any
+    parameters: dict[str, Tensor]
+    scales: Mapping[str, float] = {}
+    eps: float = 1e-8
+    moment_key: ClassVar[str] = "{moment}.{name}"
+
+    @abstractmethod
+    def schedule(self, step: int) -> dict[str, float]:
+        """What the schedule sets in a step, counted from 1, as the log names it; "learning_rate" among it."""
+
+    @abstractmethod
+    def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
+        """The loss of a batch and what else to log of it (numbers or tensors of one). The parameters' `grad` is set."""
+
+    @abstractmethod
+    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
+        """Raises the package's own error where training must not go on with this loss."""
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint needs besides the moments: tensors, and plain JSON values."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; other names may stand beside its own."""
+
+    def start(self) -> dict[str, float] | None:
+        """The part of the start that a resumed run leaves out; what the log says of step 0, or None for no such line."""
+        return None
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Open while steps are taken."""
+        return nullcontext()
+
+    def adjust_gradients(self, step: int) -> dict[str, float]:
+        """What is done to the gradients, or by them, before AdamW's step; what to log of it."""
+        return {}
+
+    def after_update(self, step: int) -> None:
+        """What is done to the parameters after AdamW's step."""
+        return None
+
+    def evaluate(self) -> dict[str, float]:
+        """What is measured on held-out text, as the log names it."""
+        return {}
+
+    def keep(self, tokens: int) -> None:
+        """Called after the steps of `Engine.keep`, with the tokens gone through."""
+        return None
+
+
+@dataclass
+class Engine:
+    """One run, and how far it is.
+
+    Attributes:
+        fit: what is trained.
+        rows: training text.
+        rows_per_step: rows of a batch.
+        steps: how many there are.
+        seed: decides the order of the rows.
+        title, unit: of the progress bar.
+        folder: for log and checkpoints, or None.
+        checkpoint_every: steps between checkpoints.
+        eval_every: steps between evaluations; None = never.
+        log_every: steps between lines of log; the first, the last and those of `keep` always have one.
+        keep: steps after which `fit.keep` is called.
+        processes: where training is shared by several; None = one.
+        step: the last one done.
+        lines: the log so far.
+    """
+
+    fit: Fit
+    rows: Rows
+    rows_per_step: int
+    steps: int
+    seed: int
+    title: str
+    unit: str = "step"
+    folder: TrainingFolder | None = None
+    checkpoint_every: int = 100
+    eval_every: int | None = None
+    log_every: int = 1
+    keep: frozenset[int] = frozenset()
+    processes: Processes | None = None
+    step: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._main = self.processes is None or self.processes.main
+        # One plain loop over tensors: the fused and batched versions add up in other orders on other machines.
+        self._adam: Any = torch.optim.AdamW(
+            [{"params": [p]} for p in self.fit.parameters.values()],
+            lr=0.0,
+            betas=(self.fit.spec.beta1, self.fit.spec.beta2),
+            eps=self.fit.eps,
+            weight_decay=self.fit.spec.weight_decay,
+            foreach=False,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Gone through so far."""
+        return self.step * self.rows_per_step * self.rows.row_length
+
+    def run(self, *, progress: bool) -> None:
+        """From the folder's checkpoint, or from the start, to the last step."""
+        last = 0 if self.folder is None else self.folder.last_step()
+        if last:
+            self._resume()
+        if self.folder is not None and self._main:
+            self.folder.start(last)
+        if not last and (entry := self.fit.start()) is not None:
+            self._log({"step": 0, "tokens": 0, **entry})
+        batches = self.rows.batches(self.rows_per_step, self.seed, self.step)
+        hidden = not (progress and self._main)
+        bar: Any = tqdm(
+            total=self.steps, initial=self.step, desc=self.title, unit=self.unit, disable=hidden, leave=False
+        )
+        with self.fit.running(), bar:
+            while self.step < self.steps:
+                self.advance(next(batches))
+                if self.lines:
+                    line = self.lines[-1]
+                    bar.set_postfix({name: f"{line[name]:.4g}" for name in _SHOWN if name in line}, refresh=False)
+                bar.update()
+
+    def advance(self, rows: Int[Tensor, "_rows pos"]) -> None:
+        """One step, with its line of log and, where one is due, its checkpoint."""
+        number = self.step + 1
+        scheduled = self.fit.schedule(number)
+        rate = scheduled["learning_rate"]
+        loss, measured = self.fit.gradients(rows, number)
+        self.fit.require_finite(loss, number, rate, self.folder)
+        adjusted = self.fit.adjust_gradients(number)
+        for group, name in zip(self._adam.param_groups, self.fit.parameters, strict=True):
+            group["lr"] = rate * self.fit.scales.get(name, 1.0)
+        self._adam.step()
+        self._adam.zero_grad()
+        self.fit.after_update(number)
+        self.step = number
+        last, kept = number == self.steps, number in self.keep
+        entry = {"step": number, "tokens": self.tokens, "loss": loss, **scheduled, **measured, **adjusted}
+        if self.eval_every is not None and (number % self.eval_every == 0 or last):
+            entry |= self.fit.evaluate()
+        if number % self.log_every == 0 or number == 1 or last or kept:
+            self._log(entry)
+        if kept:
+            self.fit.keep(self.tokens)
+        if self.folder is not None and self._main and (number % self.checkpoint_every == 0 or last):
+            tensors, values = self.fit.state()
+            self.folder.save({**tensors, **self._moments()}, {"step": number, **values})
+
+    def _log(self, entry: Mapping[str, Any]) -> None:
+        line = {name: value if isinstance(value, int) else float(value) for name, value in entry.items()}
+        self.lines.append(line)
+        if self.folder is not None and self._main:
+            self.folder.log(line)
+
+    def _moments(self) -> dict[str, Tensor]:
+        return {
+            self.fit.moment_key.format(name=name, moment=moment): self._adam.state[p][key]
+            for name, p in self.fit.parameters.items()
+            for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
+        }
+
+    def _resume(self) -> None:
+        assert self.folder is not None
+        tensors, values = self.folder.resume()
+        self.step = int(values["step"])
+        self.lines = [line for line in self.folder.lines() if line["step"] <= self.step]
+        if self.processes is not None:
+            self.processes.wait()  # nobody may replace the checkpoint before everybody has read it
+        self.fit.load_state(tensors, values)
+        for name, p in self.fit.parameters.items():
+            first, second = (
+                tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p.device)
+                for moment in ("first", "second")
+            )
+            self._adam.state[p] = {"step": torch.tensor(float(self.step)), "exp_avg": first, "exp_avg_sq": second}
+
+
+# ---------------------------------------------------------------------------------------------- what fits share
+
+
+@contextmanager
+def gradients_on(device: torch.device, *, exact: bool = True) -> Iterator[None]:
+    """Gradients, also where the caller has switched them off; exact: float32 products without shortcuts."""
+    with torch.inference_mode(False), torch.enable_grad(), plain_float32(device) if exact else nullcontext():
+        yield
+
+
+@contextmanager
+def frozen(host: Host, reason: str) -> Iterator[Undo]:
+    """A host whose parameters ask for no gradients and whose weights are not rewritten; afterwards it is what it was.
+
+    Args:
+        reason: ends the message of a refused rewriting: "fold_layer_norm was called ...".
+
+    Yields:
+        Undo: for what else is changed about the host.
+    """
+    # Flags of inference tensors cannot be set back, and no gradient comes to them anyway.
+    asking = [p for p in host.model.parameters() if p.requires_grad and not p.is_inference()]
+    with Undo() as undo:
+        host.guard(reason, undo.push)
+        undo.push(lambda: _require_gradients(asking, True))
+        _require_gradients(asking, False)
+        yield undo
+
+
+def _require_gradients(parameters: list[nn.Parameter], required: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(required)
+
+
+def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[Any]:
+    """torch.autocast to the dtype of this name, or nothing for None."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=getattr(torch, dtype))
+
+
+def root_mean_square(tensors: Sequence[Tensor]) -> float:
+    """Over all entries, summed in float64."""
+    total = sum(float(t.double().square().sum()) for t in tensors)
+    return math.sqrt(total / sum(t.numel() for t in tensors))
+
+
+def normalized(gradients: Sequence[Tensor], rms: float) -> list[Tensor]:
+    """All divided by (rms + 1e-5), rms being their common root mean square, where that exceeds 1e-8; no clipping: always."""
+    return [g / (rms + _ADDED_TO_RMS) for g in gradients] if rms > _SMALLEST_RMS else list(gradients)

@@ -1,0 +1,199 @@
+"""What fine-tuning minimises, and the state of a run: values, the learning rates' scales, held-out means, the best values.
+
+1. Losses and held-out means are sums over next-token predictions, in float32 from the logits on, added over all processes and
+   divided by the predictions of all of them.
+2. The gradient of the mean loss, on the supports only, is one vector per factor. With `normalize_gradients`: where their root
+   mean square r over all entries of all factors exceeds 1e-8, they are divided by r + 1e-5 (method.md §3 and §5.3).
+3. After AdamW's step no value is zero (mount.py). With keep="best" the values of the lowest held-out loss are put aside.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.base.divergence import cross_entropy, log_probabilities
+from swd_lens.base.machine import plain_float32
+from swd_lens.train.engine import Fit, autocast, normalized, root_mean_square
+from swd_lens.train.finetune.mount import Mounted
+from swd_lens.train.finetune.spec import FinetuneError, FinetuneSpec
+from swd_lens.train.folder import TrainingFolder
+from swd_lens.train.rows import Processes, Rows
+
+# float16 gradients of a mean over thousands of predictions fall below what it can hold; a power of two changes no other bit.
+_FLOAT16_SCALE = 2.0**12
+
+# Held-out rows per forward: 2^26 logits are 268 MB in float32, a row of 1,024 under GPT-2's vocabulary; some four such
+# tensors are alive at a time.
+_LOGITS_AT_ONCE = 2**26
+_MOST_ROWS = 64
+
+
+class Heldout(NamedTuple):
+    """Means over held-out predictions, in nats."""
+
+    ce_dense: float
+    ce: float
+    kl: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain values; "ce_delta" is how much the replacement adds to the cross-entropy."""
+        return {**self._asdict(), "ce_delta": self.ce - self.ce_dense}
+
+
+class FinetuneFit(Fit):
+    """See the module's docstring.
+
+    Attributes:
+        before, after: held-out means of the factors as given, and at the last evaluation.
+        best: those of `best_values`.
+    """
+
+    moment_key: ClassVar[str] = "{name}.{moment}"
+
+    def __init__(self, mounted: Mounted, spec: FinetuneSpec, steps: int, heldout: Rows | None, processes: Processes):
+        self.mounted, self.spec, self.steps = mounted, spec, steps
+        self.heldout, self.processes = heldout, processes
+        self.device = next(mounted.host.model.parameters()).device
+        self.supports = mounted.supports()
+        self.parameters = {name: support.values for name, support in self.supports.items()}
+        self.scales = {
+            name: root_mean_square([values.detach()]) if spec.relative else 1.0
+            for name, values in self.parameters.items()
+        }
+        self.eps = float(spec.eps)
+        self.before: Heldout | None = None
+        self.after: Heldout | None = None
+        self.best: Heldout | None = None
+        self.best_values: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------------ steps
+
+    def schedule(self, step: int) -> dict[str, float]:
+        return {"learning_rate": self.spec.rate(step, self.steps)}
+
+    def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
+        predictions = rows.shape[0] * (rows.shape[1] - 1)
+        loss = batch_loss(self.mounted, self.processes.share(rows), self.spec) / predictions
+        scale = _FLOAT16_SCALE if self.spec.autocast == "float16" else 1.0
+        gradients = torch.autograd.grad(loss * scale, list(self.parameters.values()))
+        summed = self.processes.total(list(gradients))
+        for values, gradient in zip(self.parameters.values(), summed, strict=True):
+            values.grad = gradient / scale if scale != 1.0 else gradient
+        return float(self.processes.total([loss.detach().double().cpu()])[0]), {}
+
+    def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
+        if math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in self._gradients()):
+            return
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
+        kept = "" if folder is None else f" {folder.path} keeps {folder.kept('the values of step')}."
+        raise FinetuneError(
+            f"step {step} of {self.steps}: {what}, at learning rate {rate:.3g}. The factors given are unchanged.{kept} "
+            "Lower learning_rate, or train without autocast"
+        )
+
+    def adjust_gradients(self, step: int) -> dict[str, float]:
+        gradients = self._gradients()
+        rms = root_mean_square(gradients)
+        if self.spec.normalize_gradients:
+            for values, gradient in zip(self.parameters.values(), normalized(gradients, rms), strict=True):
+                values.grad = gradient
+        return {"grad_rms": rms}
+
+    def after_update(self, step: int) -> None:
+        for support in self.supports.values():
+            support.keep_nonzero()
+
+    def _gradients(self) -> list[Tensor]:
+        return [values.grad for values in self.parameters.values() if values.grad is not None]
+
+    # ------------------------------------------------------------------ held-out text
+
+    def start(self) -> dict[str, float]:
+        if self.heldout is None:
+            return {}
+        logged = self.evaluate()
+        self.before, self.after = self.after, None
+        return logged
+
+    def evaluate(self) -> dict[str, float]:
+        assert self.heldout is not None
+        row = self.heldout.row_length * int(self.mounted.host.model.cfg.d_vocab)
+        size = max(1, min(_MOST_ROWS, _LOGITS_AT_ONCE // row)) * self.processes.n
+        sums = torch.zeros(4, dtype=torch.float64)
+        for batch in self.heldout.all(size):
+            if len(rows := self.processes.share(batch)):
+                sums += heldout_sums(self.mounted, rows)
+        sums = self.processes.total([sums])[0]
+        self.after = Heldout(*(sums[:3] / sums[3]).tolist())
+        if self.spec.keep == "best" and (self.best is None or self._loss(self.after) < self._loss(self.best)):
+            self.best = self.after
+            self.best_values = {name: values.detach().clone() for name, values in self.parameters.items()}
+        return {f"heldout_{name}": value for name, value in self.after._asdict().items()}
+
+    def _loss(self, heldout: Heldout) -> float:
+        """The recipe's loss, on held-out text."""
+        ce, kl = heldout.ce, heldout.kl
+        return {"ce": ce, "kl": kl, "ce+kl": ce + self.spec.kl_weight * kl}[self.spec.loss]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Bring the values to those that the recipe keeps."""
+        if self.spec.keep == "best":
+            for name, values in self.parameters.items():
+                values.copy_(self.best_values[name])
+            self.after = self.best
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"{name}.values": values.detach() for name, values in self.parameters.items()}
+        tensors |= {f"best {name}": values for name, values in self.best_values.items()}
+        heldout = {"before": self.before, "after": self.after, "best": self.best}
+        return tensors, {"scales": list(self.scales.values()), **heldout}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        self.scales = dict(zip(self.parameters, values["scales"], strict=True))
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[f"{name}.values"])
+            if f"best {name}" in tensors:
+                self.best_values[name] = tensors[f"best {name}"].to(parameter.device)
+        self.before, self.after, self.best = (
+            None if values[name] is None else Heldout(*values[name]) for name in ("before", "after", "best")
+        )
+
+
+def batch_loss(mounted: Mounted, rows: Int[Tensor, "_rows pos"], spec: FinetuneSpec) -> Float[Tensor, ""]:
+    """Sum of the loss over the predictions of these rows; with gradient."""
+    with torch.enable_grad(), autocast(next(mounted.host.model.parameters()).device, spec.autocast):
+        log_p = None if spec.loss == "ce" else _log_probabilities(mounted, rows, dense=True)
+        log_q = _log_probabilities(mounted, rows, dense=False)
+    if log_p is None:
+        return _cross_entropy(log_q, rows)
+    divergence = _kl(log_p, log_q)
+    return divergence if spec.loss == "kl" else _cross_entropy(log_q, rows) + spec.kl_weight * divergence
+
+
+def heldout_sums(mounted: Mounted, rows: Int[Tensor, "_rows pos"]) -> Float[Tensor, "4"]:
+    """Sums of CE(dense), CE and KL, and the number of predictions; float64. Full precision, no autocast."""
+    with torch.no_grad(), plain_float32(next(mounted.host.model.parameters()).device):
+        log_p, log_q = (_log_probabilities(mounted, rows, dense=dense) for dense in (True, False))
+        parts = [_cross_entropy(log_p, rows), _cross_entropy(log_q, rows), _kl(log_p, log_q)]
+        return torch.tensor([*(float(part.double()) for part in parts), rows[:, 1:].numel()], dtype=torch.float64)
+
+
+def _log_probabilities(mounted: Mounted, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pred vocab"]:
+    return log_probabilities(mounted.run(rows, dense=dense)[:, :-1])
+
+
+def _cross_entropy(log_q: Tensor, rows: Tensor) -> Float[Tensor, ""]:
+    return cross_entropy(log_q, rows[:, 1:]).sum()
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Float[Tensor, ""]:
+    """KL(dense || replaced), summed in float32 over everything at once."""
+    return (log_p.exp() * (log_p - log_q)).sum()
