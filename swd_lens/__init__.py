@@ -75,7 +75,7 @@ ERRORS = {
     "EditError": "analysis.edit.target",
     "FactorFileError": "units.storage",
     "FinetuneError": "train.finetune.spec",
-    "QKError": "analysis.qk.vectors",
+    "QKError": "analysis.qk.scores",
     "ResumeError": "factorization.checkpoint",
     "ShardError": "factorization.checkpoint",
     "SiteDidNotRunWarning": "units.watch",

@@ -5,7 +5,7 @@ import torch
 
 from swd_lens.analysis.qk import QKError, QKPair, qk_replay, qk_scan, qk_screen
 from swd_lens.analysis.qk import scan as scan_module
-from swd_lens.analysis.qk.scores import Effects
+from swd_lens.analysis.qk.replay import NUMBERS
 from tests import families
 from tests.analysis.qk_checks import ROW, random_factors, same, snapshot
 from tests.micro import toy_model
@@ -25,7 +25,7 @@ def test_every_case_is_a_replay(host, remove):
         pair = QKPair(row["layer"], row["head"], row["q_unit"], row["k_unit"])
         alone = qk_replay(model, factors, pair, made.prompts[row["prompt"]], remove=remove)
         assert row["gamma"] == pytest.approx(alone.pair.gamma, rel=1e-5)
-        for name in Effects.NUMBERS:
+        for name in NUMBERS:
             assert row[name] == pytest.approx(getattr(alone, name), rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
@@ -39,7 +39,7 @@ def test_parts_of_a_scan_are_the_whole(monkeypatch):
     keys = ["layer", "head", "q_unit", "k_unit", "prompt"]
     left, right = (one.frame.sort_values(keys, ignore_index=True) for one in (whole, parts))
     assert left[keys].equals(right[keys])
-    for name in Effects.NUMBERS:
+    for name in NUMBERS:
         assert torch.allclose(torch.tensor(left[name]), torch.tensor(right[name]), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 

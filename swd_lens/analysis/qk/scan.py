@@ -2,7 +2,7 @@
 
 1. Take pairs from the static screen (the strongest few of each head), or as given.
 2. Run prompts of equal length together, once dense and once with units; keep z, scores and patterns.
-3. In every layer, take all its cases' units out at once (scores.py) and compare patterns.
+3. In every layer, take all its cases' units out at once (replay.py) and compare patterns.
 4. Rank cases by causal effect: KL between the pattern before and after the removal.
 """
 
@@ -16,36 +16,30 @@ import torch
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
-from swd_lens.analysis.qk import plots
-from swd_lens.analysis.qk.prompts import batches, prompt_rows, strings_of
-from swd_lens.analysis.qk.replay import check_pair, check_remove, indices, with_gamma
-from swd_lens.analysis.qk.scores import Effects, LayerScores, effects, run_layers
-from swd_lens.analysis.qk.screen import QKPair, QKScreen, qk_screen
-from swd_lens.analysis.qk.vectors import QKError, layer_units, provenance
+from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
+from swd_lens.analysis.qk.scores import LayerScores, QKError, attended_row, layer_units, provenance, run_layers
+from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
 from swd_lens.base.display import card
+from swd_lens.base.figures import new_figure, style
 from swd_lens.base.machine import plain_float32
-from swd_lens.hosts import host_of
+from swd_lens.tasks.prompt import Prompt, same_length, token_strings
+from swd_lens.units import UnitSet
 
 _NUMBERS = 2**24  # of all maps that are held at a time: 64 MiB a kind
+_PAIR = ("layer", "head", "q_unit", "k_unit", "gamma")
+_TEXT = 48  # characters of a prompt in a table
 
 
-@dataclass(frozen=True)
-class QKCase:
-    """One row of a scan.
+@dataclass(frozen=True, kw_only=True)
+class QKCase(Removal):
+    """One row of a scan; the numbers are those of `Removal`.
 
     Attributes:
         prompt: its index in `QKScan.prompts`.
-        dense_kl, removed_kl, max_change, signed_mean, agreement, share: see `QKReplay`.
     """
 
     pair: QKPair
     prompt: int
-    dense_kl: float
-    removed_kl: float
-    max_change: float
-    signed_mean: float
-    agreement: float
-    share: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,30 +70,62 @@ class QKScan:
         min_share: float | int | None = None,
     ) -> list[QKCase]:
         """The first n cases in rank, among those whose head is rebuilt well enough and whose map says what happens."""
-        kept: Any = self.frame
-        for column, least, most in (
-            ("dense_kl", None, max_dense_kl),
-            ("agreement", min_agreement, None),
-            ("share", min_share, None),
-        ):
-            kept = kept if least is None else kept[kept[column] >= least]
-            kept = kept if most is None else kept[kept[column] <= most]
-        found = []
-        for row in kept.head(n).to_dict("records"):
-            layer, head, q, k = (int(row[name]) for name in ("layer", "head", "q_unit", "k_unit"))
-            pair = QKPair(layer, head, q, k, float(row["gamma"]))
-            found.append(QKCase(pair, int(row["prompt"]), **{name: float(row[name]) for name in Effects.NUMBERS}))
-        return found
+        frame: Any = self.frame
+        if max_dense_kl is not None:
+            frame = frame[frame["dense_kl"] <= max_dense_kl]
+        if min_agreement is not None:
+            frame = frame[frame["agreement"] >= min_agreement]
+        if min_share is not None:
+            frame = frame[frame["share"] >= min_share]
+        return [
+            QKCase(
+                pair=QKPair(
+                    int(row["layer"]), int(row["head"]), int(row["q_unit"]), int(row["k_unit"]), float(row["gamma"])
+                ),
+                prompt=int(row["prompt"]),
+                **{name: float(row[name]) for name in NUMBERS},
+            )
+            for row in frame.head(n).to_dict("records")
+        ]
 
     def table(self, n: int | None = None) -> pd.DataFrame:
         """The first n cases (None: all), with the beginning of each prompt."""
-        shown = self.frame if n is None else self.frame.head(n)
-        starts = [_start(self.texts[i]) for i in shown["prompt"]]
-        return shown.assign(text=starts).rename(columns=lambda name: name.replace("_", " ")).reset_index(drop=True)
+        frame = self.frame if n is None else self.frame.head(n)
+        texts = ["".join(self.texts[i]) for i in frame["prompt"]]
+        texts = [text if len(text) <= _TEXT else text[: _TEXT - 1] + "…" for text in texts]
+        return frame.assign(text=texts).rename(columns=lambda name: name.replace("_", " ")).reset_index(drop=True)
 
     def plot(self) -> Figure:
         """Heat map of each head's largest removed KL; removed KL against agreement, all cases."""
-        return plots.scan(self.frame, *self.shape, self.settings["remove"])
+        figure, axes = new_figure(1, 2, width=4.4, height=3.3)
+        largest = np.full(self.shape, np.nan)
+        by_head: Any = self.frame.groupby(["layer", "head"])["removed_kl"].max()
+        for (layer, head), removed_kl in by_head.items():
+            largest[layer, head] = removed_kl
+        remove = self.settings["remove"]
+        removed = "pair" if remove == "pair" else f"{remove.upper()} unit"
+        draw_heads(axes[0, 0], largest, "largest removed KL (nats)", f"What removing a {removed} does")
+        ax, layers = axes[0, 1], sorted(self.frame["layer"].unique())
+        for index, layer in enumerate(layers):
+            cases: Any = self.frame[self.frame["layer"] == layer]
+            ax.scatter(
+                cases["agreement"],
+                cases["removed_kl"].clip(lower=1e-7),
+                s=11,
+                marker="osD^vPX*"[index % 8],
+                color=style(index)["color"],
+                alpha=0.6,
+                linewidths=0,
+                label=f"layer {layer}",
+            )
+        ax.set_yscale("log")
+        ax.set_xlim(-1.05, 1.05)
+        ax.set_xlabel("agreement of the change with the pair's map", fontsize=9)
+        ax.set_ylabel("removed KL (nats)", fontsize=9)
+        ax.set_title(f"{len(self.frame):,} cases of head, pair and prompt", fontsize=9)
+        if 0 < len(layers) <= 16:
+            ax.legend(fontsize=7, frameon=False, ncols=1 + len(layers) // 9, loc="lower left")
+        return figure
 
     def __repr__(self) -> str:
         first = self.best(1)
@@ -108,11 +134,6 @@ class QKScan:
 
     def _repr_html_(self) -> str:
         return card(repr(self), self.plot(), self.table(10))
-
-
-def _start(tokens: Sequence[str], most: int = 48) -> str:
-    text = "".join(tokens)
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def qk_scan(
@@ -146,67 +167,64 @@ def qk_scan(
         QKError: no prompts or pairs, both a screen and pairs, and whatever `qk_replay` refuses.
         TokenError, UnsupportedHostError, AttachError: as `qk_replay`.
     """
-    host = host_of(model)
-    check_remove(remove)
+    units = UnitSet.of(model, factors)
+    require_removal(remove)
     if screen is not None and pairs is not None:
         raise QKError("give pairs or a screen to take them from, not both")
-    rows = prompt_rows(model, prompts)
-    found = layer_units(host, factors)
-    chosen: dict[str, Any] = {"pairs": "given"}
+    rows = [attended_row(model, prompt) for prompt in Prompt.several(model, prompts, "qk")]
+    if not rows:
+        raise QKError("there are no prompts; give at least one")
+    layers = layer_units(units)
+    choice: dict[str, Any] = {"pairs": "given"}
     if pairs is None:
-        screen = qk_screen(model, factors, top=top) if screen is None else screen
-        chosen = {
-            "pairs": "of a screen",
-            "per_head": per_head,
-            **{name: screen.settings[name] for name in ("top", "distance")},
-        }
+        screen = qk_screen(model, units, top=top) if screen is None else screen
+        choice = {"pairs": "of a screen", "per_head": per_head}
+        choice |= {name: screen.settings[name] for name in ("top", "distance")}
         pairs = screen.pairs(per_head)
     if not pairs:
         raise QKError("there are no pairs to replay: every coefficient of the screen is zero, or the list is empty")
-    of_layer: dict[int, list[QKPair]] = {}
+    by_layer: dict[int, list[QKPair]] = {}
     for pair in pairs:
-        of_layer.setdefault(pair.layer, []).append(with_gamma(pair, check_pair(found, pair)))
-    heads = max(units.heads.n_heads for units in found.values())
+        by_layer.setdefault(pair.layer, []).append(with_gamma(layers, pair))
+    n_heads = max(of_layer.heads.n_heads for of_layer in layers.values())
     frames, total = [], len(pairs) * len(rows)
     with torch.no_grad(), tqdm(total=total, desc="qk scan", unit="case", disable=not progress, leave=False) as bar:
-        for places in batches(rows, max(1, _NUMBERS // (heads * len(of_layer)))):
-            tokens = torch.stack([rows[place] for place in places])
-            for layers in _groups(sorted(of_layer), heads * len(places) * tokens.shape[1] ** 2):
-                runs = run_layers(host, factors, found, tokens, layers)
+        maps_at_once = n_heads * len(by_layer)
+        for batch in same_length([len(row) for row in rows], lambda length: _NUMBERS // maps_at_once // length**2):
+            tokens = torch.stack([rows[i] for i in batch])
+            # All layers are run together, but for prompts so long that their maps would take gigabytes.
+            at_once = max(1, 4 * _NUMBERS // (n_heads * len(batch) * tokens.shape[1] ** 2))
+            for chunk in _chunks(sorted(by_layer), at_once):
+                runs = run_layers(units, {layer: layers[layer] for layer in chunk}, tokens)
                 with plain_float32(tokens.device):
-                    for layer in layers:
+                    for layer in chunk:
                         # Popped: what a layer held goes before the next one makes its own.
-                        frames += _cases(runs.pop(layer), of_layer[layer], places, remove)
-                        bar.update(len(of_layer[layer]) * len(places))
+                        frames += _cases(runs.pop(layer), by_layer[layer], batch, remove)
+                        bar.update(len(by_layer[layer]) * len(batch))
     frame: Any = pd.concat(frames, ignore_index=True)
     if max_dense_kl is not None:
         frame = frame[frame["dense_kl"] <= max_dense_kl]
     order = ["removed_kl", "layer", "head", "q_unit", "k_unit", "prompt"]
-    frame = frame.sort_values(order, ascending=[False, *[True] * 5], ignore_index=True)
-    settings = {**provenance(host, factors, found), "remove": remove, "max_dense_kl": max_dense_kl, **chosen}
-    texts = tuple(strings_of(model, row) for row in rows)
-    prompts_ = tuple(tuple(row.tolist()) for row in rows)
-    return QKScan(frame, prompts_, texts, (len(model.blocks), heads), settings)
+    return QKScan(
+        frame.sort_values(order, ascending=[False, *[True] * 5], ignore_index=True),
+        prompts=tuple(tuple(row.tolist()) for row in rows),
+        texts=tuple(token_strings(model, row.tolist()) for row in rows),
+        shape=(len(model.blocks), n_heads),
+        settings={**provenance(units, layers), "remove": remove, "max_dense_kl": max_dense_kl, **choice},
+    )
 
 
-def _groups(layers: list[int], numbers: int) -> list[list[int]]:
-    """Layers that are run together: all of them, but for prompts so long that their maps would take gigabytes."""
-    size = max(1, 4 * _NUMBERS // numbers)
-    return [layers[i : i + size] for i in range(0, len(layers), size)]
+def _chunks(items: Sequence[Any], size: int) -> list[Any]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def _cases(run: LayerScores, pairs: list[QKPair], places: Sequence[int], remove: str) -> list[pd.DataFrame]:
+def _cases(run: LayerScores, pairs: Sequence[QKPair], prompts: Sequence[int], remove: str) -> list[pd.DataFrame]:
     """One layer's cases on one batch of prompts."""
-    size = max(1, _NUMBERS // 4 // run.mask.numel() // len(places))
-    made = []
-    for start in range(0, len(pairs), size):
-        some = pairs[start : start + size]
-        found = effects(run, *indices(some, run.z_q.device), remove)
-        columns = {name: np.tile([getattr(pair, name) for pair in some], len(places)) for name in _PAIR}
-        columns["prompt"] = np.repeat(np.asarray(places), len(some))
-        columns |= {name: getattr(found, name).cpu().numpy().astype(np.float64).ravel() for name in Effects.NUMBERS}
-        made.append(pd.DataFrame(columns))
-    return made
-
-
-_PAIR = ("layer", "head", "q_unit", "k_unit", "gamma")
+    frames = []
+    for chunk in _chunks(pairs, max(1, _NUMBERS // 4 // run.mask.numel() // len(prompts))):
+        _, numbers = removals(run, chunk, remove)
+        columns = {name: np.tile([getattr(pair, name) for pair in chunk], len(prompts)) for name in _PAIR}
+        columns["prompt"] = np.repeat(np.asarray(prompts), len(chunk))
+        columns |= {name: values.cpu().numpy().astype(np.float64).ravel() for name, values in numbers.items()}
+        frames.append(pd.DataFrame(columns))
+    return frames

@@ -10,23 +10,29 @@ where bQ_a and bK_b are the head's slices of the write vectors. The screen
 2. computes gamma for every pair of them,
 3. and sums a head up by its largest |gamma|.
 
-Where a pair acts on a prompt also depends on z: `qk_replay` and `qk_scan` look at that.
+Where a pair acts on a prompt also depends on z: `qk_replay` and `qk_scan` look at that. `plot_attention_fidelity` draws the
+figure that the paper has above its screen: how well the attention matrices are reconstructed, layer by layer.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.qk.vectors import LayerUnits, QKError, layer_units, provenance, top_units
+from swd_lens.analysis.qk.scores import LayerUnits, QKError, Side, layer_units, provenance
 from swd_lens.base.display import card
-from swd_lens.base.figures import heatmap, new_figure
-from swd_lens.hosts import host_of
+from swd_lens.base.figures import heatmap, new_figure, style
+from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.attention import Rotation, rotations
+from swd_lens.hosts.sites import split_name
+from swd_lens.units import UnitSet
+
+_MATRICES = {"attn_qkv": "QKV", "attn_q": "Q", "attn_k": "K", "attn_v": "V", "attn_o": "output"}
 
 
 @dataclass(frozen=True)
@@ -78,39 +84,29 @@ class QKScreen:
         """
         if per_head < 1:
             raise QKError(f"per_head={per_head}: give a whole number of at least 1")
-        found, width = [], self.gamma.shape[-1]
+        pairs, width = [], self.gamma.shape[-1]
         for layer, of_layer in enumerate(self.gamma):
             for head, gamma in enumerate(of_layer):
                 flat = gamma.flatten().nan_to_num(0)
-                for place in torch.sort(flat.abs(), descending=True, stable=True).indices[:per_head].tolist():
-                    if flat[place] != 0:
-                        q, k = self.q_units[layer, head, place // width], self.k_units[layer, head, place % width]
-                        found.append(QKPair(layer, head, int(q), int(k), float(flat[place])))
-        return sorted(found, key=lambda pair: -abs(pair.gamma))
+                for entry in torch.sort(flat.abs(), descending=True, stable=True).indices[:per_head].tolist():
+                    if flat[entry] != 0:
+                        q, k = self.q_units[layer, head, entry // width], self.k_units[layer, head, entry % width]
+                        pairs.append(QKPair(layer, head, int(q), int(k), float(flat[entry])))
+        return sorted(pairs, key=lambda pair: -abs(pair.gamma))
 
     def table(self, per_head: int = 1) -> pd.DataFrame:
         """One row per pair of `pairs(per_head)`."""
-        names = ("layer", "head", "q_unit", "k_unit", "gamma")
-        rows = [{name: getattr(pair, name) for name in names} for pair in self.pairs(per_head)]
-        return pd.DataFrame(rows, columns=pd.Index(names)).rename(columns={"q_unit": "q unit", "k_unit": "k unit"})
+        columns = ("layer", "head", "q_unit", "k_unit", "gamma")
+        frame = pd.DataFrame([vars(pair) for pair in self.pairs(per_head)], columns=pd.Index(columns))
+        return frame.rename(columns={"q_unit": "q unit", "k_unit": "k unit"})
 
     def plot(self) -> Figure:
         """Heat map of each head's largest |gamma| (paper, Fig. attention-reconstruction-static-screen, bottom)."""
-        n_layers, n_heads = self.strongest.shape
+        n_layers, n_heads, top = self.gamma.shape[:3]
         figure, axes = new_figure(width=1.6 + 0.42 * max(n_heads, 6), height=1.1 + 0.3 * max(n_layers, 4))
-        ax = axes[0, 0]
-        heatmap(
-            ax,
-            self.strongest,
-            label="largest |γ| among the pairs kept",
-            rows=[str(i) for i in range(n_layers)],
-            columns=[str(i) for i in range(n_heads)],
-        )
-        ax.set_xlabel("head", fontsize=9)
-        ax.set_ylabel("layer", fontsize=9)
-        top = self.gamma.shape[-1]
         at = f", distance {self.settings['distance']}" if "rotary" in self.settings["positions"] else ""
-        ax.set_title(f"Static QK screen: {top} × {top} units per head{at}", fontsize=9)
+        title = f"Static QK screen: {top} × {top} units per head{at}"
+        draw_heads(axes[0, 0], self.strongest, "largest |γ| among the pairs kept", title)
         return figure
 
     def __repr__(self) -> str:
@@ -144,37 +140,89 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
         QKError: top or distance are out of range, or no layer has units on both sides.
         UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`; bidirectional hosts among others.
     """
-    host = host_of(model)
+    units = UnitSet.of(model, factors)
     if top < 1:
         raise QKError(f"top={top}: give a whole number of at least 1")
     if not 0 <= distance < int(model.cfg.n_ctx):
         raise QKError(f"distance={distance}: give 0 to {int(model.cfg.n_ctx) - 1}, the host's context less one")
     with torch.no_grad():
-        found = layer_units(host, factors)
-        turns = rotations(host, [units.heads for units in found.values()], distance + 1)
-        width = min(top, max(side.n_units for units in found.values() for side in (units.q, units.k)))
-        n_heads = max(units.heads.n_heads for units in found.values())
+        layers = layer_units(units)
+        heads = [of_layer.heads for of_layer in layers.values()]
+        angles = rotations(units.host, heads, distance + 1)
+        width = min(top, max(side.n_units for of_layer in layers.values() for side in (of_layer.q, of_layer.k)))
+        n_heads = max(of_layer.n_heads for of_layer in heads)
         shape = (len(model.blocks), n_heads, width)
         gamma = torch.full((*shape, width), torch.nan)
-        chosen = [torch.full(shape, -1), torch.full(shape, -1)]
-        for layer, units in found.items():
-            of_layer, *kept = _coefficients(units, turns[layer], width, distance)
-            gamma[layer, : of_layer.shape[0], : of_layer.shape[1], : of_layer.shape[2]] = of_layer.cpu()
-            for into, indices in zip(chosen, kept, strict=True):
-                into[layer, :, : indices.shape[1]] = indices.cpu()
-    settings = {**provenance(host, factors, found), "top": top, "distance": distance}
-    return QKScreen(gamma, chosen[0], chosen[1], settings)
+        q_units, k_units = torch.full(shape, -1), torch.full(shape, -1)
+        for layer, of_layer in layers.items():
+            coefficients, q, k = _coefficients(of_layer, angles[layer], width, distance)
+            gamma[layer, : len(q), : q.shape[1], : k.shape[1]] = coefficients.cpu()
+            q_units[layer, : len(q), : q.shape[1]] = q.cpu()
+            k_units[layer, : len(k), : k.shape[1]] = k.cpu()
+    return QKScreen(gamma, q_units, k_units, {**provenance(units, layers), "top": top, "distance": distance})
 
 
 def _coefficients(
-    units: LayerUnits, turn: Rotation | None, top: int, distance: int
+    units: LayerUnits, rotation: Rotation | None, top: int, distance: int
 ) -> tuple[Float[Tensor, "head _q _k"], Int[Tensor, "head _q"], Int[Tensor, "head _k"]]:
     """gamma among the top units of each head, and which units they are."""
-    heads = units.heads
-    of_head = torch.arange(heads.n_heads, device=units.q.write.device) // heads.group
-    q, k = top_units(units.q, top), top_units(units.k, top)[of_head]
-    by_head = torch.arange(heads.n_heads, device=q.device)[:, None]
-    queries, keys = units.q.folded[q, by_head], units.k.folded[k, of_head[:, None]]
-    if turn is not None:
-        queries, keys = turn.at(distance, queries), turn.at(0, keys)
+    heads, device = units.heads, units.q.write.device
+    head = torch.arange(heads.n_heads, device=device)
+    key_head = head // heads.group
+    q, k = _top_units(units.q, top), _top_units(units.k, top)[key_head]
+    queries, keys = units.q.folded[q, head[:, None]], units.k.folded[k, key_head[:, None]]
+    if rotation is not None:
+        queries, keys = rotation.at(distance, queries), rotation.at(0, keys)
     return queries @ keys.mT * heads.scale, q, k
+
+
+def _top_units(side: Side, top: int) -> Int[Tensor, "head _top"]:
+    """Unit indices of the largest head-specific write norm, largest first; of equal ones the lower index first."""
+    return torch.sort(side.folded.norm(dim=-1).T, dim=1, descending=True, stable=True).indices[:, :top]
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
+    """A number of every head as a heat map, layers by heads."""
+    n_layers, n_heads = values.shape
+    names = [str(i) for i in range(max(n_layers, n_heads))]
+    heatmap(ax, values, label=label, rows=names[:n_layers], columns=names[:n_heads])
+    ax.set_xlabel("head", fontsize=9)
+    ax.set_ylabel("layer", fontsize=9)
+    ax.set_title(title, fontsize=9)
+
+
+def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
+    """Relative squared error of the attention matrices by layer (paper, Fig. attention-reconstruction-static-screen, top).
+
+    Args:
+        fidelity: of `swd_lens.fidelity` with factors of attn_qkv (or attn_q, attn_k, attn_v) and attn_o of some layers.
+
+    Raises:
+        QKError: none of its sites is an attention matrix.
+    """
+    kinds: dict[str, dict[int, float]] = {}
+    for name, error in fidelity.relmse.items():
+        layer, kind = split_name(name)
+        if kind in _MATRICES:
+            kinds.setdefault(kind, {})[layer] = float(error)
+    if not kinds:
+        raise QKError(
+            f"this fidelity is of {', '.join(fidelity.relmse)}; factorize attn_qkv and attn_o to see how well attention is kept"
+        )
+    layers = sorted({layer for errors in kinds.values() for layer in errors})
+    figure, axes = new_figure(width=1.6 + 0.34 * max(len(layers), 8), height=2.6)
+    ax = axes[0, 0]
+    for index, (kind, errors) in enumerate(kinds.items()):
+        values = [100 * errors.get(layer, np.nan) for layer in layers]
+        label = f"{_MATRICES[kind]} ({kind})"
+        ax.plot(layers, values, marker="osD^v"[index], markersize=4, label=label, **style(index))
+    ax.set_ylim(bottom=0)
+    ax.set_xticks(layers)
+    ax.set_xlabel("layer", fontsize=9)
+    ax.set_ylabel("relative squared error (%)", fontsize=9)
+    ax.set_title("Attention matrices: reconstruction error of their outputs", fontsize=9)
+    ax.legend(fontsize=8, frameon=False)
+    return figure
