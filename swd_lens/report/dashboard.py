@@ -2,7 +2,7 @@
 
 1. An index lists the units site by site, best ranks first where the audit knows a task; each row has the unit's label,
    numbers and strongest place, and leads to the unit.
-2. A unit's part is made by `swd_lens.analysis.audit.unit.unit_html`, the same that notebooks show; neighbours are links.
+2. A unit's part is made by `swd_lens.analysis.audit.drawing.unit_html`, the same that notebooks show; neighbours are links.
 3. To a file: everything in one page. To a folder: index.html and one page per unit, written as their profiles are made; the
    index comes last, so that it never leads nowhere.
 """
@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
-from swd_lens.analysis.audit.unit import number, printable, unit_style, words_html
+from swd_lens.analysis.audit.drawing import number, printable, unit_style, words_html
 from swd_lens.base._version import __version__
 from swd_lens.base.files import write_text
 from swd_lens.hosts.sites import execution_key, parse_unit
@@ -186,7 +186,7 @@ def _row(profile: UnitProfile, target: str) -> dict[str, Any]:
         "ranks": {task: count(rank.rank) for task, rank in profile.tasks.items()},
         "largest": number(profile.peak, signed=False),
         "density": percent(profile.density),
-        "excerpt": Markup(words_html(first, largest, neighbourhood=_AROUND)) if first else "",
+        "excerpt": Markup(words_html(first.around_peak(_AROUND), largest)) if first else "",
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from swd_lens.analysis.audit.unit import unit_html, unit_style
+from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import library
 from swd_lens.circuits import Comparison, CostCurve

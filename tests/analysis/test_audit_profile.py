@@ -6,8 +6,8 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.audit import Context, audit, logit_effect
-from swd_lens.analysis.audit.edges import edges_of
-from swd_lens.analysis.audit.names import Ends, Span, TokenNames
+from swd_lens.analysis.audit.contexts import TokenNames
+from swd_lens.analysis.audit.vectors import Ends, Span, edges_of
 from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
 

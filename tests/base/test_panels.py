@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from swd_lens.analysis.audit.unit import running_token
+from swd_lens.analysis.audit.drawing import running_token
 from swd_lens.base.panels import Panel, attention_heads, library, visible
 
 TOKENS = ["<|bos|>", "</script>", "<!--", "\n", " Mary", ""]

@@ -1,33 +1,44 @@
 """audit: look at many units of a replacement in one pass over a text.
 
 1. Name the units: all of the set, those of some sites, or single ones.
-2. Attach the factors and run the text once (watching.py). At each site the running top n (contexts.py) and the running sums
-   (statistics.py) see z of the batch and forget it. What they hold depends on the number of units, not of tokens.
-3. The result (result.py) keeps these numbers; edges, logit effects and strings are made when a unit is looked at.
+2. Attach the factors and run the text once (`watch`). Blocks up to the last site run, batch by batch; a site's observer gets z of
+   the batch inside the forward, so that one site's activations are in memory at a time.
+3. An observer updates the running top n (contexts.py) and the running sums (statistics.py), and forgets z. What they hold depends
+   on the number of units, not of tokens.
+4. The result (result.py) keeps these numbers; edges, logit effects and strings are made when a unit is looked at.
+
+`top_contexts` is the part of it that a study needs: the contexts of a few units.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from swd_lens.analysis.audit.contexts import TopPlaces, places_per_row
+from swd_lens.analysis.audit.contexts import Context, TokenNames, TopPlaces
 from swd_lens.analysis.audit.labels import UnitLabels
-from swd_lens.analysis.audit.logits import Readout
-from swd_lens.analysis.audit.names import Ends, TokenNames
 from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
-from swd_lens.analysis.audit.site import SiteAudit
-from swd_lens.analysis.audit.statistics import Statistics
-from swd_lens.analysis.audit.watching import watch
+from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
+from swd_lens.analysis.audit.vectors import Ends, Readout
 from swd_lens.base._version import __version__
-from swd_lens.circuits.scores import UnitScores, identities, require_same_units
-from swd_lens.hosts import UnsupportedHostError, host_of, require_no_dropout
+from swd_lens.base.machine import plain_float32
+from swd_lens.circuits.scores import UnitScores
+from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
+from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, parse_unit, select_sites
-from swd_lens.tasks.streams import as_stream
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach
-from swd_lens.units.passport import fingerprint
+from swd_lens.units.match import weight_fingerprint
+from swd_lens.units.unit_set import UnitSet
+
+# (number of the batch's first row, its rows of token ids, z of all units there)
+Observer = Callable[[int, Int[Tensor, "rows pos"], Float[Tensor, "rows pos unit"]], None]
+
+_TOKENS_AT_ONCE = 8192  # z of 768 units on as many tokens is 25 MB
 
 
 def audit(
@@ -72,38 +83,39 @@ def audit(
     """
     host, stream = host_of(model), as_stream(tokens, model)
     require_no_dropout(model)
-    by_task, at_most = _by_task(scores), places_per_row(per_row, n, stream)
+    if isinstance(scores, UnitScores):
+        scores = {str(scores.settings.get("task") or "task"): scores}
+    by_task, per_row = dict(scores or {}), places_per_row(per_row, n, stream)
     with attach(model, factors) as attachment:
-        for task, one in by_task.items():
-            require_same_units(one.settings, attachment.factors, f"scores of {task}")
-        chosen = _chosen(attachment.sites, attachment.factors, units)
-        known = identities(attachment.factors)
-        counts = {site.name: attachment.factors[site.name].n_units for site in attachment.sites}
+        unit_set = attachment.factors
+        for task, of_task in by_task.items():
+            unit_set.require_made_for(of_task.settings, f"scores of {task}")
+        indices = select_units(unit_set, units)
         if labels is not None:
-            labels.require(known, counts)
-        looking = {
-            site: _Looking(indices, TopPlaces(n, before, after, at_most), coactivation)
-            for site, indices in chosen.items()
+            labels.require(unit_set.identities, unit_set.sizes)
+        observers = {
+            site: SiteObserver(of_site, TopPlaces(n, before, after, per_row), coactivation)
+            for site, of_site in indices.items()
         }
-        text = watch(host, stream, looking, batch_size, progress)
+        tokens_sha256 = watch(host, stream, observers, batch_size, progress)
     names = TokenNames(model)
     settings = {
         "model": str(getattr(model.cfg, "model_name", "")),
-        "units": counts,
-        "factors": known,
-        "weight_sha256": {site.name: fingerprint(host.weight(site)) for site in chosen if site.kind != "mlp"},
+        "units": unit_set.sizes,
+        "factors": unit_set.identities,
+        "weight_sha256": {site.name: weight_fingerprint(host, site) for site in indices if site.kind != "mlp"},
         "tokens": stream.n_tokens,
         "row_length": stream.row_length,
-        "tokens_sha256": text,
+        "tokens_sha256": tokens_sha256,
         "contexts": n,
-        "contexts_per_row": at_most,
+        "contexts_per_row": per_row,
         "before": before,
         "after": after,
         "version": __version__,
     }
     return Audit(
-        sites={site.name: one.found() for site, one in looking.items()},
-        factors={site.name: attachment.factors[site.name] for site in chosen},
+        sites={site.name: observer.result() for site, observer in observers.items()},
+        factors={site.name: unit_set[site.name] for site in indices},
         scores=by_task,
         labels=UnitLabels({}) if labels is None else labels,
         settings=settings,
@@ -114,54 +126,71 @@ def audit(
     )
 
 
-class _Looking:
-    """The observers of one site."""
+def top_contexts(
+    model: Any,
+    factors: Any,
+    units: Sequence[tuple[str, int]],
+    tokens: Any,
+    *,
+    n: int = 20,
+    before: int = 14,
+    after: int = 2,
+    batch_size: int = 64,
+    per_row: int | None = None,
+) -> dict[tuple[str, int], list[Context]]:
+    """The n positions of largest |z| per unit (paper app. E.1: 20), in one pass.
 
-    def __init__(self, chosen: Int[Tensor, " chosen"], places: TopPlaces, coactivation: bool):
-        self.chosen, self.places = chosen, places
-        self.statistics = Statistics(chosen, coactivation)
+    Args:
+        factors: what to attach, see `swd_lens.attach`.
+        units: (site, index) pairs.
+        tokens: (rows, pos) ids of held-out text, or a `TokenStream`.
+        before, after: tokens shown on either side of the position.
+        per_row: at most this many of one row; None = one, or as many as it takes where the text has fewer rows than n.
 
-    def __call__(self, first_row: int, rows: Tensor, z: Tensor) -> None:
-        own = z if len(self.chosen) == z.shape[-1] else z[..., self.chosen.to(z.device)]
-        self.places.add(first_row, rows, own)
-        self.statistics.add(z.flatten(0, 1))
+    Raises:
+        ValueError: n or per_row below 1, before or after below 0.
+        UnsupportedHostError: a site whose units the host's forward never shows.
+    """
+    stream, names = as_stream(tokens, model), TokenNames(model)
+    per_row = places_per_row(per_row, n, stream)
+    require_no_dropout(model)
+    columns: dict[str, list[int]] = {}
+    for site, index in dict.fromkeys(units):
+        columns.setdefault(site, []).append(index)
+    places = {site: TopPlaces(n, before, after, per_row) for site in columns}
 
-    def found(self) -> SiteAudit:
-        s = self.statistics
-        coactive, correlation = s.coactive(NEIGHBOURS)
-        return SiteAudit(
-            units=self.chosen,
-            places=self.places.cpu(),
-            mean=s.mean,
-            sd=s.sd,
-            smallest=s.smallest.cpu(),
-            largest=s.largest.cpu(),
-            density=s.density,
-            histograms=tuple(s.histogram(column) for column in range(len(self.chosen))),
-            coactive=coactive,
-            correlation=correlation,
-        )
+    def observer(site: str) -> Observer:
+        return lambda first_row, rows, z: places[site].add(first_row, rows, z[..., columns[site]])
 
-
-def _readout(model: Any, names: TokenNames) -> Readout | None:
-    try:
-        return Readout(model, names)
-    except UnsupportedHostError:  # BERT: it has no next-token logits that a unit could have a direct effect on
-        return None
-
-
-def _by_task(scores: UnitScores | Mapping[str, UnitScores] | None) -> dict[str, UnitScores]:
-    if scores is None:
-        return {}
-    if isinstance(scores, UnitScores):
-        return {str(scores.settings.get("task") or "task"): scores}
-    return dict(scores)
+    with attach(model, factors) as attachment:
+        observers = {site: observer(site.name) for site in attachment.sites if site.name in columns}
+        if observers:
+            watch(host_of(model), stream, observers, batch_size)
+    return {
+        (site.name, index): places[site.name].cpu().contexts(column, names)
+        for site in observers
+        for column, index in enumerate(columns[site.name])
+    }
 
 
-def _chosen(
-    sites: list[Site], factors: Mapping[str, Any], units: str | Iterable[str] | None
-) -> dict[Site, Int[Tensor, " unit"]]:
-    """Site -> indices, ascending, each once."""
+def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
+    """How many places of a row may stand in a list of n: as asked, or what fills the list, at least one.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(f"per_row must be 1 or more, got {asked}")
+    return -(-n // stream.n_rows) if asked is None else asked
+
+
+def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[Site, Int[Tensor, " unit"]]:
+    """Site -> indices of the units that are named, ascending, each once; None = all.
+
+    Raises:
+        ValueError: no names, or a unit that the set does not have.
+        UnknownSiteError: a pattern that matches no site of the set.
+    """
     wanted: dict[str, set[int]] = {}
     names = ["all"] if units is None else [units] if isinstance(units, str) else list(units)
     if not names:
@@ -170,12 +199,111 @@ def _chosen(
         )
     for name in names:
         if "/" not in name:
-            for site in select_sites(sites, name):
-                wanted.setdefault(site.name, set()).update(range(factors[site.name].n_units))
+            for site in select_sites(unit_set.sites, name):
+                wanted.setdefault(site.name, set()).update(range(unit_set[site.name].n_units))
             continue
         site_name, index = parse_unit(name)
-        select_sites(sites, site_name)
-        if index >= factors[site_name].n_units:
-            raise ValueError(f"{name}: {site_name} has {factors[site_name].n_units} units, counted from 0")
+        select_sites(unit_set.sites, site_name)
+        if index >= unit_set[site_name].n_units:
+            raise ValueError(f"{name}: {site_name} has {unit_set[site_name].n_units} units, counted from 0")
         wanted.setdefault(site_name, set()).add(index)
-    return {site: torch.tensor(sorted(wanted[site.name])) for site in sites if site.name in wanted}
+    return {site: torch.tensor(sorted(wanted[site.name])) for site in unit_set.sites if site.name in wanted}
+
+
+class SiteObserver:
+    """What is kept of one site while the text runs.
+
+    Args:
+        units: the units that are described.
+    """
+
+    def __init__(self, units: Int[Tensor, " column"], places: TopPlaces, coactivation: bool):
+        self.units, self.places = units, places
+        self.statistics = Statistics(units, coactivation)
+
+    def __call__(self, first_row: int, rows: Tensor, z: Tensor) -> None:
+        own = z if len(self.units) == z.shape[-1] else z[..., self.units.to(z.device)]
+        self.places.add(first_row, rows, own)
+        self.statistics.add(z.flatten(0, 1))
+
+    def result(self) -> SiteAudit:
+        s = self.statistics
+        coactive, correlation = s.coactive(NEIGHBOURS)
+        return SiteAudit(
+            units=self.units,
+            places=self.places.cpu(),
+            mean=s.mean,
+            sd=s.sd,
+            smallest=s.smallest.cpu(),
+            largest=s.largest.cpu(),
+            density=s.density,
+            histograms=tuple(s.histogram(column) for column in range(len(self.units))),
+            coactive=coactive,
+            correlation=correlation,
+        )
+
+
+def watch(
+    host: Host,
+    stream: TokenStream,
+    observers: Mapping[Site, Observer],
+    batch_size: int | None = None,
+    progress: bool = False,
+) -> str:
+    """Run the stream once and hand every site's z to its observer, float32, on the device where it was computed.
+
+    Args:
+        batch_size: rows per forward; None = about 8,192 tokens.
+
+    Returns:
+        SHA-256 of the tokens, the one that `TokenStream.fingerprint` would take another pass for.
+
+    Raises:
+        UnsupportedHostError: a site whose units the host's forward never shows.
+        ValueError: a z that is not finite; site and unit are named.
+    """
+    batch_size = batch_size or max(1, _TOKENS_AT_ONCE // stream.row_length)
+    digest = hashlib.sha256(str((stream.n_rows, stream.row_length)).encode())
+    n_blocks, first_row = max(site.layer for site in observers) + 1, 0
+    rows: Tensor = torch.empty(0, 0, dtype=torch.int64)
+    seen: set[str] = set()
+
+    def reader(site: Site, observe: Observer) -> Any:
+        def read(z: Tensor, hook: Any) -> None:
+            seen.add(site.name)
+            z = z.detach().float()
+            _require_finite(site, z)
+            observe(first_row, rows, z)
+
+        return read
+
+    n_batches = -(-stream.n_rows // batch_size)
+    hooks = [(site.hook_name, reader(site, observe)) for site, observe in observers.items()]
+    device = next(host.model.parameters()).device
+    with torch.no_grad(), plain_float32(device), host.model.hooks(fwd_hooks=hooks):
+        batches = stream.batches(batch_size)
+        for rows in tqdm(batches, desc="audit", total=n_batches, unit="batch", disable=not progress, leave=False):
+            seen.clear()
+            host.run_blocks(rows, n_blocks)
+            require_seen(observers, seen, "units")
+            digest.update(rows.contiguous().numpy().data)
+            first_row += len(rows)
+    return digest.hexdigest()
+
+
+def _require_finite(site: Site, z: Float[Tensor, "rows pos unit"]) -> None:
+    if bool(torch.isfinite(z.sum())):  # cheap; a sum can overflow, so look again before complaining
+        return
+    bad = ~torch.isfinite(z).flatten(0, 1).all(0)
+    if bool(bad.any()):
+        raise ValueError(
+            f"z of {site.name}/{int(bad.nonzero()[0])} is not finite on this text; run the host in float32, or look for the "
+            "tokens at which its activations overflow"
+        )
+
+
+def _readout(model: Any, names: TokenNames) -> Readout | None:
+    try:
+        return Readout(model, names)
+    except UnsupportedHostError:  # BERT: it has no next-token logits that a unit could have a direct effect on
+        return None

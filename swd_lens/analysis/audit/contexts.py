@@ -4,10 +4,9 @@
    fill the list (paper app. E.1: 20 by |z|). One, unless the text has fewer rows than places are asked for.
 2. These and the n best so far are sorted together; of equal ones the earlier row stays ahead.
 3. The tokens and z around a place are copied when it enters the list: the text is read once, and memory depends on
-   n and the number of units only.
+   n and the number of units only. Token ids become strings (`TokenNames`) when a unit is looked at.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.audit.names import TokenNames
-from swd_lens.analysis.audit.watching import watch
-from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.units import attach
-
 NO_TOKEN = -1  # in a window that reaches over an end of its row
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+class TokenNames:
+    """Token id -> its string, each asked of the tokenizer once; ids in brackets where the host has no tokenizer."""
+
+    def __init__(self, model: Any):
+        self._tokenizer = getattr(model, "tokenizer", None)
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._string(token)
+        return self._known[token]
+
+    def _string(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"[{token}]"
+        text = self._tokenizer.decode([token])
+        # SentencePiece drops the space of a token that is decoded alone.
+        piece = getattr(self._tokenizer, "convert_ids_to_tokens", lambda token: "")(token)
+        spaced = isinstance(piece, str) and piece.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" ")
+        return " " + text if spaced else text
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,11 @@ class Context:
         lead = token[: len(token) - len(bare)] if bare else ""
         pieces[self.peak] = lead + mark[0] + token[len(lead) :] + mark[1]
         return "".join(pieces)
+
+    def around_peak(self, n: int) -> "Context":
+        """The part of the window within n tokens of the peak."""
+        start, stop = max(0, self.peak - n), self.peak + n + 1
+        return Context(self.tokens[start:stop], self.z[start:stop], self.peak - start)
 
 
 class TopPlaces:
@@ -94,19 +115,21 @@ class TopPlaces:
         if self.per_row == 1:
             value, pos = size.max(1, keepdim=True)
         else:
-            value, pos = (found[:, : self.per_row] for found in size.sort(dim=1, descending=True, stable=True))
+            largest = size.sort(dim=1, descending=True, stable=True)
+            value, pos = largest.values[:, : self.per_row], largest.indices[:, : self.per_row]
         return value.permute(2, 0, 1).flatten(1), pos.permute(2, 0, 1).flatten(1)
 
     def contexts(self, unit: int, names: TokenNames, *, n: int | None = None, firing: bool = False) -> list[Context]:
         """The unit's places (the first n of them), largest |z| first; `firing` leaves out rows where it is 0 everywhere."""
-        found, lists = [], (part[unit, :n].tolist() for part in (self.value, self.tokens, self.z))
+        contexts = []
+        lists = (part[unit, :n].tolist() for part in (self.value, self.tokens, self.z))
         for value, tokens, z in zip(*lists, strict=True):
             if value < 0 or (firing and value == 0):
                 break
             inside = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
             strings = tuple(names(tokens[i]) for i in inside)
-            found.append(Context(strings, tuple(z[i] for i in inside), self.before - inside[0]))
-        return found
+            contexts.append(Context(strings, tuple(z[i] for i in inside), self.before - inside[0]))
+        return contexts
 
     def cpu(self) -> "TopPlaces":
         """Itself, with everything on the CPU."""
@@ -129,64 +152,3 @@ class TopPlaces:
         places = places.clamp(0, rows.shape[1] - 1)
         tokens = rows[row[:, None], places].masked_fill(outside, NO_TOKEN)
         return tokens.to(torch.int32), z[row[:, None], places, unit[:, None]].masked_fill(outside, 0.0)
-
-
-def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
-    """How many places of a row may stand in a list of n: as asked, or what fills the list, at least one.
-
-    Raises:
-        ValueError: fewer than one.
-    """
-    if asked is not None and asked < 1:
-        raise ValueError(f"per_row must be 1 or more, got {asked}")
-    return -(-n // stream.n_rows) if asked is None else asked
-
-
-def top_contexts(
-    model: Any,
-    factors: Any,
-    units: Sequence[tuple[str, int]],
-    tokens: Any,
-    *,
-    n: int = 20,
-    before: int = 14,
-    after: int = 2,
-    batch_size: int = 64,
-    per_row: int | None = None,
-) -> dict[tuple[str, int], list[Context]]:
-    """The n positions of largest |z| per unit (paper app. E.1: 20), in one pass.
-
-    Args:
-        factors: what to attach, see `swd_lens.attach`.
-        units: (site, index) pairs.
-        tokens: (rows, pos) ids of held-out text, or a `TokenStream`.
-        before, after: tokens shown on either side of the position.
-        per_row: at most this many of one row; None = one, or as many as it takes where the text has fewer rows than n.
-
-    Raises:
-        ValueError: n or per_row below 1, before or after below 0.
-        UnsupportedHostError: a site whose units the host's forward never shows.
-    """
-    stream, names = as_stream(tokens, model), TokenNames(model)
-    at_most = places_per_row(per_row, n, stream)
-    require_no_dropout(model)
-    by_site: dict[str, list[int]] = {}
-    for site, index in dict.fromkeys(units):
-        by_site.setdefault(site, []).append(index)
-    places: dict[str, TopPlaces] = {}
-    with attach(model, factors) as attachment:
-        observers = {}
-        for site in attachment.sites:
-            if site.name in by_site:
-                top = places[site.name] = TopPlaces(n, before, after, at_most)
-                chosen = torch.tensor(by_site[site.name])
-                observers[site] = lambda at, rows, z, top=top, chosen=chosen: top.add(
-                    at, rows, z[..., chosen.to(z.device)]
-                )
-        if observers:
-            watch(host_of(model), stream, observers, batch_size)
-    return {
-        (site, index): top.cpu().contexts(column, names)
-        for site, top in places.items()
-        for column, index in enumerate(by_site[site])
-    }

@@ -55,8 +55,12 @@ class UnitLabels(_Base):
         Raises:
             ValueError: a name that is no unit's, or a label that is no text.
         """
-        made = {unit: _label(unit, value, author) for unit, value in labels.items()}
-        return cls({unit: label for unit, label in made.items() if label.label}, _sites(made, factors))
+        by_unit = {unit: _label(unit, value, author) for unit, value in labels.items()}
+        sites = {parse_unit(unit)[0] for unit in by_unit}
+        return cls(
+            {unit: label for unit, label in by_unit.items() if label.label},
+            {site: identity for site, identity in factors.items() if site in sites},
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "UnitLabels":
@@ -73,7 +77,9 @@ class UnitLabels(_Base):
             if not line.strip():
                 continue
             try:
-                entry = _entry(json.loads(line))
+                entry = json.loads(line)
+                if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
+                    raise ValueError('expected an object with "unit" and "label"')
                 unit, label = entry["unit"], _label(entry["unit"], entry, "")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"line {number} of {path} is no label: {error}") from None
@@ -139,6 +145,10 @@ class UnitLabels(_Base):
             )
         return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
 
+    def text(self, unit: str) -> str:
+        """What a unit is called; empty where it has no label."""
+        return self.labels[unit].label if unit in self.labels else ""
+
     def table(self) -> pd.DataFrame:
         rows = [{"unit": unit, "label": x.label, "note": x.note, "author": x.author} for unit, x in self.labels.items()]
         return pd.DataFrame(rows, columns=["unit", "label", "note", "author"])
@@ -164,12 +174,6 @@ class UnitLabels(_Base):
         return bool(own and identity and own != identity)
 
 
-def _entry(line: Any) -> dict[str, Any]:
-    if not isinstance(line, dict) or not isinstance(line.get("unit"), str):
-        raise ValueError('expected an object with "unit" and "label"')
-    return line
-
-
 def _label(unit: str, value: Any, author: str) -> UnitLabel:
     parse_unit(unit)
     if isinstance(value, UnitLabel):
@@ -180,8 +184,3 @@ def _label(unit: str, value: Any, author: str) -> UnitLabel:
         if not isinstance(text, str):
             raise ValueError(f"the {key} of {unit} must be text, got {text!r}")
     return UnitLabel(texts["label"].strip(), texts["note"], texts["author"] or author)
-
-
-def _sites(units: Mapping[str, Any], factors: Mapping[str, str]) -> dict[str, str]:
-    named = {parse_unit(unit)[0] for unit in units}
-    return {site: identity for site, identity in factors.items() if site in named}

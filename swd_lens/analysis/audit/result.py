@@ -1,11 +1,12 @@
 """Audit: what one pass over a text showed of many units, and the tables, figures and files that are made of it.
 
-1. A `SiteAudit` per site holds the numbers (site.py); strings are made only for the units that are looked at.
+1. A `SiteAudit` per site holds the numbers (statistics.py); strings are made only for the units that are looked at.
 2. `Audit.unit` and `Audit.profiles` put together a unit's profile: contexts, histogram, edges, logit effect, tasks, neighbours.
-3. `rank_table`, `excerpts` and `plot` are the paper's tables (tables.py) and figure (picture.py); `export` is for whoever
-   finds labels, and `with_labels` puts them back.
+3. `rank_table`, `excerpts` and `plot` are the paper's tables and figure; labels stand beside the units and change nothing.
+4. `export` is for whoever finds labels, and `with_labels` puts them back.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,19 +16,25 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from swd_lens.analysis.audit.contexts import Context
-from swd_lens.analysis.audit.edges import edges_of, nearest_writes, read_vectors, write_vectors
-from swd_lens.analysis.audit.export import write_export
+from swd_lens.analysis.audit.contexts import Context, TokenNames
+from swd_lens.analysis.audit.drawing import draw_layers
 from swd_lens.analysis.audit.labels import UnitLabels
-from swd_lens.analysis.audit.logits import LogitEffect, Readout
-from swd_lens.analysis.audit.names import Ends, TokenNames
-from swd_lens.analysis.audit.picture import draw_layers
-from swd_lens.analysis.audit.site import SiteAudit
-from swd_lens.analysis.audit.tables import excerpt_table, rank_table, unit_table
+from swd_lens.analysis.audit.statistics import SiteAudit
 from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
+from swd_lens.analysis.audit.vectors import (
+    Ends,
+    LogitEffect,
+    Readout,
+    edges_of,
+    nearest_writes,
+    read_vectors,
+    write_vectors,
+)
 from swd_lens.base.display import card
+from swd_lens.base.files import atomic, plain
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
+from swd_lens.units.coder import Units
 
 NEIGHBOURS = 6
 _AT_ONCE = 256  # profiles whose logit effects are computed together
@@ -49,7 +56,7 @@ class Audit:
     """
 
     sites: Mapping[str, SiteAudit]
-    factors: Mapping[str, Any]
+    factors: Mapping[str, Units]
     scores: Mapping[str, UnitScores]
     labels: UnitLabels
     settings: Mapping[str, Any]
@@ -63,7 +70,7 @@ class Audit:
     @property
     def units(self) -> list[str]:
         """Names of the audited units, in the order of sites."""
-        return [f"{site}/{unit}" for site, found in self.sites.items() for unit in found.units.tolist()]
+        return [f"{site}/{unit}" for site, of_site in self.sites.items() for unit in of_site.units.tolist()]
 
     @property
     def identities(self) -> dict[str, str]:
@@ -71,7 +78,7 @@ class Audit:
         return dict(self.settings["factors"])
 
     def __len__(self) -> int:
-        return sum(len(found.units) for found in self.sites.values())
+        return sum(len(of_site.units) for of_site in self.sites.values())
 
     def unit(self, unit: str) -> UnitProfile:
         """Everything about one unit, "blocks.2.mlp_out/5".
@@ -96,6 +103,18 @@ class Audit:
             for site, index in part:
                 yield self._profile(site, index, effects.get((site, index)))
 
+    def place(self, unit: str) -> tuple[str, int]:
+        """Site and index of an audited unit. Raises KeyError where it was not audited."""
+        site, index = parse_unit(unit)
+        if site not in self.sites or index not in self.sites[site].column:
+            raise KeyError(f"{unit} was not audited; this audit holds {len(self):,} units of {', '.join(self.sites)}")
+        return site, index
+
+    def contexts(self, site: str, index: int, n: int | None = None) -> list[Context]:
+        """The n strongest places of an audited unit (all that were kept where None)."""
+        of_site = self.sites[site]
+        return of_site.places.contexts(of_site.column[index], self.names, n=n, firing=True)
+
     def with_labels(self, labels: UnitLabels | Mapping[str, Any]) -> "Audit":
         """The same audit with labels on it, beside those it has; nothing else changes, rankings least of all.
 
@@ -110,7 +129,71 @@ class Audit:
         known = {site: identity for site, identity in self.identities.items() if site not in given.factors}
         return replace(self, labels=self.labels | UnitLabels(given.labels, {**known, **given.factors}))
 
-    # ------------------------------------------------------------------ tables
+    def _profile(self, site: str, index: int, effect: LogitEffect | None) -> UnitProfile:
+        of_site, unit = self.sites[site], f"{site}/{index}"
+        column = of_site.column[index]
+        read, write = self._vectors[site]
+        similar = self._nearest(site)
+        return UnitProfile(
+            unit=unit,
+            contexts=tuple(self.contexts(site, index)),
+            n_tokens=self.n_tokens,
+            mean=float(of_site.mean[column]),
+            sd=float(of_site.sd[column]),
+            smallest=float(of_site.smallest[column]),
+            largest=float(of_site.largest[column]),
+            density=float(of_site.density[column]),
+            histogram=of_site.histograms[column],
+            reads=None if read is None else edges_of(read[:, index], self.ends.read(site, len(read))),
+            writes=None if write is None else edges_of(write[index], self.ends.written(site, write.shape[1])),
+            logits=effect,
+            tasks={
+                task: TaskRank(float(scores.scores[site][index]), self.ranks[task][site][index], scores.n_units)
+                for task, scores in self._scored(site).items()
+            },
+            similar=() if similar is None else _neighbours(site, similar[0][index], similar[1][index]),
+            coactive=_neighbours(site, of_site.coactive[column], of_site.correlation[column]),
+            label=self.labels.get(unit),
+            settings=self.settings,
+        )
+
+    def _effects(self, units: list[tuple[str, int]]) -> dict[tuple[str, int], LogitEffect]:
+        effects: dict[tuple[str, int], LogitEffect] = {}
+        for site in dict.fromkeys(site for site, _ in units):
+            write = self._vectors[site][1]
+            if self.readout and write is not None and split_name(site)[1] in WRITES_RESIDUAL:
+                of_site = [unit for unit in units if unit[0] == site]
+                effects.update(zip(of_site, self.readout.effects(write[[index for _, index in of_site]]), strict=True))
+        return effects
+
+    def _nearest(self, site: str) -> tuple[Tensor, Tensor] | None:
+        """Per unit of the site the nearest by write vector, and the cosines; computed once per site."""
+        if site not in self._nearest_of:
+            write = self._vectors[site][1]
+            self._nearest_of[site] = None if write is None else nearest_writes(write, NEIGHBOURS)
+        return self._nearest_of[site]
+
+    def _scored(self, site: str) -> dict[str, UnitScores]:
+        """Task -> scores, of the tasks that scored this site."""
+        return {task: scores for task, scores in self.scores.items() if site in scores.scores}
+
+    @cached_property
+    def ranks(self) -> dict[str, dict[str, list[int]]]:
+        """task -> site -> rank of each unit, 1 the best."""
+        return {
+            task: {site: (ranks + 1).tolist() for site, ranks in scores.ranks().items()}
+            for task, scores in self.scores.items()
+        }
+
+    @cached_property
+    def _vectors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        return {site: (read_vectors(self.factors[site]), write_vectors(self.factors[site])) for site in self.sites}
+
+    @cached_property
+    def _nearest_of(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        return {}
+
+    # ------------------------------------------------------------------ tables and files
 
     def task(self, task: str | None = None) -> str:
         """The name of one of the audit's tasks; None where there is only one.
@@ -130,7 +213,23 @@ class Audit:
 
     def table(self) -> pd.DataFrame:
         """One row per unit: statistics of z, the token at its highest peak, rank per task, label."""
-        return unit_table(self)
+        rows = []
+        for site, of_site in self.sites.items():
+            for column, index in enumerate(of_site.units.tolist()):
+                first = self.contexts(site, index, 1)
+                rows.append(
+                    {
+                        "unit": f"{site}/{index}",
+                        "largest |z|": float(max(of_site.largest[column], -of_site.smallest[column])),
+                        "mean z": float(of_site.mean[column]),
+                        "sd": float(of_site.sd[column]),
+                        "density": float(of_site.density[column]),
+                        "top token": first[0].tokens[first[0].peak] if first else "",
+                        **{f"{task} rank": self.ranks[task][site][index] for task in self._scored(site)},
+                        "label": self.labels.text(f"{site}/{index}"),
+                    }
+                )
+        return pd.DataFrame(rows)
 
     def rank_table(
         self, task: str | None = None, per_layer: int = 3, layers: Iterable[int] | None = None
@@ -148,8 +247,25 @@ class Audit:
         Raises:
             ValueError: no scores, or several and none named, or none of that name.
         """
-        task = self.task(task)
-        return rank_table(self.scores[task], self.labels, per_layer, layers)
+        scores = self.scores[self.task(task)]
+        wanted = None if layers is None else set(layers)
+        rows, counts = [], {}
+        for rank, (site, index) in enumerate(scores.ranking(), 1):
+            layer = split_name(site)[0]
+            counts[layer] = counts.get(layer, 0) + 1
+            if counts[layer] <= per_layer and (wanted is None or layer in wanted):
+                rows.append(
+                    {
+                        "layer": layer,
+                        "unit": f"{site}/{index}",
+                        "layer order": counts[layer],
+                        "global rank": rank,
+                        "score": float(scores.scores[site][index]),
+                        "label": self.labels.text(f"{site}/{index}"),
+                    }
+                )
+        columns = ["layer", "unit", "layer order", "global rank", "score", "label"]
+        return pd.DataFrame(rows, columns=columns).sort_values(["layer", "layer order"], ignore_index=True)
 
     def excerpts(
         self,
@@ -171,8 +287,12 @@ class Audit:
             KeyError: a unit was not audited.
             ValueError: see `rank_table`.
         """
-        names = list(self.rank_table(task, per_layer)["unit"]) if units is None else list(units)
-        return excerpt_table(self, names, n, around)
+        rows = []
+        for unit in self.rank_table(task, per_layer)["unit"] if units is None else units:
+            contexts = [context.around_peak(around) for context in self.contexts(*self.place(unit), n)]
+            excerpts = "; ".join(f"“{' '.join(context.text(('«', '»')).split())}”" for context in contexts)
+            rows.append({"unit": unit, "label": self.labels.text(unit), "excerpts": excerpts})
+        return pd.DataFrame(rows, columns=["unit", "label", "excerpts"])
 
     def plot(self, task: str | None = None, per_layer: int = 2, layers: Iterable[int] | None = None):
         """A task's best units by layer: read from the site's input, write to the residual stream (the paper's figure).
@@ -201,7 +321,17 @@ class Audit:
         Scores of tasks are left out on purpose: labels are to be found without knowing what the unit is good for.
         """
         path = Path(path)
-        write_export(path, self.profiles(units), self.identities, str(self.settings["model"]))
+        with (
+            atomic(path) as temporary,
+            # A lone surrogate (half of an emoji, cut by a byte-level tokenizer) cannot be written as UTF-8.
+            open(temporary, "w", encoding="utf-8", errors="replace", newline="\n") as file,
+        ):
+            for profile in self.profiles(units):
+                line = profile.as_dict() | {
+                    "factors": self.identities.get(profile.site, ""),
+                    "model": str(self.settings["model"]),
+                }
+                file.write(json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n")
         return path
 
     # ------------------------------------------------------------------ showing itself
@@ -209,7 +339,7 @@ class Audit:
     def __repr__(self) -> str:
         label = f", {len(self.labels)} labels" if self.labels else ""
         tasks = f", scores of {', '.join(self.scores)}" if self.scores else ""
-        lines = [f"  {site}: {len(found.units)} units" for site, found in self.sites.items()]
+        lines = [f"  {site}: {len(of_site.units)} units" for site, of_site in self.sites.items()]
         return "\n".join([f"Audit of {len(self):,} units on {self.n_tokens:,} tokens{tasks}{label}", *lines])
 
     def _repr_html_(self) -> str:
@@ -219,84 +349,6 @@ class Audit:
             return card(title, self.table().head(12), hint)
         task = next(iter(self.scores))
         return card(f"{title}; best units for {task}", self.rank_table(task), hint)
-
-    # ------------------------------------------------------------------ parts
-
-    def place(self, unit: str) -> tuple[str, int]:
-        """Site and index of an audited unit. Raises KeyError where it was not audited."""
-        site, index = parse_unit(unit)
-        if site not in self.sites or index not in self.sites[site].column:
-            raise KeyError(f"{unit} was not audited; this audit holds {len(self):,} units of {', '.join(self.sites)}")
-        return site, index
-
-    def _profile(self, site: str, index: int, effect: LogitEffect | None) -> UnitProfile:
-        found, unit = self.sites[site], f"{site}/{index}"
-        column = found.column[index]
-        read, write = self._vectors[site]
-        return UnitProfile(
-            unit=unit,
-            contexts=tuple(self.contexts(site, index)),
-            n_tokens=self.n_tokens,
-            mean=float(found.mean[column]),
-            sd=float(found.sd[column]),
-            smallest=float(found.smallest[column]),
-            largest=float(found.largest[column]),
-            density=float(found.density[column]),
-            histogram=found.histograms[column],
-            reads=None if read is None else edges_of(read[:, index], self.ends.read(site, len(read))),
-            writes=None if write is None else edges_of(write[index], self.ends.written(site, write.shape[1])),
-            logits=effect,
-            tasks={task: self._rank(task, site, index) for task in self.scored(site)},
-            similar=self._similar(site, index),
-            coactive=_neighbours(site, found.coactive[column], found.correlation[column]),
-            label=self.labels.get(unit),
-            settings=self.settings,
-        )
-
-    def contexts(self, site: str, index: int, n: int | None = None) -> list[Context]:
-        """The n strongest places of an audited unit (all that were kept where None)."""
-        found = self.sites[site]
-        return found.places.contexts(found.column[index], self.names, n=n, firing=True)
-
-    def _effects(self, units: list[tuple[str, int]]) -> dict[tuple[str, int], LogitEffect]:
-        effects: dict[tuple[str, int], LogitEffect] = {}
-        for site in dict.fromkeys(site for site, _ in units):
-            write = self._vectors[site][1]
-            if self.readout and write is not None and split_name(site)[1] in WRITES_RESIDUAL:
-                chosen = [unit for unit in units if unit[0] == site]
-                effects.update(zip(chosen, self.readout.effects(write[[index for _, index in chosen]]), strict=True))
-        return effects
-
-    def _similar(self, site: str, index: int) -> tuple[tuple[str, float], ...]:
-        if site not in self._nearest:
-            write = self._vectors[site][1]
-            self._nearest[site] = None if write is None else nearest_writes(write, NEIGHBOURS)
-        nearest = self._nearest[site]
-        return () if nearest is None else _neighbours(site, nearest[0][index], nearest[1][index])
-
-    def _rank(self, task: str, site: str, index: int) -> TaskRank:
-        scores = self.scores[task]
-        return TaskRank(float(scores.scores[site][index]), self.ranks[task][site][index], scores.n_units)
-
-    def scored(self, site: str) -> list[str]:
-        """Tasks that scored this site."""
-        return [task for task, scores in self.scores.items() if site in scores.scores]
-
-    @cached_property
-    def ranks(self) -> dict[str, dict[str, list[int]]]:
-        """task -> site -> rank of each unit, 1 the best."""
-        return {
-            task: {site: (ranks + 1).tolist() for site, ranks in scores.ranks().items()}
-            for task, scores in self.scores.items()
-        }
-
-    @cached_property
-    def _vectors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        return {site: (read_vectors(self.factors[site]), write_vectors(self.factors[site])) for site in self.sites}
-
-    @cached_property
-    def _nearest(self) -> dict[str, tuple[Tensor, Tensor] | None]:
-        return {}
 
 
 def _neighbours(site: str, units: Tensor, values: Tensor) -> tuple[tuple[str, float], ...]:

@@ -4,17 +4,19 @@
 2. A histogram whose bins are 2^e wide, from zero to either side, with one e per unit. When a larger |z| comes along, e grows
    and neighbouring bins are added up. So no range has to be known beforehand, and the counts are exactly those that a second
    pass with the final bins would find, whatever the batches were.
-3. Co-activation: correlation of z over tokens, of the chosen units with all units of their site, from float64 sums of
+3. Co-activation: correlation of z over tokens, of the described units with all units of their site, from float64 sums of
    products.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.analysis.audit.edges import strongest_others
+from swd_lens.analysis.audit.contexts import TopPlaces
+from swd_lens.analysis.audit.vectors import strongest_others
 
 SIDE = 64  # bins on either side of zero; a unit's largest |z| lies in the outer half of them
 _LEAST = -112  # of e: |z| below 2^-106 counts as zero, and float32 can hold z / 2^e
@@ -41,16 +43,45 @@ class Histogram:
         return self.width * torch.arange(-side, side + 1, dtype=torch.float64)
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class SiteAudit:
+    """The audited units of one site, column by column.
+
+    Attributes:
+        units: (unit,) their indices in the site.
+        places: where each fires most.
+        mean, sd, smallest, largest, density: (unit,) of z, see `UnitProfile`.
+        histograms: one per unit.
+        coactive, correlation: (unit, neighbour) indices in the site and correlations of z.
+    """
+
+    units: Int[Tensor, " unit"]
+    places: TopPlaces
+    mean: Float[Tensor, " unit"]
+    sd: Float[Tensor, " unit"]
+    smallest: Float[Tensor, " unit"]
+    largest: Float[Tensor, " unit"]
+    density: Float[Tensor, " unit"]
+    histograms: tuple[Histogram, ...]
+    coactive: Int[Tensor, "unit _neighbour"]
+    correlation: Float[Tensor, "unit _neighbour"]
+
+    @cached_property
+    def column(self) -> dict[int, int]:
+        """Index in the site -> column here."""
+        return {unit: column for column, unit in enumerate(self.units.tolist())}
+
+
 class Statistics:
     """Running sums over the tokens of a text.
 
     Args:
-        chosen: (chosen,) the units that are described; co-activation compares them with all units of the site.
-        coactivation: whether to keep the (chosen, unit) float64 sums of products.
+        units: (column,) the units that are described; co-activation compares them with all units of the site.
+        coactivation: whether to keep the (column, unit) float64 sums of products.
     """
 
-    def __init__(self, chosen: Int[Tensor, " chosen"], coactivation: bool = True):
-        self.chosen, self.coactivation, self.n_tokens = chosen, coactivation, 0
+    def __init__(self, units: Int[Tensor, " column"], coactivation: bool = True):
+        self.units, self.coactivation, self.n_tokens = units, coactivation, 0
         self.sums = self.squares = self.products = self.smallest = self.largest = torch.empty(0)
         self.exponent = self.bins_per_z = self.counts = torch.empty(0)
 
@@ -58,10 +89,10 @@ class Statistics:
         """z of some tokens, of all units of the site."""
         if not self.n_tokens:
             self._start(z)
-        chosen = self.chosen.to(z.device)
+        units = self.units.to(self.sums.device)
         for part in z.split(_TOKENS_AT_ONCE):
             double = part.to(self.sums.device).double()
-            own = double if len(chosen) == z.shape[1] else double[:, chosen.to(double.device)]
+            own = double if len(units) == z.shape[1] else double[:, units]
             self.sums += double.sum(0)
             self.squares += double.square().sum(0)
             if self.coactivation:
@@ -70,15 +101,15 @@ class Statistics:
         self.n_tokens += len(z)
 
     @property
-    def mean(self) -> Float[Tensor, " chosen"]:
-        return (self.sums / self.n_tokens).cpu()[self.chosen]
+    def mean(self) -> Float[Tensor, " column"]:
+        return (self.sums / self.n_tokens).cpu()[self.units]
 
     @property
-    def sd(self) -> Float[Tensor, " chosen"]:
-        return self._variance().sqrt().cpu()[self.chosen]
+    def sd(self) -> Float[Tensor, " column"]:
+        return self._variance().sqrt().cpu()[self.units]
 
     @property
-    def density(self) -> Float[Tensor, " chosen"]:
+    def density(self) -> Float[Tensor, " column"]:
         """Share of tokens in bins beyond a tenth of the largest |z|: exact to a bin, which is at most a 32nd of it."""
         peak = torch.maximum(self.largest, -self.smallest).double()
         least = DENSE * peak * self.bins_per_z.double()
@@ -88,20 +119,20 @@ class Statistics:
         return ((self.counts * active).sum(1) / self.n_tokens).double().cpu()
 
     def histogram(self, column: int) -> Histogram:
-        """Of the column-th chosen unit."""
+        """Of the unit in a column."""
         return Histogram(2.0 ** int(self.exponent[column]), self.counts[column].cpu())
 
-    def coactive(self, k: int) -> tuple[Int[Tensor, "chosen _k"], Float[Tensor, "chosen _k"]]:
-        """Per chosen unit the k others of largest |correlation|, and the correlations; constant units have 0."""
+    def coactive(self, k: int) -> tuple[Int[Tensor, "column _k"], Float[Tensor, "column _k"]]:
+        """Per column the k other units of largest |correlation|, and the correlations; constant units have 0."""
         if not self.coactivation:
-            none = torch.empty(len(self.chosen), 0)
+            none = torch.empty(len(self.units), 0)
             return none.long(), none
         mean, sd = self.sums / self.n_tokens, self._variance().sqrt()
-        chosen = self.chosen.to(mean.device)
-        covariance = self.products / self.n_tokens - mean[chosen, None] * mean
-        scale = sd[chosen, None] * sd
+        units = self.units.to(mean.device)
+        covariance = self.products / self.n_tokens - mean[units, None] * mean
+        scale = sd[units, None] * sd
         correlation = torch.where(scale > 0, covariance / scale, 0.0).clamp(-1.0, 1.0)
-        others = strongest_others(correlation.float(), chosen, k)
+        others = strongest_others(correlation.float(), units, k)
         return others.cpu(), correlation.gather(1, others).float().cpu()
 
     def _variance(self) -> Float[Tensor, " unit"]:
@@ -112,17 +143,17 @@ class Statistics:
 
     def _start(self, z: Tensor) -> None:
         device = "cpu" if z.device.type == "mps" else z.device  # which has no float64
-        units, chosen = z.shape[1], len(self.chosen)
+        units, columns = z.shape[1], len(self.units)
         self.sums = torch.zeros(units, dtype=torch.float64, device=device)
         self.squares = self.sums.clone()
         if self.coactivation:
-            self.products = torch.zeros(chosen, units, dtype=torch.float64, device=device)
-        self.smallest = torch.full((chosen,), float("inf"), device=device)
+            self.products = torch.zeros(columns, units, dtype=torch.float64, device=device)
+        self.smallest = torch.full((columns,), float("inf"), device=device)
         self.largest = -self.smallest
-        self._set(torch.full((chosen,), _LEAST, dtype=torch.int64, device=device))
-        self.counts = torch.zeros(chosen, 2 * SIDE, dtype=torch.int64, device=device)
+        self._set(torch.full((columns,), _LEAST, dtype=torch.int64, device=device))
+        self.counts = torch.zeros(columns, 2 * SIDE, dtype=torch.int64, device=device)
 
-    def _count(self, z: Float[Tensor, "tokens chosen"]) -> None:
+    def _count(self, z: Float[Tensor, "tokens column"]) -> None:
         self.smallest = torch.minimum(self.smallest, z.amin(0))
         self.largest = torch.maximum(self.largest, z.amax(0))
         # |z| < 2^e' by frexp, so e = e' - log2(SIDE) puts it inside the bins. Zeros ask for nothing (frexp says e' = 0).
@@ -131,11 +162,11 @@ class Statistics:
         needed = torch.maximum(torch.where(peak > 0, needed, _LEAST).clamp_min(_LEAST), self.exponent)
         self._widen(needed)
         bins = (z * self.bins_per_z).floor_().long() + SIDE
-        places = torch.arange(z.shape[1], device=z.device) * (2 * SIDE)
-        found = torch.bincount((bins + places).flatten(), minlength=self.counts.numel())
-        self.counts += found.view_as(self.counts)
+        offsets = torch.arange(z.shape[1], device=z.device) * (2 * SIDE)
+        counts = torch.bincount((bins + offsets).flatten(), minlength=self.counts.numel())
+        self.counts += counts.view_as(self.counts)
 
-    def _widen(self, exponent: Int[Tensor, " chosen"]) -> None:
+    def _widen(self, exponent: Int[Tensor, " column"]) -> None:
         """Bins of width 2^exponent: each is the sum of those that lay in it."""
         grown = (exponent > self.exponent).nonzero()[:, 0]
         if len(grown):
@@ -144,7 +175,7 @@ class Statistics:
             self.counts[grown] = torch.zeros_like(self.counts[grown]).scatter_add_(1, places, self.counts[grown])
             self._set(exponent)
 
-    def _set(self, exponent: Int[Tensor, " chosen"]) -> None:
+    def _set(self, exponent: Int[Tensor, " column"]) -> None:
         self.exponent = exponent
         # By Python, whose powers of two are exact on every machine.
         self.bins_per_z = torch.tensor([2.0**-e for e in exponent.tolist()], device=exponent.device)

@@ -1,0 +1,233 @@
+"""What a unit's read and write vectors say: its edges by name, its neighbours, and its direct effect on the logits.
+
+1. `read_vectors` and `write_vectors` of a site's units: Factors show them; a coder (transcoder, SAE) does where it has W_enc and
+   W_dec and they stand at the site's input and output; otherwise its units have no edges that could be named.
+2. `Ends` names the coordinates of a site's input and output; `edges_of` lists the strongest edges of a vector under these names.
+3. `nearest_writes`: the units of a site that write in nearly the same direction.
+4. `Readout`: which tokens a write vector promotes and suppresses. The vector loses its mean where the final normalization takes
+   means out, and is multiplied by that norm's weights; the norm's scale is held fixed. Times the unembedding, less the mean over
+   the vocabulary, that is the change of each token's centred logit per unit of z.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.analysis.audit.contexts import TokenNames
+from swd_lens.hosts import host_of
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, WRITES_RESIDUAL, split_name
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.factors import Factors
+
+_BLOCK = 512  # rows of a cosine matrix at a time
+_LOGITS_AT_ONCE = 2**22
+
+
+def read_vectors(units: Units) -> Float[Tensor, "d_in unit"] | None:
+    """What the units read of the site's input, float32 on the CPU; None where that cannot be seen."""
+    if isinstance(units, Factors):
+        return units.read.detach().cpu()
+    weights = units.read_weights if isinstance(units, CoderUnits) and units.reads == "input" else None
+    return None if weights is None else weights.detach().float().cpu()
+
+
+def write_vectors(units: Units) -> Float[Tensor, "unit d_out"] | None:
+    """What the units write to the site's output, float32 on the CPU; None where that cannot be seen."""
+    if isinstance(units, Factors):
+        return units.write.detach().cpu()
+    weights = units.write_weights if isinstance(units, CoderUnits) and units.writes == "output" else None
+    return None if weights is None else weights.detach().float().cpu()
+
+
+# ------------------------------------------------------------------ edges
+
+
+@dataclass(frozen=True)
+class Edges:
+    """One side of a unit.
+
+    Attributes:
+        n: how many edges (nonzeros).
+        strongest: (name of the end, weight), largest |weight| first; none where they were only counted.
+        heads: share of the squared norm per head, largest first; empty where the end has no heads.
+    """
+
+    n: int
+    strongest: tuple[tuple[str, float], ...] = ()
+    heads: Mapping[str, float] = field(default_factory=dict)
+
+    def table(self) -> pd.DataFrame:
+        return pd.DataFrame(self.strongest, columns=["end", "weight"])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Coordinates start .. start + size - 1 of one end, such as a head; named by coordinate where the size is the whole."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Names of the coordinates that the units of a host read and write.
+
+    mlp_out reads MLP neurons, attn_o head by head; both write residual dimensions. attn_qkv writes the heads of Q, K and V one
+    after the other; mlp_in and mlp_gate write neurons.
+
+    Attributes:
+        n_heads, n_kv_heads, d_head: the host's attention.
+        other_attention: layers whose attention has other heads than these (linear attention).
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    other_attention: frozenset[int]
+
+    @classmethod
+    def of(cls, model: Any) -> "Ends":
+        cfg = model.cfg
+        linear = {site.layer for site in host_of(model).sites() if site.kind in ("attn_beta", "attn_decay")}
+        n_heads = int(cfg.n_heads)
+        n_kv_heads = int(getattr(cfg, "n_key_value_heads", None) or n_heads)
+        return cls(n_heads, n_kv_heads, int(cfg.d_head), frozenset(linear))
+
+    def read(self, site: str, width: int) -> list[Span]:
+        """The spans of the site's input, d_in = width."""
+        layer, kind = split_name(site)
+        if kind == "mlp_out":
+            return [Span("neuron", 0, width)]
+        if kind == "attn_o":
+            return self._heads(layer, width, (("", self.n_heads),)) or [Span("input", 0, width)]
+        return [Span("residual", 0, width)]
+
+    def written(self, site: str, width: int) -> list[Span]:
+        """The spans of the site's output, d_out = width."""
+        layer, kind = split_name(site)
+        if kind in WRITES_RESIDUAL:
+            return [Span("residual", 0, width)]
+        if kind in ("mlp_in", "mlp_gate"):
+            return [Span("neuron", 0, width)]
+        q, k, v = ("Q", self.n_heads), ("K", self.n_kv_heads), ("V", self.n_kv_heads)
+        parts = {"attn_q": (q,), "attn_k": (k,), "attn_v": (v,), "attn_qkv": (q, k, v)}
+        known = kind in READS_ATTENTION_INPUT and kind in parts
+        return (self._heads(layer, width, parts[kind]) if known else []) or [Span("output", 0, width)]
+
+    def _heads(self, layer: int, width: int, parts: tuple[tuple[str, int], ...]) -> list[Span]:
+        """One span per head of each part; none where the width shows that these are not the heads."""
+        if layer in self.other_attention or width != sum(n for _, n in parts) * self.d_head:
+            return []
+        names = [f"{part} head {head}".strip() for part, n in parts for head in range(n)]
+        return [Span(name, i * self.d_head, self.d_head) for i, name in enumerate(names)]
+
+
+def edges_of(vector: Float[Tensor, " d"], spans: Sequence[Span], n: int = 10) -> Edges:
+    """The n strongest edges of a read or write vector."""
+    ends = vector.nonzero()[:, 0]
+    order = ends[vector[ends].abs().sort(dim=0, descending=True, stable=True).indices[:n]]
+    names = [f"{spans[0].name} {i}" for i in order.tolist()]
+    heads: dict[str, float] = {}
+    if len(spans) > 1:
+        inside = [next(span for span in spans if span.start <= i < span.start + span.size) for i in order.tolist()]
+        names = [f"{span.name} / dim {i - span.start}" for span, i in zip(inside, order.tolist(), strict=True)]
+        energy = vector.double().square()
+        total = float(energy.sum()) or 1.0
+        shares = {span.name: float(energy[span.start : span.start + span.size].sum()) / total for span in spans}
+        heads = {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share > 0}
+    return Edges(len(ends), tuple(zip(names, vector[order].tolist(), strict=True)), heads)
+
+
+# ------------------------------------------------------------------ neighbours
+
+
+def nearest_writes(
+    write: Float[Tensor, "unit d_out"], k: int
+) -> tuple[Int[Tensor, "unit _k"], Float[Tensor, "unit _k"]]:
+    """Per unit the k others of largest |cosine| between write vectors, and the cosines; dead units have cosine 0."""
+    unit = write / write.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    others, cosines = [], []
+    for rows in torch.arange(len(write)).split(_BLOCK):
+        cosine = unit[rows] @ unit.T
+        nearest = strongest_others(cosine, rows, k)
+        others.append(nearest)
+        cosines.append(cosine.gather(1, nearest))
+    return torch.cat(others), torch.cat(cosines)
+
+
+def strongest_others(values: Float[Tensor, "some unit"], own: Int[Tensor, " some"], k: int) -> Int[Tensor, "some _k"]:
+    """Columns of the k largest |value| per row, the row's own column left out."""
+    size = values.abs().scatter(1, own[:, None], -1.0)
+    return size.sort(dim=1, descending=True, stable=True).indices[:, : min(k, values.shape[1] - 1)]
+
+
+# ------------------------------------------------------------------ logits
+
+
+@dataclass(frozen=True)
+class LogitEffect:
+    """Tokens a write vector promotes and suppresses for z > 0, strongest first, with the change in centred logits per unit z."""
+
+    promoted: tuple[tuple[str, float], ...]
+    suppressed: tuple[tuple[str, float], ...]
+
+
+class Readout:
+    """What stands between the residual stream and the logits of a host.
+
+    Raises:
+        UnsupportedHostError: a host without next-token logits.
+    """
+
+    def __init__(self, model: Any, names: TokenNames | None = None):
+        self.norm, self.unembedding = host_of(model).readout()
+        self.centres = str(model.cfg.normalization_type).startswith("LN")  # RMSNorm leaves the mean
+        self.names = names or TokenNames(model)
+
+    def effects(self, write: Float[Tensor, "some d_model"], n: int = 8) -> list[LogitEffect]:
+        """One per write vector, with the n tokens on either side."""
+        unembedding = self.unembedding.detach().float()
+        effects = []
+        for part in write.split(max(1, _LOGITS_AT_ONCE // unembedding.shape[1])):
+            direction = part.to(unembedding.device)
+            if self.centres:
+                direction = direction - direction.mean(1, keepdim=True)
+            if self.norm is not None:
+                direction = direction * self.norm.detach().float()
+            logits = direction @ unembedding
+            logits = logits - logits.mean(1, keepdim=True)
+            n = min(n, logits.shape[1])
+            top, bottom = logits.topk(n), (-logits).topk(n)
+            for row in range(len(part)):
+                promoted = self._named(top.indices[row], top.values[row])
+                effects.append(LogitEffect(promoted, self._named(bottom.indices[row], -bottom.values[row])))
+        return effects
+
+    def _named(self, tokens: Tensor, values: Tensor) -> tuple[tuple[str, float], ...]:
+        return tuple((self.names(i), value) for i, value in zip(tokens.tolist(), values.tolist(), strict=True))
+
+
+def logit_effect(
+    model: Any, factors: Factors | Mapping[str, Units], unit: tuple[str, int], *, n: int = 8
+) -> LogitEffect:
+    """Direct effect of a unit's write vector on the logits, for a site that writes to the residual stream.
+
+    Raises:
+        ValueError: the site does not write to the residual stream (its write vectors have no direct logit effect).
+        UnsupportedHostError: a host without next-token logits.
+    """
+    site, index = unit
+    if split_name(site)[1] not in WRITES_RESIDUAL:
+        raise ValueError(
+            f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
+        )
+    write = write_vectors(factors if isinstance(factors, Factors) else factors[site])
+    if write is None:
+        raise ValueError(f"the units of {site} show no write vectors, so they have no direct logit effect")
+    return Readout(model).effects(write[index][None], n)[0]
