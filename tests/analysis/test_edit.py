@@ -14,7 +14,7 @@ from swd_lens.analysis.edit.lora import lora_edits
 from swd_lens.analysis.edit.make import oracle_edit, random_unit, unit_edit
 from swd_lens.analysis.edit.target import find_target
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.writing import stored_matrix
+from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units import AttachError, attach
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
 from tests.hosts.test_interrupts import everything
@@ -22,7 +22,7 @@ from tests.interrupts import run_to_line
 from tests.micro import identity_factors, micro_model, random_tokens, toy_model
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-EDITS = ("analysis/edit/edited.py", "analysis/edit/standing.py", "hosts/writing.py")
+EDITS = ("analysis/edit/edited.py", "analysis/edit/standing.py", "hosts/weights.py")
 
 
 @pytest.fixture(scope="module")

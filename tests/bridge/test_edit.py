@@ -6,7 +6,7 @@ import torch
 from swd_lens import baselines
 from swd_lens.analysis.edit import Edit, compare_edits, edit_unit, side_effects
 from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
-from swd_lens.hosts.writing import stored_matrix
+from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units import attach
 from tests import families
 
@@ -32,7 +32,7 @@ def run(model, tokens=PROMPT[None]):
 def test_an_edit_in_and_out_of_a_bridge(model, name, tmp_path):
     host, site = host_of(model), find_sites(model, name)[0]
     stored = stored_matrix(host, site)
-    assert torch.equal(stored.seen().float(), host.weight(site))
+    assert torch.equal(stored.matrix().float(), host.weight(site))
     factors, outputs = baselines.svd(model, name), []
     edit = edit_unit(model, factors, f"{name}/1", PROMPT, ANSWER, FOIL, 1.5)
     logits, kept = run(model), stored.parameter.detach().clone()

@@ -30,7 +30,7 @@ from swd_lens.base.display import card
 from swd_lens.base.files import atomic
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.writing import stored_matrix
+from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.match import same_weights
@@ -249,7 +249,7 @@ class Edit:
             changed = stored.parameter.detach().clone()
         else:
             self._check_weight(host, site)
-            changed = stored.as_stored(self.delta.added_to(stored.seen()))
+            changed = stored.as_stored(self.delta.added_to(stored.matrix()))
         return state | dict.fromkeys(names, changed)
 
     def save(self, path: str | Path) -> Path:

@@ -17,7 +17,7 @@ from torch import Tensor
 from swd_lens.analysis.edit.target import EditError
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.writing import Stored, stored_matrix
+from swd_lens.hosts.weights import Stored, stored_matrix
 from swd_lens.units import Attachment, attach
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import FactorSet, fingerprint
@@ -79,15 +79,15 @@ class Overwritten(Standing):
         self.host, self.site, self.delta = host, site, delta
         self.stored: Stored = stored_matrix(host, site)
         self.kept = self.stored.parameter.detach().clone()
-        self.before, self.after = fingerprint(self.stored.seen()), ""
+        self.before, self.after = fingerprint(self.stored.matrix()), ""
 
     def put_in(self) -> None:
-        self.stored.write(self.delta.added_to(self.stored.seen()))
-        self.after = fingerprint(self.stored.seen())
+        self.stored.write(self.delta.added_to(self.stored.matrix()))
+        self.after = fingerprint(self.stored.matrix())
 
     def check(self) -> None:
         require_free(self.host, [self.site])
-        if fingerprint(self.stored.seen()) not in (self.before, self.after):
+        if fingerprint(self.stored.matrix()) not in (self.before, self.after):
             raise EditError(
                 f"the matrix of {self.site.name} has changed since this edit was applied. If another edit came on top, undo "
                 "that one first (edits come off in reverse order); leaving a with block restores W whatever happened"
@@ -121,7 +121,7 @@ def written(host: Host, site: Site, delta: Delta) -> Iterator[None]:
     stored = stored_matrix(host, site)
     kept = stored.parameter.detach().clone()
     try:
-        stored.write(delta.added_to(stored.seen()))
+        stored.write(delta.added_to(stored.matrix()))
         yield
     finally:
         try:

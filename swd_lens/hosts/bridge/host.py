@@ -46,7 +46,7 @@ from swd_lens.hosts.bridge.leaves import (
     whole_mlp,
 )
 from swd_lens.hosts.bridge.norms import affine_of, has_value_bias, is_folded, scale_of
-from swd_lens.hosts.guard import Shadow, refusals, shadow_methods
+from swd_lens.hosts.weights import Shadow, refusals, shadow_methods
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, BlockShapes, Site, overlapping, sites_of_blocks
 
 _PARTS = PACKED["attn_qkv"]

@@ -23,7 +23,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from swd_lens.hosts import Affine, Register, Start, UnsupportedHostError, is_centered
 from swd_lens.hosts.families import family_of
-from swd_lens.hosts.guard import refusals, shadow_methods
+from swd_lens.hosts.weights import refusals, shadow_methods
 from swd_lens.hosts.hooked import running
 from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
 from swd_lens.hosts.sites import (
