@@ -5,7 +5,7 @@ package (calibration, injection, fidelity, circuits) speaks to `Host` only. Ther
 (HookedTransformer, transformer_lens 3.9) and bridge/ (TransformerBridge, 3.9 and 4.x).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,10 +15,19 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.hosts.families import is_bridge, is_hooked
-from swd_lens.hosts.sites import WRITES_RESIDUAL, Pattern, Site, select_sites
+from swd_lens.hosts.sites import (
+    PACKED,
+    WRITES_RESIDUAL,
+    BlockShapes,
+    Pattern,
+    Site,
+    overlapping,
+    select_sites,
+    sites_of_blocks,
+)
 
 Undo = Callable[[], None]
-Register = Callable[[Undo], None]
+Register = Callable[[Undo], object]
 
 
 class UnsupportedHostError(TypeError):
@@ -57,14 +66,18 @@ class Host(Protocol):
 
     model: Any
 
+    def blocks(self) -> tuple[BlockShapes, ...]:
+        """The matrices of each block, read off the model as it is now."""
+        ...
+
     def sites(self) -> list[Site]:
         """Every factorizable matrix once, in execution order; no two overlap."""
-        ...
+        return list(sites_of_blocks(self.blocks())[0])
 
     def alternatives(self) -> list[Site]:
         """Further sites that overlap those of `sites()`: q, k, v apart where they are packed, or packed where apart; and
         "mlp", the whole MLP, which has no single matrix but may hold a transcoder."""
-        ...
+        return list(sites_of_blocks(self.blocks())[1])
 
     def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
         """The dense matrix, float32, detached; a copy or a view, never to be written to. Also while the site is swapped.
@@ -180,11 +193,11 @@ def host_of(model: Any) -> Host:
     """
     # Each imported where it is needed: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
     if is_hooked(model):
-        from swd_lens.hosts.hooked.host import HookedTransformerHost
+        from swd_lens.hosts.hooked import HookedTransformerHost
 
         return HookedTransformerHost(model)
     if is_bridge(model):
-        from swd_lens.hosts.bridge.host import BridgeHost
+        from swd_lens.hosts.bridge import BridgeHost
 
         return BridgeHost(model)
     raise UnsupportedHostError(
@@ -217,9 +230,24 @@ def norms_output(host: Host, site: Site) -> bool:
     """Whether a norm stands between the site's output and the residual stream (Gemma 2's second norms, OLMo 2, BERT)."""
     if {"ln1_post", "ln2_post"} & host.model.blocks[site.layer]._modules.keys():
         return True
-    reads = [one for one in host.sites() if one.layer == site.layer and one.kind not in WRITES_RESIDUAL]
+    readers = [other for other in host.sites() if other.layer == site.layer and other.kind not in WRITES_RESIDUAL]
     # Where no norm comes before the matrices, it comes after them.
-    return bool(reads) and host.affine(reads[0]) is None
+    return bool(readers) and host.affine(readers[0]) is None
+
+
+def require_matrix(site: Site) -> None:
+    """Raises UnsupportedHostError for a whole MLP."""
+    if site.kind == "mlp":
+        raise UnsupportedHostError(
+            f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}"
+        )
+
+
+def require_unattached(site: Site, attached: Container[str | None]) -> None:
+    """Raises RuntimeError where the site, or one that overlaps it, is among the names of those that are attached."""
+    for name in (site.name, *overlapping(site.name)):
+        if name in attached:
+            raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
 
 
 # What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).

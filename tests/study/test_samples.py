@@ -174,7 +174,7 @@ def test_units_are_in_only_while_they_write(model, rough, monkeypatch):
     before = {name: id(hook) for name, hook in model.hook_dict.items()}
     generate(model, rough, [[1, 2]], max_new_tokens=2)
     assert {name: id(hook) for name, hook in model.hook_dict.items()} == before
-    from swd_lens.hosts.hooked.host import HookedTransformerHost
+    from swd_lens.hosts.hooked import HookedTransformerHost
 
     def broken(self, tokens, *args, **named):
         seen.append("blocks.0.hook_mlp_out_unit" in self.model.hook_dict)

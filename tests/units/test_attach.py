@@ -183,7 +183,7 @@ def test_an_exception_in_the_body_restores_the_host(model, factors):
 
 
 def test_a_failing_swap_undoes_the_earlier_ones(model, factors, monkeypatch):
-    from swd_lens.hosts.hooked.host import HookedTransformerHost
+    from swd_lens.hosts.hooked import HookedTransformerHost
 
     tokens = random_tokens(2, 6)
     logits, hooks = model(tokens), list(model.hook_dict.items())

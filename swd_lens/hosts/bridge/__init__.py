@@ -1,1 +1,257 @@
-"""TransformerBridge as a host: host.py, its leaves and norms, caches, runs that take up at a block."""
+"""The TransformerBridge host (transformer_lens 3.9 and 4.x): where each matrix is, what feeds it, and how to swap it.
+
+1. Sites are read off the bridge's components: attn.{q,k,v,o}, mlp.{in,gate,out}, and the projections of linear attention.
+   attn_qkv is q, k, v side by side, whatever order the checkpoint keeps them in; it is the site proper where the checkpoint
+   holds them as one matrix, and an alternative elsewhere.
+2. Inputs and outputs are read with plain PyTorch hooks on the leaves (leaves.py).
+3. A swap mounts the projection on the leaf and the HookPoint on the block and in the bridge's registry. Both are needed:
+   hook_dict reads the registry alone, and a rescan of the model looks at attributes alone.
+4. What weight processing can fold away of a site's input is in norms.py, a prompt's kept prefix in cache.py.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.model_bridge.generalized_components import NormalizationBridge
+
+from swd_lens.hosts import (
+    Affine,
+    Host,
+    Register,
+    UnsupportedHostError,
+    is_centered,
+    require_matrix,
+    require_unattached,
+)
+from swd_lens.hosts.bridge.leaves import (
+    Packed,
+    leaves_of_block,
+    matrix,
+    mount,
+    mounted_site,
+    shapes_of_block,
+    unmount,
+    whole_mlp,
+)
+from swd_lens.hosts.bridge.norms import affine_of, has_value_bias, is_folded, scale_of
+from swd_lens.hosts.bridge.running import BridgeRuns
+from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, BlockShapes, Site
+from swd_lens.hosts.weights import Shadow, refusals, shadow_methods
+
+# Models whose matrices were looked at, with the shapes found then: what is no site is reported once.
+_ACCEPTED: WeakKeyDictionary[nn.Module, tuple[BlockShapes, ...]] = WeakKeyDictionary()
+_REWRITES_WEIGHTS = ("enable_compatibility_mode", "process_weights", "load_state_dict", "init_weights")
+
+
+class BridgeHost(BridgeRuns, Host):
+    """See `swd_lens.hosts.Host`; how it runs is in running.py."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        if not isinstance(model._modules.get("blocks"), nn.ModuleList):
+            raise UnsupportedHostError(
+                f"this {type(model).__name__} ({type(model.adapter).__name__}) has no list of blocks called `blocks`; "
+                "swd_lens reads sites off decoder-only and BERT-style models"
+            )
+        blocks = self.blocks()
+        if _ACCEPTED.get(model) != blocks:
+            self._require_matrices(blocks)
+            _ACCEPTED[model] = blocks
+
+    def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
+        """No matrix is left out silently: say which are not sites; raise if none is one."""
+        others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
+        if not any(block.shapes for block in blocks):
+            raise UnsupportedHostError(
+                f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
+                f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
+            )
+        if others:
+            warnings.warn(
+                f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}"
+                f"{' ...' if len(others) > 4 else ''}; 'all' leaves them out",
+                stacklevel=4,
+            )
+
+    # ------------------------------------------------------------------ sites
+
+    def blocks(self) -> tuple[BlockShapes, ...]:
+        return tuple(shapes_of_block(block) for block in self.model.blocks)
+
+    def weight(self, site: Site) -> Float[Tensor, "d_in d_out"]:
+        require_matrix(site)
+        matrices = [matrix(leaf).detach().float() for leaf in self._leaves(site)]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)
+
+    def _leaves(self, site: Site) -> list[Any]:
+        """The site's leaf; of a packed site those of q, k and v; of a whole MLP its module."""
+        if site.kind == "mlp":
+            return [whole_mlp(self.model.blocks[site.layer])]
+        leaves = leaves_of_block(self.model.blocks[site.layer])[0]
+        if site.kind in leaves:
+            return [leaves[site.kind]]
+        return [leaves[kind] for kind in PACKED[site.kind]]
+
+    # ------------------------------------------------------------------ weight processing
+
+    def affine(self, site: Site) -> Affine | None:
+        return affine_of(self.model, site)
+
+    def processing(self) -> dict[str, bool]:
+        writes = [site for site in self.sites() if site.layer == 0 and site.kind in RESIDUAL_MATRICES]
+        reads = [site for site in self.sites() if site.kind not in RESIDUAL_MATRICES]
+        return {
+            "fold_ln": is_folded(self.model, reads),
+            "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
+            "fold_value_biases": not any(has_value_bias(block) for block in self.model.blocks),
+            "compatibility_mode": bool(self.model.compatibility_mode),
+        }
+
+    def guard(self, reason: str, register: Register) -> None:
+        # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
+        stacks = {"_stack_block_params": lambda: _StackedWeights(self.model)}
+        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks, register)
+
+    # ------------------------------------------------------------------ reading
+
+    @contextmanager
+    def inputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for site in sites:
+                self._call_leaves(site, stack.callback)
+                # Of a packed site q's input speaks for all three.
+                hook = self._leaves(site)[0].register_forward_pre_hook(lambda _, args, site=site: use(site, args[0]))
+                stack.callback(hook.remove)
+            yield
+
+    @contextmanager
+    def outputs(self, sites: Iterable[Site], use: Callable[[Site, Tensor], None]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for site in sites:
+                self._call_leaves(site, stack.callback)
+                leaves, parts = self._leaves(site), {}
+                for part, leaf in enumerate(leaves):
+                    gather = _gatherer(site, part, len(leaves), parts, use)
+                    stack.callback(leaf.register_forward_hook(gather).remove)
+            yield
+
+    def _call_leaves(self, site: Site, register: Register) -> None:
+        """Make a GatedMLPBridge that multiplies by processed weights itself (gated_mlp.py:108) call its projections."""
+        mlp = self.model.blocks[site.layer]._modules.get("mlp") if site.kind.startswith("mlp") else None
+        state: dict[str, Any] = {} if mlp is None else mlp.__dict__
+        if not (state.get("_use_processed_weights") or state.get("_unit_holders")):
+            return
+        holder = object()
+
+        def undo() -> None:
+            holders = state.get("_unit_holders", set())
+            holders.discard(id(holder))
+            if not holders and "_unit_holders" in state:
+                state["_use_processed_weights"] = True
+                del state["_unit_holders"]
+
+        register(undo)
+        state.setdefault("_unit_holders", set()).add(id(holder))
+        state["_use_processed_weights"] = False
+
+    def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
+        unembed, norm = self.model._modules.get("unembed"), self.model._modules.get("ln_final")
+        if unembed is None or not facts_of(self.model).reads_out:
+            raise UnsupportedHostError(
+                f"{type(self.model.adapter).__name__}: this model does not read next-token logits off its last block, so a write "
+                "vector has no direct effect on them; take a decoder-only model"
+            )
+        scale = scale_of(norm) if isinstance(norm, NormalizationBridge) else None
+        return scale, unembed.W_U.detach().float()
+
+    # ------------------------------------------------------------------ swapping
+
+    def is_swapped(self, site: Site) -> bool:
+        return any(mounted_site(leaf) == site.name for leaf in self._leaves(site))
+
+    def swap(self, site: Site, projection: nn.Module, hook: Any, register: Register) -> None:
+        self._refuse(site)
+        leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], f"hook_{site.kind}_unit"
+        mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
+        places = (
+            (block._modules, attribute),
+            (block._hook_registry, attribute),
+            (self.model._hook_registry, site.hook_name),
+        )
+
+        def undo() -> None:
+            # Takes out what this swap put in and nothing else, so that it serves twice and after half a swap.
+            unmount(leaves, mounted)
+            for names, name in places:
+                if names.get(name) is hook:
+                    del names[name]
+
+        register(undo)
+        self._call_leaves(site, register)
+        for names, name in places:
+            names[name] = hook
+        hook.name = site.hook_name
+        mount(leaves, mounted, site.name)
+
+    def _refuse(self, site: Site) -> None:
+        block = self.model.blocks[site.layer]
+        swappable = (*leaves_of_block(block)[0].values(), whole_mlp(block))
+        require_unattached(site, {mounted_site(module) for module in swappable if module is not None})
+        flags = ()
+        if site.kind == "attn_o":
+            flags = ("use_attn_result",)
+        elif site.kind in ("attn_qkv", *PACKED["attn_qkv"]):
+            flags = ("use_split_qkv_input", "use_attn_in")
+        for flag in flags:
+            if getattr(self.model.cfg, flag, False):
+                raise UnsupportedHostError(
+                    f"cfg.{flag} is on: {site.name} would be computed head by head instead of as one vector per position. "
+                    f"Call model.set_{flag}(False) first."
+                )
+
+
+# ---------------------------------------------------------------------------------------------- helpers
+
+
+class _StackedWeights(Shadow):
+    """Stacks a parameter over the layers, unless one of its matrices is attached: upstream would leave that layer out."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def __call__(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        component, _, parameter = attr_path.partition(".")
+        kind = f"{component}_{parameter.removeprefix('W_').lower()}"
+        for block in self.model.blocks:
+            leaf = leaves_of_block(block)[0].get(kind) if parameter.startswith("W_") else None
+            if leaf is not None and mounted_site(leaf) is not None:
+                raise RuntimeError(
+                    f"model.{parameter} was read while {mounted_site(leaf)} is attached: its dense weight is not in use, and "
+                    "the stack would lack that layer. Detach first"
+                )
+        return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
+
+
+def _gatherer(
+    site: Site, part: int, n_parts: int, parts: dict[int, Tensor], use: Callable[[Site, Tensor], None]
+) -> Any:
+    """A forward hook that hands over the outputs of all parts side by side, once the last of them is there."""
+
+    def gather(_: nn.Module, args: Any, out: Tensor) -> None:
+        if part in parts:  # an earlier forward was left half-way
+            parts.clear()
+        parts[part] = out
+        if len(parts) == n_parts:
+            whole = torch.cat([parts[i] for i in range(n_parts)], dim=-1) if n_parts > 1 else out
+            parts.clear()
+            use(site, whole)
+
+    return gather

@@ -1,5 +1,7 @@
 """Running parts of a TransformerBridge: starting at a block, stopping before one, and unembedding a few tokens only.
 
+`BridgeRuns` is the part of the host that runs it.
+
 1. Hugging Face's own forward runs, so that positions, masks, rotary embeddings and caches are its own; for its duration some
    modules are called otherwise (`with_stand_ins`): a block that is not to run hands on, the block where a run stops raises,
    the unembedding multiplies by a few rows. It is the call that is replaced, not `forward`: PyTorch hooks on such a module
@@ -8,15 +10,20 @@
    Hugging Face module.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.hosts import Start
+from swd_lens.hosts import Start, require_before, require_kept
+from swd_lens.hosts.bridge.cache import is_known, repeated, to_run_on
+from swd_lens.hosts.families import facts_of
 
 StandIn = tuple[nn.Module, Callable[..., Any]]  # a module, and what is called in its place, for the time being
 
@@ -167,3 +174,113 @@ def unembedding_some(model: Any, token_ids: Tensor) -> list[StandIn]:
 def _unembedding(model: Any) -> Any:
     unembed = model._modules.get("unembed")
     return None if unembed is None else unembed._modules.get("_original_component")
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+class BridgeRuns:
+    """How a TransformerBridge runs; see `swd_lens.hosts.Host`."""
+
+    model: Any
+
+    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+        return self._run(tokens)
+
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
+        if start is not None:
+            self.residual(tokens, n_blocks, start=start)
+            return
+        # Where no block knows its number (BERT: block.py:_check_stop_at_layer), upstream runs them all.
+        self._run(tokens, stop_at_layer=n_blocks)
+
+    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
+        if tokens.shape[1] == 1 or not self._keeps_cache():
+            return None
+        with torch.no_grad():
+            _, cache = self._run(tokens[:, :-1], return_type="logits_and_cache", use_cache=True, **self._last_only())
+        return cache if is_known(cache) else None
+
+    def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
+        if prefix is None or (times == 1 and from_layer == 0):
+            return prefix
+        return repeated(prefix, times, from_layer)
+
+    def residual(
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
+    ) -> Float[Tensor, "batch _pos d_model"]:
+        require_before(start, layer, prefix)
+        if start is not None and start.layer == layer:
+            return start.residual
+        # With a start as `run_blocks` runs it: whether keys and values are kept changes GPT-2's last bits.
+        run = (lambda: self._run_last(tokens, prefix, 0)) if start is None else (lambda: self._run(tokens))
+        try:
+            with_stand_ins(self.model, stopping(self.model, layer, start), run)
+        except Reached as reached:
+            return reached.args[0]
+        raise RuntimeError(f"this {type(self.model.adapter).__name__} did not run block {layer}; please report it")
+
+    def last_logits(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        prefix: Any = None,
+        *,
+        start: Start | None = None,
+        token_ids: Int[Tensor, " answer"] | None = None,
+        short: bool = False,
+    ) -> Float[Tensor, "batch _vocab"]:
+        stand_ins, first, pick = [], 0, None
+        if start is not None:
+            if start.layer == len(self.model.blocks):
+                # No block runs: what is before the last position is of no use, and neither are positions.
+                tokens, prefix, start = tokens[:, -1:], None, replace(start, residual=start.residual[:, -1:])
+            stand_ins, first = starting(self.model, start), start.layer
+        if token_ids is not None:
+            some = unembedding_some(self.model, token_ids)
+            stand_ins, pick = stand_ins + some, None if some else token_ids
+        logits = with_stand_ins(self.model, stand_ins, lambda: self._run_last(tokens, prefix, first))[:, -1]
+        return logits if pick is None else logits[:, pick.to(logits.device)]
+
+    def _run_last(self, tokens: Tensor, prefix: Any, first: int) -> Tensor:
+        """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run.
+
+        Args:
+            first: the first block that is run; what the prefix keeps of earlier ones is not asked for.
+        """
+        if prefix is None:
+            return self._run(tokens, **self._last_only(), **self._without_cache())
+        require_kept(prefix, first)
+        cache = to_run_on(prefix, first)
+        return self._run(tokens[:, -1:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
+
+    def _run(self, tokens: Tensor, **how: Any) -> Any:
+        device = self.model.cfg.device
+        mask = how.pop("attention_mask", torch.ones_like(tokens))
+        if self._has_linear_attention():
+            # Without a cache 3.9 recomputes the layer itself and asks Hugging Face's module for causal_conv1d_fn
+            # (gated_delta_net.py:180), which transformers 5.15 moved out of it.
+            how.setdefault("use_cache", True)
+        return self.model(tokens.to(device), attention_mask=mask.to(device), **how)
+
+    def _has_linear_attention(self) -> bool:
+        return any("linear_attn" in block._modules for block in self.model.blocks)
+
+    def _accepts(self, argument: str) -> bool:
+        return argument in _arguments_of(type(self.model.original_model))
+
+    def _last_only(self) -> dict[str, int]:
+        """Unembed the last position only: for long prompts the rest is most of the work and memory."""
+        return {"logits_to_keep": 1} if self._accepts("logits_to_keep") else {}
+
+    def _without_cache(self) -> dict[str, bool]:
+        """Keep no keys and values that nobody asks for; where nothing is said, Hugging Face keeps them."""
+        return {"use_cache": False} if self._keeps_cache() and not self._has_linear_attention() else {}
+
+    def _keeps_cache(self) -> bool:
+        return facts_of(self.model).reads_out and self._accepts("past_key_values")
+
+
+@lru_cache(maxsize=64)
+def _arguments_of(model_class: type[nn.Module]) -> frozenset[str]:
+    """What a Hugging Face model's forward takes; a signature is slow to read."""
+    return frozenset(inspect.signature(model_class.forward).parameters)

@@ -1,4 +1,9 @@
-"""Running parts of a HookedTransformer: prefixes that are kept, starting at a block, and unembedding a few tokens only."""
+"""Running parts of a HookedTransformer: prefixes that are kept, starting at a block, and unembedding a few tokens only.
+
+1. `HookedRuns` is the part of the host that runs it; see `swd_lens.hosts.Host`.
+2. A prefix is TransformerLens' frozen cache of keys and values. Repeated for copies of the batch it keeps them once.
+3. In a short last block all positions but the last are run to their keys and values only.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -6,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
@@ -38,27 +44,6 @@ class _PartialCache(TransformerLensKeyValueCache):
     from_layer: int = 0
 
 
-def freeze_prefix(model: Any, tokens: Tensor) -> TransformerLensKeyValueCache:
-    """The keys and values of all positions but the last, without gradient."""
-    cfg, prefix = model.cfg, tokens[:, :-1]
-    cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, len(tokens))
-    with torch.no_grad():
-        run(model, prefix, past_kv_cache=cache, stop_at_layer=cfg.n_layers)
-    cache.freeze()
-    return cache
-
-
-def repeat_prefix(prefix: Any, times: int, from_layer: int) -> Any:
-    """For `times` copies of the batch, and runs from block `from_layer` on. Copies nothing yet."""
-    if prefix is None or (times == 1 and from_layer == 0):
-        return prefix
-    entries = [_repeated(entry, times, kept=layer >= from_layer) for layer, entry in enumerate(prefix.entries)]
-    mask = prefix.previous_attention_mask.repeat(times, 1)
-    partial = _PartialCache(entries, mask, frozen=True)
-    partial.from_layer = max(from_layer, getattr(prefix, "from_layer", 0))
-    return partial
-
-
 def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCacheEntry:
     keys, values = entry.past_keys, entry.past_values
     if not kept:
@@ -76,20 +61,6 @@ def _shape_only(tensor: Tensor, times: int) -> Tensor:
     return tensor.new_zeros((1,) * tensor.ndim).expand(times * tensor.shape[0], *tensor.shape[1:])
 
 
-def residual(model: Any, tokens: Tensor, layer: int, prefix: Any, start: Start | None = None) -> Tensor:
-    """What enters block `layer`, computed from the start's block on; with a prefix at the last position only."""
-    require_before(start, layer, prefix)
-    if start is not None:
-        if start.layer == layer:
-            return start.residual
-        how = {"start_at_layer": start.layer, "stop_at_layer": layer}
-        return model(start.residual, attention_mask=_ones(model, start.residual), **how)
-    require_kept(prefix, 0)
-    if prefix is None:
-        return run(model, tokens, stop_at_layer=layer)
-    return run(model, tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
-
-
 class _Filled(Exception):
     """An attention forward has handed over its keys and values: nothing else was wanted of it."""
 
@@ -103,60 +74,115 @@ class _KeysAndValues(TransformerLensKeyValueCacheEntry):
         raise _Filled
 
 
-def _short_last_block(model: Any, resid: Tensor) -> Tensor:
-    """What leaves the last block at the last position, (batch, 1, d_model): of the others only keys and values are computed."""
-    cfg, layer = model.cfg, model.cfg.n_layers - 1
-    if resid.shape[1] == 1:
-        return model(resid, start_at_layer=layer, stop_at_layer=layer + 1)
-    empty = TransformerLensKeyValueCacheEntry.init_cache_entry(cfg, resid.device, len(resid))
-    entry = _KeysAndValues(empty.past_keys, empty.past_values)
-    with suppress(_Filled):
-        model.blocks[layer](resid[:, :-1], past_kv_cache_entry=entry, attention_mask=_ones(model, resid[:, :-1]))
-    kept = TransformerLensKeyValueCacheEntry(entry.past_keys, entry.past_values, frozen=True)
-    cache = TransformerLensKeyValueCache([kept] * (layer + 1), _ones(model, resid[:, :-1]), frozen=True)
-    how = {"past_kv_cache": cache, "attention_mask": _ones(model, resid)}
-    return model(resid[:, -1:], start_at_layer=layer, stop_at_layer=layer + 1, **how)
+# ---------------------------------------------------------------------------------------------- runs
 
 
-def last_residual(model: Any, tokens: Tensor, prefix: Any, start: Start | None, short: bool = False) -> Tensor:
-    """What leaves the last block at the last position, (batch, 1, d_model)."""
-    n_layers = model.cfg.n_layers
-    if short and prefix is None and (start is None or start.layer < n_layers):
+class HookedRuns:
+    """How a HookedTransformer runs; see `swd_lens.hosts.Host`."""
+
+    model: Any
+
+    def run(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+        return self._run(tokens)
+
+    def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
+        self.residual(tokens, n_blocks, None, start)
+
+    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
+        if tokens.shape[1] == 1:
+            return None
+        cfg = self.model.cfg
+        cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, len(tokens))
+        with torch.no_grad():
+            self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=cfg.n_layers)
+        cache.freeze()
+        return cache
+
+    def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
+        """Copies nothing yet."""
+        if prefix is None or (times == 1 and from_layer == 0):
+            return prefix
+        entries = [_repeated(entry, times, kept=layer >= from_layer) for layer, entry in enumerate(prefix.entries)]
+        mask = prefix.previous_attention_mask.repeat(times, 1)
+        partial = _PartialCache(entries, mask, frozen=True)
+        partial.from_layer = max(from_layer, getattr(prefix, "from_layer", 0))
+        return partial
+
+    def residual(
+        self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
+    ) -> Float[Tensor, "batch _pos d_model"]:
+        require_before(start, layer, prefix)
+        if start is not None:
+            return start.residual if start.layer == layer else self._run_between(start.residual, start.layer, layer)
+        require_kept(prefix, 0)
+        if prefix is None:
+            return self._run(tokens, stop_at_layer=layer)
+        return self._run(tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
+
+    def last_logits(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        prefix: Any = None,
+        *,
+        start: Start | None = None,
+        token_ids: Int[Tensor, " answer"] | None = None,
+        short: bool = False,
+    ) -> Float[Tensor, "batch _vocab"]:
+        # Unembed the last position only: for long prompts the rest is most of the work and memory.
+        resid = self._last_residual(tokens, prefix, start, short)
+        if token_ids is None:
+            return self.model(resid, start_at_layer=self.model.cfg.n_layers)[:, -1]
+        # As HookedTransformer.forward and Unembed.forward do, with some columns: nothing of the model needs to be patched.
+        if self.model.cfg.normalization_type is not None:
+            resid = self.model.ln_final(resid)
+        part, columns = self.model.unembed, token_ids.to(self.model.unembed.W_U.device)
+        logits = F.linear(part.hook_in(resid), part.W_U[:, columns].T, part.b_U[columns])
+        return apply_softcap(part.hook_out(logits), self.model.cfg.output_logits_soft_cap)[:, -1]
+
+    def _last_residual(self, tokens: Tensor, prefix: Any, start: Start | None, short: bool) -> Tensor:
+        """What leaves the last block at the last position, (batch, 1, d_model)."""
+        n_layers = self.model.cfg.n_layers
+        if short and prefix is None and (start is None or start.layer < n_layers):
+            if start is None:
+                return self._short_last_block(self._run(tokens, stop_at_layer=n_layers - 1))
+            return self._short_last_block(
+                self.model(start.residual, start_at_layer=start.layer, stop_at_layer=n_layers - 1)
+            )
         if start is None:
-            resid = run(model, tokens, stop_at_layer=n_layers - 1)
-        else:
-            resid = model(start.residual, start_at_layer=start.layer, stop_at_layer=n_layers - 1)
-        return _short_last_block(model, resid)
-    if start is None:
-        return residual(model, tokens, n_layers, prefix)[:, -1:]
-    require_kept(prefix, start.layer)
-    resid = start.residual if prefix is None else start.residual[:, -1:]
-    if start.layer == n_layers:
-        return resid[:, -1:]
-    how = {}
-    if prefix is not None:
-        # Of all positions: upstream extends it only where it embeds.
-        how = {"past_kv_cache": prefix, "attention_mask": prefix.append_attention_mask(_ones(model, resid))}
-    return model(resid, start_at_layer=start.layer, stop_at_layer=n_layers, **how)[:, -1:]
+            return self.residual(tokens, n_layers, prefix)[:, -1:]
+        require_kept(prefix, start.layer)
+        resid = start.residual if prefix is None else start.residual[:, -1:]
+        if start.layer == n_layers:
+            return resid[:, -1:]
+        if prefix is None:
+            return self.model(resid, start_at_layer=start.layer, stop_at_layer=n_layers)[:, -1:]
+        # The mask is of all positions: upstream extends it only where it embeds.
+        mask = prefix.append_attention_mask(self._ones(resid))
+        return self._run_between(resid, start.layer, n_layers, mask, past_kv_cache=prefix)[:, -1:]
 
+    def _short_last_block(self, resid: Tensor) -> Tensor:
+        """What leaves the last block at the last position: of the others only keys and values are computed."""
+        cfg, layer = self.model.cfg, self.model.cfg.n_layers - 1
+        if resid.shape[1] == 1:
+            return self.model(resid, start_at_layer=layer, stop_at_layer=layer + 1)
+        earlier, mask = resid[:, :-1], self._ones(resid[:, :-1])
+        empty = TransformerLensKeyValueCacheEntry.init_cache_entry(cfg, resid.device, len(resid))
+        entry = _KeysAndValues(empty.past_keys, empty.past_values)
+        with suppress(_Filled):
+            self.model.blocks[layer](earlier, past_kv_cache_entry=entry, attention_mask=mask)
+        kept = TransformerLensKeyValueCacheEntry(entry.past_keys, entry.past_values, frozen=True)
+        cache = TransformerLensKeyValueCache([kept] * (layer + 1), mask, frozen=True)
+        return self._run_between(resid[:, -1:], layer, layer + 1, self._ones(resid), past_kv_cache=cache)
 
-def unembed(model: Any, resid: Tensor, token_ids: Tensor | None) -> Tensor:
-    """Logits (batch, pos, vocab or the tokens asked for) of what leaves the last block."""
-    if token_ids is None:
-        return model(resid, start_at_layer=model.cfg.n_layers)
-    # As HookedTransformer.forward and Unembed.forward do, with some columns: nothing of the model needs to be patched.
-    if model.cfg.normalization_type is not None:
-        resid = model.ln_final(resid)
-    part, columns = model.unembed, token_ids.to(model.unembed.W_U.device)
-    logits = F.linear(part.hook_in(resid), part.W_U[:, columns].T, part.b_U[columns])
-    return apply_softcap(part.hook_out(logits), model.cfg.output_logits_soft_cap)
+    def _run(self, tokens: Tensor, **how: Any) -> Tensor:
+        tokens = tokens.to(self.model.cfg.device)
+        # An explicit mask: otherwise TransformerLens guesses padding from the tokenizer's settings.
+        return self.model(tokens, attention_mask=torch.ones_like(tokens), **how)
 
+    def _run_between(self, resid: Tensor, start: int, stop: int, mask: Tensor | None = None, **how: Any) -> Tensor:
+        """Blocks start .. stop - 1, from what enters the first of them."""
+        mask = self._ones(resid) if mask is None else mask
+        return self.model(resid, start_at_layer=start, stop_at_layer=stop, attention_mask=mask, **how)
 
-def run(model: Any, tokens: Tensor, **how: Any) -> Tensor:
-    tokens = tokens.to(model.cfg.device)
-    # An explicit mask: otherwise TransformerLens guesses padding from the tokenizer's settings.
-    return model(tokens, attention_mask=torch.ones_like(tokens), **how)
-
-
-def _ones(model: Any, resid: Tensor) -> Tensor:
-    return torch.ones(resid.shape[:2], dtype=torch.long, device=model.cfg.device)
+    def _ones(self, resid: Tensor) -> Tensor:
+        return torch.ones(resid.shape[:2], dtype=torch.long, device=self.model.cfg.device)
