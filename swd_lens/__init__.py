@@ -32,10 +32,10 @@ if os.path.basename(sys.argv[0] if sys.argv else "") == "swd-lens":
 
 # Name -> module below swd_lens that defines it.
 PUBLIC = {
-    "load_default_model": "hosts.embedded.load",
+    "load_default_model": "hosts.embedded",
     "load_host": "hosts.load",
     "find_sites": "hosts",
-    "text_tokens": "hosts.embedded.load",
+    "text_tokens": "hosts.embedded",
     "load_text": "tasks.text",
     "TokenStream": "tasks.streams",
     "load_task": "tasks.loaders",
@@ -79,8 +79,8 @@ ERRORS = {
     "ResumeError": "factorization.checkpoint",
     "ShardError": "factorization.checkpoint",
     "SiteDidNotRunWarning": "units.watch",
-    "TaskError": "tasks.errors",
-    "TokenError": "tasks.documents",
+    "TaskError": "tasks.example",
+    "TokenError": "tasks.text",
     "UndefinedSufficiencyWarning": "circuits.frontier",
     "UnitSourceError": "units.coder",
     "UnknownSiteError": "hosts.sites",

@@ -10,8 +10,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.hosts.embedded.load import WEIGHTS
-from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from tests import families

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from swd_lens.hosts.embedded.load import WEIGHTS
-from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.hosts.load import load_host
 
 D_VOCAB = 1366  # the embedded model's tokenizer

@@ -26,8 +26,7 @@ from typer import Option
 from swd_lens.base.files import plain
 from swd_lens.cli import new_app, output, status
 from swd_lens.hosts import UnsupportedHostError, find_sites
-from swd_lens.hosts.embedded import load_default_model, text_tokens
-from swd_lens.hosts.embedded.load import KINDS
+from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
 from swd_lens.solver import DEFAULT_PRESET, PRESETS
 from swd_lens.tasks import pack_text

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from swd_lens.hosts import UnsupportedHostError
-from swd_lens.hosts.embedded.load import check_kind
+from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
 
 
@@ -72,10 +72,10 @@ def load_host(
 
 
 def _precision(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
         raise ValueError(f"dtype={dtype!r}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16")
-    return found
+    return precision
 
 
 def _bridge(name: str, folder: Path | None, device: str | None, dtype: torch.dtype, device_map: Any) -> Any:

@@ -162,21 +162,21 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
             one weight twice.
     """
     given = [pattern] if isinstance(pattern, str | Site) else list(pattern)
-    patterns = [one.name if isinstance(one, Site) else one for one in given]
+    patterns = [item.name if isinstance(item, Site) else item for item in given]
     if not patterns:
         raise UnknownSiteError("no site was named: pass a pattern such as 'mlp_out' or 'blocks.0.mlp_out'")
-    chosen: dict[str, Site] = {}
-    for one in patterns:
-        found = [site for site in available if _matches(site, one)]
-        found = found or [site for site in alternatives if _matches(site, one)]
-        if not found:
-            raise UnknownSiteError(_nothing_matches(one, available))
-        chosen.update({site.name: site for site in found})
-    for name in chosen:
-        twice = [part for part in overlapping(name) if part in chosen]
+    selected: dict[str, Site] = {}
+    for name in patterns:
+        matching = [site for site in available if _matches(site, name)]
+        matching = matching or [site for site in alternatives if _matches(site, name)]
+        if not matching:
+            raise UnknownSiteError(_nothing_matches(name, available))
+        selected.update({site.name: site for site in matching})
+    for name in selected:
+        twice = [part for part in overlapping(name) if part in selected]
         if twice:
             raise UnknownSiteError(f"{name} and {twice[0]} are the same weights; name one or the other")
-    return sorted(chosen.values(), key=lambda site: execution_key(site.name))
+    return sorted(selected.values(), key=lambda site: execution_key(site.name))
 
 
 def _matches(site: Site, pattern: str) -> bool:

@@ -1,7 +1,6 @@
 """Tasks: prompts with right and wrong next tokens, from our generators or public files, and token rows of text."""
 
-from swd_lens.tasks.errors import TaskError
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.example import TaskError, TaskExample
 from swd_lens.tasks.loaders import load_task
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.tasks.task import Task

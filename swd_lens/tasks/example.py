@@ -1,4 +1,4 @@
-"""TaskExample: one prompt of a task, in strings, before any tokenizer has seen it."""
+"""TaskExample: one prompt of a task, in strings, before any tokenizer has seen it; and what can be wrong with tasks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,3 +21,15 @@ class TaskExample:
     distractors: tuple[str, ...]
     corrupt: str | None = None
     meta: Mapping[str, str] = field(default_factory=dict)
+
+
+class TaskError(ValueError):
+    """A task that cannot be used: a bad file, or prompts that this host's tokenizer cannot score. The message says why."""
+
+
+class Unusable(Exception):
+    """One example that cannot be scored; it is dropped and counted under `reason`, or refused with the detail."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason

@@ -19,10 +19,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from swd_lens.tasks.errors import TaskError
-from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning, read_jsonl
-from swd_lens.tasks.files.detect import AUTO_CIRCUIT, EDGE_PRUNING
+from swd_lens.tasks.example import TaskError, TaskExample
+from swd_lens.tasks.files import (
+    AUTO_CIRCUIT,
+    EDGE_PRUNING,
+    find_format,
+    read_auto_circuit,
+    read_edge_pruning,
+    read_jsonl,
+)
 from swd_lens.tasks.generators import FAMILIES, corrupts, stream
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer

@@ -4,10 +4,10 @@
    (tokenize.py); ids are checked as token rows are (text.py). `Prompt.several` reads a list of them.
 2. What a prompt may lack (one row, tokens to score, room in the context) are fields: each caller says in its own words what it
    needs. `Prompt.row` gives the ids to a host that can run them.
-3. `decoded` and `token_strings` are how ids read; `same_length` says which prompts run together.
+3. `decoded` and `token_strings` are how ids read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +86,3 @@ def decoded(model: Any, ids: Sequence[int]) -> str:
 def token_strings(model: Any, ids: Sequence[int]) -> tuple[str, ...]:
     """How each token reads by itself."""
     return tuple(decoded(model, [token]) for token in ids)
-
-
-def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[list[int]]:
-    """Places of prompts that run together: of one length n, at most at_once(n) of them."""
-    places: dict[int, list[int]] = {}
-    for place, length in enumerate(lengths):
-        places.setdefault(length, []).append(place)
-    batches = []
-    for length, same in places.items():
-        size = max(1, at_once(length))
-        batches += [same[i : i + size] for i in range(0, len(same), size)]
-    return batches

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.tasks.errors import TaskError
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.example import TaskError, TaskExample
+from swd_lens.tasks.text import same_length
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,21 @@ class Bucket:
         Raises:
             TaskError: logits of neither width, or a metric that does not give one number per prompt.
         """
-        chosen = self._columns(logits).float()
+        columns = self._columns(logits).float()
         if self.metric is not None:
-            if chosen.ndim > 2:
-                return torch.stack([self.margin(run) for run in chosen])
+            if columns.ndim > 2:
+                return torch.stack([self.margin(run) for run in columns])
             # A copy: a metric may write into what it is given.
-            return self._measured(self.metric(chosen.clone(), list(self.examples)), len(chosen))
-        return (chosen * (self.answers - self.distractors).to(chosen.device)).sum(-1)
+            return self._measured(self.metric(columns.clone(), list(self.examples)), len(columns))
+        return (columns * (self.answers - self.distractors).to(columns.device)).sum(-1)
 
     def correct(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
         """1.0 where the best answer lies above every distractor, else 0.0; NaN with a metric, which knows no right and wrong."""
         if self.metric is not None:
             return torch.full(logits.shape[:-1], torch.nan)
-        chosen = self._columns(logits).detach().float().cpu()
-        best = chosen.masked_fill(self.answers == 0, -torch.inf).amax(-1)
-        return (best > chosen.masked_fill(self.distractors == 0, -torch.inf).amax(-1)).float()
+        columns = self._columns(logits).detach().float().cpu()
+        best = columns.masked_fill(self.answers == 0, -torch.inf).amax(-1)
+        return (best > columns.masked_fill(self.distractors == 0, -torch.inf).amax(-1)).float()
 
     def _columns(self, logits: Tensor) -> Tensor:
         if self.token_ids is not None and logits.shape[-1] == len(self.token_ids):
@@ -147,32 +147,28 @@ class TaskSplit:
         """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        by_length: dict[int, list[int]] = {}
-        for i, prompt in enumerate(self.tokens):
-            by_length.setdefault(len(prompt), []).append(i)
-        for length in sorted(by_length):
-            members = by_length[length]
-            for start in range(0, len(members), batch_size):
-                yield self._bucket(members[start : start + batch_size])
+        batches = same_length([len(prompt) for prompt in self.tokens], lambda _: batch_size)
+        for rows in sorted(batches, key=lambda rows: len(self.tokens[rows[0]])):
+            yield self._bucket(rows)
 
-    def _bucket(self, chosen: list[int]) -> Bucket:
+    def _bucket(self, rows: list[int]) -> Bucket:
         return Bucket(
-            torch.tensor(chosen),
-            torch.stack([self.tokens[i] for i in chosen]),
-            self._weights(self.answer_ids, chosen),
-            self._weights(self.distractor_ids, chosen),
+            torch.tensor(rows),
+            torch.stack([self.tokens[i] for i in rows]),
+            self._weights(self.answer_ids, rows),
+            self._weights(self.distractor_ids, rows),
             self.token_ids,
             self.d_vocab,
-            tuple(self.corrupt[i] if self.corrupt else None for i in chosen),
-            tuple(self.examples[i] for i in chosen),
+            tuple(self.corrupt[i] if self.corrupt else None for i in rows),
+            tuple(self.examples[i] for i in rows),
             self.metric,
         )
 
-    def _weights(self, ids: Sequence[Sequence[int]], chosen: list[int]) -> Float[Tensor, "batch answer"]:
+    def _weights(self, ids: Sequence[Sequence[int]], rows: list[int]) -> Float[Tensor, "batch answer"]:
         if self.token_ids is None:
-            return torch.zeros(len(chosen), 0)
-        weights = torch.zeros(len(chosen), len(self.token_ids))
-        for row, i in enumerate(chosen):
+            return torch.zeros(len(rows), 0)
+        weights = torch.zeros(len(rows), len(self.token_ids))
+        for row, i in enumerate(rows):
             columns = torch.searchsorted(self.token_ids, torch.tensor(list(ids[i])))
             weights[row, columns] = 1.0 / len(ids[i])
         return weights

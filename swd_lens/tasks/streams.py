@@ -99,11 +99,11 @@ class TokenStream:
         """
         rows, checksum = iter(self._source()), 0
         for start in range(0, self.n_rows, batch_size):
-            wanted = min(batch_size, self.n_rows - start)
-            found = list(itertools.islice(rows, wanted))
-            if len(found) < wanted:
-                raise TokenError(self._too_few(start + len(found)))
-            batch = self._checked(found, start)
+            size = min(batch_size, self.n_rows - start)
+            taken = list(itertools.islice(rows, size))
+            if len(taken) < size:
+                raise TokenError(self._too_few(start + len(taken)))
+            batch = self._checked(taken, start)
             checksum = zlib.crc32(batch.numpy().data, checksum)
             yield batch
         if self._known.checksum not in (None, checksum):
@@ -113,10 +113,10 @@ class TokenStream:
     def first_row(self) -> Int[Tensor, " pos"]:
         """The first row; the source is asked for it once."""
         if self._known.first_row is None:
-            found = list(itertools.islice(iter(self._source()), 1))
-            if not found:
+            taken = list(itertools.islice(iter(self._source()), 1))
+            if not taken:
                 raise TokenError(self._too_few(0))
-            self._checked(found, 0)
+            self._checked(taken, 0)
         assert self._known.first_row is not None
         return self._known.first_row
 
@@ -129,9 +129,9 @@ class TokenStream:
             self._known.fingerprint = digest.hexdigest()
         return self._known.fingerprint
 
-    def _checked(self, found: list[Any], start: int) -> Int[Tensor, "rows pos"]:
+    def _checked(self, taken: list[Any], start: int) -> Int[Tensor, "rows pos"]:
         """One batch, as rows `start` and following."""
-        rows = [_row(row, start + i) for i, row in enumerate(found)]
+        rows = [_row(row, start + i) for i, row in enumerate(taken)]
         length = self._known.row_length or len(rows[0])
         for i, row in enumerate(rows):
             if len(row) != length:
@@ -201,16 +201,16 @@ def as_stream(tokens: Any, model: Any) -> TokenStream:
     return _Held(as_rows(tokens, model)).bound_to(model)
 
 
-def _row(row: Any, place: int) -> Tensor:
+def _row(row: Any, number: int) -> Tensor:
     if isinstance(row, np.ndarray):  # torch cannot do much with unsigned integers
         row = torch.from_numpy(_integers(row).astype(np.int64))
     try:
         row = torch.as_tensor(row)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TokenError(f"row {place} of the stream is no row of integers: {error}") from None
+        raise TokenError(f"row {number} of the stream is no row of integers: {error}") from None
     if row.ndim != 1 or len(row) == 0:
         raise TokenError(
-            f"row {place} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty"
+            f"row {number} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty"
         )
     return row
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swd_lens.tasks.errors import TaskError
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.example import TaskError, TaskExample
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 

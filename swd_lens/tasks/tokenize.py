@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.tasks.errors import TaskError, Unusable
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.example import TaskError, TaskExample, Unusable
 from swd_lens.tasks.generators import greater_than
 from swd_lens.tasks.split import TaskSplit
 
@@ -87,8 +86,8 @@ class TaskTokenizer:
         if len(ids) != 1 and text.startswith(" "):
             # SentencePiece puts a space before every text: " Mary" alone is then two tokens, and one behind a word.
             word = self.ids("a")
-            behind = self.ids("a" + text)
-            ids = behind[len(word) :] if behind[: len(word)] == word and len(behind) == len(word) + 1 else ids
+            both = self.ids("a" + text)
+            ids = both[len(word) :] if both[: len(word)] == word and len(both) == len(word) + 1 else ids
         if len(ids) != 1:
             hint = "" if text.startswith(" ") else f"; did you mean {' ' + text.strip()!r}?"
             raise Unusable(f"{role} is not one token", f"{text!r} is {len(ids)} tokens {self.pieces(text)}{hint}")

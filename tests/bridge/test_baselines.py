@@ -8,8 +8,8 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.embedded.load import WEIGHTS
-from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import load_tokenizer
 from tests import families
 from tests.bridge.test_circuits import split_for
 

@@ -16,9 +16,8 @@ import swd_lens as swd
 from swd_lens import cli
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.embedded import score
+from swd_lens.hosts.embedded import WEIGHTS, score
 from swd_lens.hosts.embedded.corpus import Packer
-from swd_lens.hosts.embedded.load import WEIGHTS
 from tests import families
 from tests.bridge.compare_runs import compare, compare_factors, main
 
@@ -96,7 +95,7 @@ def test_its_matrices_are_those_of_the_file_bit_for_bit(bridge):
 def test_it_scores_what_was_reported_when_it_was_trained(bridge):
     reported = json.loads((WEIGHTS / "scores.json").read_text())["scores"]["test"]
     packer = Packer(bridge.tokenizer, "test")
-    assert score.filler_ce(bridge, packer) == pytest.approx(reported["filler_ce"], rel=1e-4)
+    assert score.cross_entropy(bridge, packer, score.FILLER) == pytest.approx(reported["filler_ce"], rel=1e-4)
     fresh = score.family_scores(bridge, packer, "gendered_pronoun", "test", "seen", 1000)
     assert fresh["margin"] == pytest.approx(reported["seen"]["gendered_pronoun"]["margin"], rel=1e-4)
 

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from swd_lens.hosts import Host, Start, host_of
-from swd_lens.hosts.embedded.load import WEIGHTS
-from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.hosts.load import load_host
 from tests import families
 from tests.bridge.conftest import close, fresh

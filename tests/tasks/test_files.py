@@ -6,8 +6,7 @@ import datasets
 import pytest
 
 from swd_lens.tasks import TaskError, load_task
-from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning
-from swd_lens.tasks.files.edge_pruning import row_example
+from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning, row_example
 from tests.tasks.test_task import FakeHost
 
 PROMPT = {"clean": "the cat", "corrupt": "the dog", "answers": ["sat"], "wrong_answers": ["ran"]}

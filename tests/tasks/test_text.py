@@ -96,7 +96,7 @@ def test_a_file_is_one_document_whatever_its_length(host, tmp_path, monkeypatch)
     path.write_text("the cat sat\n" * 50)
     whole = load_text(path, host, 144)
     assert whole.flatten().tolist() == [2, 3, 5] * 48
-    monkeypatch.setattr("swd_lens.tasks.documents._BLOCK", 30)  # several blocks: still no EOS between them
+    monkeypatch.setattr("swd_lens.tasks.text._BLOCK", 30)  # several blocks: still no EOS between them
     assert torch.equal(load_text(str(path), host, 144), whole)
     path.write_bytes(b"\xef\xbb\xbf" + b"the cat sat\n" * 50)  # as Windows writes it
     assert torch.equal(load_text(path, host, 144), whole)

@@ -19,7 +19,7 @@ from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site, split_name
-from swd_lens.tasks.errors import Unusable
+from swd_lens.tasks.example import Unusable
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
 

@@ -7,7 +7,7 @@ from swd_lens.circuits import Circuit
 from swd_lens.circuits.scores import require_same_units
 from swd_lens.hosts import Host, sites_of
 from swd_lens.hosts.sites import Site, execution_key, parse_unit
-from swd_lens.tasks.errors import Unusable
+from swd_lens.tasks.example import Unusable
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
 from swd_lens.units.attach import by_site

@@ -22,7 +22,8 @@ from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
 from swd_lens.base.display import card
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.machine import plain_float32
-from swd_lens.tasks.prompt import Prompt, same_length, token_strings
+from swd_lens.tasks.prompt import Prompt, token_strings
+from swd_lens.tasks.text import same_length
 from swd_lens.units import UnitSet
 
 _NUMBERS = 2**24  # of all maps that are held at a time: 64 MiB a kind

@@ -224,12 +224,12 @@ def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     for name, component in block._modules.items():
         if not isinstance(component, GeneralizedComponent) or isinstance(component, NormalizationBridge):
             continue
-        found = _leaves_of(component)
-        if not found:
+        matrices = _leaves_of(component)
+        if not matrices:
             if any(parameter.ndim > 1 for parameter in component.parameters()):
                 others.append(f"{name}: {type(component).__name__}")
             continue
-        for kind, leaf in found.items():
+        for kind, leaf in matrices.items():
             # Exactly these classes: a subclass (quantized, scaled) need not compute h @ W + b.
             if _plain_class(type(leaf)) in _LEAVES:
                 leaves[kind] = leaf
@@ -262,21 +262,21 @@ def _leaves_of(component: GeneralizedComponent) -> dict[str, nn.Module]:
         module: Any = component._modules["_original_component"]
         return _leaves_under(module, _LINEAR_ATTENTION)
     if isinstance(component, AttentionBridge):
-        found = _leaves_under(component, _ATTENTION)
-        return found if len(found) == len(_ATTENTION) else {}
+        leaves = _leaves_under(component, _ATTENTION)
+        return leaves if len(leaves) == len(_ATTENTION) else {}
     if isinstance(component, MLPBridge):
-        found = _leaves_under(component, _MLP)
-        return found if "mlp_in" in found and "mlp_out" in found else {}
+        leaves = _leaves_under(component, _MLP)
+        return leaves if {"mlp_in", "mlp_out"} <= leaves.keys() else {}
     return {}
 
 
 def _leaves_under(module: nn.Module, kinds: dict[str, str]) -> dict[str, nn.Module]:
-    found = {kind: module._modules.get(name) for name, kind in kinds.items() if name in module._modules}
-    return {kind: _unwrapped(child) for kind, child in found.items() if child is not None}
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    if isinstance(module, LinearBridge | Conv1DBridge):
-        inner = module._modules.get("_original_component")
-        return module if inner is None else inner
-    return module
+    leaves: dict[str, nn.Module] = {}
+    for name, kind in kinds.items():
+        child = module._modules.get(name)
+        if child is not None:
+            inner = (
+                child._modules.get("_original_component") if isinstance(child, LinearBridge | Conv1DBridge) else None
+            )
+            leaves[kind] = child if inner is None else inner
+    return leaves

@@ -36,7 +36,7 @@ class Reached(Exception):
 
 _STANDING_IN: dict[type, type] = {}  # plain class -> the class of the same module while another call stands in
 _PLAIN: dict[type, type] = {}  # and back
-_PLACE = "unit_stand_in"
+_ATTRIBUTE = "unit_stand_in"
 
 
 def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], Any]) -> Any:
@@ -54,7 +54,7 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
     try:
         try:
             for module, call in stand_ins:
-                module.__dict__[_PLACE] = call
+                module.__dict__[_ATTRIBUTE] = call
                 module.__class__ = _standing_in(type(module))
             return run()
         finally:
@@ -66,17 +66,16 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
 def _restore(plain: Sequence[tuple[nn.Module, type]]) -> None:
     for module, former in plain:
         module.__class__ = former
-        module.__dict__.pop(_PLACE, None)
+        module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def _standing_in(plain: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_PLACE](*args, **kwargs)
+        return self.__dict__[_ATTRIBUTE](*args, **kwargs)
 
     if plain not in _STANDING_IN:
-        made = type(plain.__name__, (plain,), {"__call__": call})
-        _PLAIN[made] = plain
-        _STANDING_IN[plain] = made
+        _STANDING_IN[plain] = type(plain.__name__, (plain,), {"__call__": call})
+        _PLAIN[_STANDING_IN[plain]] = plain
     return _STANDING_IN[plain]
 
 
@@ -130,7 +129,7 @@ def stopping(model: Any, layer: int, start: Start | None = None) -> list[StandIn
     last = blocks[-1]
     # The last block may be the one that takes up, too.
     call = dict(stand_ins).get(last, partial(_call_itself, last))
-    return [*(one for one in stand_ins if one[0] is not last), (last, partial(_raise_output, call))]
+    return [*(stand_in for stand_in in stand_ins if stand_in[0] is not last), (last, partial(_raise_output, call))]
 
 
 def _take_up(block: nn.Module, residual: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,144 @@
-"""The embedded model: a small TransformerLens model with tokenizer, corpus and training script, all offline.
+"""The embedded model, a small one that does the four tasks, and held-out text for it: no network, no cache.
 
-corpus (strings) -> tokenizer -> train (network, score) -> weights/ -> load_default_model, text_tokens
+Beside it is all that made it: corpus (strings) -> its tokenizer -> train (network, score) -> weights/.
+
+1. `load_model_folder`: a folder that `train` wrote (config, fp16 weights, tokenizer) in float32: as a HookedTransformer
+   where transformer_lens has it (3.9), else as transformers' own GPT-2, whose function it is, in a TransformerBridge.
+   Both hold the same matrices, bit for bit.
+2. `load_default_model`: the folder that ships with the package.
+3. `text_tokens`: rows of corpus text, for calibration and fidelity.
 """
 
-from swd_lens.hosts.embedded.load import load_default_model, load_model_folder, text_tokens
+import json
+from pathlib import Path
+from typing import Any
 
-__all__ = ["load_default_model", "load_model_folder", "text_tokens"]
+import torch
+from jaxtyping import Int
+from safetensors.torch import load_file
+from torch import Tensor
+
+from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
+from swd_lens.hosts.embedded.network import Shape, gpt2_state
+from swd_lens.tasks.generators.words import SPLITS
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+# HookedTransformer, TransformerBridge, or whichever of the two transformer_lens has, in this order.
+KINDS = ("auto", "hooked", "bridge")
+
+
+def load_default_model(
+    device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto"
+) -> Any:
+    """The embedded model: a 4-layer GPT-2-style host that does the four tasks, with its tokenizer.
+
+    Offline. In eval mode; nothing is folded or centred; the unembedding is the embedding's transpose.
+
+    Args:
+        device: where to put it; None: the CPU (it is small).
+        dtype: of the parameters (stored as fp16, the reported scores are those of float32 arithmetic on them).
+        kind: "hooked" (HookedTransformer), "bridge" (TransformerBridge), or "auto": hooked where this transformer_lens
+            has HookedTransformer (3.9), else bridge. Logits agree to 1e-5.
+
+    Raises:
+        FileNotFoundError: the package was installed without its weights.
+        ImportError: "hooked", but this transformer_lens has no HookedTransformer (4.x).
+        ValueError: unknown kind.
+    """
+    return load_model_folder(WEIGHTS, device, dtype, kind)
+
+
+def check_kind(kind: str) -> str:
+    """The same word. Raises ValueError unless it is one of KINDS."""
+    if kind not in KINDS:
+        raise ValueError(f"a host's kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    return kind
+
+
+def load_model_folder(
+    folder: str | Path,
+    device: "str | torch.device | None" = None,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "auto",
+) -> Any:
+    """The model in a folder written by `swd_lens.hosts.embedded.train` (see `load_default_model`)."""
+    check_kind(kind)
+    folder = Path(folder)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}; give a folder that swd_lens.hosts.embedded.train wrote")
+    shape = Shape(**json.loads((folder / "config.json").read_text()))
+    tokenizer = load_tokenizer(folder)
+    state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    missing = [name for name in shape.stored_names() if name not in state]
+    if missing:
+        raise ValueError(f"{folder}/model.safetensors lacks {', '.join(missing)}; train it again")
+    load = _bridge if kind == "bridge" or (kind == "auto" and not _has_hooked_transformer()) else _hooked
+    return load(shape, state, tokenizer, str(device or "cpu"), dtype).eval()
+
+
+def _has_hooked_transformer() -> bool:
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401  (in 4.x the name itself raises)
+    except ImportError:
+        return False
+    return True
+
+
+def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
+    try:
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+    except ImportError:
+        raise ImportError(
+            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
+            'TransformerBridge: kind="bridge"'
+        ) from None
+    config = HookedTransformerConfig(**shape.hooked_config(), device=device, dtype=dtype)
+    model = HookedTransformer(config, tokenizer=tokenizer, default_padding_side="left")
+    state["unembed.W_U"] = state["embed.W_E"].T.contiguous()
+    state["unembed.b_U"] = torch.zeros(shape.d_vocab, dtype=dtype)
+    # Not strict: TransformerLens keeps its causal mask as a buffer, which no file holds.
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def _bridge(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id") for word in ("bos", "eos", "pad")}
+    config = GPT2Config(**shape.gpt2_config(), **special)
+    gpt2: Any = GPT2LMHeadModel(config)
+    gpt2.to(device, dtype)
+    gpt2.load_state_dict(gpt2_state(state, shape))
+    gpt2.tie_weights()
+    name = shape.hooked_config()["model_name"]
+    model = TransformerBridge.boot_transformers(name, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
+    model.tokenizer.padding_side = "left"
+    model.cfg.default_prepend_bos = True
+    return model
+
+
+def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[Tensor, "row 128"]:
+    """Natural text of the embedded model as rows of 128 tokens, for calibration ("train") and fidelity ("test").
+
+    A row is documents of the training mixture (tasks, copy lists, filler), each "BOS text EOS", packed one after the
+    other; every row begins with BOS and its last document is cut off. Run it through an ordinary causal forward,
+    without a document mask and without adding another BOS: one row in eight was trained in just this way (see
+    `corpus`). The rows are never rows of the training run, also for "train"; the task documents of "validation" and
+    "test" have held-out content (on the same templates).
+
+    Args:
+        n_tokens: at least this many tokens: ceil(n_tokens / 128) rows.
+        split: "train", "validation" or "test".
+        seed: another seed, other rows. The rows of a smaller request are the first of a larger one.
+
+    Raises:
+        ValueError: unknown split or n_tokens < 1.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
+    if n_tokens < 1:
+        raise ValueError(f"n_tokens is {n_tokens}; ask for at least 1")
+    return Packer(load_tokenizer(WEIGHTS), split).plain_rows(seed, -(-n_tokens // N_CTX), MIX)

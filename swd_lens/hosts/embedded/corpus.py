@@ -1,11 +1,16 @@
-"""The embedded model's training text: generated on the fly, never repeated, packed into rows.
+"""The embedded model's training text, generated on the fly, never repeated, packed into rows; and its tokenizer.
 
 1. `document`: draw a kind (four task families, copy lists, filler) by the mixing schedule, then write one text of it.
 2. `Packer.row`: documents as token ids, "BOS text EOS", one after the other until the row is full; the last is cut
    off and the next row starts with a new document, so nothing stands in a row without its beginning.
 3. `Packer.batch`: rows with targets, document numbers (for the attention mask) and loss weights, all from
    (seed, step) alone: a run can be resumed at any step, and no row comes twice.
-4. `sample_documents`: a fixed sample for the vocabulary.
+4. `build_tokenizer`: whole words, split the way GPT-2 splits them. A regular expression cuts text into pieces without losing a
+   character: " Mary", " isn" + "'t", " 17" + "41", newline, four spaces of indentation, punctuation (with the space before it,
+   if any). The vocabulary is every piece of a fixed sample of the corpus (`sample_documents`), plus every entity with and
+   without a leading space and 00-99, 0-9 both ways. A piece is one token: decode(encode(text)) == text. There is one special
+   token each for beginning, end, padding and unknown words; the tokenizer adds BOS only if told to (TransformerLens'
+   prepend_bos), never EOS.
 
 Seven rows of eight are attended to with a document mask, as every document deserves a clean context; in the eighth
 attention crosses documents, so that packed text under an ordinary causal forward (that is how `text_tokens` rows are
@@ -15,16 +20,19 @@ used, and how everything in swd_lens runs the model) is something the model has 
 import random
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from swd_lens.hosts.embedded.filler import copy_list, filler
 from swd_lens.tasks.generators import FAMILIES, generate, training_document
-from swd_lens.tasks.generators.words import ARGUMENTS, NAMES, SPLITS
+from swd_lens.tasks.generators.words import ARGUMENTS, EVENTS, NAMES, OBJECTS, PLACES, ROLES, SPLITS
 
 KINDS = (*FAMILIES, "copy", "filler")
 # Copying comes first (no task is learned before it), IOI needs most (it is learned last), pronouns are easy.
@@ -44,6 +52,13 @@ BOS_DROPPED = 0.15  # so that prompts without BOS work as well
 CROSSING_ROWS = 1 / 8  # rows without document mask
 HEAVY = 3.0  # loss weight of the tokens that the tasks are about; they are few among the words of the templates
 N_CTX = 128
+
+BOS, EOS, PAD, UNK = "<|bos|>", "<|eos|>", "<|pad|>", "<|unk|>"
+# Contractions first (else the apostrophe is cut off alone), then indentation, newline, words, one or two digits,
+# triple quotes and arrows as in GPT-2's merges, any other mark, a space that belongs to nothing.
+PIECES = r"""'(?:s|t|re|ve|m|ll|d)\b| {4}|\n| ?[A-Za-z]+| ?[0-9]{1,2}| ?\"{3}| ?->| ?[^\sA-Za-z0-9]| """
+# Documents of the sample that defines the vocabulary: every sentence of every template occurs hundreds of times.
+VOCABULARY_DOCUMENTS = 20_000
 
 
 class Batch(NamedTuple):
@@ -93,7 +108,7 @@ class Packer:
         self.split = split
         self.tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()
-        self.bos, self.eos, self.unk = (vocabulary[tokenizer.special_tokens_map[k]] for k in _SPECIAL)
+        self.bos, self.eos, self.unk = vocabulary[BOS], vocabulary[EOS], vocabulary[UNK]
         self.pronouns = frozenset((vocabulary[" he"], vocabulary[" she"]))
         self.digits = frozenset(i for word, i in vocabulary.items() if len(word) == 2 and word.isdigit())
         self.entities = frozenset(vocabulary[" " + word] for word in (*NAMES, *ARGUMENTS))
@@ -158,4 +173,35 @@ def loss_weights(heavy: Bool[Tensor, "batch pos"], factor: float | int) -> Float
     return weights / weights.mean()
 
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token")
+# ---------------------------------------------------------------------------------------------- tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the corpus; always the same one, as the sample has a fixed seed."""
+    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    words = set()
+    for text in sample_documents(VOCABULARY_DOCUMENTS):
+        words.update(piece for piece, _ in splitter.pre_tokenize_str(text))
+    digits = (*map(str, range(10)), *(f"{n:02d}" for n in range(100)))
+    for word in (*NAMES, *ARGUMENTS, *OBJECTS, *PLACES, *EVENTS, *ROLES, *digits):
+        words.update((word, " " + word))
+    vocabulary = {word: i for i, word in enumerate([BOS, EOS, PAD, UNK, *sorted(words)])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,  # clean-up would rewrite " ," and " '": not lossless
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in a folder, loaded in the way TransformerLens can reload it (it needs name_or_path)."""
+    if not Path(folder, "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that embedded.train wrote")
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

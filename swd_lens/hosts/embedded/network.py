@@ -38,9 +38,8 @@ class Shape:
 
     def hooked_config(self) -> dict[str, Any]:
         """Arguments of HookedTransformerConfig for this shape."""
-        sizes = {key: value for key, value in asdict(self).items()}
         return {
-            **sizes,
+            **asdict(self),
             "d_head": self.d_head,
             "act_fn": "gelu_new",
             "normalization_type": "LN",
@@ -164,12 +163,12 @@ def _look_back(w_qkv: Tensor, frequencies: Tensor, d: int, columns: slice, offse
     """Make a head attend `offset` positions back: keys read sine and cosine, queries the same turned by -offset."""
     for i in range((columns.stop - columns.start) // 2):
         sin, cos, column = 2 * i, 2 * i + 1, columns.start + 2 * i
-        turn = frequencies[i] * offset
+        angle = frequencies[i] * offset
         w_qkv[:, [column, column + 1, d + column, d + column + 1]] = 0.0
         w_qkv[sin, d + column] = w_qkv[cos, d + column + 1] = PREVIOUS_GAIN
         # sin(w(p - o)) = sin(wp)cos(wo) - cos(wp)sin(wo);  cos(w(p - o)) = cos(wp)cos(wo) + sin(wp)sin(wo)
-        w_qkv[sin, column], w_qkv[cos, column] = PREVIOUS_GAIN * turn.cos(), -PREVIOUS_GAIN * turn.sin()
-        w_qkv[cos, column + 1], w_qkv[sin, column + 1] = PREVIOUS_GAIN * turn.cos(), PREVIOUS_GAIN * turn.sin()
+        w_qkv[sin, column], w_qkv[cos, column] = PREVIOUS_GAIN * angle.cos(), -PREVIOUS_GAIN * angle.sin()
+        w_qkv[cos, column + 1], w_qkv[sin, column + 1] = PREVIOUS_GAIN * angle.cos(), PREVIOUS_GAIN * angle.sin()
 
 
 def hooked_state(network: Network) -> dict[str, Tensor]:
@@ -199,19 +198,19 @@ def gpt2_state(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     moved |= {"transformer.wpe.weight": state["pos_embed.W_pos"]}
     moved |= {"transformer.ln_f.weight": state["ln_final.w"], "transformer.ln_f.bias": state["ln_final.b"]}
     for layer in range(shape.n_layers):
-        here, there = f"blocks.{layer}.", f"transformer.h.{layer}."
+        old, new = f"blocks.{layer}.", f"transformer.h.{layer}."
         for norm, name in (("ln1", "ln_1"), ("ln2", "ln_2")):
             moved |= {
-                f"{there}{name}.weight": state[f"{here}{norm}.w"],
-                f"{there}{name}.bias": state[f"{here}{norm}.b"],
+                f"{new}{name}.weight": state[f"{old}{norm}.w"],
+                f"{new}{name}.bias": state[f"{old}{norm}.b"],
             }
         # GPT-2 packs Q, K, V side by side, heads inside each; its matrices are (d_in, d_out), as ours.
-        weights = [state[f"{here}attn.W_{letter}"].transpose(0, 1).reshape(d, -1) for letter in "QKV"]
-        biases = [state[f"{here}attn.b_{letter}"].flatten() for letter in "QKV"]
-        moved |= {f"{there}attn.c_attn.weight": torch.cat(weights, 1), f"{there}attn.c_attn.bias": torch.cat(biases)}
-        moved |= {f"{there}attn.c_proj.weight": state[f"{here}attn.W_O"].flatten(0, 1)}
-        moved |= {f"{there}attn.c_proj.bias": state[f"{here}attn.b_O"]}
+        weights = [state[f"{old}attn.W_{letter}"].transpose(0, 1).reshape(d, -1) for letter in "QKV"]
+        biases = [state[f"{old}attn.b_{letter}"].flatten() for letter in "QKV"]
+        moved |= {f"{new}attn.c_attn.weight": torch.cat(weights, 1), f"{new}attn.c_attn.bias": torch.cat(biases)}
+        moved |= {f"{new}attn.c_proj.weight": state[f"{old}attn.W_O"].flatten(0, 1)}
+        moved |= {f"{new}attn.c_proj.bias": state[f"{old}attn.b_O"]}
         for side, name in (("in", "c_fc"), ("out", "c_proj")):
-            moved |= {f"{there}mlp.{name}.weight": state[f"{here}mlp.W_{side}"]}
-            moved |= {f"{there}mlp.{name}.bias": state[f"{here}mlp.b_{side}"]}
+            moved |= {f"{new}mlp.{name}.weight": state[f"{old}mlp.W_{side}"]}
+            moved |= {f"{new}mlp.{name}.bias": state[f"{old}mlp.b_{side}"]}
     return moved

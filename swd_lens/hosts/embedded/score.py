@@ -6,7 +6,6 @@
 3. `ablation_table`: what replacing each attention or MLP layer's output by its mean does to each task.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,11 @@ from torch import Tensor
 from swd_lens.hosts.embedded.corpus import KINDS, MIX, Packer
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators import FAMILIES, generate
+from swd_lens.tasks.text import same_length
 
 Forward = Callable[[Int[Tensor, "batch pos"]], Float[Tensor, "batch pos vocab"]]
 N_PROMPTS = 1000  # standard error of an accuracy of .98: .0044
+FILLER = {kind: float(kind == "filler") for kind in KINDS}  # a mixture of nothing else
 Scores = dict[str, float | int]
 
 
@@ -27,15 +28,11 @@ Scores = dict[str, float | int]
 def last_logits(forward: Forward, packer: Packer, examples: list[TaskExample]) -> Float[Tensor, "example vocab"]:
     """Logits after each prompt (BOS first); prompts of equal length run together, so nothing is padded."""
     rows = [[packer.bos, *packer.encode(example.prompt)] for example in examples]
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
-        by_length[len(row)].append(i)
     logits = None
-    for indices in by_length.values():
-        for chunk in (indices[i : i + 128] for i in range(0, len(indices), 128)):
-            last = forward(torch.tensor([rows[i] for i in chunk]))[:, -1].float()
-            logits = torch.empty(len(rows), last.shape[1]) if logits is None else logits
-            logits[chunk] = last
+    for chunk in same_length([len(row) for row in rows], lambda _: 128):
+        last = forward(torch.tensor([rows[i] for i in chunk]))[:, -1].float()
+        logits = torch.empty(len(rows), last.shape[1]) if logits is None else logits
+        logits[chunk] = last
     assert logits is not None
     return logits
 
@@ -67,9 +64,8 @@ def family_scores(forward: Forward, packer: Packer, family: str, split: str, tem
 
 
 @torch.no_grad()
-def filler_ce(forward: Forward, packer: Packer, seed: int = 0, n_rows: int = 64) -> float:
-    """Cross-entropy (nats per token) on packed rows of filler text that training never drew."""
-    mix = {kind: float(kind == "filler") for kind in KINDS}
+def cross_entropy(forward: Forward, packer: Packer, mix: dict[str, float], seed: int = 0, n_rows: int = 64) -> float:
+    """Cross-entropy (nats per token) on packed rows that training never drew, of this mixture and the packer's split."""
     rows = packer.plain_rows(seed, n_rows, mix)
     logits = forward(rows)[:, :-1]
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
@@ -86,17 +82,9 @@ def all_scores(
             templates: {f: family_scores(forward, packer, f, split, templates, n) for f in FAMILIES}
             for templates in ("seen", "unseen")
         }
-        scores[split]["filler_ce"] = filler_ce(forward, held_out)
-        scores[split]["mixture_ce"] = mixture_ce(forward, held_out)
+        scores[split]["filler_ce"] = cross_entropy(forward, held_out, FILLER)
+        scores[split]["mixture_ce"] = cross_entropy(forward, held_out, MIX)
     return scores
-
-
-@torch.no_grad()
-def mixture_ce(forward: Forward, packer: Packer, seed: int = 0, n_rows: int = 64) -> float:
-    """Cross-entropy (nats per token) on rows of the training mixture with the content of the packer's split."""
-    rows = packer.plain_rows(seed, n_rows, MIX)
-    logits = forward(rows)[:, :-1]
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
 @torch.no_grad()

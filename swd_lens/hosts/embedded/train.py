@@ -23,11 +23,20 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from swd_lens.hosts.embedded.corpus import COPY_TOKENS, EARLY_MIX, HEAVY, MIX, N_CTX, Batch, Packer, loss_weights
-from swd_lens.hosts.embedded.load import load_model_folder
+from swd_lens.hosts.embedded import load_model_folder
+from swd_lens.hosts.embedded.corpus import (
+    COPY_TOKENS,
+    EARLY_MIX,
+    HEAVY,
+    MIX,
+    N_CTX,
+    Batch,
+    Packer,
+    build_tokenizer,
+    loss_weights,
+)
 from swd_lens.hosts.embedded.network import Network, Shape, hooked_state
 from swd_lens.hosts.embedded.score import ablation_table, all_scores, family_scores
-from swd_lens.hosts.embedded.tokenizer import build_tokenizer
 from swd_lens.tasks.generators import FAMILIES
 
 THREADS = 1  # sums depend on the number; one thread runs at 9k tokens/s whatever else the machine does, two at 13k
@@ -70,12 +79,12 @@ def train_step(network: Network, optimizer: torch.optim.AdamW, batch: Batch, fac
 
 def validate(network: Network, packer: Packer) -> dict[str, float]:
     """Validation accuracy of every family (for greater-than: probability right minus wrong), seen and unseen."""
-    found = {}
+    accuracies = {}
     for family in FAMILIES:
         for templates in ("seen", "unseen"):
             scores = family_scores(network, packer, family, "validation", templates, CHECK_PROMPTS)
-            found[f"{family}/{templates}"] = scores["probability" if family == "greater_than" else "accuracy"]
-    return found
+            accuracies[f"{family}/{templates}"] = scores["probability" if family == "greater_than" else "accuracy"]
+    return accuracies
 
 
 def run(out: Path, seed: int, tokens: int, check_every: int = CHECK_EVERY) -> Network:

@@ -253,12 +253,12 @@ def _refuse_unsupported(model: Any) -> None:
             "input. Take a model with other positions"
         )
     for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
-        found = type(getattr(model.blocks[0], where))
-        if found not in PLAIN_TO_FACTORED and found not in FACTORED_TO_PLAIN:
+        component = type(getattr(model.blocks[0], where))
+        if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
             known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
             raise UnsupportedHostError(
-                f"blocks.0.{where} is a {found.__name__}; swd_lens injects into {known}. A TransformerBridge leaves such parts "
-                'out: load_host(name, kind="bridge")'
+                f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves such "
+                'parts out: load_host(name, kind="bridge")'
             )
 
 

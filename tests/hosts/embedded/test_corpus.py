@@ -5,9 +5,18 @@ import random
 import pytest
 import torch
 
-from swd_lens.hosts.embedded.corpus import KINDS, MIX, N_CTX, Packer, document, loss_weights, sample_documents
-from swd_lens.hosts.embedded.load import WEIGHTS
-from swd_lens.hosts.embedded.tokenizer import build_tokenizer, load_tokenizer
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import (
+    KINDS,
+    MIX,
+    N_CTX,
+    Packer,
+    build_tokenizer,
+    document,
+    load_tokenizer,
+    loss_weights,
+    sample_documents,
+)
 from swd_lens.tasks.generators import FAMILIES, generate
 from swd_lens.tasks.generators.words import SPLITS
 

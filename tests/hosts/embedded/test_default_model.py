@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swd_lens.hosts.embedded import load_default_model, load_model_folder, score, text_tokens
+from swd_lens.hosts.embedded import WEIGHTS, load_default_model, load_model_folder, score, text_tokens
 from swd_lens.hosts.embedded.corpus import Packer
-from swd_lens.hosts.embedded.load import WEIGHTS
 from swd_lens.hosts.embedded.network import Shape
 from swd_lens.tasks.generators import FAMILIES
 
@@ -115,7 +114,9 @@ def test_unseen_templates(model, packer, family):
 
 
 def test_reported_scores_are_the_stored_weights(model, packer, reported):
-    assert score.filler_ce(model, packer) == pytest.approx(reported["scores"]["test"]["filler_ce"], rel=1e-3)
+    assert score.cross_entropy(model, packer, score.FILLER) == pytest.approx(
+        reported["scores"]["test"]["filler_ce"], rel=1e-3
+    )
     fresh = score.family_scores(model, packer, "gendered_pronoun", "test", "seen", 1000)
     assert fresh["margin"] == pytest.approx(reported["scores"]["test"]["seen"]["gendered_pronoun"]["margin"], rel=1e-3)
 

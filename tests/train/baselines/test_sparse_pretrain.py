@@ -10,8 +10,8 @@ from transformers import GPT2LMHeadModel
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.embedded.load import WEIGHTS
-from swd_lens.hosts.embedded.tokenizer import load_tokenizer
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec, TrainError
 from swd_lens.train.baselines.sparse_network import budget, config_of, fresh, matrices, nonzeros
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS

@@ -1,13 +1,17 @@
-"""Edge-Pruning's datasets: DatasetDict folders of greater-than, gendered pronoun and IOI.
+"""Task files: auto-circuit's JSON, JSON lines, and Edge-Pruning's dataset folders, read into examples.
 
-1. A row's fields say which task it is (`FIELDS`).
-2. `row_example` makes an example of a row. Greater-than: the candidates are "00" to "99" without a space, right are those
+1. `find_format` says which reader a path is for, by what it holds rather than by its name alone.
+2. `read_auto_circuit`: one JSON object with prompts, as auto-circuit writes it.
+3. `read_jsonl`: one object per line, with our fields (prompt, answers, distractors, corrupt) or Edge-Pruning's.
+4. `read_edge_pruning`: DatasetDict folders of greater-than, gendered pronoun and IOI, the two splits that the paper used, or the
+   small ones where a folder lacks those. A row's fields say which task it is (`FIELDS`).
+5. `row_example` makes an example of such a row. Greater-than: the candidates are "00" to "99" without a space, right are those
    above the start year's two digits, wrong those below; the year itself is in neither, unless `inclusive`. A year that
    leaves a side empty cannot be scored. Pronoun: the row's, against the other one. IOI: the sentence's last word, against
    the name that is said twice before it.
-3. `read_edge_pruning` reads the two splits that the paper used, or the small ones where a folder lacks those.
 """
 
+import json
 import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,8 +19,146 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swd_lens.tasks.errors import TaskError, Unusable
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.example import TaskError, TaskExample, Unusable
+
+AUTO_CIRCUIT, EDGE_PRUNING, JSON_LINES = "auto-circuit JSON", "Edge-Pruning folder", "JSONL"
+
+
+def find_format(path: Path) -> str:
+    """AUTO_CIRCUIT, EDGE_PRUNING or JSON_LINES.
+
+    Raises:
+        TaskError: a folder that is no DatasetDict (those inside it are named), or an empty file.
+    """
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file():
+            return EDGE_PRUNING
+        inside = sorted(str(found.parent) for found in path.glob("*/dataset_dict.json"))
+        hint = f" It holds {', '.join(inside)}: pass one of these" if inside else ""
+        if (path / "state.json").is_file():
+            hint = f" It is one split; pass the folder that holds all of them, perhaps {path.parent}"
+        raise TaskError(f"{path} is not a folder saved by DatasetDict.save_to_disk: it has no dataset_dict.json.{hint}")
+    if path.suffix in (".jsonl", ".ndjson"):
+        return JSON_LINES
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = next((line for line in file if line.strip()), None)
+    if first is None:
+        raise TaskError(f"{path} is empty")
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return AUTO_CIRCUIT  # one object over many lines, or no JSON at all: its reader says which
+    return JSON_LINES if isinstance(record, dict) and "prompts" not in record else AUTO_CIRCUIT
+
+
+# ---------------------------------------------------------------------------------------------- auto-circuit
+
+
+def read_auto_circuit(path: Path) -> list[TaskExample]:
+    """The prompts of an auto-circuit JSON file, in its order, duplicates included.
+
+    Raises:
+        TaskError: not JSON, no "prompts" list, or a prompt without the needed fields (its number is named).
+    """
+    try:
+        prompts = json.loads(path.read_text(encoding="utf-8-sig"))["prompts"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"  # not repr, which holds the whole file where it is not UTF-8
+        raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {why}') from None
+    if not isinstance(prompts, list):
+        raise TaskError(f'{path}: "prompts" must be a list, got {type(prompts).__name__}')
+    return [_example(path, i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def _example(path: Path, i: int, prompt: dict) -> TaskExample:
+    try:
+        clean, answers, wrong = prompt["clean"], prompt["answers"], prompt["wrong_answers"]
+    except (KeyError, TypeError):
+        raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
+    corrupt = prompt.get("corrupt")
+    if not isinstance(answers, list) or not isinstance(wrong, list):
+        raise TaskError(f'{path}: "answers" and "wrong_answers" of prompt {i} must be lists of strings')
+    if not all(isinstance(text, str) for text in [clean, *answers, *wrong, "" if corrupt is None else corrupt]):
+        raise TaskError(
+            f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
+        )
+    return TaskExample(clean, tuple(answers), tuple(wrong), corrupt, {"file": path.name})
+
+
+# ---------------------------------------------------------------------------------------------- JSON lines
+
+OURS = ("prompt", "answers", "distractors")
+
+
+def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample], Counter[str]]:
+    """The examples of a JSONL file, in its order, and reason -> count of the lines that no tokenizer could make usable.
+
+    Args:
+        path: of the file; empty lines are skipped.
+        inclusive: see `read_edge_pruning`.
+
+    Raises:
+        TaskError: a line that is not UTF-8, no JSON object, lacks fields or has a bad value; its number is named.
+    """
+    examples, dropped = [], Counter[str]()
+    with path.open("rb") as file:  # bytes, so that a line that is not text can be named
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            line = _text(raw, where)
+            if not line.strip():
+                continue
+            try:
+                examples.append(_line_example(_record(line, where), where, path, inclusive))
+            except Unusable as why:
+                dropped[why.reason] += 1
+    return examples, dropped
+
+
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where} is not UTF-8 text ({error}); save the file as UTF-8") from None
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a ValueError, too, for a number of thousands of digits
+        raise TaskError(f"{where} is not JSON ({error}): {line.strip()[:60]!r}") from None
+    if not isinstance(record, dict):
+        raise TaskError(f"{where} must hold a JSON object, got {line.strip()[:60]!r}")
+    return record
+
+
+def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: bool) -> TaskExample:
+    for task, fields in FIELDS.items():
+        if set(fields) <= set(record):
+            return row_example(task, record, where, inclusive)
+    if missing := [field for field in OURS if field not in record]:
+        raise TaskError(
+            f"{where} lacks {', '.join(map(repr, missing))}; it has {', '.join(record) or 'no fields'}. A line needs prompt, "
+            "answers and distractors (corrupt is optional), or the fields of one of Edge-Pruning's datasets"
+        )
+    if inclusive:
+        raise TaskError(
+            f"inclusive=True is about Edge-Pruning's greater-than, but {where} names its distractors itself"
+        )
+    prompt, corrupt = record["prompt"], record.get("corrupt")
+    if not isinstance(prompt, str) or not isinstance(corrupt, str | None):
+        raise TaskError(f"{where}: 'prompt' and 'corrupt' must be text")
+    answers, distractors = (_strings(record, field, where) for field in ("answers", "distractors"))
+    return TaskExample(prompt, answers, distractors, corrupt, {"file": path.name})
+
+
+def _strings(record: dict[str, Any], field: str, where: str) -> tuple[str, ...]:
+    value = [record[field]] if isinstance(record[field], str) else record[field]
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise TaskError(f"{where}: {field!r} must be a string or a list of strings, got {record[field]!r}")
+    return tuple(value)
+
+
+# ---------------------------------------------------------------------------------------------- Edge-Pruning
 
 # task -> the fields that tell it from the others, then the paper's train split (None: it did not use this one).
 FIELDS = {
