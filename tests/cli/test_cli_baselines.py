@@ -68,7 +68,7 @@ def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_m
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--set", "widht=3"], "did you mean 'width'"),
+        (["--set", "widht=3"], "did you mean width"),
         (["--set", "width"], "give NAME=VALUE"),
         (["--preset", "papr"], "no preset 'papr'; did you mean paper"),
         (["--site", "blocks.9.mlp_out"], "no site matches 'blocks.9.mlp_out'"),
