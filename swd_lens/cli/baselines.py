@@ -33,7 +33,7 @@ from swd_lens.hosts import find_sites
 from swd_lens.report.terminal import table
 from swd_lens.train.baselines import LearnedUnits, channels_of, sparse_pretrain, transcoder, vpd_kl, vpd_recon
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
-from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, named
+from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, recipe
 
 group = typer.Typer(no_args_is_help=True, help="Train what SWD is compared with: transcoders, VPD, sparse pretraining.")
 app.add_typer(group, name="train-baseline")
@@ -68,7 +68,7 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
         changes = parsed_settings(settings, n_tokens)
         model = model_options.load()
         # A wrong name or setting should fail before the text is read.
-        named(recipes, preset, find_sites(model, site)[0].kind).changed(changes)
+        recipe(recipes, preset, find_sites(model, site)[0].kind).changed(changes)
         rows, heldout = text.rows(model, model_options)
         say(f"train {name} at {site}")
         units = train(
@@ -134,7 +134,7 @@ def sparse_pretrain_command(
     The same command again goes on where it was stopped.
     """
     changes = parsed_settings(settings)
-    named(SPARSE_PRETRAINS, preset).changed(changes)  # a wrong name should fail before the text is read
+    recipe(SPARSE_PRETRAINS, preset).changed(changes)  # a wrong name should fail before the text is read
     model = like.load()
     rows, heldout = text.rows(model, like)
     say("pretrain")

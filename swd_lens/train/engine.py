@@ -213,7 +213,7 @@ class Engine:
         assert self.folder is not None
         tensors, values = self.folder.resume()
         self.step = int(values["step"])
-        self.lines = [line for line in self.folder.lines() if line["step"] <= self.step]
+        self.lines = self.folder.lines(self.step)
         if self.processes is not None:
             self.processes.wait()  # nobody may replace the checkpoint before everybody has read it
         self.fit.load_state(tensors, values)

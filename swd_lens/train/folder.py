@@ -13,9 +13,9 @@
 """
 
 import json
+import math
 import uuid
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,16 @@ class TrainingFolder:
         """
         try:
             run = json.loads((self.path / RUN).read_text(encoding="utf-8"))
-            then = dict(run["recipe"])
+            recipe = dict(run["recipe"])
         except FileNotFoundError:
-            if there := [name for name in (LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
-                raise self._refusal(f"holds {', '.join(there)} without {RUN}: it is no folder of {self.call}") from None
+            if others := [name for name in (LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
+                raise self._refusal(
+                    f"holds {', '.join(others)} without {RUN}: it is no folder of {self.call}"
+                ) from None
             return False
         except (ValueError, KeyError, TypeError) as error:
             raise self._refusal(f"has a damaged {RUN} ({error})") from error
-        if changed := differences(then, self.recipe, _HASHES):
+        if changed := differences(recipe, self.recipe, _HASHES):
             raise self._refusal(f"holds another run: {'; '.join(changed)}")
         return bool(run.get("finished"))
 
@@ -86,9 +88,19 @@ class TrainingFolder:
         with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, self._meta()  # noqa: SIM118 - no dict
 
-    def lines(self) -> list[dict[str, Any]]:
-        """The log, as far as its lines are whole."""
-        return [json.loads(line) for line in self._whole_lines()]
+    def lines(self, last: float = math.inf) -> list[dict[str, Any]]:
+        """The log, as far as its lines are whole, up to the first line of a step after the last one asked for."""
+        lines = []
+        if (self.path / LOG).is_file():
+            for text in (self.path / LOG).read_text(encoding="utf-8").splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:  # cut short by a kill
+                    break
+                if line["step"] > last:
+                    break
+                lines.append(line)
+        return lines
 
     def _meta(self) -> dict[str, Any]:
         try:
@@ -111,24 +123,8 @@ class TrainingFolder:
         if step == 0:
             (self.path / _CHECKPOINT).unlink(missing_ok=True)
             write_json(self.path / RUN, {"recipe": self.recipe, "finished": False})
-        write_text(self.path / LOG, "".join(line + "\n" for line in self._lines_until(step)))
-
-    def _lines_until(self, step: int) -> list[str]:
-        if step == 0:
-            return []
-        # The first step after the checkpoint ends the part that counts.
-        return list(takewhile(lambda line: json.loads(line)["step"] <= step, self._whole_lines()))
-
-    def _whole_lines(self) -> list[str]:
-        kept = []
-        if (self.path / LOG).is_file():
-            for line in (self.path / LOG).read_text(encoding="utf-8").splitlines():
-                try:
-                    json.loads(line)
-                except ValueError:  # cut short by a kill
-                    break
-                kept.append(line)
-        return kept
+        lines = self.lines(step) if step else []
+        write_text(self.path / LOG, "".join(json.dumps(line) + "\n" for line in lines))
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """One line more.

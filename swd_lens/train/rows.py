@@ -35,11 +35,11 @@ class Shuffled:
 
     def batches(self, batch_size: int, seed: int, done: int) -> Iterator[Int[Tensor, "_rows pos"]]:
         """Without end: the batches of step done + 1, done + 2, ..."""
-        at = done * batch_size
+        start = done * batch_size
         while True:
-            places = [divmod(at + i, self.n_rows) for i in range(batch_size)]
-            yield self.rows[[int(_order(seed, number, self.n_rows)[place]) for number, place in places]]
-            at += batch_size
+            positions = [divmod(start + i, self.n_rows) for i in range(batch_size)]  # of the passes laid end to end
+            yield self.rows[[int(_order(seed, number, self.n_rows)[i]) for number, i in positions]]
+            start += batch_size
 
     def all(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
         """Every row once, in the order given; the last batch may be smaller."""

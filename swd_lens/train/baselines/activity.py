@@ -82,7 +82,7 @@ class Activity:
         return card(f"Units at work on {self.tokens:,} tokens", self.table(), self.plot())
 
 
-def measured(model: Any, units: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:
+def activity_of(model: Any, units: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:
     """Count where units are at work. See `LearnedUnits.report`; `units` may be whatever `attach` takes."""
     stream = as_stream(tokens, model)
     require_no_dropout(model)

@@ -43,8 +43,8 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     """
     host = host_of(model)
     factors = {
-        site.name: stamp(random_b_factors(host.weight(site), seed + 1000 * place), model, site, {})
-        for place, site in enumerate(find_sites(model, sites))
+        site.name: stamp(random_b_factors(host.weight(site), seed + 1000 * i), model, site, {})
+        for i, site in enumerate(find_sites(model, sites))
     }
     return FactorSet(
         factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "random_b", "seed": seed}

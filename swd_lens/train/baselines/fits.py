@@ -104,23 +104,14 @@ class CoderFit(Fit):
         for coder in coders:
             coder.before_step()
 
-    def own_state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides the coders."""
-        return {}
-
-    def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `own_state` gave."""
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"coder.{name}": t for name, t in self.coders.state_dict().items()}
-        tensors |= {f"fit.{name}": t for name, t in self.own_state().items()}
         return tensors, {"kept": list(self.trajectory)}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         for tokens in values["kept"]:
             self.trajectory.take_over(int(tokens))
         self.coders.load_state_dict(_under("coder.", tensors))
-        self.load_own_state(_under("fit.", tensors))
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -257,20 +248,22 @@ class HostFit(CoderFit):
             self.adversary.after_backward(step)
         return {}
 
-    def own_state(self) -> dict[str, Tensor]:
-        return self.adversary.state()
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, values = super().state()
+        return tensors | {f"fit.{name}": t for name, t in self.adversary.state().items()}, values
 
-    def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        self.adversary.load_state(tensors)
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        super().load_state(tensors, values)
+        self.adversary.load_state(_under("fit.", tensors))
 
     def _recon(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Tensor, list[Tensor]]:
         """Mean squared error of the site's output under the importance masks, and the raw importances."""
         with torch.no_grad():
             start = Start(self.site.layer, self.host.residual(rows, self.site.layer))
-            wanted = self._output(rows, start)
+            target = self._output(rows, start)
         self._mask([Masking() for _ in self.mounted])
-        got = self._output(rows, start)
-        return (got - wanted).square().mean(), self._unmask()
+        output = self._output(rows, start)
+        return (output - target).square().mean(), self._unmask()
 
     def _output(self, rows: Tensor, start: Start) -> Float[Tensor, "_rows pos d_out"]:
         seen = record(self.host, rows, outputs=[self.site], start=start, keep=Tensor.float, gradient=True)

@@ -76,8 +76,8 @@ class Draws:
         """Where each matrix runs on its components, (*shape)."""
         n = len(self.widths)
         count = torch.randint(1, n + 1, (*shape, 1), generator=self.generator)
-        places = torch.rand(*shape, n, generator=self.generator).argsort(-1).argsort(-1)
-        return [taken.to(self.device) for taken in (places < count).unbind(-1)]
+        rank = torch.rand(*shape, n, generator=self.generator).argsort(-1).argsort(-1)
+        return [route.to(self.device) for route in (rank < count).unbind(-1)]
 
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self.generator).to(self.device)
@@ -122,24 +122,24 @@ class Persistent:
     def __init__(self, spec: VpdSpec, draws: Draws):
         self.spec, self.device = spec, draws.device
         self.widths = [width + int(spec.delta) for width in draws.widths]
-        self.held: list[Tensor] = []
+        self.current: list[Tensor] = []
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
-        self.taken = 0  # steps of Adam
+        self.adam_steps = 0
 
     def sources(self, kl: KlUnder, shape: tuple[int, ...], step: int) -> list[Tensor]:
-        if not self.held:
+        if not self.current:
             self._start(_scope(self.spec, shape))
-        self.taken = (step - 1) * (self.spec.persistent_steps + 1)
+        self.adam_steps = (step - 1) * (self.spec.persistent_steps + 1)
         for _ in range(self.spec.persistent_steps):
-            self._ascend(_uphill(kl, self.held), step)
-        for source in self.held:
+            self._ascend(_uphill(kl, self.current), step)
+        for source in self.current:
             source.requires_grad_(True)
-        return self.held
+        return self.current
 
     def after_backward(self, step: int) -> None:
         # The loss has this KL times its weight; the moments are of the KL itself, whichever pass a gradient is from.
-        gradients = [s.grad / self.spec.adversarial for s in self.held if s.grad is not None]
+        gradients = [s.grad / self.spec.adversarial for s in self.current if s.grad is not None]
         self._ascend(gradients, step)
 
     def rate(self, step: int) -> float:
@@ -150,33 +150,33 @@ class Persistent:
     def _start(self, shape: tuple[int, ...]) -> None:
         # The seed after the last step's, which no step draws from.
         generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
-        self.held = [torch.rand(*shape, width, generator=generator).to(self.device) for width in self.widths]
-        self.first = [torch.zeros_like(s) for s in self.held]
-        self.second = [torch.zeros_like(s) for s in self.held]
+        self.current = [torch.rand(*shape, width, generator=generator).to(self.device) for width in self.widths]
+        self.first = [torch.zeros_like(s) for s in self.current]
+        self.second = [torch.zeros_like(s) for s in self.current]
 
     @torch.no_grad()
     def _ascend(self, gradients: list[Tensor], step: int) -> None:
         """One step of Adam."""
-        self.taken += 1
+        self.adam_steps += 1
         beta1, beta2 = self.spec.persistent_beta1, self.spec.persistent_beta2
-        left1, left2 = 1 - beta1**self.taken, 1 - beta2**self.taken
+        left1, left2 = 1 - beta1**self.adam_steps, 1 - beta2**self.adam_steps
         moved = []
-        for s, g, first, second in zip(self.held, gradients, self.first, self.second, strict=True):
+        for s, g, first, second in zip(self.current, gradients, self.first, self.second, strict=True):
             first.lerp_(g, 1 - beta1)
             second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             change = (first / left1) / ((second / left2).sqrt() + _EPS)
             moved.append((s.detach() + self.rate(step) * change).clamp(0.0, 1.0))
-        self.held = moved
+        self.current = moved
 
     def state(self) -> dict[str, Tensor]:
-        groups = {"source": self.held, "first": self.first, "second": self.second}
+        groups = {"source": self.current, "first": self.first, "second": self.second}
         return {f"{name}.{i}": t.detach() for name, group in groups.items() for i, t in enumerate(group)}
 
     def load_state(self, named: Mapping[str, Tensor]) -> None:
         def group(name: str) -> list[Tensor]:
             return [named[f"{name}.{i}"].to(self.device) for i in range(len(self.widths))]
 
-        self.held, self.first, self.second = group("source"), group("first"), group("second")
+        self.current, self.first, self.second = group("source"), group("first"), group("second")
 
 
 def _scope(spec: VpdSpec, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from swd_lens.train.baselines.spec import (
     TrainError,
     TrainSpec,
     VpdSpec,
-    named,
+    recipe,
 )
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine, gradients_on
@@ -93,8 +93,8 @@ def transcoder(
         ResumeError: `out` holds another run; every difference is named.
         ValueError: the host is in training mode and has dropout.
     """
-    replaced = _one_site(model, site)
-    spec = named(TRANSCODERS, preset, replaced.kind).changed(settings)
+    replaced = _single_site(model, site)
+    spec = recipe(TRANSCODERS, preset, replaced.kind).changed(settings)
     how = Options(keep, out, overwrite, checkpoint_every, progress)
     return train_units("transcoder", model, replaced, tokens, spec, how)
 
@@ -126,8 +126,8 @@ def vpd_recon(
     Raises:
         As `transcoder`.
     """
-    replaced = _one_site(model, site)
-    spec = named(VPD_RECONS, preset, replaced.kind).changed(settings)
+    replaced = _single_site(model, site)
+    spec = recipe(VPD_RECONS, preset, replaced.kind).changed(settings)
     _require_fidelity(spec, "recon", "vpd_recon")
     how = Options(keep, out, overwrite, checkpoint_every, progress)
     return train_units("vpd_recon_ci", model, replaced, tokens, spec, how)
@@ -162,14 +162,14 @@ def vpd_kl(
     Raises:
         As `transcoder`.
     """
-    replaced = _one_site(model, site)
-    spec = named(VPD_KLS, preset, replaced.kind).changed(settings)
+    replaced = _single_site(model, site)
+    spec = recipe(VPD_KLS, preset, replaced.kind).changed(settings)
     _require_fidelity(spec, "kl", "vpd_kl")
     how = Options(keep, out, overwrite, checkpoint_every, progress)
     return train_units("vpd_kl", model, replaced, tokens, spec, how)
 
 
-def _one_site(model: Any, pattern: Pattern) -> Site:
+def _single_site(model: Any, pattern: Pattern) -> Site:
     sites = find_sites(model, pattern)
     if len(sites) != 1:
         some = ", ".join(site.name for site in sites[:4]) + (", ..." if len(sites) > 4 else "")
@@ -180,10 +180,10 @@ def _one_site(model: Any, pattern: Pattern) -> Site:
     return sites[0]
 
 
-def _require_fidelity(spec: VpdSpec, wanted: str, function: str) -> None:
-    if spec.fidelity != wanted:
+def _require_fidelity(spec: VpdSpec, fidelity: str, function: str) -> None:
+    if spec.fidelity != fidelity:
         other = {"kl": "vpd_kl", "recon": "vpd_recon"}[spec.fidelity]
-        raise TrainError(f"{function} trains fidelity={wanted!r}; for fidelity={spec.fidelity!r} call {other}")
+        raise TrainError(f"{function} trains fidelity={fidelity!r}; for fidelity={spec.fidelity!r} call {other}")
 
 
 # ---------------------------------------------------------------------------------------------- the way of all three
@@ -282,18 +282,18 @@ def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:
     Raises:
         TrainError: they do not divide, or the text has too few of them.
     """
-    wanted, left = divmod(spec.tokens_per_step, rows.row_length)
+    n_rows, left = divmod(spec.tokens_per_step, rows.row_length)
     if left:
         raise TrainError(
             f"tokens_per_step={spec.tokens_per_step} is no multiple of the rows' {rows.row_length} tokens; "
-            f"take {max(1, wanted) * rows.row_length}"
+            f"take {max(1, n_rows) * rows.row_length}"
         )
-    if rows.n_rows < wanted:
+    if rows.n_rows < n_rows:
         raise TrainError(
             f"tokens has {rows.n_rows} rows of {rows.row_length} tokens, a step of tokens_per_step={spec.tokens_per_step} takes "
-            f"{wanted}; give more text, or a smaller tokens_per_step"
+            f"{n_rows}; give more text, or a smaller tokens_per_step"
         )
-    return wanted
+    return n_rows
 
 
 def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[int]:

@@ -58,12 +58,12 @@ def config_of(config: Any) -> Any:
     return shape
 
 
-def _check_arguments(given: Mapping[str, Any]) -> None:
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """GPT2Config takes every name without a word, so that n_layers=2 would train GPT-2's twelve layers."""
     from transformers import GPT2Config
 
     known = [*GPT2Config().to_dict(), *GPT2Config.attribute_map]
-    for name in given:
+    for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise TrainError(f"GPT2Config has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")

@@ -40,7 +40,7 @@ from swd_lens.train.baselines.sparse_network import (
     require_rows,
     save,
 )
-from swd_lens.train.baselines.spec import DEFAULT, TrainError, named
+from swd_lens.train.baselines.spec import DEFAULT, TrainError, recipe
 from swd_lens.train.engine import Engine, Fit, autocast, gradients_on, normalized, root_mean_square
 from swd_lens.train.folder import RUN, TrainingFolder
 from swd_lens.train.rows import Rows, rows_of
@@ -189,7 +189,7 @@ def sparse_pretrain(
         TokenError: bad text.
         ResumeError: `out` holds another run; every difference is named.
     """
-    spec = named(SPARSE_PRETRAINS, preset).changed(settings)
+    spec = recipe(SPARSE_PRETRAINS, preset).changed(settings)
     for name, every in (
         ("checkpoint_every", checkpoint_every),
         ("eval_every", 1 if eval_every is None else eval_every),
@@ -201,15 +201,16 @@ def sparse_pretrain(
         raise TrainError("tokenizer= is needed: a checkpoint folder without one cannot be loaded as a host")
     shape = config_of(config)
     limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=shape.vocab_size, n_ctx=shape.n_positions))
-    rows, held = rows_of(tokens, limits), None if heldout is None else rows_of(heldout, limits)
+    rows = rows_of(tokens, limits)
+    heldout_rows = None if heldout is None else rows_of(heldout, limits)
     rows_per_update = _rows_per_update(spec, rows)
     eval_every = eval_every or max(1, spec.last // 20)
     hashes = {
         "tokens_sha256": rows.fingerprint(),
-        "heldout_sha256": None if held is None else held.fingerprint(),
+        "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
     }
-    recipe = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
-    folder = TrainingFolder(Path(out), recipe, "sparse_pretrain", (MODEL,))
+    decides = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
+    folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (MODEL,))
     if not overwrite and folder.check():
         return _finished(folder)
     network = fresh(shape, spec.seed)
@@ -218,7 +219,7 @@ def sparse_pretrain(
         shutil.rmtree(folder.path / MODEL, ignore_errors=True)
         folder.start(0)  # a checkpoint of the run before must not be taken for one of this
     with gradients_on(torch.device(device), exact=spec.autocast is None):
-        fit = SparseFit(network.to(torch.device(device)), spec, held, rows.row_length)
+        fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
         engine = Engine(
             fit,
             rows,
@@ -229,7 +230,7 @@ def sparse_pretrain(
             unit="update",
             folder=folder,
             checkpoint_every=checkpoint_every,
-            eval_every=None if held is None else eval_every,
+            eval_every=None if heldout_rows is None else eval_every,
         )
         engine.run(progress=progress)
     save(network, tokenizer, folder.path / MODEL)
@@ -238,13 +239,13 @@ def sparse_pretrain(
 
 
 def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
-    wanted, left = divmod(spec.tokens_per_update, rows.row_length)
-    if left or wanted > rows.n_rows or rows.row_length < 2:
+    n_rows, left = divmod(spec.tokens_per_update, rows.row_length)
+    if left or n_rows > rows.n_rows or rows.row_length < 2:
         raise TrainError(
             f"tokens_per_update={spec.tokens_per_update} cannot be made of these {rows.n_rows} rows of {rows.row_length} tokens; "
             "give a multiple of the row length (2 or more), and at least as many rows as one update takes"
         )
-    return wanted
+    return n_rows
 
 
 def _finished(folder: TrainingFolder) -> SparsePretrained:

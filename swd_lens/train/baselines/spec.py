@@ -286,7 +286,7 @@ VPD_KLS: Mapping[str, VpdSpec] = {
 }
 
 
-def named(presets: Mapping[str, AnySettings], name: str, kind: str = "") -> AnySettings:
+def recipe(presets: Mapping[str, AnySettings], name: str, kind: str = "") -> AnySettings:
     """The recipe of this name, for a site of this kind.
 
     Raises:

@@ -73,8 +73,8 @@ class Transcoder(nn.Module):
     def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
         """The loss of a batch, and what to log: error, L1, L0, share of dead features (and the ghost term, where it is on)."""
         z = self.encode(x)
-        got = self.decode(z)
-        error = reconstruction_loss(got, y, self.spec.loss)
+        output = self.decode(z)
+        error = reconstruction_loss(output, y, self.spec.loss)
         l1 = z.sum(-1).mean()
         with torch.no_grad():
             alive = z > 0
@@ -85,7 +85,7 @@ class Transcoder(nn.Module):
         total = error + self.spec.l1 * l1
         if self.spec.ghost:
             before = (x - self.b_dec.detach()) @ self.W_enc[:, dead] + self.b_enc[dead]
-            ghost = ghost_loss(before, self.W_dec[dead], y - got, error, self.spec.loss)
+            ghost = ghost_loss(before, self.W_dec[dead], y - output, error, self.spec.loss)
             total, logged = total + ghost, {**logged, "ghost": ghost.detach()}
         return total, logged
 
@@ -104,13 +104,13 @@ class Transcoder(nn.Module):
 
 
 def reconstruction_loss(
-    got: Float[Tensor, "token d_out"], wanted: Float[Tensor, "token d_out"], loss: str
+    output: Float[Tensor, "token d_out"], target: Float[Tensor, "token d_out"], loss: str
 ) -> Float[Tensor, ""]:
     """Mean over tokens and coordinates of the squared error; "normed": divided, per token, by the norm of the target."""
-    squared = (got - wanted).square()
+    squared = (output - target).square()
     if loss == "normed":
         # The norm, not its square, and not centred: so in the public recipe.
-        squared = squared / wanted.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(wanted.dtype).tiny)
+        squared = squared / target.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(target.dtype).tiny)
     return squared.mean()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from swd_lens.base.display import card
 from swd_lens.base.files import atomic, write_json, write_text
-from swd_lens.train.baselines.activity import Activity, measured
+from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.spec import TrainError, TrainSpec, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.transcoders import Transcoder
 from swd_lens.train.baselines.vpd import Vpd
@@ -57,8 +57,8 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         path = self._path(tokens)
         without_remains(path)
         with atomic(path) as temporary:
-            about = json.dumps({**self.provenance, "tokens": tokens})
-            save_file(on_cpu, temporary, metadata={"provenance": about})
+            provenance = json.dumps({**self.provenance, "tokens": tokens})
+            save_file(on_cpu, temporary, metadata={"provenance": provenance})
         self._points[tokens] = path
 
     def take_over(self, tokens: int) -> None:
@@ -119,20 +119,20 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         self.checkpoints, self.provenance, self.log = checkpoints, dict(provenance), log
         self.tokens = max(checkpoints) if tokens is None else tokens
         self.device = torch.device(device)
-        self._units = self._made()
+        self._units = self._built()
 
-    def _made(self) -> dict[str, CoderUnits]:
+    def _built(self) -> dict[str, CoderUnits]:
         coders = coders_of(self.provenance, meta=True)
         coders.load_state_dict(dict(self.checkpoints[self.tokens]), assign=True)
         coders.requires_grad_(False)
         coders.to(self.device)
         units = {}
         for name, site in self.provenance["sites"].items():
-            about = {key: value for key, value in self.provenance.items() if key != "sites"}
-            about |= {**site["host"], "site": name, "tokens": self.tokens}
+            provenance = {key: value for key, value in self.provenance.items() if key != "sites"}
+            provenance |= {**site["host"], "site": name, "tokens": self.tokens}
             coder: Any = coders[site["kind"]]
             width, method = coder.W_enc.shape[1], str(self.provenance["method"])
-            units[name] = CoderUnits(coder, site["d_in"], site["d_out"], width, name=method, provenance=about)
+            units[name] = CoderUnits(coder, site["d_in"], site["d_out"], width, name=method, provenance=provenance)
         return units
 
     def __getitem__(self, site: str) -> CoderUnits:
@@ -166,8 +166,8 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         """
         kept = [n for n in self.checkpoints if n == tokens]  # 1e6 is 1,000,000
         if not kept:
-            there = ", ".join(f"{n:,}" for n in self.checkpoints)
-            raise TrainError(f"no weights were kept at {tokens:,} tokens; there are {there}")
+            counts = ", ".join(f"{n:,}" for n in self.checkpoints)
+            raise TrainError(f"no weights were kept at {tokens:,} tokens; there are {counts}")
         return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=kept[0], device=self.device)
 
     def to(self, device: "str | torch.device") -> "LearnedUnits":
@@ -204,7 +204,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         Raises:
             AttachError, TokenError: bad host or text.
         """
-        return measured(model, self, tokens, batch_size=batch_size, progress=progress)
+        return activity_of(model, self, tokens, batch_size=batch_size, progress=progress)
 
     def __repr__(self) -> str:
         lines = [f"{site}: {units!r}" for site, units in self.items()]
@@ -226,8 +226,8 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         Raises:
             TrainError: the folder holds a run, whose result they would pass for.
         """
-        folder, own = Path(folder), self.checkpoints.folder
-        if own is None or folder.resolve() != own.resolve():
+        folder, source = Path(folder), self.checkpoints.folder
+        if source is None or folder.resolve() != source.resolve():
             if (folder / RUN).exists():
                 raise TrainError(
                     f"{folder} holds a run ({RUN}); units saved there would pass for its result. Give another folder"
@@ -249,28 +249,26 @@ class LearnedUnits(Mapping[str, CoderUnits]):
             TrainError: it is none, of a later format, or damaged.
         """
         folder = Path(folder)
-        provenance, counts = _index(folder)
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            version, provenance = int(index["format"]), dict(index["provenance"])
+            counts = [int(tokens) for tokens in index["tokens"]]
+        except (FileNotFoundError, NotADirectoryError):
+            raise TrainError(
+                f"{folder} holds no {INDEX}: no learned units, or their training is not finished"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainError(
+                f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again"
+            ) from error
+        if version > _FORMAT:
+            raise TrainError(f"{folder / INDEX} has format {version}, newer than this swd_lens; update it")
         checkpoints = Trajectory(folder, provenance)
         for tokens in counts:
             checkpoints.take_over(tokens)
         text = (folder / LOG).read_text(encoding="utf-8") if (folder / LOG).is_file() else ""
         log = pd.DataFrame([json.loads(line) for line in text.splitlines()])
         return cls(checkpoints, provenance, log, device=device)
-
-
-def _index(folder: Path) -> tuple[dict[str, Any], list[int]]:
-    """Provenance and token counts of a folder; see `LearnedUnits.load` for what it raises."""
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        version = int(index["format"])
-        found = dict(index["provenance"]), [int(tokens) for tokens in index["tokens"]]
-    except (FileNotFoundError, NotADirectoryError):
-        raise TrainError(f"{folder} holds no {INDEX}: no learned units, or their training is not finished") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainError(f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again") from error
-    if version > _FORMAT:
-        raise TrainError(f"{folder / INDEX} has format {version}, newer than this swd_lens; update it")
-    return found
 
 
 def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory) -> None:

@@ -110,8 +110,8 @@ class Vpd(nn.Module):
 
     def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
         """The local loss of a batch (VPD-Recon-CI), and what to log of it."""
-        got, raw = self.masked(x)
-        return total_loss((got - y).square().mean(), [raw], [self], step)
+        output, raw = self.masked(x)
+        return total_loss((output - y).square().mean(), [raw], [self], step)
 
     def before_step(self) -> None:
         """Nothing is normalized."""

@@ -4,7 +4,7 @@
    changes the vector only; entries outside the places do not exist for it, so the support cannot grow. `keep_nonzero` replaces
    a value that became zero by the smallest normal number of its sign: it cannot shrink either.
 2. `TrainedProjection` scatters both vectors into dense factors in every forward; autograd brings back the gradient at the
-   places. With `switch.dense` it returns the host's own dense product, so that one mounted host is both, replaced and dense.
+   places. While it is `bypassed` it returns the host's own dense product: one mounted host is both, replaced and dense.
 3. `mounted` puts them into a host whose parameters ask for no gradients, and takes them out again.
 """
 
@@ -24,26 +24,12 @@ from swd_lens.train.engine import frozen
 from swd_lens.train.finetune.spec import FinetuneError
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
-from swd_lens.units.projection import UnitHookPoint
+from swd_lens.units.projection import UnitHookPoint, bypassed
 from swd_lens.units.watch import watch_block
 
 # The smallest number with full precision: below it arithmetic may flush to zero. bfloat16 holds it, too.
 SMALLEST = torch.finfo(torch.float32).tiny
 _WHILE_TRAINING = "while factors are fine-tuned on this host: they stand for the weights that it would rewrite"
-
-
-class _Scatter(torch.autograd.Function):
-    """values -> a dense matrix with them at flat places and zeros elsewhere; the gradient is the matrix's, at the places."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(places)
-        return values.new_zeros(shape[0] * shape[1]).scatter_(0, places, values).view(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (places,) = ctx.saved_tensors
-        return grad.reshape(-1).gather(0, places), None, None
 
 
 class Support(nn.Module):
@@ -62,8 +48,8 @@ class Support(nn.Module):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
         """The factor, differentiable by the values."""
-        matrix: Any = _Scatter.apply(self.values.to(dtype), self._places, self.shape)
-        return matrix
+        values = self.values.to(dtype)
+        return values.new_zeros(self.shape[0] * self.shape[1]).scatter_(0, self._places, values).view(self.shape)
 
     @torch.no_grad()
     def keep_nonzero(self) -> None:
@@ -72,24 +58,16 @@ class Support(nn.Module):
         self.values.copy_(torch.where(small, torch.full_like(self.values, SMALLEST).copysign(self.values), self.values))
 
 
-@dataclass
-class Switch:
-    """Shared by all projections of one run: whether they show the dense host."""
-
-    dense: bool = False
-
-
 class TrainedProjection(Projection):
     """Factors in training; like `UnitProjection`, but for where read and write come from. Offsets are kept as they are."""
 
-    def __init__(self, f: Factors, hook: HookPoint, like: Tensor, switch: Switch):
+    def __init__(self, f: Factors, hook: HookPoint, like: Tensor):
         """
         Args:
             like: a parameter of the host beside the site: its device is where the values lie.
         """
         super().__init__(hook)
         self.read, self.write = Support(f.read, like.device), Support(f.write, like.device)
-        self.switch = switch
         offsets = (None, None) if f.offsets is None else (f.offsets.unit, f.offsets.out)
         self.offset_unit, self.offset_out = (None if t is None else t.to(like.device, like.dtype) for t in offsets)
 
@@ -99,7 +77,7 @@ class TrainedProjection(Projection):
         bias: Shaped[Tensor, " d_out"] | None,
         dense: Callable[[Tensor], Tensor],
     ) -> Float[Tensor, "*batch d_out"]:
-        if self.switch.dense:
+        if self.bypassed:
             return self.run_dense(h, dense)
         z = self.show(_plus(h @ self.read.dense(h.dtype), self.offset_unit))
         return _plus(_plus(z @ self.write.dense(z.dtype), bias), self.offset_out)
@@ -125,14 +103,12 @@ class Mounted:
     Attributes:
         factors: as they were given, by site name.
         projections: by site name, in execution order.
-        switch: set `.dense` for the dense host.
     """
 
     host: Host
     sites: list[Site]
     factors: Mapping[str, Factors]
     projections: dict[str, TrainedProjection] = field(default_factory=dict)
-    switch: Switch = field(default_factory=Switch)
 
     def supports(self) -> dict[str, Support]:
         """ "blocks.0.mlp_out.read" -> its support, for every factor, in execution order."""
@@ -146,15 +122,11 @@ class Mounted:
         """Logits of the host with the factors, with gradient where it is on; or of the dense host, without."""
         if not dense:
             return self.host.run(rows)
-        self.switch.dense = True
-        try:
-            with torch.no_grad():
-                return self.host.run(rows)
-        finally:
-            self.switch.dense = False
+        with torch.no_grad(), bypassed(self.projections.values()):
+            return self.host.run(rows)
 
 
-def checked(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Factors]]:
+def trainable(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Factors]]:
     """The host, the sites in execution order, and each site's Factors.
 
     Raises:
@@ -167,13 +139,12 @@ def checked(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Facto
             f"{name} holds {coder.name}, an encode/decode pair: only read and write factors on "
             "a fixed support can be fine-tuned. Leave it out, or train it with its own code"
         )
-    given = dict(units.factors)
-    for name, f in given.items():
+    for name, f in units.factors.items():
         if f.edges == 0:
             raise FinetuneError(f"{name} has no nonzero entry, so there is nothing to train; leave it out")
     with attach(model, units):  # not `.detach()`: a Ctrl-C in that would leave them attached
         pass
-    return units.host, units.sites, given
+    return units.host, units.sites, dict(units.factors)
 
 
 @contextmanager
@@ -184,7 +155,7 @@ def mounted(host: Host, sites: list[Site], factors: Mapping[str, Factors]) -> It
         for site in sites:
             block = host.model.blocks[site.layer]
             hook = UnitHookPoint(f"{site.name}, in training")
-            projection = TrainedProjection(factors[site.name], hook, next(block.parameters()), training.switch)
+            projection = TrainedProjection(factors[site.name], hook, next(block.parameters()))
             host.swap(site, projection.train(block.training), hook.train(block.training), undo.push)
             training.projections[site.name] = projection
         for layer in {site.layer: None for site in sites}:

@@ -21,7 +21,7 @@ from swd_lens.hosts.recording import record
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.train.engine import Engine, gradients_on
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
-from swd_lens.train.finetune.mount import checked, mounted
+from swd_lens.train.finetune.mount import mounted, trainable
 from swd_lens.train.finetune.spec import FinetuneError, resolve
 from swd_lens.train.folder import RUN, TrainingFolder
 from swd_lens.train.rows import Processes, Rows, rows_of
@@ -90,22 +90,22 @@ def finetune(
             raise FinetuneError(f"{name}={every!r}: give a whole number of steps, 1 or more")
     if spec.keep == "best" and heldout is None:
         raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
-    text = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
-    held = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
+    rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
+    heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
     require_no_dropout(model)
-    host, sites, given = checked(model, factors)
+    host, sites, untrained = trainable(model, factors)
     device = next(model.parameters()).device
     processes = Processes()
     require_shares(processes, device, spec.batch_size)
-    steps = spec.steps_for(text.n_rows)
+    steps = spec.steps_for(rows.n_rows)
     eval_every = eval_every or max(1, steps // 10)
     folder = None
     if out is not None:
         decides = {
             "host_sha256": host_fingerprint(model, model.cfg),
-            "factors_sha256": upstream_of(given),
-            "tokens_sha256": text.fingerprint(),
-            "heldout_sha256": None if held is None else held.fingerprint(),
+            "factors_sha256": upstream_of(untrained),
+            "tokens_sha256": rows.fingerprint(),
+            "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
             **spec.as_dict(),
             "steps": steps,
             "eval_every": eval_every,
@@ -116,24 +116,24 @@ def finetune(
             # With the dense weights that the given factors remember; files never hold them.
             finished = FactorSet.load(folder.path / _FACTORS)
             return FactorSet(
-                {name: replace(finished[name], weight=f.weight) for name, f in given.items()}, finished.provenance
+                {name: replace(finished[name], weight=f.weight) for name, f in untrained.items()}, finished.provenance
             )
         processes.wait()  # everybody has looked before the main process changes anything
         if overwrite and processes.main:
             folder.start(0)
         processes.wait()
-    with gradients_on(device, exact=spec.autocast is None), mounted(host, sites, given) as training:
-        fit = FinetuneFit(training, spec, steps, held, processes)
+    with gradients_on(device, exact=spec.autocast is None), mounted(host, sites, untrained) as training:
+        fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
         engine = Engine(
             fit,
-            text,
+            rows,
             spec.batch_size,
             steps,
             spec.seed,
             "finetune",
             folder=folder,
             checkpoint_every=checkpoint_every,
-            eval_every=None if held is None else eval_every,
+            eval_every=None if heldout_rows is None else eval_every,
             processes=processes,
         )
         engine.run(progress=progress)
@@ -210,12 +210,14 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
         f = training.factors[site.name]
         read, write = training.projections[site.name].factors(f)
         new = replace(f, read=read, write=write, probe=Probe.of(inputs[site.name], read.cpu(), f.offsets))
-        weight = training.host.weight(site).to(read.device)
-        about = {**_renamed(f.provenance), "relative_frobenius": new.relative_frobenius(weight), "finetune": entry}
-        tuned[site.name] = replace(new, provenance=about)
+        error = new.relative_frobenius(training.host.weight(site).to(read.device))
+        tuned[site.name] = replace(
+            new, provenance={**_renamed(f.provenance), "relative_frobenius": error, "finetune": entry}
+        )
     probed = {"probe_tokens": tokens, "probe_sites": [site.name for site in training.sites]}
-    about = {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
-    return FactorSet(tuned, about)
+    return FactorSet(
+        tuned, {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
+    )
 
 
 def _renamed(provenance: Mapping[str, Any]) -> dict[str, Any]:

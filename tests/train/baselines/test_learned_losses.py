@@ -10,7 +10,7 @@ from swd_lens.train.baselines.spec import (
     TrainError,
     TranscoderSpec,
     VpdSpec,
-    named,
+    recipe,
 )
 from swd_lens.train.baselines.transcoders import Transcoder, reconstruction_loss
 from swd_lens.train.baselines.vpd import (
@@ -165,7 +165,7 @@ def test_schedules():
 
 def test_the_papers_recipes():
     # token counts of method.md §0.6, in steps of 4,096; widths and penalties of the paper's appendix
-    tc3k, tc24k = (named(TRANSCODERS, "paper", kind) for kind in ("mlp_out", "mlp"))
+    tc3k, tc24k = (recipe(TRANSCODERS, "paper", kind) for kind in ("mlp_out", "mlp"))
     assert (tc3k.steps, tc3k.units(3072, 768), tc3k.l1, tc3k.seed) == (500, 3072, 5e-5, 42)
     assert (tc24k.steps, tc24k.units(768, 768), tc24k.l1, tc24k.seed) == (1536, 24_576, 1.4e-4, 42)
     assert TRANSCODERS["paper_tc12k"].units(3072, 768) == 12_288
@@ -186,7 +186,7 @@ def test_the_papers_recipes():
         (lambda: TranscoderSpec(n_tokens=0), "n_tokens=0: give a whole number of at least 1"),
         (lambda: VpdSpec(p_end=0), "p_end=0: give a finite number above 0"),
         (lambda: VpdSpec(beta1=1.0), "beta1=1.0: give a finite number of at least 0 and below 1"),
-        (lambda: named(TRANSCODERS, "papr", "mlp"), "no preset 'papr'; did you mean paper"),
+        (lambda: recipe(TRANSCODERS, "papr", "mlp"), "no preset 'papr'; did you mean paper"),
     ],
 )
 def test_bad_settings_are_refused(make, says):

@@ -201,7 +201,7 @@ def test_persistent_ascent_is_adam_on_the_kl_itself():
         with torch.no_grad():
             wanted.clamp_(0, 1)
     torch.testing.assert_close(adversary.state()["source.0"], wanted.detach(), rtol=1e-5, atol=1e-6)
-    assert adversary.taken == 9
+    assert adversary.adam_steps == 9
 
 
 @pytest.mark.parametrize(

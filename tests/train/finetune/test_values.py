@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.train.finetune.mount import SMALLEST, Support, Switch, TrainedProjection
+from swd_lens.train.finetune.mount import SMALLEST, Support, TrainedProjection
 from swd_lens.units import UnitProjection
 from swd_lens.units.factors import Factors
 from swd_lens.units.passport import Offsets
@@ -28,7 +28,7 @@ def random_factors(offsets: bool = False) -> Factors:
 
 
 def projection(f: Factors) -> TrainedProjection:
-    return TrainedProjection(f, HookPoint(), torch.zeros(1), Switch())
+    return TrainedProjection(f, HookPoint(), torch.zeros(1))
 
 
 @pytest.mark.parametrize("offsets", [False, True])
@@ -43,7 +43,7 @@ def test_it_computes_what_attached_units_compute(offsets, bias):
 
 def test_switched_it_is_the_hosts_own_product():
     p = projection(random_factors())
-    p.switch.dense = True
+    p.bypassed = True
     h = torch.ones(1, 1, 6)
     assert p(h, None, lambda h: h * 3) is not None and torch.equal(p(h, None, lambda h: h * 3), h * 3)
 
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_dense_factors_at_the_nonzeros():
 
 def test_values_are_float32_whatever_the_host_and_the_dense_factor_is_the_hosts():
     f = random_factors()
-    p = TrainedProjection(f, HookPoint(), torch.zeros(1, dtype=torch.bfloat16), Switch())
+    p = TrainedProjection(f, HookPoint(), torch.zeros(1, dtype=torch.bfloat16))
     assert p.read.values.dtype == torch.float32
     y = p(torch.ones(2, 6, dtype=torch.bfloat16), torch.ones(7, dtype=torch.bfloat16), lambda h: h)
     assert y.dtype == torch.bfloat16
