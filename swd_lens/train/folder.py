@@ -88,7 +88,7 @@ class TrainingFolder:
         with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, self._meta()  # noqa: SIM118 - no dict
 
-    def lines(self, last: float = math.inf) -> list[dict[str, Any]]:
+    def lines(self, last: float | int = math.inf) -> list[dict[str, Any]]:
         """The log, as far as its lines are whole, up to the first line of a step after the last one asked for."""
         lines = []
         if (self.path / LOG).is_file():

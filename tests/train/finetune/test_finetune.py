@@ -13,7 +13,7 @@ from swd_lens.train.finetune import fit as fit_module
 from swd_lens.train.finetune.fit import FinetuneFit
 from swd_lens.train.finetune.mount import SMALLEST
 from tests.micro import toy_model
-from tests.train.finetune.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
+from tests.train.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
 
 QUICK = {"progress": False, "steps": 6, "batch_size": 4, "learning_rate": 3e-3}
 KINDS = ("hooked", "bridge", "hooked bf16", "bridge bf16")

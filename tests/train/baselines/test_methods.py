@@ -14,7 +14,7 @@ from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
 from tests import families
 from tests.micro import random_split, random_tokens, toy_model
-from tests.train.finetune.conftest import everything
+from tests.train.conftest import everything
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the unpruned replacement's mean margin"

@@ -11,7 +11,7 @@ from swd_lens.hosts import find_sites
 from swd_lens.study.run import require_surface
 from swd_lens.train.baselines import LearnedUnits, TrainError
 from tests.micro import random_split, random_tokens, toy_model
-from tests.train.finetune.conftest import everything
+from tests.train.conftest import everything
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the unpruned replacement's mean margin"

@@ -1,65 +1,33 @@
-"""Losses of the learned baselines on tensors made by hand; the arithmetic stands beside them."""
+"""VPD on tensors made by hand: importances, minimality, masks, losses, clipping; the arithmetic stands beside them."""
 
 import pytest
 import torch
 
-from swd_lens.train.baselines.spec import (
-    TRANSCODERS,
-    VPD_KLS,
-    VPD_RECONS,
-    TrainError,
-    TranscoderSpec,
-    VpdSpec,
-    recipe,
-)
-from swd_lens.train.baselines.transcoders import Transcoder, reconstruction_loss
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.hosts import host_of
+from swd_lens.train.baselines.fits import HostFit
+from swd_lens.train.baselines.spec import VpdSpec
+from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import (
     VectorMlp,
     Vpd,
+    clip_components,
     lower_leaky,
     minimality,
     total_loss,
     unfaithfulness,
     upper_leaky,
 )
+from tests.micro import random_tokens, toy_model
+
+SITE = "blocks.1.mlp_out"
+TOKENS = random_tokens(24, 10)
 
 
 def drawn(coder, seed=0):
     coder.draw(torch.Generator().manual_seed(seed))
     return coder
-
-
-def test_reconstruction_loss():
-    got, wanted = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[4.0, 2.0], [0.0, 2.0]])
-    # squared errors 9, 0 and 0, 4: mean 13 / 4
-    assert float(reconstruction_loss(got, wanted, "mse")) == pytest.approx(3.25)
-    # over the targets' norms sqrt(20) and 2: (9 / sqrt(20) + 4 / 2) / 4
-    assert float(reconstruction_loss(got, wanted, "normed")) == pytest.approx((9 / 20**0.5 + 2) / 4)
-
-
-def test_transcoder_loss_by_hand():
-    coder = drawn(Transcoder(2, 1, TranscoderSpec(width=2, l1=0.5, loss="mse")))
-    with torch.no_grad():
-        coder.W_enc.copy_(torch.tensor([[1.0, -1.0], [0.0, 2.0]]))
-        coder.W_dec.copy_(torch.tensor([[2.0], [1.0]]))
-        coder.b_enc.copy_(torch.tensor([0.0, 1.0]))
-        coder.b_dec.copy_(torch.tensor([1.0, 0.0]))
-        coder.b_out.copy_(torch.tensor([0.5]))
-    # x - b_dec = (2, -1); pre-activations 2 and -2 - 2 + 1 = -3: z = (2, 0); y = 2 * 2 + 0.5 = 4.5
-    x, y = torch.tensor([[3.0, -1.0]]), torch.tensor([[4.0]])
-    loss, said = coder.loss(x, y, 1)
-    assert float(loss.detach()) == pytest.approx(0.25 + 0.5 * 2)
-    assert said["l0"] == 1.0 and said["l1"] == 2.0
-    assert coder.silent.tolist() == [0, 1]
-
-
-def test_decoder_rows_keep_norm_one_and_lose_the_gradient_along_them():
-    coder = drawn(Transcoder(3, 4, TranscoderSpec(width=5)))
-    torch.testing.assert_close(coder.W_dec.norm(dim=1), torch.ones(5))
-    coder.W_dec.grad = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    coder.adjust_gradients()
-    assert float((coder.W_dec.grad * coder.W_dec.detach()).sum(1).abs().max()) < 1e-6
-    assert float(coder.W_dec.grad.abs().max()) > 0.1
 
 
 def test_leaky_hard():
@@ -80,6 +48,23 @@ def test_minimality_by_hand():
     # beta = 2: + 2 * .75 * log2(1 + 1.5)
     expected = 0.75 + 2 * 0.75 * 1.3219281
     assert float(minimality(upper, 0.5, 2.0)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_mean_minimality_by_hand():
+    upper = torch.tensor([[1.0, 0.0], [0.25, 0.25]])
+    # p = .5: columns 1, .5 and 0, .5: means .75 and .25 (and half of 1e-6), their sum 1, their mean .5
+    assert float(minimality(upper, 0.5, 0.0, "sum")) == pytest.approx(1.0, abs=1e-5)
+    assert float(minimality(upper, 0.5, 0.0, "mean")) == pytest.approx(0.5, abs=1e-5)
+
+
+def test_the_reduction_reaches_the_loss():
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(6, 2)
+    charges = []
+    for reduction in ("sum", "mean"):
+        vpd = drawn(Vpd(3, 2, VpdSpec(width=5, hidden=2, reduction=reduction)))
+        vpd.stand_for(torch.zeros(3, 2), torch.zeros(2))
+        charges.append(float(vpd.loss(x, y, 1)[1]["minimality"]))
+    assert charges[0] == pytest.approx(5 * charges[1]) and charges[0] > 0
 
 
 def test_vpd_units_sum_to_its_output():
@@ -154,41 +139,49 @@ def test_an_importance_network_computed_in_parts_gives_the_same_gradients(monkey
     torch.testing.assert_close(network(x)[..., c], inner @ network.w2[c] + network.b2[c])
 
 
-def test_schedules():
-    spec = VpdSpec(n_tokens=4096 * 101)
-    assert spec.steps == 101 and spec.warmup() == 1
-    assert spec.p(1) == 2.0 and spec.p(101) == pytest.approx(0.3) and spec.p(51) == pytest.approx(1.15)
-    assert spec.rate(1) == pytest.approx(3e-4) and spec.rate(101) == pytest.approx(3e-5)
-    assert TranscoderSpec().steps == 500 and TranscoderSpec().warmup() == 25
-    assert TranscoderSpec().rate(1) == pytest.approx(4e-4 / 25)
+def with_gradients(**settings):
+    """Two matrices; of V and U of each, one entry has a gradient: 3, 4 and 0, 12: norm 13. Importances have 7 everywhere."""
+    parts = [drawn(Vpd(2, 2, VpdSpec(width=3, hidden=1, **settings))) for _ in range(2)]
+    for part, (v, u) in zip(parts, ((3.0, 4.0), (0.0, 12.0)), strict=True):
+        for parameter in part.parameters():
+            parameter.grad = torch.full_like(parameter, 7.0)
+        for parameter, entry in ((part.W_enc, v), (part.W_dec, u)):
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad[0, 0] = entry
+    return parts
 
 
-def test_the_papers_recipes():
-    # token counts of method.md §0.6, in steps of 4,096; widths and penalties of the paper's appendix
-    tc3k, tc24k = (recipe(TRANSCODERS, "paper", kind) for kind in ("mlp_out", "mlp"))
-    assert (tc3k.steps, tc3k.units(3072, 768), tc3k.l1, tc3k.seed) == (500, 3072, 5e-5, 42)
-    assert (tc24k.steps, tc24k.units(768, 768), tc24k.l1, tc24k.seed) == (1536, 24_576, 1.4e-4, 42)
-    assert TRANSCODERS["paper_tc12k"].units(3072, 768) == 12_288
-    recon, kl = VPD_RECONS["paper"], VPD_KLS["paper"]
-    assert (recon.steps, recon.width, recon.hidden, recon.minimality, recon.seed) == (1024, 3072, 128, 1e-4, 0)
-    assert (kl.steps, kl.width, kl.fidelity) == (400_000, 3072, "kl")
-    assert VPD_KLS["spd_gpt2"].steps == 50_000
-    # multiples are of the larger side: as wide as the paper's at GPT-2's shapes
-    assert TranscoderSpec(width="1x").units(768, 3072) == 3072 and TranscoderSpec(width="32x").units(768, 768) == 24_576
+@pytest.mark.parametrize(("clip", "factor"), [(None, 1.0), (20.0, 1.0), (1.3, 0.1)])
+def test_clipping_by_hand(clip, factor):
+    parts = with_gradients(clip=clip)
+    clip_components(parts)
+    entries = [float(t[0, 0]) for part in parts for t in (part.W_enc.grad, part.W_dec.grad) if t is not None]
+    assert entries == pytest.approx([3 * factor, 4 * factor, 0, 12 * factor], rel=1e-6)
+    assert all(bool((p.grad == 7).all()) for part in parts for p in part.importance.parameters())
+    # a matrix that is trained alone has a norm of its own: 5
+    alone = with_gradients(clip=clip)[0]
+    alone.adjust_gradients()
+    assert alone.W_enc.grad is not None
+    assert float(alone.W_enc.grad[0, 0]) == pytest.approx(3 * min(1.0, (clip or 5) / 5), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: TranscoderSpec().changed({"widht": 3}), r"did you mean width\?"),
-        (lambda: TranscoderSpec(width="3"), 'or "4x" for four times'),
-        (lambda: TranscoderSpec(loss="huber"), "loss='huber': choose one of 'mse', 'normed'"),
-        (lambda: TranscoderSpec(n_tokens=0), "n_tokens=0: give a whole number of at least 1"),
-        (lambda: VpdSpec(p_end=0), "p_end=0: give a finite number above 0"),
-        (lambda: VpdSpec(beta1=1.0), "beta1=1.0: give a finite number of at least 0 and below 1"),
-        (lambda: recipe(TRANSCODERS, "papr", "mlp"), "no preset 'papr'; did you mean paper"),
-    ],
-)
-def test_bad_settings_are_refused(make, says):
-    with pytest.raises(TrainError, match=says):
-        make()
+def test_matrices_of_a_run_are_clipped_together():
+    model, parts = toy_model(), with_gradients(clip=1.3, fidelity="kl")
+    matrices = swd.find_sites(model, ["blocks.0.mlp_in", "blocks.0.mlp_out"])
+    HostFit(host_of(model), matrices[0], dict(zip(matrices, parts, strict=True)), Trajectory()).adjust_gradients(1)
+    entries = [float(t[0, 0]) for part in parts for t in (part.W_enc.grad, part.W_dec.grad) if t is not None]
+    assert entries == pytest.approx([0.3, 0.4, 0, 1.2], rel=1e-6)
+
+
+@pytest.mark.parametrize(("method", "site"), [("vpd_recon", SITE), ("vpd_recon", "blocks.0.mlp"), ("vpd_kl", SITE)])
+def test_training_clips(method, site):
+    """A limit that is never reached changes no bit; one that stops the components leaves them where they began."""
+    model, train = toy_model(), getattr(baselines, method)
+    how = {"n_tokens": 100, "tokens_per_step": 50, "progress": False}
+    plain, wide, still = (train(model, site, TOKENS, **how, clip=clip) for clip in (None, 1e6, 1e-20))
+    for at in (50, 100):
+        free, same, stopped = (units.checkpoints[at] for units in (plain, wide, still))
+        assert all(torch.equal(free[name], same[name]) for name in free)
+        moved = {name for name in free if not torch.equal(stopped[name], still.checkpoints[50][name])}
+        assert all("importance" in name for name in moved) and bool(moved) == (at == 100)
+    assert not torch.equal(plain.checkpoints[50]["mlp_out.W_enc"], plain.checkpoints[100]["mlp_out.W_enc"])

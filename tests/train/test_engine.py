@@ -14,7 +14,7 @@ import swd_lens as swd
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
 from tests.micro import toy_model
-from tests.train.finetune.conftest import HELD, ROWS, bits
+from tests.train.conftest import HELD, ROWS, bits
 
 SAME = {
     **{"progress": False, "steps": 7, "batch_size": 5, "learning_rate": 3e-3, "heldout": HELD},
@@ -170,8 +170,8 @@ import torch
 import swd_lens as swd
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
-from tests.train.finetune.conftest import ROWS
-from tests.train.finetune.test_folder import SAME
+from tests.train.conftest import ROWS
+from tests.train.test_engine import SAME
 from tests.micro import toy_model
 
 torch.set_num_threads(int(sys.argv[2]))

@@ -13,7 +13,7 @@ from swd_lens.train.finetune import FinetuneError
 from swd_lens.train.finetune.run import require_shares
 from swd_lens.train.rows import Processes
 from swd_lens.units.factors import FactorSet
-from tests.train.finetune.conftest import ROWS
+from tests.train.conftest import ROWS
 
 
 class FakeState:
