@@ -93,7 +93,7 @@ TYPES = {
     "Audit": "analysis.audit.result",
     "Comparison": "circuits.comparison",
     "CostCurve": "circuits.curve",
-    "DataEfficiency": "study.efficiency_result",
+    "DataEfficiency": "study.efficiency",
     "Edit": "analysis.edit.edited",
     "EditComparison": "analysis.edit.compare",
     "EditSelection": "analysis.edit.select",

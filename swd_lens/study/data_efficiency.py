@@ -3,6 +3,7 @@
 1. SWD: an independent fit at every token count, on the first rows of the text.
 2. A trained baseline: the checkpoints of one run; its tokens are those it went through, repeated ones counted again.
    Units that came from elsewhere: one point, at the tokens that they are said to have taken.
+   All of these are checked before any work, but for what functions give: that is checked when they were called.
 3. Of each: CE delta and KL against the dense host, and relMSE of the replaced output, on the same held-out text.
 4. With out=: every point is written as soon as it is measured, and measured once.
 
@@ -10,27 +11,34 @@ Tokens are data used; they equate neither optimization steps nor FLOPs.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.files import plain, write_json
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.checkpoint import ResumeError, differences, host_fingerprint, tokens_fingerprint
+from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.resources import estimate
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.study.efficiency_methods import Candidate, Place, maker
-from swd_lens.study.efficiency_result import DataEfficiency, Point
+from swd_lens.study.efficiency import CHECKPOINT, FIT, SINGLE, DataEfficiency, Point
 from swd_lens.tasks.text import TokenError, as_rows
-from swd_lens.units import require_free
-
-__all__ = ["TOKEN_COUNTS", "DataEfficiency", "Point", "data_efficiency"]
+from swd_lens.train.baselines.units import LearnedUnits
+from swd_lens.units import Units, UnitSet, matrices_of, require_free
+from swd_lens.units.coder import has_pair
+from swd_lens.units.factors import Factors, FactorSet
 
 TOKEN_COUNTS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
-_WORDS = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens"}
+# Arguments of `factorize` that data_efficiency sets itself, or that would mix the fits of several counts.
+_NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
+# Those that change where and how fast, not what: `estimate` does not know them.
+_NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
 
 def data_efficiency(
@@ -75,116 +83,223 @@ def data_efficiency(
         ResumeError: `out` holds points of another host, site, held-out text or version, or of a method of the same name that
             was made otherwise.
     """
-    place = Place(model, _one(model, site))
-    held = _heldout(model, heldout)
-    require_no_dropout(model)
-    require_free(host_of(model), [place.site])
-    if not methods:
-        raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
-    counts = list(token_counts)
-    makers = {name: maker(name, given, place, tokens, counts) for name, given in methods.items()}
-    made: dict[str, Any] = {}
-    settings = {"model": str(model.cfg.model_name), "site": place.site.name, "swd_lens": __version__}
-    settings = {**settings, "heldout_tokens": held.numel(), "methods": made}
-    file = _File(None, {}, settings) if out is None else _File(Path(out), _recipe(place, held), settings, overwrite)
-    points: list[Point] = []
-    for name, candidates in tqdm(
-        makers.items(), desc="data efficiency", unit="method", disable=not progress, leave=False
-    ):
-        for candidate in candidates():
-            made[name] = dict(candidate.about)
-            point = file.known(name, candidate)
-            if point is None:
-                point = _measured(name, candidate, place, held)
-                file.add(point, candidate)
-            points.append(point)
-    return DataEfficiency(points, settings)
-
-
-def _one(model: Any, pattern: Pattern) -> Site:
-    found = find_sites(model, pattern)
-    if len(found) != 1:
+    sites = find_sites(model, site)
+    if len(sites) != 1:
         raise ValueError(
-            f"{pattern!r} names {len(found)} sites; data efficiency is measured at one matrix or one whole MLP"
+            f"{site!r} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP"
         )
-    return found[0]
-
-
-def _heldout(model: Any, heldout: Any) -> Any:
+    surface = Surface(model, sites[0])
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
         raise TokenError("heldout needs rows of at least two tokens: each position predicts the next")
-    return held
+    require_no_dropout(model)
+    require_free(host_of(model), sites)
+    if not methods:
+        raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
+    counts = list(token_counts)
+    series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
+    settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
+    settings |= {"heldout_tokens": held.numel()}
+    file = None
+    if out is not None:
+        # What decides every point, whatever the method.
+        recipe = {"site": sites[0].name, "host_sha256": host_fingerprint(model, model.cfg)}
+        recipe |= {"heldout_sha256": tokens_fingerprint(held), "swd_lens": __version__}
+        file = _File(Path(out), recipe, settings, overwrite)
+    points: list[Point] = []
+    about: dict[str, Any] = {}
+    for name, candidates in tqdm(
+        series.items(), desc="data efficiency", unit="method", disable=not progress, leave=False
+    ):
+        for candidate in candidates():
+            about[name] = dict(candidate.about)
+            point = None if file is None else file.measured(name, candidate)
+            if point is None:
+                units = candidate.make()
+                measured = fidelity(model, units, held)
+                # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
+                own = sites[0].name in measured.relmse
+                relmse = measured.relmse[sites[0].name if own else surface.matrices[-1].name]
+                edges = sum(of_site.edges for of_site in units.values())
+                point = Point(name, candidate.tokens, candidate.kind, edges, measured, relmse)
+                if file is not None:
+                    file.add(point, candidate)
+            points.append(point)
+    return DataEfficiency(points, {**settings, "methods": about})
 
 
-def _measured(name: str, candidate: Candidate, place: Place, held: Any) -> Point:
-    units = candidate.make()
-    found = fidelity(place.model, units, held)
-    # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
-    written = place.site if place.site.name in found.relmse else place.parts[-1]
-    edges = sum(one.edges for one in units.values())
-    return Point(name, candidate.tokens, candidate.kind, edges, found, found.relmse[written.name])
+# ---------------------------------------------------------------------------------------------- methods
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point to be measured.
+
+    Attributes:
+        about: how its method was made; plain values.
+        identity: what decides the replacement's weights, as plain values; None where nobody can say.
+        make: gives the replacement, site name -> Units.
+    """
+
+    tokens: int
+    kind: str
+    about: Mapping[str, Any]
+    identity: Mapping[str, Any] | None
+    make: Callable[[], Mapping[str, Units]]
+
+
+# The points of one method, one after the other.
+Series = Callable[[], Iterator[Candidate]]
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Where methods are measured: one matrix, or a whole MLP."""
+
+    model: Any
+    site: Site
+
+    @property
+    def matrices(self) -> list[Site]:
+        """The matrix, or those of the MLP."""
+        return matrices_of(host_of(self.model), self.site)
+
+
+def _series(name: str, given: Any, surface: Surface, tokens: Any, counts: list[int]) -> Series:
+    """The points of a method, in whatever form it was given."""
+    if isinstance(given, Mapping) and not isinstance(given, LearnedUnits | FactorSet):
+        units = (isinstance(each, Factors) or has_pair(each) or hasattr(each, "read") for each in given.values())
+        if not any(units):
+            return _fits(name, given, surface, tokens, counts)
+    # A SAELens object is a module that can be called, too, and no function that makes units.
+    if callable(given) and not isinstance(given, Mapping | nn.Module | Factors) and not has_pair(given):
+        return lambda: _units_series(name, given(), surface, f"the function of {name!r} gave")()
+    return _units_series(name, given, surface, f"{name!r} is")
+
+
+def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series:
+    """Learned units, a folder of them, or (units, tokens)."""
+    if isinstance(given, str | Path):
+        given = LearnedUnits.load(given, device=next(surface.model.parameters()).device)
+    if isinstance(given, LearnedUnits):
+        return _checkpoints(name, given, surface)
+    if isinstance(given, tuple) and len(given) == 2:
+        return _single(name, *given, surface)
+    if isinstance(given, Factors | Mapping | nn.Module) or has_pair(given):
+        raise TypeError(
+            f"{whose} a {type(given).__name__}, which does not say how many tokens it took; give both: (units, 60_000_000)"
+        )
+    raise TypeError(
+        f"{whose} a {type(given).__name__}; give LearnedUnits (swd.baselines.transcoder(...)), their folder, a function that "
+        'trains them, (units, tokens), or options for SWD, {"sparsity": 0.5}'
+    )
+
+
+def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
+    """One training run."""
+    if (replaced := units.provenance["replaces"]) != surface.site.name:
+        raise ValueError(f"{name!r} replaces {replaced}, not {surface.site.name}")
+    about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
+    # The same recipe on the same text gives the same bits; the file says which text.
+    identity = {**about, "tokens_sha256": units.provenance["tokens_sha256"]}
+    return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: units.at(n)) for n in units.checkpoints)
+
+
+def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
+    """Units as they are."""
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(f"{name!r} says tokens={tokens!r}: give the number of tokens that its units took, 1 or more")
+    units = UnitSet.of(surface.model, given)
+    if set(units) not in ({surface.site.name}, {matrix.name for matrix in surface.matrices}):
+        raise ValueError(f"{name!r} replaces {', '.join(units)}, not {surface.site.name}")
+    about = {"method": type(given).__name__, "units": {site: str(of_site) for site, of_site in units.items()}}
+    return lambda: iter([Candidate(tokens, SINGLE, about, None, lambda: units)])
+
+
+def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, counts: list[int]) -> Series:
+    """SWD, fitted to whole rows, at each count once."""
+    if taken := [option for option in options if option in _NOT_OPTIONS]:
+        raise ValueError(
+            f"{name!r} sets {', '.join(map(repr, taken))}: its fits take tokens= and token_counts= of data_efficiency, one fit "
+            "for each count; leave it out"
+        )
+    if tokens is None:
+        raise TokenError(f"{name!r} is fitted by SWD, which needs tokens=")
+    rows = as_rows(tokens, surface.model)
+    if not counts or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in counts):
+        raise ValueError(f"token_counts={counts!r}: give one or more whole numbers above 0")
+    length = rows.shape[1]
+    n_rows = sorted({min(-(-count // length), len(rows)) for count in counts})
+    # A bad option is found before anything is fitted or trained.
+    checked = {option: value for option, value in options.items() if option not in _NOT_ESTIMATED}
+    estimate(surface.model, surface.matrices, tokens=n_rows[0] * length, **checked)
+    about = {"method": "swd", **{option: _plain(value) for option, value in options.items()}}
+
+    def fits() -> Iterator[Candidate]:
+        for n in n_rows:
+            text, named = rows[:n], {"progress": False, **options}
+            identity = {**about, "tokens_sha256": tokens_fingerprint(text)}
+            yield Candidate(
+                text.numel(),
+                FIT,
+                about,
+                identity,
+                lambda text=text, named=named: factorize(surface.model, surface.matrices, tokens=text, **named),
+            )
+
+    return fits
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 # ---------------------------------------------------------------------------------------------- the file
 
 
-def _recipe(place: Place, held: Any) -> dict[str, Any]:
-    """What decides every point, whatever the method."""
-    return {
-        "site": place.site.name,
-        "host_sha256": host_fingerprint(place.model, place.model.cfg),
-        "heldout_sha256": tokens_fingerprint(held),
-        "swd_lens": __version__,
-    }
-
-
 class _File:
     """What `out` holds: points, and beside each what decides it."""
 
-    def __init__(self, path: Path | None, recipe: Mapping[str, Any], settings: dict[str, Any], overwrite: bool = False):
-        self.path, self.recipe, self.settings = path, dict(recipe), settings
-        self.held: dict[tuple[str, int], tuple[Point, Any]] = {}
+    def __init__(self, path: Path, recipe: Mapping[str, Any], settings: Mapping[str, Any], overwrite: bool):
+        self.path, self.recipe, self.settings = path, dict(recipe), dict(settings)
+        self.points: dict[tuple[str, int], tuple[Point, Any]] = {}  # and identities
         self.methods: dict[str, Any] = {}
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise ValueError(f"out={str(path)!r} is a folder; give a file, such as {str(path / 'efficiency.json')!r}")
-        if path is not None and path.exists() and not overwrite:
-            self._read(path)
+        if path.exists() and not overwrite:
+            self._read()
 
-    def _read(self, path: Path) -> None:
-        there = DataEfficiency.load(path)
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if changed := differences(saved.get("recipe", {}), self.recipe, _WORDS):
+    def _read(self) -> None:
+        held = DataEfficiency.load(self.path)
+        saved = json.loads(self.path.read_text(encoding="utf-8"))
+        words = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens"}
+        if changed := differences(saved.get("recipe", {}), self.recipe, words):
             raise self._refusal(f"holds another measurement: {'; '.join(changed)}")
-        self.methods = dict(there.settings["methods"])
-        for point, identity in zip(there.points, saved["identities"], strict=True):
-            self.held[point.method, point.tokens] = point, identity
+        self.methods = dict(held.settings["methods"])
+        for point, identity in zip(held.points, saved["identities"], strict=True):
+            self.points[point.method, point.tokens] = point, identity
 
-    def known(self, name: str, candidate: Candidate) -> Point | None:
+    def measured(self, name: str, candidate: Candidate) -> Point | None:
         """The point, where it was measured before."""
-        if (name, candidate.tokens) not in self.held or candidate.identity is None:
+        if (name, candidate.tokens) not in self.points or candidate.identity is None:
             return None
-        point, identity = self.held[name, candidate.tokens]
-        if changed := differences(identity or {}, _as_read(candidate.identity), {"tokens_sha256": "its tokens"}):
+        point, identity = self.points[name, candidate.tokens]
+        now = json.loads(json.dumps(plain(candidate.identity)))  # as JSON gives it back
+        if changed := differences(identity or {}, now, {"tokens_sha256": "its tokens"}):
             raise self._refusal(f"holds {name!r} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}")
         return point
 
     def add(self, point: Point, candidate: Candidate) -> None:
         """Write the point, and all before it."""
-        self.held[point.method, point.tokens] = point, candidate.identity
-        if self.path is None:
-            return
+        self.points[point.method, point.tokens] = point, candidate.identity
         self.methods[point.method] = dict(candidate.about)
-        found = DataEfficiency([one for one, _ in self.held.values()], {**self.settings, "methods": self.methods})
-        identities = [identity for _, identity in self.held.values()]
-        write_json(self.path, {"format": 1, **found.as_dict(), "recipe": self.recipe, "identities": identities})
+        points, identities = map(list, zip(*self.points.values(), strict=True))
+        values = DataEfficiency(points, {**self.settings, "methods": self.methods}).as_dict()
+        write_json(self.path, {"format": 1, **values, "recipe": self.recipe, "identities": identities})
 
     def _refusal(self, what: str) -> ResumeError:
         return ResumeError(
             f"{self.path} {what}. Measure as then to go on, give another file, or overwrite=True to start again"
         )
-
-
-def _as_read(identity: Mapping[str, Any]) -> Any:
-    """As JSON gives it back."""
-    return json.loads(json.dumps(plain(identity)))

@@ -11,13 +11,14 @@ the dense host.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from swd_lens.base.display import card
-from swd_lens.base.figures import INK, new_figure, style
+from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.record import Record
 from swd_lens.circuits import CostCurve, compare
 from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
 from swd_lens.circuits.comparison import typed
@@ -58,7 +59,7 @@ class SweepPoint:
 
 
 @dataclass(frozen=True, repr=False)
-class Sweep:
+class Sweep(Record):
     """Every point, and the targets at which circuits are priced."""
 
     points: Sequence[SweepPoint]
@@ -73,49 +74,48 @@ class Sweep:
 
     def table(self) -> pd.DataFrame:
         """One row per sparsity and calibration; circuit costs are empty where a target is never reached."""
-        rows = []
-        for point in self.points:
-            its, errors = point.fidelity, list(point.fidelity.relmse.values())
-            row: dict[str, Any] = {"s": point.sparsity, "calibration": point.calibration}
-            row |= {"edges": point.edges, "units": point.units, "relative Frobenius": point.relative_frobenius}
-            row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": its.ce_delta}
-            row |= {"CE matched": self.matched(point), "KL": its.kl, "top-1 agreement": its.top1_agreement}
-            rows.append(row | self._costs(point))
-        return typed(pd.DataFrame(rows))
-
-    def _costs(self, point: SweepPoint) -> dict[str, int | None]:
         targets = [("sufficiency", value) for value in self.sufficiency]
         targets += [("necessity", value) for value in self.necessity]
-        return {
-            f"{task}: {cost} at {what} {value:g}": curve.cost_at(**{what: value}, cost=cost)
-            for task, curve in point.curves.items()
-            for what, value in targets
-            for cost in ("units", "edges")
-        }
+        rows = []
+        for point in self.points:
+            measured, errors = point.fidelity, list(point.fidelity.relmse.values())
+            row: dict[str, Any] = {"s": point.sparsity, "calibration": point.calibration}
+            row |= {"edges": point.edges, "units": point.units, "relative Frobenius": point.relative_frobenius}
+            row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": measured.ce_delta}
+            row |= {"CE matched": self.matched(point), "KL": measured.kl, "top-1 agreement": measured.top1_agreement}
+            row |= {
+                f"{task}: {cost} at {name} {value:g}": curve.cost_at(**{name: value}, cost=cost)
+                for task, curve in point.curves.items()
+                for name, value in targets
+                for cost in ("units", "edges")
+            }
+            rows.append(row)
+        return typed(pd.DataFrame(rows))
 
     def plot(self, sufficiency: float | int = 0.9, cost: str = "edges"):
         """Relative Frobenius norm, CE delta, and each task's least cost at a sufficiency, against s; a matplotlib Figure.
 
         Hollow markers: CE is not matched, so that circuits are not comparable with those of filled ones.
         """
-        panels: dict[tuple[str, str], Callable[[SweepPoint], float | int | None]] = {
-            ("weights", "relative Frobenius norm"): lambda point: point.relative_frobenius,
-            ("behaviour", "CE delta (nats)"): lambda point: point.fidelity.ce_delta,
-        }
+
+        def circuit_cost(point: SweepPoint, task: str) -> int | None:
+            return point.curves[task].cost_at(sufficiency=sufficiency, cost=cost)
+
+        panels: list[tuple[str, str, Callable[[SweepPoint], float | int | None]]] = [
+            ("weights", "relative Frobenius norm", lambda point: point.relative_frobenius),
+            ("behaviour", "CE delta (nats)", lambda point: point.fidelity.ce_delta),
+        ]
         for task in self.points[0].curves:
             least = f"{cost} at sufficiency {sufficiency:g}"
-            panels[task.replace("_", " ").replace("$", r"\$"), least] = lambda point, task=task: point.curves[
-                task
-            ].cost_at(sufficiency=sufficiency, cost=cost)
+            panels.append((literal(task.replace("_", " ")), least, partial(circuit_cost, task=task)))
         figure, axes = new_figure(1, len(panels), width=2.7, height=2.7)
-        for place, ((title, axis), value) in enumerate(panels.items()):
-            ax = axes[0, place]
+        for ax, (title, label, value) in zip(axes[0], panels, strict=True):
             self._draw(ax, value)
             ax.set_title(title, fontsize=10, color=INK)
             ax.set_xlabel("sparsity s", fontsize=9, color=INK)
-            ax.set_ylabel(axis, fontsize=9, color=INK)
-            if place > 1:
-                cost_axis(ax.yaxis, pd.Series([value(point) for point in self.points], dtype=float).dropna())
+            ax.set_ylabel(label, fontsize=9, color=INK)
+        for ax, (_, _, value) in zip(axes[0, 2:], panels[2:], strict=True):
+            cost_axis(ax.yaxis, pd.Series([value(point) for point in self.points], dtype=float).dropna())
         axes[0, 0].set_ylim(bottom=0)
         # Deltas span decades and may be negative: linear within the tolerance, logarithmic beyond.
         axes[0, 1].set_yscale("symlog", linthresh=self.tolerance or TOLERANCE)
@@ -154,10 +154,12 @@ class Sweep:
     def __repr__(self) -> str:
         return self.table().to_string(index=False, na_rep="")
 
-    def _repr_html_(self) -> str:
+    def title(self) -> str:
         tasks = list(self.points[0].curves) if self.points else []
-        figure = self.plot() if self.points else None
-        return card(f"Sweep of {len(self.points)} points; tasks {', '.join(tasks)}", figure, self.table())
+        return f"Sweep of {len(self.points)} points; tasks {', '.join(tasks)}"
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.plot() if self.points else None, self.table()
 
 
 def sweep(
@@ -205,59 +207,46 @@ def sweep(
     """
     tasks, heldout = check_tasks(tasks), as_rows(heldout, model)
     check_options(attribution, evaluation)
-    sparsities, zero_data = _listed(sparsities), _listed(zero_data)
-    _check(model, sites, tokens, sparsities, zero_data, {"units": units, **solver})
+    given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
+    for name, values in given.items():
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"a sweep takes one or more different {name}, got {values}")
+    if tokens is None and not all(given["zero_data"]):
+        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
+    settings = [(float(s), without) for without in given["zero_data"] for s in given["sparsities"]]
+    for s, without in settings:
+        # Refuses what the solver would refuse, but for every point at once and before the first is made.
+        estimate(model, sites, sparsity=s, tokens=None if without else tokens, units=units, **solver)
     points = []
-    for without in zero_data:
-        for s in sparsities:
-            kind = "zero-data" if without else "calibrated"
-            on_step(f"{kind} s={s:g}")
-            used = None if without else tokens
-            factors = factorize(model, sites, sparsity=float(s), tokens=used, units=units, progress=progress, **solver)
-            measured = fidelity(model, factors, heldout, progress=progress)
-            name = f"{kind} s={s:g}"
-            circuits = compare(
-                {name: factors},
-                model,
-                tasks,
-                fidelities={name: measured},
-                attribution=attribution,
-                evaluation=evaluation,
-                positions=positions,
-                ablation=ablation,
-                progress=progress,
-            )
-            curves = {task: its.curves[name] for task, its in circuits.items()}
-            norm = _relative_frobenius(model, factors)
-            points.append(SweepPoint(float(s), without, factors.edges, factors.n_units, norm, measured, curves))
-    settings = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
-    settings |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
-    return Sweep(points, tuple(sufficiency), tuple(necessity), tolerance, settings)
+    for s, without in settings:
+        name = f"{'zero-data' if without else 'calibrated'} s={s:g}"
+        on_step(name)
+        used = None if without else tokens
+        factors = factorize(model, sites, sparsity=s, tokens=used, units=units, progress=progress, **solver)
+        measured = fidelity(model, factors, heldout, progress=progress)
+        circuits = compare(
+            {name: factors},
+            model,
+            tasks,
+            fidelities={name: measured},
+            attribution=attribution,
+            evaluation=evaluation,
+            positions=positions,
+            ablation=ablation,
+            progress=progress,
+        )
+        curves = {task: of_task.curves[name] for task, of_task in circuits.items()}
+        norm = _relative_frobenius(model, factors)
+        points.append(SweepPoint(s, without, factors.edges, factors.n_units, norm, measured, curves))
+    asked = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
+    asked |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
+    return Sweep(points, tuple(sufficiency), tuple(necessity), tolerance, asked)
 
 
 def _listed(values: Any) -> list[Any]:
     """One value or several (an array, too) as a list of Python's own numbers."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, Iterable) else [values]
-
-
-def _check(
-    model: Any,
-    sites: Pattern,
-    tokens: Any,
-    sparsities: Sequence[float | int],
-    zero_data: Sequence[bool],
-    options: Mapping[str, Any],
-) -> None:
-    for what, values in (("sparsities", sparsities), ("zero_data", zero_data)):
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"a sweep takes one or more different {what}, got {list(values)}")
-    if tokens is None and not all(zero_data):
-        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
-    for s in sparsities:
-        for without in zero_data:
-            # Refuses what the solver would refuse, but for every point at once and before the first is made.
-            estimate(model, sites, sparsity=s, tokens=None if without else tokens, **options)
 
 
 def _relative_frobenius(model: Any, factors: FactorSet) -> float:

@@ -203,7 +203,7 @@ def test_files_that_are_none(found, tmp_path):
     nan.save(path)
     assert DataEfficiency.load(path).tokens_to_reach(1.0) == {"a": None}
     for text, says in (
-        ("{", "is no file of data_efficiency, or damaged"),
+        ("{", "is not a file of data_efficiency, or damaged"),
         ('{"format": 9, "settings": {}}', "format 9"),
     ):
         path.write_text(text)

@@ -1,33 +1,29 @@
 """DataEfficiency: replacement quality against tokens used, as a table, a figure and a file."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from swd_lens.base.display import card
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.base.files import write_json
+from swd_lens.base.record import PlainRecord, SavedRecord
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.plots import compact
-from swd_lens.study.efficiency_methods import CHECKPOINT, FIT, SINGLE
 
+FIT, CHECKPOINT, SINGLE = "independent fit", "checkpoint", "single point"
 METRICS = {"CE delta": "CE delta (nats)", "KL": "KL to dense (nats)", "relMSE": "relMSE of the output"}
 # CE deltas span decades and may be negative: linear up to this, which is the paper's tolerance, logarithmic beyond.
 _LINEAR_BELOW = 1e-3
-_MARKERS = {FIT: ("o", True), CHECKPOINT: ("s", False), SINGLE: ("D", True)}  # and whether they are filled
-_SHAPES = {FIT: "circle:", CHECKPOINT: "square:", SINGLE: "diamond:"}
-_FORMAT = 1
+# Kind of point -> marker, whether it is filled, and what it is called.
+_MARKERS = {FIT: ("o", True, "circle"), CHECKPOINT: ("s", False, "square"), SINGLE: ("D", True, "diamond")}
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(PlainRecord):
     """One method after so many tokens.
 
     Attributes:
@@ -43,25 +39,14 @@ class Point:
     fidelity: Fidelity
     relmse: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        own = {"method": self.method, "tokens": self.tokens, "kind": self.kind, "edges": self.edges}
-        return own | {"relmse": self.relmse, "fidelity": self.fidelity.as_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> "Point":
-        """The point that `as_dict` gave; null, which JSON has for it, is NaN."""
-        measured = {key: value for key, value in saved["fidelity"].items() if key != "ce_delta"}
-        measured["relmse"] = {site: _number(value) for site, value in measured["relmse"].items()}
-        found = Fidelity(**{key: _number(value) for key, value in measured.items()})
-        return cls(saved["method"], saved["tokens"], saved["kind"], saved["edges"], found, _number(saved["relmse"]))
-
 
 @dataclass(frozen=True, repr=False)
-class DataEfficiency:
-    """The points of every method, and how they were made."""
+class DataEfficiency(SavedRecord):
+    """The points of every method, and how they were made; `save` writes a JSON file, `load` reads it."""
 
-    points: Sequence[Point]
+    WHAT: ClassVar[str] = "a file of data_efficiency"
+
+    points: list[Point]
     settings: Mapping[str, Any]
 
     @property
@@ -71,21 +56,13 @@ class DataEfficiency:
 
     def table(self) -> pd.DataFrame:
         """One row per point."""
-        return pd.DataFrame(
-            [
-                {
-                    "method": point.method,
-                    "tokens": point.tokens,
-                    "kind": point.kind,
-                    "edges": point.edges,
-                    "CE delta": point.fidelity.ce_delta,
-                    "KL": point.fidelity.kl,
-                    "relMSE": point.relmse,
-                    "top-1 agreement": point.fidelity.top1_agreement,
-                }
-                for point in self.points
-            ]
-        )
+        rows = [
+            {"method": point.method, "tokens": point.tokens, "kind": point.kind, "edges": point.edges}
+            | {"CE delta": point.fidelity.ce_delta, "KL": point.fidelity.kl, "relMSE": point.relmse}
+            | {"top-1 agreement": point.fidelity.top1_agreement}
+            for point in self.points
+        ]
+        return pd.DataFrame(rows)
 
     def tokens_to_reach(
         self, target: float | int, metric: str = "CE delta", *, lasting: bool = True
@@ -103,13 +80,18 @@ class DataEfficiency:
         Raises:
             ValueError: an unknown metric.
         """
-        _check_metric(metric)
-        return {method: _first(rows, metric, target, lasting) for method, rows in self._by_method()}
+        _check_metrics([metric])
+        reached: dict[str, int | None] = {}
+        for method, rows in self._by_method():
+            below, stays = (rows[metric] <= target).tolist(), lasting and CHECKPOINT in set(rows["kind"])
+            enough = [all(below[i:]) if stays else below[i] for i in range(len(below))]
+            reached[method] = int(rows["tokens"].iloc[enough.index(True)]) if any(enough) else None
+        return reached
 
     def _by_method(self) -> list[tuple[str, pd.DataFrame]]:
         """In the order given, each with its rows by tokens."""
         table = self.table()
-        return [(one, table.loc[table["method"] == one].sort_values(by="tokens")) for one in self.methods]
+        return [(m, table.loc[table["method"] == m].sort_values(by="tokens")) for m in self.methods]
 
     # ------------------------------------------------------------------ shown
 
@@ -122,22 +104,21 @@ class DataEfficiency:
         Raises:
             ValueError: no metric, or an unknown one.
         """
-        chosen = [metrics] if isinstance(metrics, str) else list(metrics)
-        if not chosen:
+        names = [metrics] if isinstance(metrics, str) else list(metrics)
+        if not names:
             raise ValueError(f"no metric to plot: choose among {', '.join(map(repr, METRICS))}")
-        for metric in chosen:
-            _check_metric(metric)
-        figure, axes = new_figure(1, len(chosen), width=3.3, height=2.9)
-        for ax, metric in zip(axes[0], chosen, strict=True):
+        _check_metrics(names)
+        figure, axes = new_figure(1, len(names), width=3.3, height=2.9)
+        for ax, metric in zip(axes[0], names, strict=True):
             self._draw(ax, metric)
         handles, labels = axes[0, 0].get_legend_handles_labels()
         # About 14 letters fit into an inch at this size, beside 0.5 inches of line.
         widest = 0.6 + max(map(len, labels)) / 14
         columns = max(1, min(len(labels), int(figure.get_size_inches()[0] / widest)))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-        there = {point.kind for point in self.points}
-        key = ", ".join(f"{_SHAPES[kind]} {kind}" for kind in _MARKERS if kind in there)
-        space = " " if len(chosen) > 1 else "\n"
+        kinds = {point.kind for point in self.points}
+        key = ", ".join(f"{shape}: {kind}" for kind, (*_, shape) in _MARKERS.items() if kind in kinds)
+        space = " " if len(names) > 1 else "\n"
         title = f"{self.settings['site']} of {self.settings['model']}{space}({key})"
         figure.suptitle(literal(title), fontsize=9, color=INK)
         return figure
@@ -148,7 +129,7 @@ class DataEfficiency:
         floor = positive / 2 if positive == positive else 1.0
         for index, (method, rows) in enumerate(self._by_method()):
             look, values = style(index), rows[metric].to_numpy(dtype=float)
-            shape, filled = _MARKERS[rows["kind"].iloc[0]]
+            shape, filled, _ = _MARKERS[rows["kind"].iloc[0]]
             marker = {"marker": shape, "markersize": 4, "markerfacecolor": look["color"] if filled else "white"}
             if shape == "D" and np.isfinite(values).all():
                 ax.axhline(max(values[0], floor) if logarithmic else values[0], linewidth=0.7, alpha=0.6, **look)
@@ -175,45 +156,11 @@ class DataEfficiency:
     def __repr__(self) -> str:
         return self.table().to_string(index=False)
 
-    def _repr_html_(self) -> str:
-        return card(f"Data efficiency at {self.settings['site']}", self.plot(), self.table())
+    def title(self) -> str:
+        return f"Data efficiency at {self.settings['site']}"
 
-    # ------------------------------------------------------------------ files
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values: settings, and every point with its fidelity."""
-        return {"settings": dict(self.settings), "points": [point.as_dict() for point in self.points]}
-
-    def save(self, path: str | Path) -> None:
-        """Write everything to a JSON file, whole or not at all."""
-        write_json(Path(path), {"format": _FORMAT, **self.as_dict()})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "DataEfficiency":
-        """Read what `save`, or `data_efficiency` with out=, wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is none of theirs, damaged, or of a later format.
-        """
-        try:
-            saved = json.loads(Path(path).read_text(encoding="utf-8"))
-            version, settings = int(saved["format"]), dict(saved["settings"])
-            if version <= _FORMAT:
-                return cls([Point.from_dict(point) for point in saved["points"]], settings)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no file of data_efficiency, or damaged ({error!r})") from error
-        raise ValueError(f"{path} has format {version}, newer than this swd_lens; update it")
-
-
-def _number(value: Any) -> Any:
-    return float("nan") if value is None else value
-
-
-def _first(rows: pd.DataFrame, metric: str, target: float | int, lasting: bool) -> int | None:
-    below, run = (rows[metric] <= target).tolist(), lasting and CHECKPOINT in set(rows["kind"])
-    since = next((place for place in range(len(below)) if (all(below[place:]) if run else below[place])), None)
-    return None if since is None else int(rows["tokens"].iloc[since])
+    def parts(self) -> tuple[Any, ...]:
+        return self.plot(), self.table()
 
 
 def _log_axis(ax: Any, name: str) -> None:
@@ -227,6 +174,7 @@ def _log_axis(ax: Any, name: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _check_metric(metric: str) -> None:
-    if metric not in METRICS:
-        raise ValueError(f"metric={metric!r}: choose one of {', '.join(map(repr, METRICS))}")
+def _check_metrics(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in METRICS:
+            raise ValueError(f"metric={name!r}: choose one of {', '.join(map(repr, METRICS))}")
