@@ -107,7 +107,7 @@ TYPES = {
     "QKScreen": "analysis.qk.screen",
     "Refinement": "circuits.refine",
     "Run": "study.run",
-    "Samples": "study.samples",
+    "Samples": "study.generate",
     "SideEffects": "analysis.edit.effects",
     "Site": "hosts.sites",
     "Sweep": "study.sweep",

@@ -167,10 +167,10 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
         raise UnknownSiteError("no site was named: pass a pattern such as 'mlp_out' or 'blocks.0.mlp_out'")
     selected: dict[str, Site] = {}
     for name in patterns:
-        matching = [site for site in available if _matches(site, name)]
-        matching = matching or [site for site in alternatives if _matches(site, name)]
+        matching = [site for site in available if matches(site, name)]
+        matching = matching or [site for site in alternatives if matches(site, name)]
         if not matching:
-            raise UnknownSiteError(_nothing_matches(name, available))
+            raise UnknownSiteError(_nothingmatches(name, available))
         selected.update({site.name: site for site in matching})
     for name in selected:
         twice = [part for part in overlapping(name) if part in selected]
@@ -179,7 +179,8 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
     return sorted(selected.values(), key=lambda site: execution_key(site.name))
 
 
-def _matches(site: Site, pattern: str) -> bool:
+def matches(site: Site, pattern: str) -> bool:
+    """Whether a pattern (see `select_sites`) names a site."""
     stripped = _HF_PREFIX.sub("", pattern)
     return pattern == "all" or any(fnmatchcase(alias, p) for alias in _aliases(site) for p in (pattern, stripped))
 

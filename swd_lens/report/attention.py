@@ -14,7 +14,7 @@ from swd_lens.base.panels import attention_heads
 from swd_lens.report import plots, wording
 from swd_lens.report.patterns import pattern_grid
 from swd_lens.study import Run
-from swd_lens.study.attention import AttentionView
+from swd_lens.study.section import AttentionView
 
 
 def attention_section(run: Run) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ from swd_lens.report.attention import attention_section
 from swd_lens.report.headline import control_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
 from swd_lens.study import Run
-from swd_lens.study.cards import TaskUnit
 from swd_lens.study.run_file import Replacement
+from swd_lens.study.views import TaskUnit
 
 SUFFICIENCY, NECESSITY = 0.9, 0.5
 FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding

@@ -15,7 +15,7 @@ from matplotlib.image import imsave
 
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL
 from swd_lens.base.panels import visible
-from swd_lens.study.attention import AttentionView
+from swd_lens.study.section import AttentionView
 
 _ACROSS = 4
 _SIDE, _GAP, _TITLE = 120.0, 12.0, 14.0  # of one head, in points

@@ -1,10 +1,9 @@
 """Studies: what a researcher asks of a replacement once it is attached."""
 
 from swd_lens.study.data_efficiency import DataEfficiency, data_efficiency
-from swd_lens.study.generate import generate
+from swd_lens.study.generate import Samples, generate
 from swd_lens.study.replacement import ModelReplacement, replace_model
 from swd_lens.study.run import Run, run_study
-from swd_lens.study.samples import Samples
 from swd_lens.study.sweep import Sweep, SweepPoint, sweep
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""generate: what the dense and the replaced host write on, side by side.
+"""generate: what the dense and the replaced host write on, side by side, as `Samples`.
 
 1. Prompts become token rows (strings by the host's tokenizer). Rows of one length run together, none of them padded.
 2. The dense host first, then each replacement, attached only while it runs: step by step the logits at the last position
@@ -11,23 +11,158 @@
 """
 
 import hashlib
+import io
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
+import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.base.record import PlainRecord, Record
 from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
-from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.sites import UnknownSiteError, select_sites
-from swd_lens.study.samples import DENSE, Continuation, Sample, Samples
-from swd_lens.tasks.text import TokenError, as_rows
-from swd_lens.tasks.tokenize import TaskTokenizer
+from swd_lens.hosts.sites import matches
+from swd_lens.tasks.prompt import Prompt, same_length
+from swd_lens.tasks.text import TokenError
 from swd_lens.units import attach
+
+DENSE = "dense"
+_MARK = "»"  # printed where a continuation leaves the dense one
+_LONGEST = 600  # characters of a text in a notebook's card
+
+
+@dataclass(frozen=True)
+class Continuation(PlainRecord):
+    """What one host wrote behind one prompt.
+
+    Attributes:
+        tokens: the new ids; EOS, if it came, is the last.
+        text: decoded, EOS left out; None without a tokenizer.
+        stop: "eos", "length" (max_new_tokens) or "context" (prompt and new tokens fill n_ctx).
+        departs: index in `tokens` of the first one that differs from the dense host's; None if none does.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    stop: str
+    departs: int | None
+
+    def course(self, is_dense: bool) -> str:
+        """How it went: "40 tokens", "departs at 7; EOS after 12 tokens"."""
+        n = f"{len(self.tokens)} tokens"
+        end = {"eos": f"EOS after {n}", "context": f"{n}, context full", "length": n}[self.stop]
+        if is_dense:
+            return end
+        return f"same; {end}" if self.departs is None else f"departs at {self.departs}; {end}"
+
+    def marked(self, dense: "Continuation") -> str:
+        """The text (or ids) with a mark where it leaves the dense host's."""
+        if self.text is None or dense.text is None:
+            return " ".join(_MARK * (i == self.departs) + str(token) for i, token in enumerate(self.tokens))
+        if self.departs is None:
+            return _visible(self.text)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.text, dense.text, strict=False)))
+        return f"{_visible(self.text[:same])}{_MARK}{_visible(self.text[same:])}"
+
+
+@dataclass(frozen=True)
+class Sample(PlainRecord):
+    """One prompt, and what each host made of it: label -> Continuation, "dense" first."""
+
+    prompt: str | None
+    prompt_tokens: tuple[int, ...]
+    by_host: Mapping[str, Continuation]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(label, how it went, text with marks) of each host."""
+        dense = self.by_host[DENSE]
+        return [(label, c.course(label == DENSE), c.marked(dense)) for label, c in self.by_host.items()]
+
+
+@dataclass(frozen=True, repr=False)
+class Samples(Record):
+    """Continuations of several prompts by several hosts; printing it shows them side by side.
+
+    Attributes:
+        samples: one per prompt, in their order.
+        settings: max_new_tokens, temperature, seed, and whether prompts begin with BOS (None: prompts were token rows).
+    """
+
+    samples: tuple[Sample, ...]
+    settings: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def table(self) -> pd.DataFrame:
+        """One row per prompt and host; "departs at" counts new tokens from 0, empty where the dense host's are the same."""
+        rows = [
+            {"prompt": _text_or_ids(sample.prompt, sample.prompt_tokens), "host": label}
+            | {"new tokens": len(c.tokens), "departs at": c.departs, "stop": c.stop}
+            | {"text": _text_or_ids(c.text, c.tokens)}
+            for sample in self.samples
+            for label, c in sample.by_host.items()
+        ]
+        return pd.DataFrame(rows).astype({"departs at": "Int64"})
+
+    def side_by_side(self, width: int = 100) -> str:
+        """Plain text, one column per host, wrapped to `width` characters."""
+        out = io.StringIO()
+        console = Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+        console.print(Text(self.title()))
+        for number, sample in enumerate(self.samples):
+            console.print(Text(f"\n[{number}] {_visible(_text_or_ids(sample.prompt, sample.prompt_tokens))}"))
+            columns = Table(box=SIMPLE, expand=True, padding=(0, 1))
+            labels, courses, texts = zip(*sample.rows(), strict=True)
+            for label in labels:
+                columns.add_column(Text(label), ratio=1, overflow="fold")
+            columns.add_row(*map(Text, courses))
+            columns.add_row(*map(Text, texts))
+            console.print(columns)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return self.side_by_side()
+
+    def title(self) -> str:
+        temperature = self.settings["temperature"]
+        how = "greedy" if temperature == 0 else f"temperature {temperature:g}, seed {self.settings['seed']}"
+        return f"Samples: {len(self.samples)} prompts, {how}; {_MARK} marks where a continuation leaves the dense one"
+
+    def parts(self) -> tuple[Any, ...]:
+        rows = [
+            [text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …" for text in (prompt, label, how, written)]
+            for sample in self.samples
+            for prompt in [_visible(_text_or_ids(sample.prompt, sample.prompt_tokens))]
+            for label, how, written in sample.rows()
+        ]
+        return (pd.DataFrame(rows, columns=["prompt", "host", "how", "text"]),)
+
+
+def _text_or_ids(text: str | None, tokens: tuple[int, ...]) -> str:
+    return " ".join(map(str, tokens)) if text is None else text
+
+
+def _visible(text: str) -> str:
+    """Line breaks as a sign, and nothing that would move the columns."""
+    signs = {"\n": "↵ "}
+    return "".join(c if c.isprintable() else signs.get(c, c.encode("unicode_escape").decode()) for c in text)
+
+
+# ---------------------------------------------------------------------------------------------- generate
 
 
 def generate(
@@ -61,60 +196,62 @@ def generate(
         AttachError: see `swd_lens.attach`.
         UnsupportedHostError: the host attends both ways, so it cannot write on.
     """
-    _check_numbers(max_new_tokens, temperature, batch_size)
-    _require_causal(model)
+    for name, n in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
+        if n < 1:
+            raise ValueError(f"{name}={n}: give a whole number of at least 1")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
+    generates = getattr(getattr(model, "adapter", None), "supports_generation", True)
+    if not generates or getattr(model.cfg, "attention_dir", "causal") == "bidirectional":
+        raise UnsupportedHostError(
+            "this host attends both ways, so it cannot write on from a prompt; give a causal one"
+        )
     require_no_dropout(model)
     host = host_of(model)
     replacements = _labelled(host, factors)
-    rows, with_bos = _rows(model, prompts, prepend_bos)
-    written: dict[str, list[tuple[int, ...]]] = {}
+    rows, with_bos = prompt_rows(model, prompts, prepend_bos)
+    written: dict[str, dict[int, tuple[int, ...]]] = {}
     total = (1 + len(replacements)) * len(rows)
     with torch.no_grad(), tqdm(total=total, desc="generate", unit="prompt", disable=not progress, leave=False) as bar:
         for label, units in {DENSE: None, **replacements}.items():
-            replaced: AbstractContextManager[Any] = nullcontext() if units is None else attach(model, units)
-            written[label] = [()] * len(rows)
-            with replaced:
-                for batch in _batches(rows, batch_size):
+            written[label] = {}
+            with nullcontext() if units is None else attach(model, units):
+                for batch in same_length([len(row) for row in rows], lambda length: batch_size):
                     new = _continue(host, rows, batch, max_new_tokens, float(temperature), seed)
-                    for place, tokens in zip(batch, new, strict=True):
-                        written[label][place] = tokens
+                    written[label].update(zip(batch, new, strict=True))
                     bar.update(len(batch))
     samples = tuple(
-        _sample(model, row, {label: tokens[place] for label, tokens in written.items()}, max_new_tokens)
-        for place, row in enumerate(rows)
+        _sample(model, row, {label: by_prompt[i] for label, by_prompt in written.items()}, max_new_tokens)
+        for i, row in enumerate(rows)
     )
     settings = {"max_new_tokens": max_new_tokens, "temperature": float(temperature), "seed": seed}
     return Samples(samples, {**settings, "prepend_bos": with_bos})
 
 
-# ---------------------------------------------------------------------------------------------- arguments
+def prompt_rows(model: Any, prompts: Any, prepend_bos: bool | None = None) -> tuple[list[tuple[int, ...]], bool | None]:
+    """Token ids of each prompt, and whether strings among them got a BOS.
 
-
-def check_prompts(model: Any, prompts: Any) -> None:
-    """Raises TokenError for prompts that `generate` would refuse."""
-    _rows(model, prompts, None)
-
-
-def _check_numbers(max_new_tokens: int, temperature: float | int, batch_size: int) -> None:
-    for what, n in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
-        if n < 1:
-            raise ValueError(f"{what}={n}: give a whole number of at least 1")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
-
-
-def _require_causal(model: Any) -> None:
-    if not facts_of(model).causal:
-        raise UnsupportedHostError(
-            "this host attends both ways, so it cannot write on from a prompt; give a causal one"
-        )
+    Raises:
+        TokenError: see `generate`.
+    """
+    read = Prompt.several(model, prompts, "generate", prepend_bos=prepend_bos)
+    if not read:
+        raise TokenError("there are no prompts to continue; give at least one")
+    for prompt in read:
+        if not prompt.ids:
+            raise TokenError(f"prompt {prompt.text!r} has no tokens: there is nothing to continue")
+        prompt.row(model)  # refuses what the context cannot hold
+    return [prompt.ids for prompt in read], next((p.prepend_bos for p in read if p.text is not None), None)
 
 
 def _labelled(host: Host, factors: Any) -> dict[str, Any]:
     """label -> what to attach; one replacement is called "replaced"."""
-    several = isinstance(factors, Mapping) and bool(factors)
-    several = several and (any(isinstance(one, Mapping) for one in factors.values()) or not _names_sites(host, factors))
-    labelled = {str(label): one for label, one in factors.items()} if several else {"replaced": factors}
+    several = False
+    if isinstance(factors, Mapping) and factors:
+        sites = [*host.sites(), *host.alternatives()]
+        named = all(any(matches(site, str(name)) for site in sites) for name in factors)
+        several = not named or any(isinstance(units, Mapping) for units in factors.values())
+    labelled = {str(label): units for label, units in factors.items()} if several else {"replaced": factors}
     if DENSE in labelled:
         raise ValueError(
             f"{DENSE!r} is the host without factors, which is always shown; give your factors another label"
@@ -122,80 +259,30 @@ def _labelled(host: Host, factors: Any) -> dict[str, Any]:
     return labelled
 
 
-def _names_sites(host: Host, factors: Mapping[Any, Any]) -> bool:
-    try:
-        for name in factors:
-            select_sites(host.sites(), str(name), host.alternatives())
-    except UnknownSiteError:
-        return False
-    return True
-
-
-def _rows(model: Any, prompts: Any, prepend_bos: bool | None) -> tuple[list[tuple[int, ...]], bool | None]:
-    """Token ids of each prompt, and whether strings among them got a BOS."""
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
-    if given and all(isinstance(one, int) for one in given):
-        given = [given]  # a single row
-    if not given:
-        raise TokenError("there are no prompts to continue; give at least one")
-    tokenizer = _tokenizer(model, prepend_bos) if any(isinstance(one, str) for one in given) else None
-    rows = []
-    for one in given:
-        if isinstance(one, str):
-            assert tokenizer is not None
-            ids = tokenizer.ids(one)
-            ids = [tokenizer.tokenizer.bos_token_id, *ids] if tokenizer.prepend_bos else ids
-            if not ids:
-                raise TokenError(f"prompt {one!r} has no tokens: there is nothing to continue")
-            one = ids
-        rows.append(tuple(as_rows(one, model)[0].tolist()))
-    return rows, None if tokenizer is None else tokenizer.prepend_bos
-
-
-def _tokenizer(model: Any, prepend_bos: bool | None) -> TaskTokenizer:
-    if model.tokenizer is None:
-        raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
-    return TaskTokenizer("generate", model, prepend_bos)
-
-
-def _batches(rows: Sequence[tuple[int, ...]], batch_size: int) -> list[list[int]]:
-    """Places of prompts that run together: of one length, at most batch_size of them."""
-    of_length: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        of_length.setdefault(len(row), []).append(place)
-    return [same[i : i + batch_size] for same in of_length.values() for i in range(0, len(same), batch_size)]
-
-
-# ---------------------------------------------------------------------------------------------- writing on
-
-
 def _continue(
     host: Host, rows: Sequence[tuple[int, ...]], batch: Sequence[int], most: int, temperature: float, seed: int
 ) -> list[tuple[int, ...]]:
     """New tokens of each row of a batch, EOS included."""
-    tokens = torch.tensor([rows[place] for place in batch])
+    tokens = torch.tensor([rows[prompt] for prompt in batch])
     start, n_ctx, eos = tokens.shape[1], int(host.model.cfg.n_ctx), _eos(host.model)
     running = torch.ones(len(tokens), dtype=torch.bool)
     for step in range(min(most, n_ctx - start)):
-        logits = host.last_logits(tokens).float().cpu()
-        if not torch.isfinite(logits).all():
+        values = host.last_logits(tokens).float().cpu()
+        if not torch.isfinite(values).all():
             raise ValueError(f"the host's logits at position {tokens.shape[1] - 1} are not finite; it cannot write on")
         if temperature > 0:
-            noise = torch.stack([_gumbel(seed, place, step, logits.shape[1]) for place in batch])
-            tokens = torch.cat([tokens, _largest(logits.double() / temperature + noise)[:, None]], 1)
-        else:
-            tokens = torch.cat([tokens, _largest(logits)[:, None]], 1)
+            noise = torch.stack([_gumbel(seed, prompt, step, values.shape[1]) for prompt in batch])
+            values = values.double() / temperature + noise
+        # The largest entry; of equal ones the lowest id, on every device.
+        ids = torch.arange(values.shape[1])
+        largest = ids.where(values == values.amax(1, keepdim=True), values.shape[1]).amin(1)
+        tokens = torch.cat([tokens, largest[:, None]], 1)
         if eos is not None:
-            running &= tokens[:, -1] != eos
+            running &= largest != eos
             if not running.any():
                 break
-    return [_until(row, eos) for row in tokens[:, start:].tolist()]
-
-
-def _largest(values: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
-    """Index of each row's largest entry; of equal ones the lowest, on every device."""
-    ids = torch.arange(values.shape[1])
-    return ids.where(values == values.amax(1, keepdim=True), values.shape[1]).amin(1)
+    new = tokens[:, start:].tolist()
+    return [tuple(row[: row.index(eos) + 1] if eos in row else row) for row in new]
 
 
 def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vocab"]:
@@ -206,21 +293,18 @@ def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vo
     return -torch.log(-torch.log(uniform))
 
 
-def _until(tokens: list[int], eos: int | None) -> tuple[int, ...]:
-    return tuple(tokens[: tokens.index(eos) + 1] if eos in tokens else tokens)
-
-
 def _eos(model: Any) -> int | None:
     return None if model.tokenizer is None else getattr(model.tokenizer, "eos_token_id", None)
 
 
 def _sample(model: Any, row: tuple[int, ...], written: Mapping[str, tuple[int, ...]], most: int) -> Sample:
+    """One prompt's continuations, decoded and compared with the dense host's."""
     eos, dense = _eos(model), written[DENSE]
     by_host = {}
     for label, tokens in written.items():
         ended = eos is not None and tokens[-1:] == (eos,)
         stop = "eos" if ended else "length" if len(tokens) == most else "context"
-        departs = next((i for i, pair in enumerate(zip(tokens, dense, strict=False)) if pair[0] != pair[1]), None)
+        departs = next((i for i, (a, b) in enumerate(zip(tokens, dense, strict=False)) if a != b), None)
         by_host[label] = Continuation(tokens, _text(model, row, tokens[:-1] if ended else tokens), stop, departs)
     return Sample(None if model.tokenizer is None else model.tokenizer.decode(list(row)), row, by_host)
 

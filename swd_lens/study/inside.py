@@ -17,8 +17,7 @@ from swd_lens.analysis.graph import UnitGraph, plot_unit_paths, unit_graph
 from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
 from swd_lens.base.panels import visible
 from swd_lens.circuits import attribute
-from swd_lens.study.attention import AttentionView
-from swd_lens.study.section import Picture, ReportSection, SectionTable
+from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionTable
 from swd_lens.tasks.task import Task
 
 # A map is worth showing where its head is rebuilt and where it says what the removal does.

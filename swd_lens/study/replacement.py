@@ -28,8 +28,7 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET, SparsityError
-from swd_lens.study.generate import check_prompts, generate
-from swd_lens.study.samples import Samples
+from swd_lens.study.generate import Samples, generate, prompt_rows
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import TokenError, as_rows
 from swd_lens.train.finetune import finetune as finetune_factors
@@ -289,7 +288,7 @@ def _check_later_steps(
         )
     as_rows(heldout, model)
     if len(prompts):
-        check_prompts(model, prompts)
+        prompt_rows(model, prompts)
     if own := [name for name in _OWN if name in finetune_options]:
         raise ValueError(f"finetune_options holds {', '.join(own)}, which replace_model sets itself; leave it out")
     if finetune is not None:

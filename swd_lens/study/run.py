@@ -4,7 +4,7 @@
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
-5. Attention patterns of one prompt per task, and what the replacements do to them (attention.py).
+5. Attention patterns of one prompt per task, and what the replacements do to them (views.py).
 The result is a `Run`: plain data that the CLI prints, `report` draws, `save` writes to a folder and `Run.load` reads, without a
 model (run_file.py).
 """
@@ -32,21 +32,19 @@ from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import PRESETS, resolve
-from swd_lens.study.attention import AttentionView, attention_views
-from swd_lens.study.cards import TaskUnit, unit_cards
 from swd_lens.study.run_file import (
     CONTROL,
     FORMAT,
     NAME,
     Replacement,
-    card_of,
     comparison_to_dict,
     comparisons_of,
     folders_of,
     read_run,
     with_factors,
 )
-from swd_lens.study.section import ReportSection
+from swd_lens.study.section import AttentionView, ReportSection
+from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
@@ -153,7 +151,7 @@ class Run(Record):
                 values["settings"],
                 [Replacement.from_dict(row) for row in values["fidelity"]],
                 comparisons_of(values),
-                [card_of(**card) for card in values["units"]],
+                [TaskUnit.from_dict(card) for card in values["units"]],
                 values["seconds"],
                 [AttentionView.from_dict(view) for view in values["attention"]],
                 [ReportSection.from_dict(section) for section in values["extras"]],

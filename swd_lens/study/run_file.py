@@ -19,11 +19,9 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.analysis.audit import Context, Edges, LogitEffect, TaskRank
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.study.cards import TaskUnit
 from swd_lens.units.factors import FactorSet
 
 FORMAT = 2
@@ -218,43 +216,6 @@ def _curve(row: Mapping[str, Any]) -> CostCurve:
     rows = rows.astype({column: "int64" if column in ("units", "edges") else "float64" for column in rows})
     names = ("q_dense", "q_unpruned", "accuracy_dense", "accuracy_unpruned")
     return CostCurve(rows, row["task"], *(_number(row[name]) for name in names), settings=row["settings"])
-
-
-def card_of(
-    *,
-    task: str,
-    surface: str,
-    method: str,
-    unit: str,
-    rank: int,
-    score: float | int | None,
-    read_edges: int,
-    write_edges: int,
-    contexts: list[Mapping[str, Any]],
-    logits: Mapping[str, Any] | None,
-) -> TaskUnit:
-    return TaskUnit(
-        unit=unit,
-        contexts=tuple(map(_context, contexts)),
-        reads=Edges(read_edges),
-        writes=Edges(write_edges),
-        logits=LogitEffect(_effects(logits["promoted"]), _effects(logits["suppressed"])) if logits else None,
-        tasks={task: TaskRank(_number(score), rank + 1)},
-        task=task,
-        surface=surface,
-        method=method,
-    )
-
-
-def _context(values: Mapping[str, Any]) -> Context:
-    tokens, z, peak = tuple(values["tokens"]), tuple(map(_number, values["z"])), values["peak"]
-    if len(tokens) != len(z) or peak not in range(len(z)):
-        raise TypeError(f"a context of {len(tokens)} tokens has {len(z)} z and its peak at {peak!r}")
-    return Context(tokens, z, peak)
-
-
-def _effects(pairs: Any) -> tuple[tuple[str, float], ...]:
-    return tuple((token, _number(value)) for token, value in pairs)
 
 
 def _number(value: Any) -> float:

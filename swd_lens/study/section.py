@@ -1,21 +1,30 @@
-"""ReportSection: what a study adds to the report by itself, as plain data that run.json can keep.
+"""What a report shows beside numbers, as plain data that run.json can keep: attention views, and sections of a study's own.
 
-1. A section is a title, paragraphs, pictures and tables. All its text is plain; the report escapes it.
-2. A picture is an SVG of our own figures with a title and a description for those who do not see it. The text of a run.json
+1. An `AttentionView` is positions, names and values: patterns of heads, or whatever has the same shape (contributions of a QK
+   pair, with signs).
+2. A `ReportSection` is a title, paragraphs, pictures and tables. All its text is plain; the report escapes it.
+3. A picture is an SVG of our own figures with a title and a description for those who do not see it. The text of a run.json
    may come from anywhere: what is more than a drawing (scripts, event handlers, anything loaded) is refused when a picture is
    made, loaded ones too, and what remains is written anew, so that a browser sees what was checked.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
 from xml.etree import ElementTree
 
+import torch
+from jaxtyping import Float
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from swd_lens.base.figures import svg
 from swd_lens.base.record import PlainRecord
 
 Cell = str | int | float | None
+DIGITS = 4  # of a view's values: finer than any screen shows
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 # What matplotlib and hand-made graphs draw with; links and scripts are not here.
@@ -30,6 +39,56 @@ _LOADING = ("href", "src")
 _OWN_PIXELS, _OWN_PART = "data:image/png;base64,", "#"
 # What style sheets load things with, but for one's own parts; they know no upper and lower case.
 _FETCHES = re.compile(r"url\(\s*[\"']?(?!#)|image-set\(|image\(|src\(|cross-fade\(|@import|\\", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class AttentionView(PlainRecord):
+    """Values of several heads (or pairs of units) over the positions of one prompt.
+
+    Attributes:
+        kind: what the values are: "dense patterns", "replaced patterns", or a name of one's own.
+        title: heading of the panel.
+        task: whose prompt it is; "" for none. Views of a task stand together.
+        tokens: strings of the positions.
+        names: of the heads.
+        values: (head, dest, src), rounded to DIGITS.
+        signed: values below zero mean something (contributions, differences); else they are probabilities.
+        caption: what to look at, in a sentence or two.
+        measures: what was measured -> head -> number; also of heads that are not drawn.
+
+    Raises:
+        ValueError: tokens or names do not fit the values, or a value is not finite.
+    """
+
+    kind: str
+    title: str
+    task: str
+    tokens: tuple[str, ...]
+    names: tuple[str, ...]
+    values: tuple[tuple[tuple[float, ...], ...], ...]
+    signed: bool = False
+    caption: str = ""
+    measures: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n, names = len(self.tokens), len(self.names)
+        if len(self.values) != names or any(len(row) != n for head in self.values for row in (head, *head)):
+            shape = (len(self.values), *(len(side) for head in self.values[:1] for side in (head, *head[:1])))
+            raise ValueError(f"values are {shape} (head, dest, src), but there are {names} names and {n} tokens")
+        if not all(isfinite(value) for head in self.values for row in head for value in row):
+            raise ValueError("values must be finite; give zeros where nothing is seen")
+
+    @classmethod
+    def of(
+        cls, values: Float[Tensor, "head dest src"], tokens: Sequence[str], names: Sequence[str], **others: Any
+    ) -> "AttentionView":
+        """A view of a tensor; raises ValueError as the class does."""
+        rounded = tuple(tuple(tuple(round(v, DIGITS) for v in row) for row in head) for head in values.tolist())
+        return cls(values=rounded, tokens=tuple(tokens), names=tuple(names), **others)
+
+    def tensor(self) -> Float[Tensor, "head dest src"]:
+        """The values as a tensor."""
+        return torch.tensor(self.values, dtype=torch.float32).reshape(len(self.names), len(self.tokens), -1)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def with_cards(run: Run, tokens: tuple[str, ...]) -> Run:
 
 def with_attention(run: Run, tokens: tuple[str, ...]) -> Run:
     """The run with one signed view of these tokens, whose title, names and captions are as hostile as they."""
-    from swd_lens.study.attention import AttentionView
+    from swd_lens.study.section import AttentionView
 
     n = len(tokens)
     values = torch.linspace(-1, 1, 2 * n * n).reshape(2, n, n).tril()

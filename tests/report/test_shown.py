@@ -11,7 +11,7 @@ import torch
 from swd_lens.circuits import Fidelity, Refinement, UnitScores
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget
 from swd_lens.study import ModelReplacement, Run, Samples, Sweep, SweepPoint
-from swd_lens.study.samples import Continuation, Sample
+from swd_lens.study.generate import Continuation, Sample
 from swd_lens.units.factors import Factors, FactorSet
 from tests.report.conftest import HOSTILE, HOSTILE_SURFACE, HOSTILE_TASK
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.study.attention import AttentionView
 from swd_lens.study.inside import look_inside
-from swd_lens.study.section import ReportSection
+from swd_lens.study.section import AttentionView, ReportSection
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.record import PlainRecord
+
 NO_TOKEN = -1  # in a window that reaches over an end of its row
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -41,7 +43,7 @@ class TokenNames:
 
 
 @dataclass(frozen=True)
-class Context:
+class Context(PlainRecord):
     """One place where a unit fires.
 
     Attributes:
@@ -53,6 +55,11 @@ class Context:
     tokens: tuple[str, ...]
     z: tuple[float, ...]
     peak: int
+
+    def __post_init__(self) -> None:
+        n, m = len(self.tokens), len(self.z)
+        if n != m or self.peak not in range(n):
+            raise ValueError(f"a context of {n} tokens has {m} z and its peak at {self.peak!r}")
 
     def text(self, mark: tuple[str, str] = ("", "")) -> str:
         """The window as running text, the ranked token between two marks; they go inside a token's leading space."""

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
+from swd_lens.base.record import PlainRecord
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, WRITES_RESIDUAL, split_name
 from swd_lens.units.coder import CoderUnits, Units
@@ -171,7 +172,7 @@ def strongest_others(values: Float[Tensor, "some unit"], own: Int[Tensor, " some
 
 
 @dataclass(frozen=True)
-class LogitEffect:
+class LogitEffect(PlainRecord):
     """Tokens a write vector promotes and suppresses for z > 0, strongest first, with the change in centred logits per unit z."""
 
     promoted: tuple[tuple[str, float], ...]

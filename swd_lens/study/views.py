@@ -1,33 +1,49 @@
-"""attention_views: where the heads look, on one prompt per task, before and after a replacement.
+"""What a run shows beside its numbers: its best units, and where the heads look before and after a replacement.
+
+`unit_cards`: a task's best units, each with what a reader wants to know of it.
+
+1. Per task, pick the surface on which the task depends most on single units: the one whose empty circuit keeps the least of
+   the margin, under the sparsest SWD replacement.
+2. Take its best units by score; their contexts on held-out text come from one pass per surface.
+3. Where the site writes to the residual stream, add the direct logit effect of the write vector.
+
+`attention_views`: one prompt per task.
 
 1. For each task take one test prompt and the patterns of every head of the dense host.
 2. Attach each surface's replacement once and take the patterns of all prompts again. What a replacement did to a head is
    KL(dense || replaced), averaged over destinations.
 3. Show the dense host: all heads of a small model, else those that the replacements changed most.
 4. For each surface that changes patterns show the heads that it changed most, dense beside replaced, with every KL.
-
-An `AttentionView` is plain data: positions, names and values. Whatever has the same shape (contributions of a QK pair, with
-signs) is one, too.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.analysis.audit import (
+    WRITES_RESIDUAL,
+    Context,
+    Edges,
+    LogitEffect,
+    TaskRank,
+    UnitCard,
+    logit_effect,
+    top_contexts,
+)
 from swd_lens.base.divergence import kl
-from swd_lens.base.record import PlainRecord
+from swd_lens.circuits import Comparison
 from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts.sites import split_name
+from swd_lens.study.section import AttentionView
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
 from swd_lens.units.factors import FactorSet
 
 DENSE, REPLACED = "dense patterns", "replaced patterns"
-DIGITS = 4  # of a value: finer than any screen shows
 _MOST_HEADS = 16  # all heads of a model with so many; of larger models the few that changed most
 _FEW_HEADS, _PAIRS = 8, 3
 _LONGEST = 64  # positions; of longer prompts the last ones
@@ -36,55 +52,114 @@ _CHANGED = 1e-4  # a pattern that moves less is shown the same
 
 Patterns = Mapping[str, Float[Tensor, "_dest _src"]]  # head -> where it looks, in the order of layers
 
+# ---------------------------------------------------------------------------------------------- units
 
-@dataclass(frozen=True)
-class AttentionView(PlainRecord):
-    """Values of several heads (or pairs of units) over the positions of one prompt.
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TaskUnit(UnitCard):
+    """One of a task's best units.
 
     Attributes:
-        kind: what the values are: "dense patterns", "replaced patterns", or a name of one's own.
-        title: heading of the panel.
-        task: whose prompt it is; "" for none. Views of a task stand together.
-        tokens: strings of the positions.
-        names: of the heads.
-        values: (head, dest, src), rounded to DIGITS.
-        signed: values below zero mean something (contributions, differences); else they are probabilities.
-        caption: what to look at, in a sentence or two.
-        measures: what was measured -> head -> number; also of heads that are not drawn.
-
-    Raises:
-        ValueError: tokens or names do not fit the values, or a value is not finite.
+        unit, contexts, reads, writes, logits, tasks: see `UnitCard`; edges are counted only, and the only task is its own.
+        task, surface, method: for which it is one of the best, and whose unit it is.
     """
 
-    kind: str
-    title: str
     task: str
-    tokens: tuple[str, ...]
-    names: tuple[str, ...]
-    values: tuple[tuple[tuple[float, ...], ...], ...]
-    signed: bool = False
-    caption: str = ""
-    measures: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
+    surface: str
+    method: str
 
-    def __post_init__(self) -> None:
-        n, names = len(self.tokens), len(self.names)
-        if len(self.values) != names or any(len(row) != n for head in self.values for row in (head, *head)):
-            shape = (len(self.values), *(len(side) for head in self.values[:1] for side in (head, *head[:1])))
-            raise ValueError(f"values are {shape} (head, dest, src), but there are {names} names and {n} tokens")
-        if not all(isfinite(value) for head in self.values for row in head for value in row):
-            raise ValueError("values must be finite; give zeros where nothing is seen")
+    @property
+    def rank(self) -> int:
+        """Among all units of the surface, 0 the best."""
+        return self.tasks[self.task].rank - 1
+
+    @property
+    def score(self) -> float:
+        """In logits of margin."""
+        return self.tasks[self.task].score
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as run.json holds them."""
+        return {
+            **{"task": self.task, "surface": self.surface, "method": self.method, "unit": self.unit},
+            **{"rank": self.rank, "score": self.score},
+            **{"read_edges": self.reads.n if self.reads else 0, "write_edges": self.writes.n if self.writes else 0},
+            "contexts": [context.as_dict() for context in self.contexts],
+            "logits": self.logits and self.logits.as_dict(),
+        }
 
     @classmethod
-    def of(
-        cls, values: Float[Tensor, "head dest src"], tokens: Sequence[str], names: Sequence[str], **others: Any
-    ) -> "AttentionView":
-        """A view of a tensor; raises ValueError as the class does."""
-        rounded = tuple(tuple(tuple(round(v, DIGITS) for v in row) for row in head) for head in values.tolist())
-        return cls(values=rounded, tokens=tuple(tokens), names=tuple(names), **others)
+    def from_dict(cls, values: Mapping[str, Any]) -> "TaskUnit":
+        """What `as_dict` gave, back from JSON.
 
-    def tensor(self) -> Float[Tensor, "head dest src"]:
-        """The values as a tensor."""
-        return torch.tensor(self.values, dtype=torch.float32).reshape(len(self.names), len(self.tokens), -1)
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        rest = dict(values)
+        task, score, logits = rest.pop("task"), rest.pop("score"), rest.pop("logits")
+        return cls(
+            contexts=tuple(map(Context.from_dict, rest.pop("contexts"))),
+            reads=Edges(rest.pop("read_edges")),
+            writes=Edges(rest.pop("write_edges")),
+            logits=logits and LogitEffect.from_dict(logits),
+            tasks={task: TaskRank(float("nan") if score is None else float(score), rest.pop("rank") + 1)},
+            task=task,
+            **rest,
+        )
+
+
+def unit_cards(
+    model: Any,
+    factors: Mapping[str, tuple[str, FactorSet]],
+    comparisons: Mapping[str, Comparison],
+    tokens: Any,
+    *,
+    per_task: int = 3,
+    n_contexts: int = 6,
+) -> list[TaskUnit]:
+    """Cards in the order of tasks, then rank.
+
+    Args:
+        factors: surface -> (method, its factors): the replacement whose units are shown.
+        comparisons: surface -> comparison that holds the method's scores and curves, by task.
+        tokens: (rows, pos) held-out text for the contexts.
+    """
+
+    def kept_by_nothing(surface: str, task: str) -> float:
+        rows = comparisons[surface][task].curves[factors[surface][0]].rows
+        kept = float(rows["sufficiency"].iloc[0])
+        return kept if kept == kept else float("inf")  # undefined sufficiency comes last
+
+    tasks = list(next(iter(comparisons.values())))
+    surface_of = {task: min(factors, key=lambda surface, task=task: kept_by_nothing(surface, task)) for task in tasks}
+    cards: dict[str, list[TaskUnit]] = {}
+    for surface in dict.fromkeys(surface_of.values()):
+        method, replaced = factors[surface]
+        scores = {task: comparisons[surface][task].scores[method] for task in tasks if surface_of[task] == surface}
+        best = {task: of_task.ranking()[:per_task] for task, of_task in scores.items()}
+        units = list(dict.fromkeys(unit for ranking in best.values() for unit in ranking))
+        contexts = top_contexts(model, replaced, units, tokens, n=n_contexts) if units else {}
+        for task, ranking in best.items():
+            cards[task] = [
+                TaskUnit(
+                    unit=f"{site}/{index}",
+                    contexts=tuple(contexts[site, index]),
+                    reads=Edges(int((replaced[site].read[:, index] != 0).sum())),
+                    writes=Edges(int((replaced[site].write[index] != 0).sum())),
+                    logits=logit_effect(model, replaced, (site, index))
+                    if split_name(site)[1] in WRITES_RESIDUAL
+                    else None,
+                    tasks={task: TaskRank(float(scores[task].scores[site][index]), rank)},
+                    task=task,
+                    surface=surface,
+                    method=method,
+                )
+                for rank, (site, index) in enumerate(ranking, 1)
+            ]
+    return [card for task in tasks for card in cards[task]]
+
+
+# ---------------------------------------------------------------------------------------------- attention
 
 
 def attention_views(

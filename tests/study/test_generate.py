@@ -7,8 +7,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.study.generate import generate
-from swd_lens.study.samples import DENSE, Samples
+from swd_lens.study.generate import DENSE, Samples, generate
 from tests import families
 from tests.micro import random_tokens, toy_model
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.study import attention
-from swd_lens.study.attention import DENSE, REPLACED, AttentionView, attention_views
+from swd_lens.study import views as module
+from swd_lens.study.section import AttentionView
+from swd_lens.study.views import DENSE, REPLACED, attention_views
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,13 @@ def test_a_replaced_surface_shows_what_it_changed(default_model, task, surfaces,
 
 
 def test_large_models_and_long_prompts_show_few_heads_and_positions(default_model, task, surfaces, monkeypatch):
-    monkeypatch.setattr(attention, "_MOST_HEADS", 5)
-    monkeypatch.setattr(attention, "_LONGEST", 7)
+    monkeypatch.setattr(module, "_MOST_HEADS", 5)
+    monkeypatch.setattr(module, "_LONGEST", 7)
     dense, changed = attention_views(default_model, [task], surfaces)
     assert len(dense.names) == 8 and "8 of 16 heads, those that the replacements changed most" in dense.caption
     assert len(dense.tokens) == len(dense.values[0]) == len(dense.values[0][0]) == 7
     assert "its last 7 positions" in dense.caption and len(next(iter(changed.measures.values()))) == 5
-    monkeypatch.setattr(attention, "_MOST_VALUES", 3 * 49)
+    monkeypatch.setattr(module, "_MOST_VALUES", 3 * 49)
     dense, changed = attention_views(default_model, [task], surfaces)
     assert len(dense.names) == 3 and len(changed.names) == 2
 
