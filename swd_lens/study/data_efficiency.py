@@ -23,8 +23,8 @@ from swd_lens.base._version import __version__
 from swd_lens.base.files import plain, write_json
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.checkpoint import ResumeError, differences, host_fingerprint, tokens_fingerprint
+from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
-from swd_lens.factorization.resources import estimate
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.study.efficiency import CHECKPOINT, FIT, SINGLE, DataEfficiency, Point

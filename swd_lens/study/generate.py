@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.record import PlainRecord, Record
 from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import matches
 from swd_lens.tasks.prompt import Prompt, same_length
 from swd_lens.tasks.text import TokenError
@@ -201,8 +202,7 @@ def generate(
             raise ValueError(f"{name}={n}: give a whole number of at least 1")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
-    generates = getattr(getattr(model, "adapter", None), "supports_generation", True)
-    if not generates or getattr(model.cfg, "attention_dir", "causal") == "bidirectional":
+    if not facts_of(model).causal:
         raise UnsupportedHostError(
             "this host attends both ways, so it cannot write on from a prompt; give a causal one"
         )
