@@ -143,7 +143,7 @@ def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):
         ({"heldout": None}, "heldout=None: give token rows"),
         ({"heldout": [[99]]}, "token id 99"),
         ({"prompts": ["text"]}, "no tokenizer"),
-        ({"finetune_options": {"stepz": 3}}, "did you mean 'steps'"),
+        ({"finetune_options": {"stepz": 3}}, "did you mean steps"),
         ({"finetune_options": {"out": "x"}}, "finetune_options holds out"),
     ],
 )
