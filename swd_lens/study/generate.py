@@ -33,8 +33,8 @@ from swd_lens.base.record import PlainRecord, Record
 from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import matches
-from swd_lens.tasks.prompt import Prompt, same_length
-from swd_lens.tasks.text import TokenError
+from swd_lens.tasks.prompt import Prompt
+from swd_lens.tasks.text import TokenError, same_length
 from swd_lens.units import attach
 
 DENSE = "dense"
@@ -216,7 +216,7 @@ def generate(
         for label, units in {DENSE: None, **replacements}.items():
             written[label] = {}
             with nullcontext() if units is None else attach(model, units):
-                for batch in same_length([len(row) for row in rows], lambda length: batch_size):
+                for batch in same_length([len(row) for row in rows], lambda _: batch_size):
                     new = _continue(host, rows, batch, max_new_tokens, float(temperature), seed)
                     written[label].update(zip(batch, new, strict=True))
                     bar.update(len(batch))
