@@ -36,15 +36,17 @@ Parcel = dict[str, Any]
 
 _COUNT = struct.Struct("!Q")
 
-# argv: sys.path of the parent and the folder of swd_lens, as JSON; CPU threads.
+# argv: sys.path of the parent and the folder of swd_lens, as JSON; CPU threads. Packages whose __init__ brings transformer_lens
+# along stand there without it.
 BOOTSTRAP = """
 import json, os, sys, types
 tasks, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.dup2(2, 1)
 sys.path[:], folder = json.loads(sys.argv[1])
-sys.modules["swd_lens"] = package = types.ModuleType("swd_lens")
-package.__path__ = [folder]
+for name in ("swd_lens", "swd_lens.units"):
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [os.path.join(folder, *name.split(".")[1:])]
 from swd_lens.factorization.workers.parcel import main
 main(tasks, results, int(sys.argv[2]))
 """
