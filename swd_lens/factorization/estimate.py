@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import torch
 
 from swd_lens.base.machine import available_bytes, product_speed
+from swd_lens.base.record import Record
 from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
 from swd_lens.factorization.job import SITE_NAME, Job
 from swd_lens.hosts.sites import Pattern
@@ -21,6 +23,7 @@ from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.text import TokenError
 
+_COLUMNS = ("site", "d_in", "d_out", "units", "solver", "calibration", "memory")
 _MOST_LINES = 16  # above this, matrices of one kind and shape share a line
 
 # A host that has every token and any context: for tokens of a model that is not loaded.
@@ -32,7 +35,7 @@ class DoesNotFitError(MemoryError, ValueError):
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate:
+class Estimate(Record):
     """Memory and time of a factorization; printing it gives the table.
 
     Attributes:
@@ -101,25 +104,25 @@ class Estimate:
         ways.append("a machine with more memory")
         return f"What helps: {'; '.join(ways)}."
 
-    def __repr__(self) -> str:
-        header = ("site", "d_in", "d_out", "units", "solver", "calibration", "memory")
-        lines = [header, *(_line(rows) for rows in self._by_line())]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        table = [
-            "  "
-            + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
-        ]
-        title = f"Estimate: {_matrices(len(self.rows))}, calibration {self.calibration}"
-        return "\n".join([title, *table, *self._totals()])
+    def title(self) -> str:
+        return f"Estimate: {_matrices(len(self.rows))}, calibration {self.calibration}"
 
-    def _by_line(self) -> list[list[SiteEstimate]]:
-        """The rows of each printed line, in order of the first."""
+    def parts(self) -> tuple[pd.DataFrame | str, ...]:
+        return pd.DataFrame(self._lines(), columns=_COLUMNS), *self._totals()
+
+    def __repr__(self) -> str:
+        lines = [_COLUMNS, *self._lines()]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+        aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+        return "\n".join([self.title(), *("  " + "  ".join(line) for line in aligned), *self._totals()])
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """The table's lines, in order of their first rows."""
         together: dict[object, list[SiteEstimate]] = {}
         for row in self.rows:
             alike = (_kind(row.site), row.d_in, row.d_out, row.units) if len(self.rows) > _MOST_LINES else row.site
             together.setdefault(alike, []).append(row)
-        return list(together.values())
+        return [_line(rows) for rows in together.values()]
 
     def _totals(self) -> list[str]:
         available = "unknown" if self.available_bytes is None else _bytes(self.available_bytes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from swd_lens.base.record import Record
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming
 from swd_lens.factorization.stages import stages_of
@@ -31,7 +32,7 @@ _PER_ENTRY = 400.0
 
 
 @dataclass(frozen=True)
-class SiteEstimate:
+class SiteEstimate(Record):
     """One site's share. flops: the solver's; calibration_flops: of the forwards and products for its Gram; peak_bytes: its
     own working memory at the worst moment; held_bytes: what other sites hold meanwhile."""
 

@@ -9,7 +9,17 @@
 from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
 from swd_lens.solver.cost import Cost, cost
 from swd_lens.solver.solve import Solution, canonical, solve
-from swd_lens.solver.spec import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec, OnIteration, SolveSpec, Step, resolve
+from swd_lens.solver.spec import (
+    DEFAULT_PRESET,
+    DOUBLE_UP_TO,
+    PRESETS,
+    AnnealSpec,
+    DsfSpec,
+    OnIteration,
+    SolveSpec,
+    Step,
+    resolve,
+)
 from swd_lens.solver.validate import (
     BudgetError,
     GramError,
@@ -22,6 +32,7 @@ from swd_lens.solver.validate import (
 
 __all__ = [
     "DEFAULT_PRESET",
+    "DOUBLE_UP_TO",
     "PRESETS",
     "AnnealSpec",
     "Budget",

@@ -69,12 +69,12 @@ def solve(
         weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Taken to float32 first.
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
-        preset: a key of `PRESETS`: "best"; "quick" and "thorough", half and 2.5 times its iterations; "paper", the
-            paper's solver with the reference code's rounding.
+        preset: a key of `PRESETS`: "best"; "quick" and "thorough", with fewer and more iterations; "paper", the paper's
+            solver with the reference code's rounding.
         units: width of the bottleneck: a number, None for min(d_in, d_out), or "2x" for twice that (any "1.5x" too).
             More units at the same K lower the error and cost time. The paper's solver knows min(d_in, d_out) only.
         tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram towards the
-            identity by min(.3, d_in / tokens); `settings["shrinkage"]` says by how much.
+            identity by d_in / tokens, at most `MOST_SHRINKAGE` (spec.py); `settings["shrinkage"]` says by how much.
         on_iteration: called with a `Step` after each outer iteration, for progress bars.
         **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8 or
             precision="float64".

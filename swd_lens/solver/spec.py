@@ -150,8 +150,8 @@ class AnnealSpec(SolveSpec):
 
     # The ADMM penalty rises geometrically from the first to the last alternation. Its unit is the block's own Gram,
     # whose diagonal is 1. Starting at .03 or .3, or ending at .2 or 1, was worse by 4 to 30 % in
-    # trials. The end "auto": .5 with
-    # a Gram, .8 without one (for s = .75).
+    # trials. The end "auto":
+    # RHO_END_CALIBRATED with a Gram, RHO_END_ZERO_DATA without one (for s = .75).
     rho_start: float | int = setting(0.1, above=0)
     rho_end: float | int | str = setting(AUTO, above=0)
 
@@ -176,8 +176,8 @@ class AnnealSpec(SolveSpec):
     refine_rounds: int = setting(3, at_least=0)
     refine_steps: int = setting(8, at_least=1)
 
-    # How far the Gram is shrunk towards the identity (metric.py). "auto": min(.3, d_in / tokens) where the number of tokens is
-    # known, else 0.
+    # How far the Gram is shrunk towards the identity (metric.py). "auto": d_in / tokens, at most MOST_SHRINKAGE, where the
+    # number of tokens is known, else 0.
     shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
 
     # Chooses which copy of a unit starts with which entry, when there are more units than coordinates; else unused.

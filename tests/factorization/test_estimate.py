@@ -1,5 +1,6 @@
 """estimate: what a factorization will need, and the refusal when there is not as much."""
 
+import json
 import math
 import os
 import subprocess
@@ -240,6 +241,16 @@ def test_the_printed_table():
     assert "available" in repr(Estimate((), None, None, "zero-data"))
 
 
+def test_an_estimate_goes_to_json_and_back_and_shows_itself():
+    made = Estimate(ROWS, None, 1e11, "dense")
+    assert Estimate.from_dict(json.loads(json.dumps(made.as_dict()))) == made
+    assert (
+        "<table" in made._repr_html_()
+        and "blocks.0.mlp_out" in made._repr_html_()
+        and "3.5 TFLOP" in made._repr_html_()
+    )
+
+
 def test_the_refusal_gives_the_numbers():
     Estimate(ROWS, 430_000_000, None, "dense").require_fit()
     Estimate(ROWS, None, None, "dense").require_fit()
@@ -312,34 +323,34 @@ def test_the_measured_speed_is_believable():
 
 
 MEASURE = """
-import sys, torch
+import json, sys, torch
 from pathlib import Path
 import swd_lens as swd
 from tests.micro import toy_model, random_tokens
 torch.set_num_threads(1)
 model = toy_model(d_model=256, d_mlp=1024, n_heads=4, d_head=64)
-sites, quick = ["blocks.0.mlp_out", "blocks.1.mlp_out"], dict(outer_iterations=4, preset=sys.argv[1])
-quick |= dict(tokens=random_tokens(16, 32), calibration=sys.argv[2])
+sites = ["blocks.0.mlp_out", "blocks.1.mlp_out"]
 def kilobytes(word):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(word))
-warm_up = swd.factorize(model, "attn_o", progress=False, **quick)  # libraries loaded, thread pools made
-expected = swd.estimate(model, sites, **quick).peak_bytes
-Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
-before = kilobytes("VmRSS")
-swd.factorize(model, sites, progress=False, **quick)
-print((kilobytes("VmHWM") - before) * 1024, expected)
+def measured(preset, calibration):
+    quick = dict(outer_iterations=4, preset=preset, tokens=random_tokens(16, 32), calibration=calibration)
+    swd.factorize(model, "attn_o", progress=False, **quick)  # libraries loaded, thread pools made
+    expected = swd.estimate(model, sites, **quick).peak_bytes
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+    before = kilobytes("VmRSS")
+    swd.factorize(model, sites, progress=False, **quick)
+    return (kilobytes("VmHWM") - before) * 1024, expected
+print(json.dumps([measured(*case) for case in json.load(sys.stdin)]))
 """
+PEAKS = [("paper", "sequential"), ("best", "sequential"), ("best", "dense"), ("paper", "corrected")]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("preset", "calibration"),
-    [("paper", "sequential"), ("best", "sequential"), ("best", "dense"), ("paper", "corrected")],
-)
-def test_the_peak_is_what_is_really_used(preset, calibration):
-    """In a process of its own, whose freed memory goes back to the system, so that resident means in use."""
+@pytest.fixture(scope="module")
+def peaks() -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes used and estimated, in a process of its own, whose freed memory goes back to the system: resident means in use."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEASURE, preset, calibration],
+        [sys.executable, "-W", "ignore", "-c", MEASURE],
+        input=json.dumps(PEAKS),
         capture_output=True,
         text=True,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
@@ -347,7 +358,13 @@ def test_the_peak_is_what_is_really_used(preset, calibration):
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak")
     assert done.returncode == 0, done.stderr
-    used, expected = map(int, done.stdout.split())
+    return dict(zip(PEAKS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("case", PEAKS, ids=str)
+def test_the_peak_is_what_is_really_used(peaks: dict[tuple[str, str], tuple[int, int]], case: tuple[str, str]):
+    used, expected = peaks[case]
     assert used <= 1.15 * expected and expected <= 2.5 * used
 
 

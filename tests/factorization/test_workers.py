@@ -1,5 +1,6 @@
 """Workers: the same bits on every backend, lazily, in order, whatever dies."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 from swd_lens.factorization.workers import RayMissingError, Solved, SolveTask, WorkerLostError, open_workers, solve_task
 from swd_lens.factorization.workers.order import Failed, Workers, WorkerTracebackError
-from swd_lens.factorization.workers.parcel import pack_solved, pack_task, unpack_solved, unpack_task
+from swd_lens.factorization.workers.parcel import BOOTSTRAP, pack_solved, pack_task, unpack_solved, unpack_task
 from swd_lens.solver import GramError, SparsityError
 
 HERE = Path(__file__).parent
@@ -219,6 +220,17 @@ def test_a_pool_gives_the_bits_of_this_process(pool):
         assert_same_bits(one, other)
 
 
+def test_a_worker_process_does_without_transformer_lens():
+    program = BOOTSTRAP.replace(
+        "main(tasks, results, int(sys.argv[2]))", "results.write(' '.join(sys.modules).encode())"
+    )
+    assert program != BOOTSTRAP
+    where = json.dumps([sys.path, str(HERE.parents[1] / "swd_lens")])
+    done = subprocess.run([sys.executable, "-c", program, where, "1"], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "swd_lens.factorization.solve" in loaded and not {"transformer_lens", "transformers"} & loaded
+
+
 def test_a_pool_draws_as_workers_come_free_and_lets_go_of_what_is_done(pool):
     grams, alive, waiting, finished = [], [], [], []
 
@@ -280,7 +292,7 @@ class Poison:
 
 
 def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_named():
-    tasks = [task(0), task(1, 160, 160, preset="thorough"), task(2)]
+    tasks = [task(0), task(1, 160, 160, preset="best"), task(2)]
     with open_workers(1, threads=1) as workers:
         here = list(workers.solve(tasks))
     with open_workers(2, threads=1, retries=1) as workers:

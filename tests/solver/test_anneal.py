@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swd_lens.factorization.solve import solve
-from swd_lens.solver import PRESETS, BudgetError, Step, anneal, plan_shares, resolve
+from swd_lens.solver import DEFAULT_PRESET, PRESETS, BudgetError, Step, anneal, plan_shares, resolve
+from swd_lens.solver.spec import DOUBLE_UP_TO, MOST_SHRINKAGE
 from swd_lens.units.factors import Factors
 from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 
@@ -349,10 +350,10 @@ def test_extreme_scales():
     ("shape", "precision", "wanted"),
     [
         ((20, 32), "auto", "float64"),
-        ((256, 512), "auto", "float64"),
-        ((257, 512), "auto", "float32"),
+        ((DOUBLE_UP_TO // 512, 512), "auto", "float64"),
+        ((DOUBLE_UP_TO // 512 + 1, 512), "auto", "float32"),
         ((20, 32), "float32", "float32"),
-        ((257, 512), "float64", "float64"),
+        ((DOUBLE_UP_TO // 512 + 1, 512), "float64", "float64"),
     ],
 )
 def test_small_matrices_are_solved_in_float64(shape: tuple[int, int], precision: str, wanted: str):
@@ -385,13 +386,13 @@ def test_a_float64_gram_is_used_as_it_is():
 
 def test_result_says_how_it_was_made():
     weight = weight_of((20, 32)).half()
-    factors = solve(weight, gram_of(20), 0.5, units="2x", tokens=80, outer_iterations=8)
+    factors = solve(weight, gram_of(20), 0.5, units="2x", tokens=160, outer_iterations=8)
     json.dumps(dict(factors.settings))
-    expected = {"preset": "best", "sparsity": 0.5, "units": 40, "calibrated": True, "outer_iterations": 8}
+    expected = {"preset": DEFAULT_PRESET, "sparsity": 0.5, "units": 40, "calibrated": True, "outer_iterations": 8}
     assert expected.items() <= factors.settings.items()
     assert set(PRESETS["best"].as_dict()) <= set(factors.settings)
-    # 20 inputs / 80 tokens.
-    assert factors.settings["shrinkage"] == pytest.approx(0.25)
+    # 20 inputs / 160 tokens.
+    assert factors.settings["shrinkage"] == pytest.approx(0.125)
     # K = 320, n = 20: 320 * 400 / (2 * 720) = 88.9.
     assert (factors.settings["budget_square"], factors.settings["budget_other"]) == (88, 232)
     assert (factors.settings["nonzeros_read"], factors.settings["nonzeros_write"]) == (88, 232)
@@ -455,7 +456,7 @@ def test_the_newer_precision_setting_is_kept_after_an_interrupt():
     """torch refuses to mix its two settings in one process: a fresh one."""
     program = """
 import torch
-from swd_lens.factorization.solve import solve
+from swd_lens.solver import solve
 matmul = torch.backends.cuda.matmul
 matmul.fp32_precision = "tf32"
 seen = []
@@ -499,7 +500,7 @@ def test_shrinkage_helps_with_few_tokens():
         gram, weight = inputs.T @ inputs / 120, weight_of((120, 40), seed)
         shrunk = solve(weight, gram, tokens=120, outer_iterations=32)
         plain = solve(weight, gram, tokens=120, outer_iterations=32, shrinkage=0.0)
-        assert shrunk.settings["shrinkage"] == pytest.approx(0.3) and plain.settings["shrinkage"] == 0.0
+        assert shrunk.settings["shrinkage"] == MOST_SHRINKAGE and plain.settings["shrinkage"] == 0.0
         assert plain.relmse(gram) < shrunk.relmse(gram)  # it does follow the tokens more closely
         ratios.append(shrunk.relmse(true) / plain.relmse(true))
     assert max(ratios) < 0.9, ratios

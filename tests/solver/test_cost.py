@@ -34,7 +34,7 @@ MEASURE = """
 import json, sys
 import torch
 from torch.profiler import ProfilerActivity, profile
-from swd_lens.factorization.solve import solve
+from swd_lens.solver import solve
 torch.set_num_threads(1)
 peaks = []
 for preset, shape, units, calibrated, options in json.load(sys.stdin):

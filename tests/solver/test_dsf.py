@@ -242,7 +242,7 @@ def test_the_newer_precision_setting_is_kept_too():
     """torch refuses to mix its two settings in one process: a fresh one."""
     program = """
 import torch
-from swd_lens.factorization.solve import solve
+from swd_lens.solver import solve
 matmul = torch.backends.cuda.matmul
 matmul.fp32_precision = "tf32"
 seen = []

@@ -1,5 +1,7 @@
 """Every refusal: its class, and a message with the value and the way out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from swd_lens.solver import (
     UnitsError,
     WeightError,
 )
+from swd_lens.solver.spec import MOST_SHRINKAGE, RHO_END_CALIBRATED, RHO_END_ZERO_DATA
 from swd_lens.solver.validate import check_tokens
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
@@ -244,7 +247,7 @@ def test_paper_values():
 
 
 def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
-    assert DEFAULT_PRESET == "best" and PRESETS["best"] == AnnealSpec()
+    assert DEFAULT_PRESET in PRESETS and PRESETS["best"] == AnnealSpec()
     iterations = [PRESETS[name].outer_iterations for name in ("quick", "best", "thorough")]
     assert iterations == sorted(iterations) and len(set(iterations)) == 3
     for name, outer in zip(("quick", "best", "thorough"), iterations, strict=True):
@@ -253,11 +256,13 @@ def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
 
 def test_schedules_by_hand():
     spec = AnnealSpec(rho_start=0.1, ridge_start=1e-2, ridge_end=1e-4, gram_from=0.5)
-    # Geometric: half way the penalty is sqrt(.1 * .5), without a Gram sqrt(.1 * .8), the ridge sqrt(1e-2 * 1e-4).
-    assert [spec.rho(p, calibrated=True) for p in (0.0, 1.0)] == pytest.approx([0.1, 0.5])
-    assert spec.rho(0.5, calibrated=True) == pytest.approx(0.05**0.5)
-    assert spec.rho(0.5, calibrated=False) == pytest.approx(0.08**0.5)
-    assert AnnealSpec(rho_end=0.9).rho(1.0, calibrated=True) == pytest.approx(0.9)
+    # Geometric: half way the penalty is sqrt(.1 * .9), the ridge sqrt(1e-2 * 1e-4). The end "auto" has two values.
+    assert [replace(spec, rho_end=0.9).rho(p, calibrated=True) for p in (0.0, 0.5, 1.0)] == pytest.approx(
+        [0.1, 0.3, 0.9]
+    )
+    for calibrated, end in ((True, RHO_END_CALIBRATED), (False, RHO_END_ZERO_DATA)):
+        assert spec.rho(1.0, calibrated=calibrated) == pytest.approx(end)
+        assert spec.rho(0.5, calibrated=calibrated) == pytest.approx((0.1 * end) ** 0.5)
     assert [spec.ridge(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1e-2, 1e-3, 1e-4])
     # Linear from .5 on: at .75 half of the Gram. 1 leaves it out, 0 starts at once.
     assert [spec.gram_blend(p) for p in (0.0, 0.5, 0.75, 1.0)] == [0, 0, 0.5, 1]
@@ -267,9 +272,9 @@ def test_schedules_by_hand():
 
 def test_shrinkage_by_hand():
     spec = AnnealSpec()
-    # d_in / tokens, at most .3: a quarter at four tokens per input.
-    assert spec.shrinkage_for(400, 100) == pytest.approx(0.25)
-    assert spec.shrinkage_for(100, 100) == spec.shrinkage_for(10, 100) == pytest.approx(0.3)
+    # d_in / tokens, at most MOST_SHRINKAGE: an eighth at eight tokens per input.
+    assert MOST_SHRINKAGE > 0.125 and spec.shrinkage_for(800, 100) == pytest.approx(0.125)
+    assert spec.shrinkage_for(100, 100) == spec.shrinkage_for(10, 100) == MOST_SHRINKAGE
     assert spec.shrinkage_for(10_000, 100) == pytest.approx(0.01)
     assert spec.shrinkage_for(None, 100) == 0.0
     assert (
