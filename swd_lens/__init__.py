@@ -138,7 +138,7 @@ ALIASES = {
     "stream_rows": "tasks.text",
     "sweep": "study.sweep",
     "unit_graph": "analysis.graph.build",
-    "unit_hooks": "analysis.edit.hooks",
+    "unit_hooks": "analysis.edit.make",
     "unit_interactions": "analysis.interactions.finite",
     "unit_overlap": "analysis.interactions.overlap",
 }

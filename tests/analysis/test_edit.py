@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.edit import Edit, EditError, edit_unit, unit_hooks
+from swd_lens.analysis.edit.compare import lora_edits
 from swd_lens.analysis.edit.edited import FORMAT
-from swd_lens.analysis.edit.lora import lora_edits
 from swd_lens.analysis.edit.make import oracle_edit, random_unit, unit_edit
 from swd_lens.analysis.edit.target import find_target
 from swd_lens.hosts import find_sites, host_of
@@ -22,7 +22,7 @@ from tests.interrupts import run_to_line
 from tests.micro import identity_factors, micro_model, random_tokens, toy_model
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-EDITS = ("analysis/edit/edited.py", "analysis/edit/standing.py", "hosts/weights.py")
+EDITS = ("analysis/edit/edited.py", "base/undo.py", "hosts/weights.py")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.edit import EditComparison, EditError, compare_edits, edit_unit, select_edit_unit, side_effects
-from swd_lens.analysis.edit.effects import divergence
 from swd_lens.analysis.edit.target import find_target
+from swd_lens.base.divergence import kl_per_prediction
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units import AttachError, attach
@@ -90,9 +90,9 @@ def test_divergence_by_hand():
     """KL((1/2, 1/2) || (1/4, 3/4)) = (ln 2 + ln (2/3)) / 2, and 0 of a distribution and itself."""
     p, q = torch.tensor([[1.0, 1.0], [5.0, 2.0]]).log(), torch.tensor([[1.0, 3.0], [5.0, 2.0]]).log()
     by_hand = float(torch.tensor([2.0, 2 / 3]).log().sum() / 2)
-    assert divergence(p, q).tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
+    assert kl_per_prediction(p, q).tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
     many = torch.randn(600, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(divergence(many, many.flip(0)), kl(many, many.flip(0)), atol=1e-12)
+    assert torch.allclose(kl_per_prediction(many, many.flip(0)), kl(many, many.flip(0)), atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------- comparison

@@ -4,29 +4,61 @@
    editing). "unit", "random" and "oracle" share one calibration, h* dW d = shift; "lora" is trained for the final margin.
 2. Each is measured: the realised change of the final margin, KL behind the other prompts, KL on text if there is any.
 3. Methods are compared at what they realised, never at what was asked for: `cost_at`, and the Pareto figure.
+4. `lora_edits` trains dW = L_A L_B of rank 4. L_A = 0.01 N(0, 1), L_B = 0; one pair per requested shift, all from the same draw
+   (seed 0). AdamW, 180 steps, learning rate 0.08, no weight decay. The paper names an L2 coefficient of 1e-4 and no loss; ours
+   is (margin - margin_0 - shift)^2 + 1e-4 (||L_A||^2 + ||L_B||^2). All shifts are trained side by side, one per row of a batch:
+   the rows' losses add up and their gradients do not mix. The host runs from the site's block on; its weights are left alone
+   (a swap adds h L_A L_B to the dense output).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from jaxtyping import Float
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformer_lens.hook_points import HookPoint
 
-from swd_lens.analysis.edit.edited import Edit
+from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.effects import measure
-from swd_lens.analysis.edit.lora import LEARNING_RATE, lora_edits
-from swd_lens.analysis.edit.make import RANDOM_SEED, factor_set, oracle_edit, random_unit, unit_edit, unit_of
-from swd_lens.analysis.edit.pareto import plot_pareto
+from swd_lens.analysis.edit.make import (
+    RANDOM_SEED,
+    factor_set,
+    oracle_edit,
+    provenance,
+    random_unit,
+    unit_edit,
+    unit_of,
+)
 from swd_lens.analysis.edit.target import EditError, Target, find_target, require_number
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
-from swd_lens.hosts import host_of
+from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.machine import plain_float32
+from swd_lens.base.panels import visible
+from swd_lens.base.undo import Undo
+from swd_lens.hosts import Host, Start, host_of
+from swd_lens.hosts.sites import Site
 from swd_lens.units.attach import require_free
-from swd_lens.units.match import check_weights
 
 METHODS = ("unit", "random", "oracle", "lora")
 SHIFTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)  # paper
+RANK, STEPS, LEARNING_RATE, L2, INIT, SEED = 4, 180, 0.08, 1e-4, 0.01, 0  # of LoRA; paper, the seed is ours
+_NAMES = {"oracle": "oracle (dense, rank one)", "lora": "LoRA, rank 4"}
+_MARKERS = {"unit": "o", "random": "s", "oracle": "D", "lora": "^"}
+# Column of the cost -> what it is on the axis.
+_COSTS = {
+    "KL other prompts": "mean KL of the next token on {n} other prompts (nats)",
+    "largest KL": "largest KL of {n} prompts (nats)",
+    "KL text": "mean KL per token of text (nats)",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,19 +96,49 @@ class EditComparison:
             EditError: a change that is 0 or not finite, or no such column.
         """
         change = require_number("change", change)
-        if change == 0 or of not in ("KL other prompts", "largest KL", "KL text"):
+        if change == 0 or of not in _COSTS:
             raise EditError(
                 f"cost_at takes a change other than 0 and one of the three KL columns, got {change} and {of!r}"
             )
         costs = [
-            {"method": method, "unit": some["unit"].iloc[0], of: _interpolated(some, change, of)}
-            for method, some in self.rows.groupby("method", sort=False)
+            {"method": method, "unit": rows["unit"].iloc[0], of: _interpolated(rows, change, of)}
+            for method, rows in self.rows.groupby("method", sort=False)
         ]
         return pd.DataFrame(costs).sort_values(of, kind="stable", ignore_index=True)
 
     def plot(self, of: str = "KL other prompts"):
-        """The Pareto figure: realised margin change against mean KL, one line per method; a matplotlib Figure."""
-        return plot_pareto(self.rows, self.target, len(self.prompts), of)
+        """The Pareto figure (paper, fig. component-edit-pareto): realised margin change against mean KL, one line per method.
+
+        Left and far from 0 is better. `of` is the column of the cost.
+
+        Returns:
+            A matplotlib Figure.
+        """
+        figure, axes = new_figure(1, 1, width=6.2, height=4.2)
+        ax = axes[0, 0]
+        ax.axhline(0.0, color=INK, linewidth=0.6)
+        for index, (method, rows) in enumerate(self.rows.groupby("method", sort=False)):
+            unit = rows["unit"].iloc[0]
+            names = {"unit": f"unit {unit}", "random": f"random unit {unit}", **_NAMES}
+            line = rows.sort_values("requested shift", kind="stable")
+            ax.plot(
+                line[of],
+                line["margin change"],
+                label=literal(names[str(method)]),
+                marker=_MARKERS.get(str(method), "o"),
+                markersize=4.5,
+                linewidth=1.4,
+                **style(index),
+            )
+            _label_ends(ax, line, of, style(index)["color"])
+        _kl_axis(ax, self.rows[of])
+        ax.margins(y=0.12)
+        answer, foil = visible(self.target.answer), visible(self.target.foil)
+        ax.set_xlabel(_COSTS[of].format(n=len(self.prompts)), fontsize=9, color=INK)
+        ax.set_ylabel(literal(f"change of the margin {answer} − {foil} (logits)"), fontsize=9, color=INK)
+        ax.set_title("numbers at the ends: requested shift (logits)", fontsize=8, color=INK, loc="right")
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        return figure
 
     def __repr__(self) -> str:
         shown = self.table().to_string(index=False, float_format="{:.4g}".format)
@@ -132,24 +194,22 @@ def compare_edits(
         raise EditError(f"methods must be some of {METHODS}, got {tuple(methods)}")
     if isinstance(other_prompts, str) or not len(other_prompts):
         raise EditError("other_prompts must be a list of at least one prompt: the cost is what happens to them")
-    host, given = host_of(model), factor_set(factors)
-    site, index = unit_of(host, given, unit)
-    require_free(host, [site])
-    check_weights(host, site, given[site.name])
+    units = factor_set(factors)
+    site, index = unit_of(host_of(model), units, unit)
     target = find_target(model, site, prompt, answer, foil, direction=direction, prepend_bos=prepend_bos)
-    made: list[Edit] = []
+    edits: list[Edit] = []
     for method in methods:
         if method == "lora":
-            made += lora_edits(
+            edits += lora_edits(
                 model, site, target, wanted, learning_rate=lora_learning_rate, seed=lora_seed, progress=progress
             )
         elif method == "oracle":
-            made += [oracle_edit(model, site, target, shift) for shift in wanted]
+            edits += [oracle_edit(model, site, target, shift) for shift in wanted]
         else:
-            which = index if method == "unit" else random_unit(given[site.name], target, seed=random_seed, but=index)
-            made += [unit_edit(model, given, site, which, target, shift, method=method) for shift in wanted]
-    found = measure(
-        model, made, other_prompts, tokens, batch_size=batch_size, prepend_bos=prepend_bos, progress=progress
+            of_unit = index if method == "unit" else random_unit(units[site.name], target, seed=random_seed, but=index)
+            edits += [unit_edit(model, units, site, of_unit, target, shift, method=method) for shift in wanted]
+    effects = measure(
+        model, edits, other_prompts, tokens, batch_size=batch_size, prepend_bos=prepend_bos, progress=progress
     )
     settings = {
         "unit": unit,
@@ -159,20 +219,24 @@ def compare_edits(
         "lora_seed": lora_seed,
         "lora_learning_rate": float(lora_learning_rate),
         "n_prompts": len(other_prompts),
-        "n_text_predictions": found[0].n_predictions,
+        "n_text_predictions": effects[0].n_predictions,
         "target": target.described(),
         "model": str(model.cfg.model_name),
-        "weight_sha256": made[0].settings["weight_sha256"],
+        "weight_sha256": edits[0].settings["weight_sha256"],
         "swd_lens": __version__,
     }
-    rows = pd.DataFrame([one.row() for one in found])
-    edits = {(edit.method, edit.shift): edit for edit in made}
-    return EditComparison(rows, edits, target, found[0].prompts, settings)
+    return EditComparison(
+        rows=pd.DataFrame([effect.row() for effect in effects]),
+        edits={(edit.method, edit.shift): edit for edit in edits},
+        target=target,
+        prompts=effects[0].prompts,
+        settings=settings,
+    )
 
 
-def _interpolated(some: pd.DataFrame, change: float, of: str) -> float:
+def _interpolated(rows: pd.DataFrame, change: float, of: str) -> float:
     """KL at a realised change, between the edits of its sign and no edit at all."""
-    moved, paid = some["margin change"].to_numpy(float), some[of].to_numpy(float)
+    moved, paid = rows["margin change"].to_numpy(float), rows[of].to_numpy(float)
     branch = np.sign(moved) == np.sign(change)
     reached = np.concatenate([[0.0], np.abs(moved[branch])])
     roots = np.concatenate([[0.0], np.sqrt(paid[branch])])
@@ -180,3 +244,128 @@ def _interpolated(some: pd.DataFrame, change: float, of: str) -> float:
     if abs(change) > reached.max():
         return float("nan")
     return float(np.interp(abs(change), reached[order], roots[order]) ** 2)
+
+
+def _label_ends(ax: Any, line: pd.DataFrame, of: str, color: str) -> None:
+    """The requested shift beside the outermost points; those in between follow by counting."""
+    shifts = line["requested shift"]
+    for end in {shifts.idxmin(), shifts.idxmax()}:
+        if shifts[end] == 0:
+            continue
+        ax.annotate(
+            f"{shifts[end]:+g}",
+            (line[of][end], line["margin change"][end]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            fontsize=7,
+            va="center",
+            color=color,
+        )
+
+
+def _kl_axis(ax: Any, values: Sequence[float] | pd.Series) -> None:
+    """A log axis with 0 on it: ticks at 0 and at powers of ten."""
+    positive = [float(value) for value in values if value > 0]
+    if not positive:
+        return
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    ax.set_xscale("symlog", linthresh=10.0**low, linscale=0.5)
+    step = max(1, math.ceil((high - low) / 6))
+    ticks = [10.0**power for power in range(high, low - 1, -step)]
+    ax.xaxis.set_major_locator(FixedLocator([0.0, *reversed(ticks)]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: "0" if value == 0 else f"$10^{{{round(math.log10(value))}}}$")
+    )
+    ax.set_xlim(-0.12 * 10.0**low, 10.0**high * 1.6)
+
+
+# ---------------------------------------------------------------------------------------------- LoRA
+
+
+class _Beside(nn.Module):
+    """The dense product plus h L_A L_B, each row of the batch with its own pair."""
+
+    def __init__(self, read: Float[Tensor, "batch d_in rank"], write: Float[Tensor, "batch rank d_out"]):
+        super().__init__()
+        # Past nn.Module's registration: they are no parameters of the host.
+        self.__dict__.update(read=read, write=write)
+
+    def forward(self, h: Tensor, bias: Tensor | None, dense: Callable[[Tensor], Tensor]) -> Tensor:
+        added = torch.bmm(torch.bmm(h.float(), self.__dict__["read"]), self.__dict__["write"])
+        return dense(h) + added.to(h.dtype)
+
+
+def lora_edits(
+    model: Any,
+    site: Site,
+    target: Target,
+    shifts: Sequence[float],
+    *,
+    rank: int = RANK,
+    steps: int = STEPS,
+    learning_rate: float | int = LEARNING_RATE,
+    seed: int = SEED,
+    progress: bool = True,
+) -> list[Edit]:
+    """One trained edit per requested shift of the final margin.
+
+    Args:
+        site: nothing may be attached there.
+        shifts: in logits of the final margin.
+        learning_rate: the paper's 0.08 is a large one; smaller ones leave more of the model as it was.
+
+    Raises:
+        AttachError: units are attached at the site.
+    """
+    host = host_of(model)
+    require_free(host, [site])
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    drawn = INIT * torch.randn(site.d_in, rank, generator=generator)
+    read = drawn.to(device).repeat(len(shifts), 1, 1).requires_grad_(True)
+    write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True)
+    wanted = torch.tensor(list(shifts), device=device)
+    optimizer = torch.optim.AdamW([read, write], lr=float(learning_rate), weight_decay=0.0)
+    with plain_float32(device), torch.enable_grad(), _margins(host, site, target, read, write) as margins:
+        first = None
+        for _ in tqdm(range(steps), desc="LoRA", unit="step", disable=not progress, leave=False):
+            margin = margins()
+            first = margin.detach() if first is None else first  # L_B = 0: the unedited margin, by the same arithmetic
+            size = read.square().sum((1, 2)) + write.square().sum((1, 2))
+            loss = ((margin - first - wanted).square() + L2 * size).sum()
+            read.grad, write.grad = torch.autograd.grad(loss, (read, write))
+            optimizer.step()
+    edits = []
+    for shift, a, b in zip(shifts, read.detach().cpu(), write.detach().cpu(), strict=True):
+        settings = provenance(host, site, target, "lora", float(shift)) | {
+            "calibration": "trained: (margin - margin_0 - shift)^2 + l2 (||L_A||^2 + ||L_B||^2), final margin",
+            "rank": rank,
+            "l2": L2,
+            "init": INIT,
+            "steps": steps,
+            "learning_rate": float(learning_rate),
+            "seed": seed,
+        }
+        delta = Delta(a.clone(), b.clone())
+        edits.append(Edit(site.name, "lora", float(shift), delta, target, settings, host.model))
+    return edits
+
+
+@contextmanager
+def _margins(host: Host, site: Site, target: Target, read: Tensor, write: Tensor) -> Iterator[Callable[[], Tensor]]:
+    """While open, calling it gives the margin of every row (float32), differentiable by the pairs."""
+    tokens, rows = target.tokens[None], len(read)
+    with torch.no_grad():
+        residual = host.residual(tokens, site.layer)
+    start = Start(site.layer, residual.detach().repeat(rows, 1, 1))
+    tokens, ids = tokens.repeat(rows, 1), torch.tensor([target.answer_id, target.foil_id])
+
+    def margins() -> Tensor:
+        logits = host.last_logits(tokens, start=start, token_ids=ids).float()
+        return logits[:, 0] - logits[:, 1]
+
+    mode = host.model.training
+    with Undo() as undo:
+        host.swap(site, _Beside(read, write).train(mode), HookPoint().train(mode), undo.push)
+        yield margins

@@ -1,6 +1,6 @@
 """edited: a low-rank change of one matrix, W' = W + read @ write, that can be put into a host, taken out, saved and exported.
 
-1. An `Edit` holds the pair (read, write), never a dense (d_in, d_out) copy, and what it was made for (`Target`).
+1. An `Edit` holds the pair (`Delta`), never a dense (d_in, d_out) copy, and what it was made for (`Target`).
 2. `apply` checks that the host's W is the one that the edit was made for (its fingerprint), keeps a copy of it, and writes
    W' in place. `undo` puts the copy back, bit for bit; so does leaving a with block, also by an exception or Ctrl-C.
 3. Edits of one site nest: the second must be made on the host that bears the first (another W, another fingerprint), and
@@ -20,23 +20,101 @@ from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.analysis.edit.standing import AttachedFactors, Delta, Overwritten, Standing
 from swd_lens.analysis.edit.target import EditError, Target
 from swd_lens.base.display import card
 from swd_lens.base.files import atomic
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.weights import stored_matrix
+from swd_lens.units import Attachment, attach
 from swd_lens.units.attach import require_free
-from swd_lens.units.factors import FactorSet
-from swd_lens.units.match import same_weights
+from swd_lens.units.factors import FactorSet, fingerprint
+from swd_lens.units.match import check_units, same_weights
+from swd_lens.units.unit_set import UnitSet
 
 FORMAT = "swd_lens edit 1"
 _TENSORS = ("read", "write", "input", "direction")
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """A matrix of low rank: read @ write.
+
+    Attributes:
+        read: (d_in, rank) float32, on the CPU.
+        write: (rank, d_out) float32, on the CPU.
+    """
+
+    read: Float[Tensor, "d_in rank"]
+    write: Float[Tensor, "rank d_out"]
+
+    @property
+    def rank(self) -> int:
+        return self.read.shape[1]
+
+    @property
+    def norm(self) -> float:
+        """||read @ write||_F, from two rank x rank products."""
+        read, write = self.read.double(), self.write.double()
+        return float(((read.T @ read) * (write @ write.T)).sum().clamp(min=0).sqrt())
+
+    def dense(self) -> Float[Tensor, "d_in d_out"]:
+        """read @ write, as one matrix."""
+        return self.read @ self.write
+
+    def added_to(self, weight: Float[Tensor, "d_in d_out"]) -> Float[Tensor, "d_in d_out"]:
+        """weight + read @ write in float32, where the weight lies."""
+        return torch.addmm(weight.float(), self.read.to(weight.device), self.write.to(weight.device))
+
+
+class _Overwritten:
+    """An edit in a host: W' in W's place, and W beside it. `restore` may be called any number of times."""
+
+    def __init__(self, host: Host, site: Site, delta: Delta):
+        self.host, self.site, self.delta = host, site, delta
+        self.stored = stored_matrix(host, site)
+        self.kept = self.stored.parameter.detach().clone()
+        self.before, self.after = fingerprint(self.stored.matrix()), ""
+
+    def put_in(self) -> None:
+        self.stored.write(self.delta.added_to(self.stored.matrix()))
+        self.after = fingerprint(self.stored.matrix())
+
+    def check(self) -> None:
+        """Refuse to be taken out where W is neither of the two that this edit knows."""
+        require_free(self.host, [self.site])
+        if fingerprint(self.stored.matrix()) not in (self.before, self.after):
+            raise EditError(
+                f"the matrix of {self.site.name} has changed since this edit was applied. If another edit came on top, undo "
+                "that one first (edits come off in reverse order); leaving a with block restores W whatever happened"
+            )
+
+    def restore(self) -> None:
+        self.stored.restore(self.kept)
+
+
+class _AttachedFactors:
+    """An edit of a replacement in a host: the changed factors, attached. `restore` may be called any number of times."""
+
+    def __init__(self, host: Host, factors: FactorSet):
+        self.host, self.factors = host, factors
+        self.attachment: Attachment | None = None
+
+    def put_in(self) -> None:
+        self.attachment = attach(self.host.model, self.factors)
+
+    def check(self) -> None:
+        """Detaching needs no other check than its own."""
+
+    def restore(self) -> None:
+        if self.attachment is not None and self.attachment.attached:
+            self.attachment.detach()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,7 +146,7 @@ class Edit:
     model: Any = None
     factors: FactorSet | None = None
     replaced: FactorSet | None = None
-    _standing: list[Standing] = field(default_factory=list, init=False)
+    _standing: list[_Overwritten | _AttachedFactors] = field(default_factory=list, init=False)
     _entered: list[int] = field(default_factory=list, init=False)  # how many stood before each open with block
 
     # ------------------------------------------------------------------ what it is
@@ -85,6 +163,11 @@ class Edit:
         out = out + self.settings.get("offset", 0.0) * self.delta.write[0].double()
         return float(out @ self.target.direction.double())
 
+    @property
+    def relative_norm(self) -> float:
+        """||dW||_F / ||W||_F."""
+        return self.delta.norm / self.settings["weight_norm"]
+
     def table(self) -> pd.DataFrame:
         """One row: what was asked for and what was changed."""
         row = {
@@ -95,7 +178,7 @@ class Edit:
             "alpha": self.settings.get("alpha"),
             "rank": self.delta.rank,
             "norm of dW": self.delta.norm,
-            "relative norm": self.delta.norm / self.settings["weight_norm"],
+            "relative norm": self.relative_norm,
         }
         return pd.DataFrame([row])
 
@@ -104,7 +187,7 @@ class Edit:
         state = "applied" if self._standing else "not applied"
         return (
             f"Edit({self.method}{which} of {self.site}, {self.base}: {self.target.answer!r} over {self.target.foil!r} by "
-            f"{self.shift:+g}, rank {self.delta.rank}, |dW|/|W| = {self.delta.norm / self.settings['weight_norm']:.2g}, {state})"
+            f"{self.shift:+g}, rank {self.delta.rank}, |dW|/|W| = {self.relative_norm:.2g}, {state})"
         )
 
     def _repr_html_(self) -> str:
@@ -112,6 +195,30 @@ class Edit:
         return card(f"Edit of {self.site}", what, self.table())
 
     # ------------------------------------------------------------------ applying
+
+    def check(self, model: Any = None) -> Host:
+        """Whether `apply` would go through; nothing is changed.
+
+        Returns:
+            The host.
+
+        Raises:
+            EditError, AttachError: see `apply`.
+        """
+        model = self.model if model is None else model
+        if model is None:
+            raise EditError("this edit was loaded from a file and has no model of its own; use edit.applied(model)")
+        host = host_of(model)
+        if self.factors is None:
+            site = sites_of(host, self.site)[0]
+            require_free(host, [site])
+            self._require_weight(host, site)
+            return host
+        units = UnitSet.of(host, self.factors)
+        require_free(host, units.sites)
+        for site in units.sites:
+            check_units(host, site, units[site.name])
+        return host
 
     def apply(self, model: Any = None) -> "Edit":
         """Put the edit into a host, in place; `undo` takes it out.
@@ -126,8 +233,11 @@ class Edit:
             EditError: another W; or no model to apply it to (an edit from a file).
             AttachError: units are attached at the site.
         """
-        host = self._host(model)
-        standing = self._prepared(host)
+        host = self.check(model)
+        if self.factors is None:
+            standing = _Overwritten(host, sites_of(host, self.site)[0], self.delta)
+        else:
+            standing = _AttachedFactors(host, self.factors)
         self._standing.append(standing)
         try:
             standing.put_in()
@@ -147,25 +257,15 @@ class Edit:
         if not self._standing:
             raise EditError(f"this edit of {self.site} is not applied (any more); edit.apply(model) applies it")
         self._standing[-1].check()
-        self._take_out()
-
-    def _take_out(self) -> None:
-        if self._standing:
-            # Popped only when done: restoring twice is harmless.
-            self._standing[-1].restore()
-            self._standing.pop()
+        self._down_to(len(self._standing) - 1)
 
     @contextmanager
     def applied(self, model: Any = None) -> Iterator["Edit"]:
         """`apply` for a with block. On leaving it, W is what it was on entering, whatever happened in between."""
         depth = len(self._standing)
-        try:
+        with Undo() as undo:
+            undo.push(lambda: self._down_to(depth))
             yield self.apply(model)
-        finally:
-            try:
-                self._down_to(depth)
-            finally:
-                self._down_to(depth)
 
     def __enter__(self) -> "Edit":
         depth, blocks = len(self._standing), len(self._entered)
@@ -191,24 +291,11 @@ class Edit:
 
     def _down_to(self, depth: int) -> None:
         while len(self._standing) > depth:
-            self._take_out()
+            # Popped only when done: restoring twice is harmless.
+            self._standing[-1].restore()
+            self._standing.pop()
 
-    def _host(self, model: Any) -> Host:
-        model = self.model if model is None else model
-        if model is None:
-            raise EditError("this edit was loaded from a file and has no model of its own; use edit.applied(model)")
-        return host_of(model)
-
-    def _prepared(self, host: Host) -> Standing:
-        """What will stand in the host, checked."""
-        if self.factors is not None:
-            return AttachedFactors(host, self.factors)
-        site = sites_of(host, self.site)[0]
-        require_free(host, [site])
-        self._check_weight(host, site)
-        return Overwritten(host, site, self.delta)
-
-    def _check_weight(self, host: Host, site: Site) -> None:
+    def _require_weight(self, host: Host, site: Site) -> None:
         shape = (self.delta.read.shape[0], self.delta.write.shape[1])
         if shape != (site.d_in, site.d_out):
             raise EditError(
@@ -238,19 +325,17 @@ class Edit:
             raise EditError(
                 "an edit of a replacement changes no weight of the host; save its factors: edit.factors.save(folder)"
             )
-        host = self._host(model)
+        model = self.model if model is None else model
+        is_applied = any(each.host.model is model for each in self._standing)
+        host = host_of(model) if is_applied else self.check(model)
         site = sites_of(host, self.site)[0]
         require_free(host, [site])
         stored, state = stored_matrix(host, site), dict(host.model.state_dict())
         names = stored.names(state)
         if not names:
             raise EditError(f"this host's state_dict does not list the matrix of {site.name}; please report the model")
-        if any(one.is_in(host) for one in self._standing):
-            changed = stored.parameter.detach().clone()
-        else:
-            self._check_weight(host, site)
-            changed = stored.as_stored(self.delta.added_to(stored.matrix()))
-        return state | dict.fromkeys(names, changed)
+        edited = stored.parameter if is_applied else stored.as_stored(self.delta.added_to(stored.matrix()))
+        return {**state, **dict.fromkeys(names, edited.detach().clone())}
 
     def save(self, path: str | Path) -> Path:
         """Write the pair, h*, d and all settings into one safetensors file, whole or not at all.
@@ -261,17 +346,12 @@ class Edit:
         if self.factors is not None:
             raise EditError("an edit of a replacement is its factors; save them: edit.factors.save(folder)")
         path = Path(path)
-        tensors = {
-            "read": self.delta.read,
-            "write": self.delta.write,
-            "input": self.target.input,
-            "direction": self.target.direction,
-        }
+        tensors = (self.delta.read, self.delta.write, self.target.input, self.target.direction)
         about = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
         about |= {"settings": dict(self.settings)}
         with atomic(path) as temporary:
             save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                {name: tensor.contiguous() for name, tensor in zip(_TENSORS, tensors, strict=True)},
                 temporary,
                 metadata={"format": FORMAT, "edit": json.dumps(about, allow_nan=False)},
             )
@@ -288,49 +368,34 @@ class Edit:
             FileNotFoundError: no such file.
             EditError: not a file of `save`, or values that are not finite.
         """
-        tensors, text = _read(Path(path))
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}; edit.save(path) writes one")
         try:
-            about = json.loads(text)
-            target = dict(about["target"])
-            direction_is = target.pop("direction")
-            tokens = torch.tensor(target.pop("tokens"))
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise EditError(f"{path} cannot be read as an edit: {error}") from None
+        if metadata.get("format") != FORMAT or set(tensors) != set(_TENSORS):
+            raise EditError(
+                f"{path} is not an edit that this swd_lens wrote (format {metadata.get('format')!r}, not {FORMAT!r})"
+            )
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                raise EditError(
+                    f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
+                )
+        try:
+            about = json.loads(metadata.get("edit", ""))
             return cls(
-                about["site"],
-                about["method"],
-                float(about["shift"]),
-                Delta(tensors["read"], tensors["write"]),
-                Target(
-                    about["site"],
-                    **target,
-                    tokens=tokens,
-                    input=tensors["input"],
-                    direction=tensors["direction"],
-                    direction_is=direction_is,
-                ),
-                about["settings"],
-                model,
+                site=about["site"],
+                method=about["method"],
+                shift=float(about["shift"]),
+                delta=Delta(tensors["read"], tensors["write"]),
+                target=Target.of_described(about["site"], about["target"], tensors["input"], tensors["direction"]),
+                settings=about["settings"],
+                model=model,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EditError(f"{path} cannot be read as an edit: {error!r}") from error
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors, and what was said of them as JSON."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; edit.save(path) writes one")
-    try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except SafetensorError as error:
-        raise EditError(f"{path} cannot be read as an edit: {error}") from None
-    if about.get("format") != FORMAT or set(tensors) != set(_TENSORS):
-        raise EditError(
-            f"{path} is not an edit that this swd_lens wrote (format {about.get('format')!r}, not {FORMAT!r})"
-        )
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise EditError(
-                f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
-            )
-    return tensors, about.get("edit", "")

@@ -9,7 +9,7 @@ host's, softmax and sums are float64: these divergences go down to 1e-9.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.analysis.edit.edited import Edit
-from swd_lens.analysis.edit.standing import written
-from swd_lens.analysis.edit.target import EditError, Reader
+from swd_lens.analysis.edit.target import EditError, ending, read_prompt, shown_text
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
+from swd_lens.base.divergence import kl_per_prediction
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
+from swd_lens.hosts.weights import stored_matrix
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.text import TokenError
+from swd_lens.tasks.text import TokenError, same_length
 from swd_lens.units import attach
-
-_POSITIONS = 256  # whose distributions are held in float64 at a time
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +81,7 @@ class SideEffects:
             "KL other prompts": self.mean_kl,
             "largest KL": max(self.kl_prompts, default=float("nan")),
             "KL text": float("nan") if self.kl_text is None else self.kl_text,
-            "relative norm": self.edit.delta.norm / self.edit.settings["weight_norm"],
+            "relative norm": self.edit.relative_norm,
         }
 
     def table(self) -> pd.DataFrame:
@@ -98,9 +98,9 @@ class SideEffects:
         rows = self.per_prompt().iloc[:24]
         figure, axes = new_figure(1, 1, width=6.4, height=0.9 + 0.24 * max(1, len(rows)))
         ax = axes[0, 0]
-        places = range(len(rows) - 1, -1, -1)
-        ax.barh(list(places), rows["KL"], color=style(0)["color"], height=0.62)
-        ax.set_yticks(list(places), [literal(_short(prompt)) for prompt in rows["prompt"]])
+        heights = list(range(len(rows) - 1, -1, -1))
+        ax.barh(heights, rows["KL"], color=style(0)["color"], height=0.62)
+        ax.set_yticks(heights, [literal(ending(prompt, 46)) for prompt in rows["prompt"]])
         ax.grid(False, axis="y")
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -161,44 +161,41 @@ def measure(
     require_no_dropout(model)
     if isinstance(prompts, str):
         raise EditError(f"prompts must be a list, got the one text {prompts!r}; put it in brackets")
-    host, reader = host_of(model), Reader(model, prepend_bos)
+    host = host_of(model)
     for edit in edits:
-        with edit.applied(model):  # every check, once
-            pass
-    read = [reader.prompt(prompt) for prompt in prompts]
-    stream = None if tokens is None else _checked(as_stream(tokens, model))
+        edit.check(model)
+    read = [read_prompt(model, prompt, prepend_bos) for prompt in prompts]
+    rows = [prompt.row(model) for prompt in read]
+    stream = None if tokens is None else as_stream(tokens, model)
+    if stream is not None and stream.row_length < 2:
+        raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
     with torch.no_grad(), plain_float32(next(model.parameters()).device):
         before, after = _margins(host, edits)
-        behind = _prompts(host, edits, [ids for _, ids, _ in read], batch_size, progress)
-        on_text, n = _text(host, edits, stream, batch_size, progress)
+        kl_prompts = _prompts(host, edits, rows, batch_size, progress)
+        kl_text, n = _text(host, edits, stream, batch_size, progress)
     about = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__}
     return [
         SideEffects(
-            edit,
-            before[i],
-            after[i],
-            tuple(text for text, _, _ in read),
-            tuple(behind[i].tolist()),
-            None if stream is None else on_text[i] / n,
-            n,
-            {**edit.settings, **about},
+            edit=edit,
+            margin_before=before[i],
+            margin_after=after[i],
+            prompts=tuple(shown_text(model, prompt) for prompt in read),
+            kl_prompts=tuple(kl_prompts[i].tolist()),
+            kl_text=None if stream is None else kl_text[i] / n,
+            n_predictions=n,
+            settings={**edit.settings, **about},
         )
         for i, edit in enumerate(edits)
     ]
 
 
-def _checked(stream: TokenStream) -> TokenStream:
-    if stream.row_length < 2:
-        raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
-    return stream
-
-
 def _margins(host: Host, edits: Sequence[Edit]) -> tuple[list[float], list[float]]:
+    """Margins of the edits' own prompts, before and under each."""
     before, after = [0.0] * len(edits), [0.0] * len(edits)
     for members in _groups(edits, by_prompt=True):
         target = edits[members[0]].target
-        runs = _runs(host, [edits[i] for i in members], target.tokens[None])
-        first, *later = (float(logits[0, target.answer_id] - logits[0, target.foil_id]) for logits in _double(runs))
+        runs = (logits[0].double() for logits in _runs(host, [edits[i] for i in members], target.tokens[None]))
+        first, *later = (float(logits[target.answer_id] - logits[target.foil_id]) for logits in runs)
         for i, margin in zip(members, later, strict=True):
             before[i], after[i] = first, margin
     return before, after
@@ -207,16 +204,14 @@ def _margins(host: Host, edits: Sequence[Edit]) -> tuple[list[float], list[float
 def _prompts(
     host: Host, edits: Sequence[Edit], prompts: Sequence[Int[Tensor, " _pos"]], batch_size: int, progress: bool
 ) -> Float[Tensor, "edit prompt"]:
-    found = torch.zeros(len(edits), len(prompts), dtype=torch.float64)
-    by_length: dict[int, list[int]] = {}
-    for i, ids in enumerate(prompts):
-        by_length.setdefault(len(ids), []).append(i)
-    batches = [some[at : at + batch_size] for some in by_length.values() for at in range(0, len(some), batch_size)]
-    for chosen in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
-        rows = torch.stack([prompts[i] for i in chosen])
+    """KL of the token behind each prompt; prompts of one length run together."""
+    values = torch.zeros(len(edits), len(prompts), dtype=torch.float64)
+    batches = same_length([len(ids) for ids in prompts], lambda length: batch_size)
+    for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
+        rows = torch.stack([prompts[i] for i in batch])
         for i, kl in _divergences(host, edits, rows):
-            found[i, chosen] = kl
-    return found
+            values[i, batch] = kl
+    return values
 
 
 def _text(
@@ -242,7 +237,7 @@ def _divergences(
         runs = _runs(host, [edits[i] for i in members], rows, everywhere)
         before = next(runs)
         for i, after in zip(members, runs, strict=True):
-            yield i, divergence(before, after)
+            yield i, kl_per_prediction(before, after)
 
 
 def _groups(edits: Sequence[Edit], by_prompt: bool = False) -> list[list[int]]:
@@ -258,51 +253,31 @@ def _runs(
 ) -> Iterator[Float[Tensor, "_predictions vocab"]]:
     """Logits before the edits (which share their base), then under each in turn: at the last position, or at all but it."""
     layer = min(sites_of(host, edit.site)[0].layer for edit in edits)
-    with _base(host, edits[0]):
-        # No edit reaches what enters its block: that is run once.
-        start = None if everywhere else Start(layer, host.residual(rows, layer))
-        before = _logits(host, rows, start)
+    start: Start | None = None
+
+    def logits() -> Float[Tensor, "_predictions vocab"]:
+        if everywhere:
+            return host.run(rows)[:, :-1].flatten(0, 1)
+        return host.last_logits(rows, start=start)
+
+    with nullcontext() if edits[0].replaced is None else attach(host.model, edits[0].replaced):
+        if not everywhere:
+            # No edit reaches what enters its block: that is run once.
+            start = Start(layer, host.residual(rows, layer))
+        before = logits()
     yield before
     for edit in edits:
-        with _under(host, edit):
-            after = _logits(host, rows, start)
+        with _written(host, edit) if edit.factors is None else attach(host.model, edit.factors):
+            after = logits()
         yield after
 
 
-def _logits(host: Host, rows: Int[Tensor, "rows pos"], start: Start | None) -> Float[Tensor, "_predictions vocab"]:
-    return host.run(rows)[:, :-1].flatten(0, 1) if start is None else host.last_logits(rows, start=start)
-
-
-def _double(runs: Iterator[Tensor]) -> Iterator[Tensor]:
-    for logits in runs:
-        yield logits.double().cpu()
-
-
-def _base(host: Host, edit: Edit) -> AbstractContextManager[Any]:
-    return nullcontext() if edit.replaced is None else attach(host.model, edit.replaced)
-
-
 @contextmanager
-def _under(host: Host, edit: Edit) -> Iterator[None]:
-    if edit.factors is not None:
-        with attach(host.model, edit.factors):
-            yield
-    else:
-        with written(host, sites_of(host, edit.site)[0], edit.delta):
-            yield
-
-
-def divergence(
-    before: Float[Tensor, "predictions vocab"], after: Float[Tensor, "predictions vocab"]
-) -> Float[Tensor, " predictions"]:
-    """KL(before || after) in nats of every row of logits; float64, on the CPU, never below 0."""
-    found = []
-    for p, q in zip(before.split(_POSITIONS), after.split(_POSITIONS), strict=True):
-        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
-        found.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).cpu())
-    return torch.cat(found)
-
-
-def _short(text: str, n: int = 46) -> str:
-    """A prompt's end: where it differs from others is usually behind."""
-    return text if len(text) <= n else "…" + text[-(n - 1) :]
+def _written(host: Host, edit: Edit) -> Iterator[None]:
+    """W + dW for a moment, unchecked: `measure` has checked once. Restored bit for bit."""
+    stored = stored_matrix(host, sites_of(host, edit.site)[0])
+    kept = stored.parameter.detach().clone()
+    with Undo() as undo:
+        undo.push(lambda: stored.restore(kept))
+        stored.write(edit.delta.added_to(stored.matrix()))
+        yield

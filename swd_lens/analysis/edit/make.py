@@ -1,12 +1,15 @@
-"""make: edits with one calibration, dW = alpha r dbar^T with alpha = shift / ((h* r) ||d||), so that h* dW d = shift.
+"""make: edits along a unit's read vector, the controls that share their calibration, and units changed at run time.
 
-1. `edit_unit` takes r = a_c, the read vector of a unit (paper, app. component editing). On the dense base that is the rank-one
+1. Edits share one calibration, dW = alpha r dbar^T with alpha = shift / ((h* r) ||d||), so that h* dW d = shift.
+   `edit_unit` takes r = a_c, the read vector of a unit (paper, app. component editing). On the dense base that is the rank-one
    increment which a change of the unit's write vector induces: A B' - A B = alpha a_c dbar^T for B'_c = B_c + alpha dbar.
-2. `random_unit` draws the control: another unit of the site, neither silent nor extreme at the target.
-3. `oracle_edit` takes r = h* / ||h*||, the read direction that knows the target.
+2. `random_unit` draws the control: another unit of the site, neither silent nor extreme at the target. `oracle_edit` takes
+   r = h* / ||h*||, the read direction that knows the target.
+3. `unit_hooks` changes no weight: a unit is turned up, down or held at a value while the host runs. Scaling z_c by s is scaling
+   the unit's write vector by s; clamping puts one value there whatever the unit reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,21 +18,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.analysis.edit.edited import Edit
-from swd_lens.analysis.edit.standing import Delta
+from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.target import EditError, Target, find_target, require_editable, require_number
 from swd_lens.base._version import __version__
-from swd_lens.hosts import Host, host_of, norms_output
-from swd_lens.hosts.sites import Site, parse_unit, select_sites
+from swd_lens.hosts import Host, host_of, norms_output, sites_of
+from swd_lens.hosts.sites import Site, hook_name, parse_unit
 from swd_lens.units import attach
-from swd_lens.units.attach import by_site, require_free
+from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights, described
+from swd_lens.units.unit_set import sources_by_site
 
 BASES = ("dense", "replacement")
 RANDOM_SEED, RANDOM_BAND = 17, (0.35, 0.85)  # paper, app. component editing
 # |h* r| below this share of ||h*|| ||r|| is what float32 rounding of h* leaves of zero.
 _SILENT = 1e-6
+HOWS = ("scale", "clamp")
 
 
 def edit_unit(
@@ -71,14 +75,12 @@ def edit_unit(
     shift = require_number("shift", shift)
     if base not in BASES:
         raise EditError(f"base must be one of {BASES}, got {base!r}")
-    host, given = host_of(model), factor_set(factors)
-    site, index = unit_of(host, given, unit)
-    require_free(host, [site])
-    check_weights(host, site, given[site.name])
+    units = factor_set(factors)
+    site, index = unit_of(host_of(model), units, unit)
     # Attached, the other sites' units change what enters this one.
-    with attach(model, given) if base == "replacement" else nullcontext():
+    with attach(model, units) if base == "replacement" else nullcontext():
         target = find_target(model, site, prompt, answer, foil, direction=direction, prepend_bos=prepend_bos)
-    return unit_edit(model, given, site, index, target, shift, base=base)
+    return unit_edit(model, units, site, index, target, shift, base=base)
 
 
 def unit_edit(
@@ -96,23 +98,23 @@ def unit_edit(
     f, name = factors[site.name], f"{site.name}/{index}"
     # Offsets of transported factors are part of z; a dense increment has no place for them.
     offset = float(f.offsets.unit[index]) if base == "replacement" and f.offsets is not None else 0.0
-    drive = _drive(target.input, f.read[:, index].cpu(), offset, f"unit {name}", target)
-    delta, alpha = rank_one(f.read[:, index], drive, target.direction, shift)
-    settings = made_with(host_of(model), site, target, method, shift, base=base)
-    settings |= {"unit": name, "alpha": alpha, "z": drive, "offset": offset, "valid_units": int(f.valid_units.sum())}
+    z = _drive(target.input, f.read[:, index].cpu(), offset, f"unit {name}", target)
+    delta, alpha = rank_one(f.read[:, index], z, target.direction, shift)
+    settings = provenance(host_of(model), site, target, method, shift, base=base)
+    settings |= {"unit": name, "alpha": alpha, "z": z, "offset": offset, "valid_units": int(f.valid_units.sum())}
     if base == "dense":
         return Edit(site.name, method, shift, delta, target, settings, model)
-    changed, grown = _changed(factors, site.name, index, delta)
-    settings |= {"edges_added": grown, "edges": changed.edges}
+    changed = _changed(factors, site.name, index, delta)
+    settings |= {"edges_added": changed[site.name].edges - f.edges, "edges": changed.edges}
     return Edit(site.name, method, shift, delta, target, settings, model, changed, factors)
 
 
 def oracle_edit(model: Any, site: Site, target: Target, shift: float) -> Edit:
     """The target-conditioned dense rank-one edit: its read vector is h* / ||h*||."""
     read = target.input / target.input.double().norm().clamp(min=1e-30).float()
-    drive = _drive(target.input, read, 0.0, "the oracle's read vector", target)
-    delta, alpha = rank_one(read, drive, target.direction, shift)
-    settings = made_with(host_of(model), site, target, "oracle", shift) | {"alpha": alpha, "z": drive}
+    z = _drive(target.input, read, 0.0, "the oracle's read vector", target)
+    delta, alpha = rank_one(read, z, target.direction, shift)
+    settings = provenance(host_of(model), site, target, "oracle", shift) | {"alpha": alpha, "z": z}
     return Edit(site.name, "oracle", shift, delta, target, settings, model)
 
 
@@ -162,7 +164,7 @@ def _drive(h: Float[Tensor, " d_in"], read: Float[Tensor, " d_in"], offset: floa
     return z
 
 
-def made_with(
+def provenance(
     host: Host, site: Site, target: Target, method: str, shift: float, *, base: str = "dense"
 ) -> dict[str, Any]:
     """What every edit records: choices, and whose W it belongs to."""
@@ -182,6 +184,18 @@ def made_with(
     }
 
 
+def _changed(factors: FactorSet, name: str, index: int, delta: Delta) -> FactorSet:
+    """The set with B_c + alpha dbar in row c of a site's write matrix."""
+    before = factors[name]
+    write = before.write.clone()
+    write[index] += delta.write[0].to(write.device)
+    note = {"edited_unit": index, "edited_edges_added": int((write != 0).sum() - (before.write != 0).sum())}
+    after = replace(before, write=write, settings={**before.settings, **note})
+    # What enters later sites changes, so that the set's probe and theirs no longer hold; the site's own does (read is as it was).
+    provenance = {key: value for key, value in factors.provenance.items() if not key.startswith("probe_")}
+    return FactorSet({site: after if site == name else f for site, f in factors.items()}, provenance)
+
+
 # ---------------------------------------------------------------------------------------------- units
 
 
@@ -194,11 +208,11 @@ def factor_set(factors: Any) -> FactorSet:
     """
     if isinstance(factors, FactorSet):
         return factors
-    given = by_site(factors)
-    others = [name for name, f in given.items() if not isinstance(f, Factors)]
-    if others:
-        raise EditError(f"an edit takes Factors; {others[0]} holds a {type(given[others[0]]).__name__}")
-    return FactorSet(given)
+    sources = sources_by_site(factors)
+    for name, source in sources.items():
+        if not isinstance(source, Factors):
+            raise EditError(f"an edit takes Factors; {name} holds a {type(source).__name__}")
+    return FactorSet(sources)
 
 
 def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site, int]:
@@ -207,29 +221,89 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site
     Raises:
         ValueError: (EditError) a site of which there are no factors, no such unit, an invalid unit, or a site that does not
             write to the residual stream; or not a unit's name.
+        AttachError: units are attached at the site, or the factors are not this host's.
     """
     name, index = parse_unit(unit)
     require_editable(name)
-    if name not in factors:
-        raise EditError(f"unit {unit}: these factors hold {', '.join(factors)}, not {name}")
-    site, f = select_sites(host.sites(), name, host.alternatives())[0], factors[name]
-    if index >= f.n_units:
-        raise EditError(f"unit {unit}: {name} has {f.n_units} units, 0 to {f.n_units - 1}")
+    _require_unit(unit, name, index, factors)
+    site, f = sites_of(host, name)[0], factors[name]
     if not bool(f.valid_units[index]):
         raise EditError(
             f"unit {unit} is not valid: its read or its write vector is empty, so it does nothing; take another"
         )
+    require_free(host, [site])
+    check_weights(host, site, f)
     return site, index
 
 
-def _changed(factors: FactorSet, name: str, index: int, delta: Delta) -> tuple[FactorSet, int]:
-    """The set with B_c + alpha dbar in row c, and how many edges that added."""
-    before = factors[name]
-    write = before.write.clone()
-    write[index] += delta.write[0].to(write.device)
-    note = {"edited_unit": index, "edited_edges_added": int((write != 0).sum() - (before.write != 0).sum())}
-    after = replace(before, write=write, settings={**before.settings, **note})
-    # What enters later sites changes, so that the set's probe and theirs no longer hold; the site's own does (read is as it was).
-    provenance = {key: value for key, value in factors.provenance.items() if not key.startswith("probe_")}
-    changed = FactorSet({site: after if site == name else f for site, f in factors.items()}, provenance)
-    return changed, after.edges - before.edges
+def _require_unit(unit: str, site: str, index: int, factors: Mapping[str, Any]) -> None:
+    if site not in factors:
+        raise EditError(f"unit {unit}: these factors hold {', '.join(factors)}, not {site}")
+    _require_index(site, index, factors[site].n_units)
+
+
+def _require_index(site: str, index: int, n_units: int) -> None:
+    if index >= n_units:
+        raise EditError(f"unit {site}/{index}: {site} has {n_units} units, 0 to {n_units - 1}")
+
+
+# ---------------------------------------------------------------------------------------------- units at run time
+
+
+def unit_hooks(
+    changes: Mapping[str, tuple[str, float | int]],
+    factors: Any = None,
+    *,
+    positions: str | int | Sequence[int] = "all",
+) -> list[tuple[str, Callable[..., Any]]]:
+    """Hooks that scale or clamp units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)` while attached.
+
+        hooks = swd.unit_hooks({"blocks.2.mlp_out/5": ("scale", 2.0), "blocks.3.mlp_out/17": ("clamp", 0.0)})
+        with swd.attach(model, factors), model.hooks(fwd_hooks=hooks):
+            logits = model(prompt)
+
+    Args:
+        changes: unit -> ("scale", s): z becomes s z; or ("clamp", v): z becomes v.
+        factors: what is attached; the units' numbers are then checked now, and otherwise when the hooks run.
+        positions: "all", "scoring" (the last position), one position or several (negative ones count from the end).
+
+    Raises:
+        EditError: a change that is neither, a value that is not finite, a unit that these factors do not have, or unknown
+            positions; or no changes.
+        ValueError: not a unit's name.
+    """
+    if not changes:
+        raise EditError('there are no units to change; give {"blocks.2.mlp_out/5": ("scale", 2.0)}')
+    where, by_site = _positions(positions), {}
+    for unit, change in changes.items():
+        site, index = parse_unit(unit)
+        if factors is not None:
+            single = {getattr(factors, "provenance", {}).get("site", site): factors}
+            _require_unit(unit, site, index, factors if isinstance(factors, Mapping) else single)
+        if not isinstance(change, tuple | list) or len(change) != 2 or change[0] not in HOWS:
+            raise EditError(f'unit {unit}: a change is ("scale", factor) or ("clamp", value), got {change!r}')
+        how, value = change[0], require_number(f"unit {unit}: the value of {change[0]!r}", change[1])
+        by_site.setdefault(site, []).append((index, how, value))
+    return [(hook_name(site), _hook(site, of_site, where)) for site, of_site in by_site.items()]
+
+
+def _positions(positions: Any) -> slice | list[int]:
+    named = {"all": slice(None), "scoring": slice(-1, None)}
+    if isinstance(positions, str) and positions in named:
+        return named[positions]
+    listed = [positions] if isinstance(positions, int) else [] if isinstance(positions, str) else list(positions)
+    if not listed or not all(isinstance(position, int) for position in listed):
+        raise EditError(f'positions must be "all", "scoring" or position numbers, got {positions!r}')
+    return listed
+
+
+def _hook(site: str, changes: Sequence[tuple[int, str, float]], where: slice | list[int]) -> Callable[..., Any]:
+    def hook_fn(z: Float[Tensor, "batch pos unit"], hook: Any) -> Float[Tensor, "batch pos unit"]:
+        changed = z.clone()
+        for index, how, value in changes:
+            _require_index(site, index, z.shape[-1])
+            at = z[:, where, index]
+            changed[:, where, index] = at * value if how == "scale" else torch.full_like(at, value)
+        return changed
+
+    return hook_fn

@@ -21,19 +21,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.analysis.edit.make import factor_set
-from swd_lens.analysis.edit.target import EDITABLE, EditError, Target, find_target
+from swd_lens.analysis.edit.target import EDITABLE, EditError, Target, ending, find_target
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.panels import visible
-from swd_lens.circuits.scores import UnitScores, identities
+from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units.attach import require_free
-from swd_lens.units.factors import FactorSet
+from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights
+from swd_lens.units.unit_set import identities
 
 TOP = 24  # paper
 
@@ -64,15 +65,13 @@ class EditSelection:
         """Write alignment against activation, one marker per candidate, one colour per case; a matplotlib Figure."""
         figure, axes = new_figure(1, 1, width=5.4, height=3.6)
         ax = axes[0, 0]
-        for index, (_, some) in enumerate(self.rows.groupby(_case_names(self.rows), sort=False)):
-            first = some.iloc[0]
-            label = (
-                f"{_ending(str(first['prompt']))} ({visible(str(first['answer']))} over {visible(str(first['foil']))})"
-            )
+        for index, (_, rows) in enumerate(self.rows.groupby(_case_names(self.rows), sort=False)):
+            prompt, answer, foil = (str(rows.iloc[0][name]) for name in ("prompt", "answer", "foil"))
+            label = f"{ending(prompt, 34)} ({visible(answer)} over {visible(foil)})"
             ax.scatter(
-                some["z"],
-                some["alignment"],
-                s=12 + 90 * some["selection"] / self.rows["selection"].max(),
+                rows["z"],
+                rows["alignment"],
+                s=12 + 90 * rows["selection"] / self.rows["selection"].max(),
                 color=style(index)["color"],
                 marker="osD^vPX"[index % 7],
                 alpha=0.75,
@@ -135,67 +134,74 @@ def select_edit_unit(
         EditError: no cases, no site to edit, no unit that fires and aligns, or a case that `edit_unit` would refuse.
         ValueError: scores of other units.
     """
-    host, given = host_of(model), factor_set(factors)
-    sites = [site for site in sites_of(host, given) if site.kind in EDITABLE]
+    host, units = host_of(model), factor_set(factors)
+    sites = [site for site in sites_of(host, units) if site.kind in EDITABLE]
     if not sites:
         raise EditError(
-            f"these factors hold {', '.join(given)}: no site writes to the residual stream; edits take mlp_out and attn_o"
+            f"these factors hold {', '.join(units)}: no site writes to the residual stream; edits take mlp_out and attn_o"
         )
-    if isinstance(cases, str) or not cases or not all(isinstance(one, tuple | list) and len(one) == 3 for one in cases):
+    if isinstance(cases, str) or not cases or not all(isinstance(c, tuple | list) and len(c) == 3 for c in cases):
         raise EditError("cases must be a list of (prompt, answer, foil) triples, and not empty")
     require_free(host, sites)
     for site in sites:
-        check_weights(host, site, given[site.name])
+        check_weights(host, site, units[site.name])
     if scores is not None:
-        _check_scores(scores, given, sites)
+        _check_scores(scores, units, sites)
     rows: list[dict[str, Any]] = []
     for prompt, answer, foil in cases:
-        found: list[dict[str, Any]] = []
+        of_case: list[dict[str, Any]] = []
         for site in sites:
             target = find_target(model, site, prompt, answer, foil, direction=direction, prepend_bos=prepend_bos)
-            found += _candidates(given, site, target, {"prompt": prompt, "answer": answer, "foil": foil})
-        found.sort(key=lambda row: -row["contribution"])
-        rows += found[:top]
+            case = {"site": site.name, "prompt": prompt, "answer": answer, "foil": foil, "margin": target.margin}
+            of_case += [{**case, **candidate} for candidate in _candidates(units[site.name], target)]
+        of_case.sort(key=lambda row: -row["contribution"])
+        rows += of_case[:top]
     if not rows:
         raise EditError("no unit is active and writes towards the answer on any of these prompts; give other cases")
     table = pd.DataFrame(rows)
+    places = list(zip(table.pop("site"), table.pop("index"), strict=True))
+    table.insert(0, "unit", [f"{site}/{index}" for site, index in places])
     table["strength"] = table["contribution"] / table.groupby(_case_names(table))["contribution"].transform("max")
-    table["selection"] = table["strength"]
+    selection = table["strength"]
     if scores is not None:
-        _add_importance(table, scores)
+        ranks = scores.ranks()
+        # Of scores below 0 none counts for anything.
+        best = max(0.0, *(float(s.max()) for s in scores.scores.values())) or 1.0
+        table["score"] = [float(scores.scores[site][index]) for site, index in places]
+        table["rank"] = [int(ranks[site][index]) for site, index in places]
+        table["importance"] = ((table["score"] / best).clip(lower=0) + 1 - table["rank"] / scores.n_units) / 2
+        selection = selection * table["importance"]
+    n_tokens = None
     if tokens is not None:
-        _add_specificity(table, _root_mean_squares(host, given, sites, as_stream(tokens, model), batch_size))
+        stream = as_stream(tokens, model)
+        n_tokens, sizes = stream.n_tokens, _root_mean_squares(host, units, sites, stream, batch_size)
+        table["rms z"] = [float(sizes[site][index]) for site, index in places]
+        ratio = (table["z"] / table["rms z"].clip(lower=1e-12)) ** 2
+        table["specificity"] = ratio / ratio.max()
+        selection = selection * table["specificity"]
+    table["selection"] = selection
     table = table.sort_values("selection", ascending=False, kind="stable", ignore_index=True)
-    last = table.pop("selection")
-    table["selection"] = last
     settings = {
         "top": top,
         "direction": direction,
         "n_cases": len(cases),
         "sites": [site.name for site in sites],
         "scores": None if scores is None else dict(scores.settings),
-        "text": None if tokens is None else as_stream(tokens, model).n_tokens,
+        "text": n_tokens,
         "formula": "ours: strength x importance x specificity, as far as given",
         "swd_lens": __version__,
     }
     return EditSelection(table, settings)
 
 
-def _candidates(factors: FactorSet, site: Site, target: Target, case: dict[str, Any]) -> list[dict[str, Any]]:
-    f = factors[site.name]
+def _candidates(f: Factors, target: Target) -> list[dict[str, Any]]:
+    """The valid units that fire on the prompt and write towards its answer."""
     z = target.input.double() @ f.read.double().cpu()
     alignment = f.write.double().cpu() @ target.direction.double()
-    chosen = (z > 0) & (alignment > 0) & f.valid_units.cpu()
+    fits = (z > 0) & (alignment > 0) & f.valid_units.cpu()
     return [
-        {
-            "unit": f"{site.name}/{i}",
-            **case,
-            "margin": target.margin,
-            "z": float(z[i]),
-            "alignment": float(alignment[i]),
-            "contribution": float(z[i] * alignment[i]),
-        }
-        for i in chosen.nonzero().flatten().tolist()
+        {"index": i, "z": float(z[i]), "alignment": float(alignment[i]), "contribution": float(z[i] * alignment[i])}
+        for i in fits.nonzero().flatten().tolist()
     ]
 
 
@@ -223,25 +229,6 @@ def _check_scores(scores: UnitScores, factors: FactorSet, sites: Sequence[Site])
         )
 
 
-def _add_importance(table: pd.DataFrame, scores: UnitScores) -> None:
-    ranks = scores.ranks()
-    # Of scores below 0 none counts for anything.
-    best = max(0.0, *(float(s.max()) for s in scores.scores.values())) or 1.0
-    places = [(unit.rpartition("/")[0], int(unit.rpartition("/")[2])) for unit in table["unit"]]
-    table["score"] = [float(scores.scores[site][index]) for site, index in places]
-    table["rank"] = [int(ranks[site][index]) for site, index in places]
-    table["importance"] = ((table["score"] / best).clip(lower=0) + 1 - table["rank"] / scores.n_units) / 2
-    table["selection"] *= table["importance"]
-
-
-def _add_specificity(table: pd.DataFrame, sizes: Mapping[str, Float[Tensor, " _unit"]]) -> None:
-    places = [(unit.rpartition("/")[0], int(unit.rpartition("/")[2])) for unit in table["unit"]]
-    table["rms z"] = [float(sizes[site][index]) for site, index in places]
-    ratio = (table["z"] / table["rms z"].clip(lower=1e-12)) ** 2
-    table["specificity"] = ratio / ratio.max()
-    table["selection"] *= table["specificity"]
-
-
 def _root_mean_squares(
     host: Host, factors: FactorSet, sites: Sequence[Site], stream: Any, batch_size: int
 ) -> dict[str, Float[Tensor, " _unit"]]:
@@ -257,7 +244,3 @@ def _root_mean_squares(
         for rows in stream.batches(batch_size):
             host.run_blocks(rows, last)
     return {name: (total / stream.n_tokens).sqrt() for name, total in sums.items()}
-
-
-def _ending(text: str, n: int = 34) -> str:
-    return text if len(text) <= n else "…" + text[-(n - 1) :]

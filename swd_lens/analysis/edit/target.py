@@ -8,7 +8,8 @@
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.machine import plain_float32
-from swd_lens.hosts import Host, host_of, require_no_dropout
-from swd_lens.hosts.recording import require_seen
+from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site, split_name
 from swd_lens.tasks.example import Unusable
-from swd_lens.tasks.text import as_rows
+from swd_lens.tasks.prompt import Prompt, decoded
 from swd_lens.tasks.tokenize import TaskTokenizer
 
 DIRECTIONS = ("unembedding", "through_norm")
@@ -62,7 +63,7 @@ class Target:
     prepend_bos: bool | None = None
 
     def described(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain JSON values: everything but the two vectors."""
         return {
             "prompt": self.prompt,
             "answer": self.answer,
@@ -75,54 +76,57 @@ class Target:
             "prepend_bos": self.prepend_bos,
         }
 
-
-@dataclass
-class Reader:
-    """Turns texts, or ids, into tokens of one host; its tokenizer is asked only where a text is given."""
-
-    model: Any
-    prepend_bos: bool | None = None
-    _made: TaskTokenizer | None = field(default=None, init=False)
-
-    @property
-    def tokenizer(self) -> TaskTokenizer:
-        if self._made is None:
-            self._made = TaskTokenizer("edit", self.model, self.prepend_bos)
-        return self._made
-
-    def prompt(self, given: Any) -> tuple[str, Int[Tensor, " pos"], bool | None]:
-        """(text, ids, whether BOS was added)."""
-        if not isinstance(given, str):
-            ids = as_rows(given, self.model)
-            if len(ids) != 1:
-                raise EditError(f"a prompt is one row of token ids, got {len(ids)} rows; give them one by one")
-            return self.text(ids[0].tolist()), ids[0], None
-        try:
-            ids = self.tokenizer.prompt(given)
-        except Unusable as why:
-            raise EditError(f"prompt {given!r}: {why}; give a shorter one, or one that is not empty") from None
-        return given, ids, self.tokenizer.prepend_bos
-
-    def word(self, given: str | int, role: str) -> tuple[str, int]:
-        """(text, id) of an answer or foil.
+    @classmethod
+    def of_described(cls, site: str, values: Mapping[str, Any], input: Tensor, direction: Tensor) -> "Target":
+        """What was `described`, with h* and d.
 
         Raises:
-            EditError: not exactly one token, or an id outside the vocabulary.
+            KeyError, TypeError: a value is missing, or unknown.
         """
-        if isinstance(given, int):
-            if not 0 <= given < int(self.model.cfg.d_vocab):
-                raise EditError(
-                    f"{role} {given} is no token of this host; ids go from 0 to {int(self.model.cfg.d_vocab) - 1}"
-                )
-            return self.text([given]), given
-        try:
-            return given, self.tokenizer.single(given, role)
-        except Unusable as why:
-            raise EditError(f"{why}. An edit moves the logits of single tokens; mind the leading space") from None
+        known = {**values, "direction_is": values["direction"], "tokens": torch.tensor(values["tokens"])}
+        return cls(**known | {"site": site, "input": input, "direction": direction})
 
-    def text(self, ids: list[int]) -> str:
-        decode = getattr(self.model.tokenizer, "decode", None)
-        return " ".join(map(str, ids)) if decode is None else str(decode(ids))
+
+def read_prompt(model: Any, given: Any, prepend_bos: bool | None = None) -> Prompt:
+    """One prompt with something to score, from a text or (pos,) token ids.
+
+    Raises:
+        EditError: several rows of ids, nothing to score, or more tokens than the context holds.
+        TokenError: see `Prompt.of`.
+    """
+    prompt = Prompt.of(model, given, "edit", prepend_bos=prepend_bos)
+    if prompt.n_rows != 1:
+        raise EditError(f"a prompt is one row of token ids, got {prompt.n_rows} rows; give them one by one")
+    if prompt.unusable is not None:
+        raise EditError(f"prompt {given!r}: {prompt.unusable}; give a shorter one, or one that is not empty")
+    return prompt
+
+
+def shown_text(model: Any, prompt: Prompt) -> str:
+    """A prompt as it was given, or how its ids read."""
+    return decoded(model, prompt.ids) if prompt.text is None else prompt.text
+
+
+def ending(text: str, n: int) -> str:
+    """The last n characters: where a prompt differs from others is usually behind."""
+    return text if len(text) <= n else "…" + text[-(n - 1) :]
+
+
+def _word(model: Any, given: str | int, role: str) -> tuple[str, int]:
+    """(text, id) of an answer or foil.
+
+    Raises:
+        EditError: not exactly one token, or an id outside the vocabulary.
+    """
+    if isinstance(given, int):
+        d_vocab = int(model.cfg.d_vocab)
+        if not 0 <= given < d_vocab:
+            raise EditError(f"{role} {given} is no token of this host; ids go from 0 to {d_vocab - 1}")
+        return decoded(model, [given]), given
+    try:
+        return given, TaskTokenizer("edit", model).single(given, role)
+    except Unusable as why:
+        raise EditError(f"{why}. An edit moves the logits of single tokens; mind the leading space") from None
 
 
 def require_editable(site: Site | str) -> None:
@@ -171,32 +175,32 @@ def find_target(
     require_no_dropout(model)
     if direction not in DIRECTIONS:
         raise EditError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-    reader, host = Reader(model, prepend_bos), host_of(model)
-    text, tokens, bos = reader.prompt(prompt)
-    (answer, answer_id), (foil, foil_id) = reader.word(answer, "an answer"), reader.word(foil, "a foil")
-    d = _direction(host, answer_id, foil_id, direction)
+    host, read = host_of(model), read_prompt(model, prompt, prepend_bos)
+    (answer, answer_id), (foil, foil_id) = _word(model, answer, "an answer"), _word(model, foil, "a foil")
+    norm, unembedding = host.readout()
+    d = (unembedding[:, answer_id] - unembedding[:, foil_id]).float().cpu()
+    if norm is not None and direction == "through_norm":
+        d = d * norm.cpu()
     if answer_id == foil_id or not bool(d.any()):
         raise EditError(
             f"answer {answer!r} and foil {foil!r} have the same unembedding; there is no margin to move between them"
         )
-    h, logits = _read(host, site, tokens)
-    margin = float(logits[answer_id] - logits[foil_id])
-    return Target(site.name, text, answer, foil, tokens, answer_id, foil_id, h, d, margin, direction, bos)
-
-
-def _direction(host: Host, answer_id: int, foil_id: int, direction: str) -> Float[Tensor, " d_out"]:
-    norm, unembedding = host.readout()
-    d = (unembedding[:, answer_id] - unembedding[:, foil_id]).float().cpu()
-    return d if norm is None or direction == "unembedding" else d * norm.cpu()
-
-
-def _read(
-    host: Host, site: Site, tokens: Int[Tensor, " pos"]
-) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " vocab"]]:
-    """The site's input and the logits (float64), both at the last position."""
-    found: dict[str, Tensor] = {}
-    device = next(host.model.parameters()).device
-    with torch.no_grad(), plain_float32(device), host.inputs([site], lambda one, h: found.update({one.name: h[0, -1]})):
-        logits = host.last_logits(tokens[None])
-    require_seen([site], found, "input")
-    return found[site.name].detach().float().cpu(), logits[0].detach().double().cpu()
+    tokens = read.row(model)
+    with plain_float32(next(model.parameters()).device):
+        seen = record(host, tokens[None], inputs=[site], run="last")
+    assert seen.logits is not None
+    logits = seen.logits[0].detach().double().cpu()
+    return Target(
+        site=site.name,
+        prompt=shown_text(model, read),
+        answer=answer,
+        foil=foil,
+        tokens=tokens,
+        answer_id=answer_id,
+        foil_id=foil_id,
+        input=seen.inputs[site.name][0, -1].detach().float().cpu(),
+        direction=d,
+        margin=float(logits[answer_id] - logits[foil_id]),
+        direction_is=direction,
+        prepend_bos=read.prepend_bos,
+    )
