@@ -14,7 +14,7 @@ import torch
 import swd_lens as swd
 from swd_lens.analysis import qk
 from swd_lens.analysis.audit import logit_effect
-from swd_lens.analysis.graph import material
+from swd_lens.analysis.graph import edges as graph_edges
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.units.coder import CoderUnits
 from tests import families
@@ -216,7 +216,7 @@ def graph_answer_without_tokenizer(_, monkeypatch):
 
 @trigger
 def graph_too_large(_, monkeypatch):
-    monkeypatch.setattr(material, "_MOST_NODES", 10)
+    monkeypatch.setattr(graph_edges, "_MOST_NODES", 10)
     graphed(prompt=ROW)
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from swd_lens.analysis.graph import UnitGraph, draw, plot_unit_paths, unit_graph
-from swd_lens.analysis.graph.tables import records
+from swd_lens.analysis.graph.result import records
 from swd_lens.circuits import Circuit, attribute
 from swd_lens.tasks import load_task
 from swd_lens.train.baselines import svd

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import unit_graph
-from swd_lens.analysis.graph.tables import records
+from swd_lens.analysis.graph.result import records
 from swd_lens.hosts import UnsupportedHostError
 from tests import families
 from tests.analysis.graph_checks import all_units, random_factors

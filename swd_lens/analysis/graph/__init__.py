@@ -1,7 +1,7 @@
 """Unit graph: a circuit's units as nodes by layer, and how strongly each speaks to each through the residual stream.
 
-arguments.py -> material.py (with frozen.py: one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) ->
-result.py (UnitGraph, with tables.py), drawing.py (SVG), viewer.py (JSON). paths.py is the paper's figure of the best units.
+build.py (unit_graph) -> frozen.py (one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) -> result.py
+(UnitGraph and its JSON), drawing.py (SVG). paths.py is the paper's figure of the best units.
 """
 
 from swd_lens.analysis.graph.build import unit_graph

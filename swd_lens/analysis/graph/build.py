@@ -1,28 +1,32 @@
 """unit_graph: from a circuit, or a list of units, to its graph.
 
-1. Look at the units: they exist, their sites have read and write factors, and some path between them can be drawn.
+1. Look at the settings and the units: they fit together, the units exist, and their sites have read and write factors.
 2. With a prompt: attach the factors and freeze one run (frozen.py). Without: look at the host's norms only.
-3. Weights between all nodes (edges.py), contributions z_i * weight, and what is left of each z (`rest`).
-4. Influence: what share of the answers each node holds, by shares of shares. Keep the strongest edges.
+3. Weights between all nodes (edges.py); one row per node, with its activation.
+4. Influence, and which edges are kept (pruning.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import torch
+from torch import Tensor
 
-from swd_lens.analysis.graph.arguments import answer_ids, check_settings, prompt_ids, units_of
-from swd_lens.analysis.graph.edges import weights
-from swd_lens.analysis.graph.material import frozen_run, norms_alone, parts_of
-from swd_lens.analysis.graph.pruning import node_rows, pruned, require_edges, text_of
-from swd_lens.analysis.graph.result import UnitGraph
+from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Layout, NodeGroup, layout_of, weights
+from swd_lens.analysis.graph.frozen import FrozenRun, freeze, read_norms
+from swd_lens.analysis.graph.pruning import pruned
+from swd_lens.analysis.graph.result import NODES, UnitGraph, table
 from swd_lens.base._version import __version__
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.panels import visible
-from swd_lens.circuits import Circuit
-from swd_lens.circuits.scores import identities
-from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.units import attach
+from swd_lens.circuits import Circuit, UnitScores
+from swd_lens.hosts import require_no_dropout
+from swd_lens.hosts.sites import Site, parse_unit
+from swd_lens.tasks.example import Unusable
+from swd_lens.tasks.prompt import Prompt, decoded
+from swd_lens.tasks.tokenize import TaskTokenizer
+from swd_lens.units import UnitSet, attach
 
 
 def unit_graph(
@@ -78,40 +82,60 @@ def unit_graph(
         UnsupportedHostError: see `swd_lens.analysis.graph.frozen.freeze`; answers of a host that caps its logits.
         AttachError: see `swd_lens.attach`.
     """
-    check_settings(prompt, attention, tokens, normalize, keep, min_weight, per_node)
-    host = host_of(model)
-    found, chosen, score = units_of(host, factors, units)
+    for name, setting, choices in (
+        ("attention", attention, ("none", "frozen")),
+        ("normalize", normalize, ("none", "cosine")),
+    ):
+        if setting not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {setting!r}")
+    if prompt is None and attention == "frozen":
+        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
+    if prompt is not None and tokens is not None:
+        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
+    if prompt is not None and normalize != "none":
+        raise ValueError(
+            "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
+        )
+    for name, most in (("keep", keep), ("per_node", per_node)):
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ValueError(f"{name}={most}: give a whole number of at least 1, or None for all edges")
+    if not min_weight >= 0:
+        raise ValueError(f"min_weight={min_weight}: give a number of at least 0")
+
+    attached = UnitSet.of(model, factors)
+    drawn, scores = _drawn_units(attached, units)
     require_no_dropout(model)
-    device = next(iter(found.values())).read.device
     # A caller's inference mode is left: slopes are gradients.
-    with torch.inference_mode(False), torch.no_grad(), plain_float32(device):
+    with torch.inference_mode(False), torch.no_grad(), plain_float32(next(iter(attached.factors.values())).read.device):
         if prompt is None:
-            ids, prepend_bos, run = None, None, norms_alone(host, model, tokens)
+            read, ids, run = None, None, read_norms(attached.host, tokens)
         else:
-            ids, prepend_bos = prompt_ids(model, prompt)
-            with attach(model, found):
-                run = frozen_run(host, found, chosen, ids, attention)
-        wanted = answer_ids(model, answers, run, prompt is not None)
-        parts = parts_of(host, found, chosen, run, ids, wanted, attention, normalize)
-        weight, kinds = weights(parts)
-    require_edges(kinds, chosen, prompt is not None)
-    rows, z = node_rows(model, parts, ids, score, labels or {})
+            read = _read_prompt(model, prompt)
+            ids = list(read.ids)
+            run = _frozen_run(attached, drawn, ids, attention)
+        answer_ids = _answer_ids(model, answers, None if ids is None else run.logits)
+        layout = layout_of(attached, drawn, run, answers=answer_ids, static=ids is None, cosine=normalize == "cosine")
+        weight, kinds = weights(layout)
+    if not bool(kinds.any()):
+        names = ", ".join(site.name for site in drawn)
+        more = "" if ids is not None else ", name answers=[...] so that their logits can be reached, or give a prompt"
+        raise ValueError(
+            f"no unit of {names} can speak to another one directly: an edge needs a site that writes the residual stream "
+            "(attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, attn_qkv, mlp_in, mlp_gate). Add units of such "
+            f"sites{more}"
+        )
     settings = {
         "model": str(getattr(model.cfg, "model_name", "")),
         "n_layers": len(model.blocks),
         "swd_lens": __version__,
-        "factors": identities(found),
-        "units": sum(len(indices) for indices in chosen.values()),
-        "prompt": None if ids is None else text_of(model, ids),
-        "tokens": None
-        if ids is None
-        else [visible(model.tokenizer.decode([i])) for i in ids]
-        if model.tokenizer
-        else ids,
+        "factors": dict(attached.identities),
+        "units": sum(len(indices) for indices in drawn.values()),
+        "prompt": None if ids is None else decoded(model, ids),
+        "tokens": None if ids is None else [_label(model, token) for token in ids] if model.tokenizer else ids,
         "token_ids": ids,
-        "prepend_bos": prepend_bos,
+        "prepend_bos": None if read is None else read.prepend_bos,
         "attention": attention,
-        "answers": list(wanted),
+        "answers": answer_ids,
         "norm": "of the run" if ids is not None else "scale 1" if tokens is None else "average 1/scale over tokens",
         "mlp": "slope at the run" if ids is not None else "not followed",
         "normalize": normalize,
@@ -119,6 +143,135 @@ def unit_graph(
         "min_weight": float(min_weight),
         "per_node": per_node,
         "isolated": isolated,
-        "task": None if score is None else score.settings.get("task"),
+        "task": None if scores is None else scores.settings.get("task"),
     }
-    return pruned(rows, z, weight, kinds, parts, settings)
+    return pruned(_nodes(model, layout, ids, scores, labels or {}), weight, kinds, settings)
+
+
+def _drawn_units(attached: UnitSet, units: Any) -> tuple[dict[Site, list[int]], UnitScores | None]:
+    """The drawn units by site, in execution order, and the scores of a circuit."""
+    if attached.coders:
+        name, coder = next(iter(attached.coders.items()))
+        raise TypeError(
+            f"the units of {name} are a {type(coder).__name__}: an encode/decode pair has no read and write vectors "
+            "whose products could be edges; take factors, or baselines"
+        )
+    scores = None
+    if isinstance(units, Circuit):
+        attached.require_made_for(units.scores.settings, "this circuit")
+        units, scores = units.units, units.scores
+    drawn: dict[str, list[int]] = {}
+    for unit in [units] if isinstance(units, str) else units:
+        name, index = parse_unit(unit) if isinstance(unit, str) else (unit[0], int(unit[1]))
+        if name not in attached or not 0 <= index < attached[name].n_units:
+            has = ", ".join(f"{site} (0 to {n_units - 1})" for site, n_units in attached.sizes.items())
+            raise ValueError(f"unit {name}/{index} is not among these factors' units: {has}")
+        if index in drawn.setdefault(name, []):
+            raise ValueError(f"unit {name}/{index} is named twice; name it once")
+        drawn[name].append(index)
+    if not drawn:
+        raise ValueError("there are no units: a graph needs some; take a larger circuit")
+    return {site: sorted(drawn[site.name]) for site in attached.sites if site.name in drawn}, scores
+
+
+# ---------------------------------------------------------------------------------------------- prompt and answers
+
+
+def _read_prompt(model: Any, given: Any) -> Prompt:
+    if isinstance(given, str) and model.tokenizer is None:
+        raise ValueError("this host has no tokenizer, so a text cannot be its prompt; pass token ids")
+    prompt = Prompt.of(model, given, "unit_graph")
+    if prompt.n_rows != 1:
+        raise ValueError(f"a graph is of one prompt, got {prompt.n_rows}; make one graph for each")
+    if prompt.unusable is not None:
+        raise ValueError(f"this prompt cannot be run: {prompt.unusable}; give a shorter one, or one that is not empty")
+    return prompt
+
+
+def _frozen_run(attached: UnitSet, drawn: Mapping[Site, Sequence[int]], ids: list[int], attention: str) -> FrozenRun:
+    """The run of the prompt with all factors attached; its last position alone, unless attention is frozen."""
+    patterns = [site.layer for site in drawn if site.kind == "attn_o"] if attention == "frozen" else []
+    slopes = [site.layer for site in drawn if site.kind == "mlp_out"]
+    with attach(attached.host.model, attached):
+        run = freeze(attached.host, torch.tensor([ids]), units=list(drawn), patterns=patterns, slopes=slopes)
+    return run if attention == "frozen" else run.last()
+
+
+def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
+    """Token ids of the answers; the likeliest ones by the logits of a prompt, which a graph may not have."""
+    if answers is None:
+        answers = [] if logits is None else 3
+    if isinstance(answers, int):
+        if logits is None or isinstance(answers, bool) or answers < 0:
+            raise ValueError(
+                f"answers={answers}: the likeliest tokens are those of a prompt; name tokens, or give a prompt"
+            )
+        return logits.topk(min(answers, len(logits))).indices.tolist()
+    ids: list[int] = []
+    for answer in [answers] if isinstance(answers, str) else answers:
+        if isinstance(answer, str):
+            if model.tokenizer is None:
+                raise ValueError("this host has no tokenizer; give answers as token ids")
+            try:
+                answer = TaskTokenizer("unit_graph", model, False).single(answer, "answer")
+            except Unusable as error:
+                raise ValueError(f"{error}; give a token id, or text that is one token") from None
+        if not 0 <= int(answer) < model.cfg.d_vocab:
+            raise ValueError(f"answer {answer} is no token id of this host; ids go from 0 to {model.cfg.d_vocab - 1}")
+        if int(answer) in ids:
+            raise ValueError(f"answer {answer} is named twice; name it once")
+        ids.append(int(answer))
+    return ids
+
+
+# ---------------------------------------------------------------------------------------------- nodes
+
+
+def _label(model: Any, token: int) -> str:
+    return visible(model.tokenizer.decode([token])) if model.tokenizer else str(token)
+
+
+def _nodes(
+    model: Any, layout: Layout, ids: list[int] | None, scores: UnitScores | None, labels: Mapping[str, str]
+) -> pd.DataFrame:
+    """One row per node, in the order of the weights."""
+    rows: list[dict[str, Any]] = []
+    probabilities = layout.run.logits.softmax(-1)
+    ranks = {} if scores is None else scores.ranks()
+    for group in layout.groups:
+        activations = _activations(layout, group).tolist()
+        for i in range(group.size):
+            item = group.items[i % len(group.items)]
+            position = None if ids is None else len(ids) - group.positions + i // len(group.items)
+            row: dict[str, Any] = {"position": position, "kind": group.kind, "activation": activations[i]}
+            if group.site is not None:
+                name = f"{group.site.name}/{item}"
+                row |= {"node": name if position is None else f"{name}@{position}", "layer": group.site.layer}
+                row |= {"site": group.site.name, "unit": item, "label": labels.get(name, "")}
+                if scores is not None:
+                    row["score"] = float(scores.scores[group.site.name][item])
+                    row["rank"] = int(ranks[group.site.name][item])
+            elif group.kind == LOGIT:
+                row |= {
+                    "node": f"logit {item}",
+                    "layer": len(model.blocks),
+                    "token": item,
+                    "label": _label(model, item),
+                }
+                row["probability"] = None if ids is None else float(probabilities[item])
+            elif ids is not None and position is not None:
+                row |= {"node": f"token@{position}", "layer": -1, "token": ids[position]}
+                row["label"] = _label(model, ids[position])
+            rows.append(row)
+    return table(rows, NODES)
+
+
+def _activations(layout: Layout, group: NodeGroup) -> Tensor:
+    """z of units, 1 of tokens, and an answer's logit less the mean over the vocabulary; NaN without a prompt."""
+    if layout.static:
+        return torch.full((group.size,), float("nan"))
+    if group.kind == TOKEN:
+        return torch.ones(group.size)
+    if group.site is None:
+        return layout.run.logits[list(group.items)] - layout.run.logits.mean()
+    return layout.run.z[group.site.name][:, list(group.items)].flatten()

@@ -1,4 +1,4 @@
-"""drawing: a unit graph as SVG. Input at the bottom, answers at the top, one row per site, one column per position.
+"""Drawing: a unit graph as SVG. Input at the bottom, answers at the top, one row per site, one column per position.
 
 1. Rows: tokens, every site in execution order, answers. Columns: positions, where the graph has several.
 2. Nodes of one row and column stand side by side, ordered by where their neighbours stand (fewer crossings).
@@ -6,13 +6,12 @@
 4. Every node and edge has a title (a tooltip, and what a screen reader reads); the strongest edges stand below in words.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swd_lens.analysis.graph.tables import records
 from swd_lens.base.figures import GRID, INK, PALETTE
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import visible
@@ -28,6 +27,10 @@ _HEIGHT, _ROW, _LEFT, _TOP, _NARROWEST = 22.0, 80.0, 128.0, 16.0, 860.0
 _LONGEST = 24
 _SWEEPS = 6
 _IN_WORDS = 12
+
+_Row = tuple[int, int]  # (layer, kind of site); tokens below all layers, answers above
+_TOKENS, _ANSWERS = (-1, 0), (10**6, 0)
+_Cell = tuple[_Row, int]  # (row, column)
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,40 @@ class GraphDrawing:
 
 
 @dataclass(frozen=True)
-class _Placed:
-    x: float  # the middle
-    y: float
-    width: float
+class _Node:
+    """A node's row of the table, what is written in its box, and the box's cell."""
+
+    row: Mapping[str, Any]
+    label: str
     text: str
+    cell: _Cell
+
+    @property
+    def width(self) -> float:
+        return max(26.0, len(self.text) * _CHARACTER + _PADDING)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Where rows, columns and nodes stand, in pixels.
+
+    Attributes:
+        rows: from the bottom to the top.
+        columns: position -> where its column begins and ends.
+        points: node -> the middle and the top of its box.
+    """
+
+    rows: Sequence[_Row]
+    columns: Mapping[int, tuple[float, float]]
+    points: Mapping[str, tuple[float, float]]
+    width: float
+
+    def top(self, row: _Row) -> float:
+        return _TOP + (len(self.rows) - 1 - self.rows.index(row)) * _ROW
+
+    @property
+    def bottom(self) -> float:
+        return _TOP + (len(self.rows) - 1) * _ROW + _HEIGHT
 
 
 def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDrawing:
@@ -62,227 +94,175 @@ def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDr
     Args:
         labels: unit name ("blocks.2.mlp_out/17") -> what to write in its node; the graph's own labels otherwise.
     """
-    nodes = [_with_label(row, labels or {}) for row in records(graph.nodes)]
-    rows = _rows(nodes)
-    columns = sorted({row["column"] for row in nodes})
-    order = _ordered(nodes, rows, graph)
-    places, starts, width = _places(nodes, rows, columns, order)
-    height = _TOP + (len(rows) - 1) * _ROW + _HEIGHT + 46
-    largest = float(graph.edges["strength"].max()) if len(graph.edges) else 1.0
-    body = [_grid(rows, starts, columns, graph, width, height)]
-    body += [_edge(row, places, largest, graph) for row in records(graph.edges.iloc[::-1])]
-    body += [_node(row, places[row["node"]], graph) for row in nodes]
-    body.append(_legend(graph, height))
+    values = graph.as_dict()
+    last = max((int(row["position"] or 0) for row in values["nodes"] if row["kind"] != "logit"), default=0)
+    nodes = {row["node"]: _node(row, labels or {}, last) for row in values["nodes"]}
+    grid = _grid(nodes, _ordered(nodes, values["edges"]))
+    height = grid.bottom + 46
+    largest = max((row["strength"] for row in values["edges"]), default=1.0)
+    shapes = [_grid_svg(grid, graph), *(_edge_svg(row, grid, largest, graph) for row in reversed(values["edges"]))]
+    shapes += [_node_svg(node, grid, graph) for node in nodes.values()]
+    shapes.append(_legend_svg(graph, height - 10))
     title = escape(repr(graph))
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {grid.width:.0f} {height:.0f}" width="{grid.width:.0f}" '
         f'height="{height:.0f}" role="img" aria-label="{title}"><title>{title}</title>'
         # On a group, not on the root: a page that makes the root its own keeps what is drawn.
-        f'<g font-family="system-ui, sans-serif" font-size="11" fill="{INK}">{"".join(body)}</g></svg>'
+        f'<g font-family="system-ui, sans-serif" font-size="11" fill="{INK}">{"".join(shapes)}</g></svg>'
     )
-    return GraphDrawing(svg, _words(graph, {row["node"]: row for row in nodes}))
+    named = {name: f"{name} ({node.label})" if node.label else name for name, node in nodes.items()}
+    strongest = [
+        _edge_in_words({**row, "source": named[row["source"]], "target": named[row["target"]]}, graph)
+        for row in values["edges"][:_IN_WORDS]
+    ]
+    items = "".join(f"<li>{escape(words)}</li>" for words in strongest)
+    return GraphDrawing(svg, f"<ol>{items}</ol>" if items else "<p>No edges.</p>")
 
 
 # ---------------------------------------------------------------------------------------------- places
 
 
-def _with_label(row: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
-    name = f"{row['site']}/{row['unit']}" if row["kind"] == "unit" else ""
-    label = labels.get(name, row["label"]) or ""
-    text = label if label or row["kind"] != "unit" else str(row["unit"])
-    if label and row["kind"] == "unit":
-        text = f"{row['unit']} {label}"
+def _node(row: Mapping[str, Any], labels: Mapping[str, str], last: int) -> _Node:
+    """A node; answers stand above the last position."""
+    is_unit = row["kind"] == "unit"
+    label = labels.get(f"{row['site']}/{row['unit']}" if is_unit else "", row["label"]) or ""
+    text = f"{row['unit']} {label}".rstrip() if is_unit else label
     if row["probability"] is not None:
         text = f"{text} {row['probability']:.0%}"
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-    column = int(row["position"] or 0) if row["kind"] != "logit" else 0
-    return {**row, "text": text, "label": label, "column": column, "name": name}
-
-
-def _row_of(row: Mapping[str, Any]) -> tuple[int, int]:
-    if row["kind"] == "token":
-        return -1, 0
     if row["kind"] == "logit":
-        return 10**6, 0
-    return execution_key(row["site"])
+        return _Node(row, label, text, (_ANSWERS, last))
+    line = execution_key(row["site"]) if is_unit else _TOKENS
+    return _Node(row, label, text, (line, int(row["position"] or 0)))
 
 
-def _rows(nodes: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    last = max((row["column"] for row in nodes), default=0)
-    for row in nodes:
-        if row["kind"] == "logit":
-            row["column"] = last  # answers stand above the last position
-    return sorted({_row_of(row) for row in nodes})
+def _ordered(nodes: Mapping[str, _Node], edges: Sequence[Mapping[str, Any]]) -> dict[_Cell, list[str]]:
+    """Node names of every cell from left to right: sweeps that put each node at its neighbours' middle."""
+    cells: dict[_Cell, list[str]] = {}
+    for name, node in nodes.items():
+        cells.setdefault(node.cell, []).append(name)
+    neighbours: dict[str, list[tuple[str, float]]] = {name: [] for name in nodes}
+    for edge in edges:
+        neighbours[edge["source"]].append((edge["target"], edge["strength"]))
+        neighbours[edge["target"]].append((edge["source"], edge["strength"]))
 
+    def spread(cell: _Cell) -> dict[str, float]:
+        return {name: cell[1] + (i + 0.5) / len(cells[cell]) for i, name in enumerate(cells[cell])}
 
-def _ordered(
-    nodes: list[dict[str, Any]], rows: list[tuple[int, int]], graph: "UnitGraph"
-) -> dict[tuple[tuple[int, int], int], list[str]]:
-    """Node names of every cell (row, column) from left to right: sweeps that put each node at its neighbours' middle."""
-    cells: dict[tuple[tuple[int, int], int], list[str]] = {}
-    for row in nodes:
-        cells.setdefault((_row_of(row), row["column"]), []).append(row["node"])
-    near: dict[str, list[tuple[str, float]]] = {row["node"]: [] for row in nodes}
-    for source, target, strength in graph.edges[["source", "target", "strength"]].itertuples(index=False):
-        near[source].append((target, strength))
-        near[target].append((source, strength))
+    def middle(name: str) -> float:
+        total = sum(strength for _, strength in neighbours[name])
+        if total <= 0:
+            return at[name]
+        return sum(at[other] * strength for other, strength in neighbours[name]) / total
+
+    at: dict[str, float] = {}
     for sweep in range(_SWEEPS):
-        at = {
-            name: column + (i + 0.5) / len(names)
-            for (_, column), names in cells.items()
-            for i, name in enumerate(names)
-        }
-        for key in sorted(cells, reverse=bool(sweep % 2)):
-            middle = {name: _middle(near[name], at, at[name]) for name in cells[key]}
-            cells[key] = sorted(cells[key], key=lambda name: middle[name])
-            at |= {name: key[1] + (i + 0.5) / len(cells[key]) for i, name in enumerate(cells[key])}
+        for cell in cells:
+            at |= spread(cell)
+        for cell in sorted(cells, reverse=bool(sweep % 2)):
+            middles = {name: middle(name) for name in cells[cell]}
+            cells[cell] = sorted(cells[cell], key=lambda name: middles[name])
+            at |= spread(cell)
     return cells
 
 
-def _middle(near: list[tuple[str, float]], at: Mapping[str, float], alone: float) -> float:
-    total = sum(weight for _, weight in near)
-    return sum(at[name] * weight for name, weight in near) / total if total > 0 else alone
-
-
-def _places(
-    nodes: list[dict[str, Any]],
-    rows: list[tuple[int, int]],
-    columns: list[int],
-    order: Mapping[tuple[tuple[int, int], int], list[str]],
-) -> tuple[dict[str, _Placed], dict[int, tuple[float, float]], float]:
-    """Where every node stands, where every column begins and ends, and the width of all."""
-    texts = {row["node"]: row["text"] for row in nodes}
-    widths = {name: max(26.0, len(text) * _CHARACTER + _PADDING) for name, text in texts.items()}
-    needs = {
-        column: max(
-            (sum(widths[name] + _GAP for name in order[row, column]) for row in rows if (row, column) in order),
-            default=0.0,
-        )
-        for column in columns
-    }
-    starts, x = {}, _LEFT
-    for column in columns:
-        starts[column] = (x, x + needs[column])
-        x += needs[column] + _BETWEEN
-    # A narrow graph gets room: edges between few nodes are told apart by their slopes.
-    spare = max(0.0, _NARROWEST - x)
-    if spare and columns:
-        begin, end = starts[columns[-1]]
-        starts[columns[-1]], x = (begin, end + spare), x + spare
-    places: dict[str, _Placed] = {}
-    for (row, column), names in order.items():
-        begin, end = starts[column]
-        gap = (end - begin - sum(widths[name] for name in names)) / len(names)
-        at = begin + gap / 2
-        y = _TOP + (len(rows) - 1 - rows.index(row)) * _ROW
+def _grid(nodes: Mapping[str, _Node], cells: Mapping[_Cell, Sequence[str]]) -> _Grid:
+    rows = sorted({row for row, _ in cells})
+    columns, x = {}, _LEFT
+    for column in sorted({column for _, column in cells}):
+        widths = [sum(nodes[name].width + _GAP for name in names) for (_, c), names in cells.items() if c == column]
+        columns[column] = (x, x + max(widths))
+        x += max(widths) + _BETWEEN
+    spare = _NARROWEST - x
+    if columns and spare > 0:
+        # A narrow graph gets room: edges between few nodes are told apart by their slopes.
+        last, (begin, end) = max(columns.items())
+        columns[last], x = (begin, end + spare), x + spare
+    grid = _Grid(rows, columns, {}, x)
+    points: dict[str, tuple[float, float]] = {}
+    for (row, column), names in cells.items():
+        begin, end = columns[column]
+        gap = (end - begin - sum(nodes[name].width for name in names)) / len(names)
+        left = begin + gap / 2
         for name in names:
-            places[name] = _Placed(at + widths[name] / 2, y, widths[name], texts[name])
-            at += widths[name] + gap
-    return places, starts, x
+            points[name] = (left + nodes[name].width / 2, grid.top(row))
+            left += nodes[name].width + gap
+    return _Grid(rows, columns, points, x)
 
 
-# ---------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------- shapes
 
 
-def _grid(
-    rows: list[tuple[int, int]],
-    starts: Mapping[int, tuple[float, float]],
-    columns: list[int],
-    graph: "UnitGraph",
-    width: float,
-    height: float,
-) -> str:
-    parts = []
-    for i, (layer, kind) in enumerate(rows):
-        y = _TOP + (len(rows) - 1 - i) * _ROW
-        name = "tokens" if layer < 0 else "answers" if layer == 10**6 else f"{layer} · {KINDS[kind]}"
-        parts.append(
-            f'<line x1="{_LEFT - 8:.0f}" x2="{width:.0f}" y1="{y + _HEIGHT / 2:.1f}" y2="{y + _HEIGHT / 2:.1f}" '
-            f'stroke="{GRID}" stroke-width="0.7"/><text x="8" y="{y + _HEIGHT / 2 + 4:.1f}" font-weight="600">{name}</text>'
+def _grid_svg(grid: _Grid, graph: "UnitGraph") -> str:
+    shapes = []
+    for row in grid.rows:
+        y = grid.top(row) + _HEIGHT / 2
+        name = "tokens" if row == _TOKENS else "answers" if row == _ANSWERS else f"{row[0]} · {KINDS[row[1]]}"
+        shapes.append(
+            f'<line x1="{_LEFT - 8:.0f}" x2="{grid.width:.0f}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'stroke="{GRID}" stroke-width="0.7"/><text x="8" y="{y + 4:.1f}" font-weight="600">{name}</text>'
         )
     tokens = graph.settings["tokens"]
-    shown = {row for row in graph.nodes.loc[graph.nodes["kind"] == "token", "position"].dropna().astype(int)}
-    bottom = _TOP + (len(rows) - 1) * _ROW + _HEIGHT
-    for column in columns if len(columns) > 1 else []:
-        begin, end = starts[column]
-        if column != columns[0]:
+    drawn = set(graph.nodes.loc[graph.nodes["kind"] == "token", "position"].dropna().astype(int))
+    for i, (column, (begin, end)) in enumerate(grid.columns.items() if len(grid.columns) > 1 else ()):
+        if i:
             x = begin - _BETWEEN / 2
-            parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP:.0f}" y2="{bottom:.0f}" stroke="{GRID}" stroke-dasharray="1 4"/>'
+            shapes.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP:.0f}" y2="{grid.bottom:.0f}" stroke="{GRID}" '
+                'stroke-dasharray="1 4"/>'
             )
-        if tokens is not None and column not in shown:
-            parts.append(
-                f'<text x="{(begin + end) / 2:.1f}" y="{bottom + 13:.1f}" text-anchor="middle" fill="#666666">'
+        if tokens is not None and column not in drawn:
+            shapes.append(
+                f'<text x="{(begin + end) / 2:.1f}" y="{grid.bottom + 13:.1f}" text-anchor="middle" fill="#666666">'
                 f"{escape(visible(str(tokens[column])))}</text>"
             )
-    return "".join(parts)
+    return "".join(shapes)
 
 
-def _sign(row: Mapping[str, Any], graph: "UnitGraph") -> float:
-    return float(row["contribution"] if graph.has_prompt else row["weight"])
-
-
-def _edge(row: Mapping[str, Any], places: Mapping[str, _Placed], largest: float, graph: "UnitGraph") -> str:
-    a, b = places[row["source"]], places[row["target"]]
-    y0, y1 = a.y, b.y + _HEIGHT
+def _edge_svg(row: Mapping[str, Any], grid: _Grid, largest: float, graph: "UnitGraph") -> str:
+    (x0, y0), (x1, top) = grid.points[row["source"]], grid.points[row["target"]]
+    y1 = top + _HEIGHT
     bend = max(14.0, (y0 - y1) * 0.42)
-    part = (float(row["strength"]) / (largest or 1.0)) ** 0.5
-    positive = _sign(row, graph) >= 0
+    share = (float(row["strength"]) / (largest or 1.0)) ** 0.5
+    positive = row["contribution" if graph.has_prompt else "weight"] >= 0
     dash = "" if positive else ' stroke-dasharray="5 3"'
     return (
-        f'<path d="M{a.x:.1f} {y0:.1f}C{a.x:.1f} {y0 - bend:.1f} {b.x:.1f} {y1 + bend:.1f} {b.x:.1f} {y1:.1f}" fill="none" '
-        f'stroke="{POSITIVE if positive else NEGATIVE}" stroke-width="{0.6 + 3.6 * part:.2f}" '
-        f'stroke-opacity="{0.22 + 0.63 * part:.2f}"{dash}><title>{escape(_told(row, graph))}</title></path>'
+        f'<path d="M{x0:.1f} {y0:.1f}C{x0:.1f} {y0 - bend:.1f} {x1:.1f} {y1 + bend:.1f} {x1:.1f} {y1:.1f}" fill="none" '
+        f'stroke="{POSITIVE if positive else NEGATIVE}" stroke-width="{0.6 + 3.6 * share:.2f}" '
+        f'stroke-opacity="{0.22 + 0.63 * share:.2f}"{dash}><title>{escape(_edge_in_words(row, graph))}</title></path>'
     )
 
 
-def _told(row: Mapping[str, Any], graph: "UnitGraph") -> str:
-    says = f"{row['source']} → {row['target']}: "
-    if graph.has_prompt:
-        says += f"contribution {row['contribution']:+.3g} (weight {row['weight']:+.3g})"
-    else:
-        says += f"weight {row['weight']:+.3g}"
-    return f"{says}, {row['kind']}"
+def _edge_in_words(row: Mapping[str, Any], graph: "UnitGraph") -> str:
+    weight = f"weight {row['weight']:+.3g}"
+    size = f"contribution {row['contribution']:+.3g} ({weight})" if graph.has_prompt else weight
+    return f"{row['source']} → {row['target']}: {size}, {row['kind']}"
 
 
-def _node(row: Mapping[str, Any], place: _Placed, graph: "UnitGraph") -> str:
-    about = [row["node"]]
-    if row["label"]:
-        about.append(str(row["label"]))
+def _node_svg(node: _Node, grid: _Grid, graph: "UnitGraph") -> str:
+    row, (x, y) = node.row, grid.points[node.row["node"]]
+    title = [row["node"], *([node.label] if node.label else [])]
     if graph.has_prompt:
-        about.append(f"activation {row['activation']:+.3g}")
+        title.append(f"activation {row['activation']:+.3g}")
         if row["kind"] != "token":
-            about.append(f"not explained by edges {row['rest']:+.3g}")
-        about.append(f"influence {row['influence']:.1%}")
+            title.append(f"not explained by edges {row['rest']:+.3g}")
+        title.append(f"influence {row['influence']:.1%}")
     if row["score"] is not None:
-        about.append(f"score {row['score']:.3g}")
+        title.append(f"score {row['score']:.3g}")
     dashed = ' stroke-dasharray="3 2"' if row["kind"] == "token" else ""
     return (
-        f'<g><title>{escape(", ".join(about))}</title><rect x="{place.x - place.width / 2:.1f}" y="{place.y:.1f}" '
-        f'width="{place.width:.1f}" height="{_HEIGHT:.0f}" rx="5" fill="{_FILL[row["kind"]]}" stroke="{INK}" '
-        f'stroke-width="{1.6 if row["label"] and row["kind"] == "unit" else 0.9}"{dashed}/>'
-        f'<text x="{place.x:.1f}" y="{place.y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle">{escape(place.text)}</text></g>'
+        f'<g><title>{escape(", ".join(title))}</title><rect x="{x - node.width / 2:.1f}" y="{y:.1f}" '
+        f'width="{node.width:.1f}" height="{_HEIGHT:.0f}" rx="5" fill="{_FILL[row["kind"]]}" stroke="{INK}" '
+        f'stroke-width="{1.6 if node.label and row["kind"] == "unit" else 0.9}"{dashed}/>'
+        f'<text x="{x:.1f}" y="{y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle">{escape(node.text)}</text></g>'
     )
 
 
-def _legend(graph: "UnitGraph", height: float) -> str:
-    what = "contribution z·w" if graph.has_prompt else "weight"
-    by = "share of influence" if graph.has_prompt else "|weight|"
-    y = height - 10
+def _legend_svg(graph: "UnitGraph", y: float) -> str:
+    value, size = ("contribution z·w", "share of influence") if graph.has_prompt else ("weight", "|weight|")
     return (
         f'<g fill="#444444"><line x1="8" x2="32" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{POSITIVE}" stroke-width="3"/>'
-        f'<text x="38" y="{y:.0f}">positive {what}</text>'
+        f'<text x="38" y="{y:.0f}">positive {value}</text>'
         f'<line x1="188" x2="212" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{NEGATIVE}" stroke-width="3" stroke-dasharray="5 3"/>'
-        f'<text x="218" y="{y:.0f}">negative · width: {by}</text></g>'
+        f'<text x="218" y="{y:.0f}">negative · width: {size}</text></g>'
     )
-
-
-def _words(graph: "UnitGraph", nodes: Mapping[str, Mapping[str, Any]]) -> str:
-    def named(name: str) -> str:
-        label = nodes[name]["label"]
-        return f"{name} ({label})" if label else name
-
-    rows = records(graph.edges.head(_IN_WORDS))
-    told = [{**row, "source": named(row["source"]), "target": named(row["target"])} for row in rows]
-    items = "".join(f"<li>{escape(_told(row, graph))}</li>" for row in told)
-    return f"<ol>{items}</ol>" if items else "<p>No edges.</p>"

@@ -1,50 +1,64 @@
-"""edges: the weights between the nodes of a unit graph, block by block of two sites, as matrix products.
+"""Edges: the weights between the nodes of a unit graph, block by block of two groups of nodes, as matrix products.
 
-A target's z is pulled back, as a vector (a cotangent), to what writes it:
+1. `layout_of` puts nodes into groups, in execution order: tokens, the drawn units of every site, answers. A group has the vectors
+   that its nodes read and write.
+2. `weights` pulls every target's read vectors back (as cotangents) to what writes them:
 
-1. attn_q, attn_k, attn_v, attn_qkv, mlp_in, mlp_gate: read vector -> through the norm -> residual stream.
-2. attn_o (frozen attention only): read vector, head by head -> pattern[head, dest, src] -> the V units of its layer where the
-   graph has some, else through W_V and the norm -> residual stream at the source position.
-3. mlp_out (with a prompt only): read vector * slope of the activation function -> the mlp_in and mlp_gate units of its layer
-   where the graph has some, else through W_in (and W_gate) and the norm -> residual stream.
-4. The answers' logits: column of the unembedding -> final norm -> residual stream.
+   a. attn_q, attn_k, attn_v, attn_qkv, mlp_in, mlp_gate: through the norm to the residual stream.
+   b. attn_o (frozen attention only): head by head, through pattern[head, dest, src] to the V units of its layer where the graph
+      has some, else through W_V and the norm to the residual stream at the source position.
+   c. mlp_out (with a prompt only): times the slope of the activation function, to the mlp_in and mlp_gate units of its layer
+      where the graph has some, else through W_in (and W_gate) and the norm to the residual stream.
+   d. The answers' logits: through the final norm to the residual stream.
 
-On the residual stream a vector meets the write vectors of every earlier attn_o and mlp_out, and the token embeddings:
-weight[i, j] = write_i . cotangent_j, so that z_i * weight[i, j] is what unit i gives to z_j. Exact for 1, 2 and 4 once norms
-and patterns are held; 3 is a linearization.
+   On the residual stream a cotangent meets the write vectors of every earlier attn_o and mlp_out, and the token embeddings.
+
+weight[i, j] = write_i . cotangent_j, so that z_i * weight[i, j] is what unit i gives to z_j. Exact for a, b and d once norms and
+patterns are held; c is a linearization.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, Frozen, Reading, by_head
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site
+from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head, final_reading, norm_before
+from swd_lens.hosts import UnsupportedHostError, sites_of
+from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
+from swd_lens.units import UnitSet
 
-# Edge kinds by number, in the order of the list above.
+# Edge kinds by number: a and d, b, c.
 KINDS = ("", "residual", "attention", "mlp")
 RESIDUAL, ATTENTION, MLP = 1, 2, 3
-TOKEN, LOGIT = "token", "logit"
+TOKEN, UNIT, LOGIT = "token", "unit", "logit"
+# A dense table of weights: 6,000 nodes are 144 MB each for weights, contributions and shares.
+_MOST_NODES = 6_000
 
 
 @dataclass(frozen=True)
-class Group:
-    """Nodes that stand side by side: the chosen units of one site at every position, the tokens, or the answers.
+class NodeGroup:
+    """Nodes that stand side by side: the drawn units of one site at every position, the tokens, or the answers.
 
     Attributes:
-        name: site name, "token" or "logit".
-        start: number of its first node; nodes run position by position, unit by unit.
+        kind: "token", "unit" or "logit".
+        start: number of its first node; nodes run position by position, item by item.
         positions: how many positions (answers stand at one).
         items: (unit,) numbers of the units, or the answers' token ids; one per position for tokens.
+        read: (d_in, item) what units read of their site's input, and the answers' centred logits of the residual stream.
+        write: (item, d_out) what units write; of tokens (position, d_model), the embeddings.
+        site: of units.
     """
 
-    name: str
+    kind: str
     start: int
     positions: int
     items: tuple[int, ...]
+    read: Float[Tensor, "_d_in _item"] | None = None
+    write: Float[Tensor, "_item _d_out"] | None = None
     site: Site | None = None
 
     @property
@@ -57,184 +71,225 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What the edges are made of.
+class Layout:
+    """Groups of nodes, and what the paths between them run through.
 
     Attributes:
-        groups: in execution order: tokens, sites, answers.
-        read, write: site -> vectors of the chosen units.
-        matrices: site -> (d_in, d_out) of what units are not drawn of but a path runs through: W, or read @ write.
-        run: frozen, its rows cut to the drawn positions; of a static graph only the norms count.
+        groups: in execution order.
+        run: frozen, its rows those of the drawn positions; of a graph without a prompt only the norms count.
         static: no prompt.
-        answers: (answer, d_model) what the answers' centred logits read of the residual stream, behind the final norm.
+        matrices: site -> (d_in, d_out) of what units are not drawn of but a path runs through: W, or read @ write.
+        cosine: vectors on the residual stream are taken with length 1.
     """
 
-    groups: list[Group]
-    read: Mapping[str, Float[Tensor, "_d_in _unit"]]
-    write: Mapping[str, Float[Tensor, "_unit _d_out"]]
-    run: Frozen
+    groups: list[NodeGroup]
+    run: FrozenRun
     static: bool
     n_heads: int
     matrices: Mapping[str, Float[Tensor, "_d_in _d_out"]] = field(default_factory=dict)
-    answers: Float[Tensor, "_answer d_model"] | None = None
     cosine: bool = False
 
-    def group(self, layer: int, *kinds: str) -> Group | None:
+    def group(self, layer: int, *kinds: str) -> NodeGroup | None:
         """The group of a layer's site of one of these kinds, if some of its units are drawn."""
-        found = (g for g in self.groups if g.site is not None and g.site.layer == layer and g.site.kind in kinds)
-        return next(found, None)
+        groups = (g for g in self.groups if g.site is not None and g.site.layer == layer and g.site.kind in kinds)
+        return next(groups, None)
+
+    def scaled(self, vectors: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(vectors, dim=-1) if self.cosine else vectors
 
 
-def weights(parts: Parts) -> tuple[Float[Tensor, "node node"], UInt8[Tensor, "node node"]]:
+def layout_of(
+    units: UnitSet,
+    drawn: Mapping[Site, Sequence[int]],
+    run: FrozenRun,
+    *,
+    answers: Sequence[int],
+    static: bool,
+    cosine: bool = False,
+) -> Layout:
+    """The nodes of a graph: of drawn units and answers, and with a prompt of tokens, at every position of the run.
+
+    Raises:
+        ValueError: too many nodes.
+        UnsupportedHostError: answers of a host that caps its logits.
+    """
+    host, positions = units.host, len(run.embedded) if not static else 1
+    pairs = {name: (f.read.detach().float().cpu(), f.write.detach().float().cpu()) for name, f in units.factors.items()}
+    groups = [] if static else [NodeGroup(TOKEN, 0, positions, (0,), write=run.embedded)]
+    for site, indices in drawn.items():
+        read, write = pairs[site.name]
+        start = groups[-1].nodes.stop if groups else 0
+        groups.append(NodeGroup(UNIT, start, positions, tuple(indices), read[:, indices], write[indices], site))
+    if answers:
+        read = _answer_vectors(units, run, answers, static)
+        groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, tuple(answers), read))
+    n_nodes = groups[-1].nodes.stop
+    if n_nodes > _MOST_NODES:
+        raise ValueError(
+            f"this graph would have {n_nodes:,} nodes ({positions} positions), and can have {_MOST_NODES:,}; take fewer units, a "
+            "shorter prompt, or attention='none'"
+        )
+    return Layout(groups, run, static, int(host.model.cfg.n_heads), _matrices(units, pairs, drawn, run), cosine)
+
+
+def _matrices(
+    units: UnitSet, pairs: Mapping[str, tuple[Tensor, Tensor]], drawn: Mapping[Site, Sequence[int]], run: FrozenRun
+) -> dict[str, Tensor]:
+    """Matrices that a path runs through: as they are in the run, that is the product where a site is replaced."""
+    names = {site.name for site in drawn}
+    passed = [name for name in run.slopes if name not in names]
+    for layer in run.patterns:
+        if not {f"blocks.{layer}.attn_v", f"blocks.{layer}.attn_qkv"} & names:
+            passed.append(f"blocks.{layer}.attn_v")
+    matrices: dict[str, Tensor] = {}
+    for site in sites_of(units.host, passed) if passed else []:
+        packed = f"blocks.{site.layer}.attn_qkv"
+        if site.name in pairs:
+            matrices[site.name] = pairs[site.name][0] @ pairs[site.name][1]
+        elif site.kind == "attn_v" and packed in pairs:
+            matrices[site.name] = pairs[packed][0] @ pairs[packed][1][:, -site.d_out :]
+        else:
+            matrices[site.name] = units.host.weight(site).cpu()
+    return matrices
+
+
+def _answer_vectors(
+    units: UnitSet, run: FrozenRun, answers: Sequence[int], static: bool
+) -> Float[Tensor, "d_model answer"]:
+    """What the answers' logits, less the mean over the vocabulary, read of the residual stream."""
+    cap = facts_of(units.host.model).logit_cap
+    if cap is not None:
+        raise UnsupportedHostError(
+            f"a unit graph needs logits that are linear in the residual stream, and this host caps them (at {cap}); take "
+            "answers=0 with a prompt, and none without"
+        )
+    _, unembedding = units.host.readout()
+    columns = (unembedding[:, list(answers)] - unembedding.mean(1, keepdim=True)).float().cpu()
+    reading = final_reading(units.host, run.leaving[-1:])
+    pulled = reading.pull(columns.T)
+    return (pulled if static else pulled * reading.inverse[:, None]).T
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+class _Block(NamedTuple):
+    """Edges from one group: values as (src, i, dest, j), as (i, j, pos) within positions, or as (i, j) at the last position."""
+
+    source: NodeGroup
+    kind: int
+    values: Tensor
+
+
+def weights(layout: Layout) -> tuple[Float[Tensor, "node node"], UInt8[Tensor, "node node"]]:
     """(source, target) weights, and the kind of every pair as a number of KINDS (0: no edge is possible)."""
-    n = sum(group.size for group in parts.groups)
-    table = torch.zeros(n, n)
-    kinds = torch.zeros(n, n, dtype=torch.uint8)
-    for target in parts.groups:
-        if target.name == LOGIT:
-            _into_logits(parts, target, table, kinds)
-        elif target.site is None:
-            continue
-        elif target.site.kind in READS_ATTENTION_INPUT:
-            reading = parts.run.attn[target.site.layer]
-            _into_reader(parts, target, reading, table, kinds)
-        elif target.site.kind in PRE_ACTIVATION:
-            reading = parts.run.mlp[target.site.layer]
-            _into_reader(parts, target, reading, table, kinds)
-        elif target.site.kind == "attn_o" and target.site.layer in parts.run.patterns:
-            _into_heads(parts, target, table, kinds)
-        elif target.site.kind == "mlp_out" and not parts.static:
-            _into_neurons(parts, target, table, kinds)
+    n_nodes = layout.groups[-1].nodes.stop
+    table, kinds = torch.zeros(n_nodes, n_nodes), torch.zeros(n_nodes, n_nodes, dtype=torch.uint8)
+    for target in layout.groups:
+        for block in _blocks(layout, target):
+            for whole, values in ((table, block.values), (kinds, torch.tensor(block.kind, dtype=torch.uint8))):
+                view = whole[block.source.nodes, target.nodes].unflatten(0, (block.source.positions, -1))
+                view = view.unflatten(2, (target.positions, -1))
+                if block.values.ndim == 3:
+                    view = view.diagonal(dim1=0, dim2=2)
+                elif block.values.ndim == 2:
+                    view = view[-1, :, -1]
+                view.copy_(values)
     return table, kinds
 
 
-# ---------------------------------------------------------------------------------------------- targets
+def _blocks(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
+    """The edges into one group."""
+    site, run = target.site, layout.run
+    if target.kind == LOGIT:
+        yield from _into_answers(layout, target)
+    elif site is None or target.read is None:
+        return
+    elif norm := norm_before(site.kind):
+        reading = run.readings[site.layer, norm]
+        cotangent = reading.inverse[:, None, None] * reading.pull(target.read.T)
+        yield from _at_same_position(layout, site, norm, cotangent, RESIDUAL)
+    elif site.kind == "attn_o" and site.layer in run.patterns:
+        yield from _into_heads(layout, site, target.read)
+    elif site.kind == "mlp_out" and not layout.static:
+        yield from _into_neurons(layout, site, target.read)
 
 
-def _into_logits(parts: Parts, target: Group, table: Tensor, kinds: Tensor) -> None:
-    assert parts.answers is not None
-    for source in parts.groups:
-        # The last position alone is unembedded.
-        if source.name == TOKEN:
-            block = parts.run.embedded[-1] @ _unit(parts, parts.answers).T
-            last = source.start + source.size - 1
-            table[last, target.nodes], kinds[last, target.nodes] = block, RESIDUAL
-        elif source.site is not None and source.site.kind in RESIDUAL_MATRICES:
-            block = _unit(parts, parts.write[source.name]) @ _unit(parts, parts.answers).T
-            first = source.start + source.size - len(source.items)
-            rows = slice(first, first + len(source.items))
-            table[rows, target.nodes], kinds[rows, target.nodes] = block, RESIDUAL
+def _into_answers(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
+    """The last position alone is unembedded."""
+    assert target.read is not None
+    cotangent = layout.scaled(target.read.T)
+    for source in layout.groups:
+        if source.kind == TOKEN:
+            yield _Block(source, RESIDUAL, (layout.run.embedded[-1] @ cotangent.T)[None])
+        elif source.write is not None and source.site is not None and source.site.kind in RESIDUAL_MATRICES:
+            yield _Block(source, RESIDUAL, layout.scaled(source.write) @ cotangent.T)
 
 
-def _into_reader(parts: Parts, target: Group, reading: Reading | None, table: Tensor, kinds: Tensor) -> None:
-    assert reading is not None
-    pulled = reading.pull(parts.read[target.name].T)
-    _same_position(parts, target, reading.inverse[:, None, None] * pulled, RESIDUAL, table, kinds)
-
-
-def _into_neurons(parts: Parts, target: Group, table: Tensor, kinds: Tensor) -> None:
-    layer = _site(target).layer
-    reading = parts.run.mlp[layer]
+def _into_neurons(layout: Layout, site: Site, read: Float[Tensor, "d_mlp unit"]) -> Iterator[_Block]:
+    reading = layout.run.readings.get((site.layer, "mlp"))
     through: Tensor | None = None
     for kind in PRE_ACTIVATION:
-        slope = parts.run.slopes.get(f"blocks.{layer}.{kind}")
+        slope = layout.run.slopes.get(f"blocks.{site.layer}.{kind}")
         if slope is None:
             continue
-        source = parts.group(layer, kind)
+        source = layout.group(site.layer, kind)
         # (pos, unit, d_mlp): what the units of mlp_out read of the pre-activations.
-        neurons = slope[:, None, :] * parts.read[target.name].T
-        if source is not None:
-            _diagonal(table, source, target).copy_(torch.einsum("ik,pjk->ijp", parts.write[source.name], neurons))
-            _diagonal(kinds, source, target).fill_(MLP)
+        neurons = slope[:, None, :] * read.T
+        if source is not None and source.write is not None:
+            yield _Block(source, MLP, torch.einsum("ik,pjk->ijp", source.write, neurons))
         else:
-            pulled = neurons @ parts.matrices[f"blocks.{layer}.{kind}"].T
+            pulled = neurons @ layout.matrices[f"blocks.{site.layer}.{kind}"].T
             through = pulled if through is None else through + pulled
-    if through is not None:
-        assert reading is not None
-        _same_position(parts, target, reading.inverse[:, None, None] * reading.pull(through), MLP, table, kinds)
+    if through is not None and reading is not None:
+        yield from _at_same_position(layout, site, "mlp", reading.inverse[:, None, None] * reading.pull(through), MLP)
 
 
-def _into_heads(parts: Parts, target: Group, table: Tensor, kinds: Tensor) -> None:
-    layer = _site(target).layer
-    pattern, reading = parts.run.patterns[layer], parts.run.attn[layer]
-    n_heads = parts.n_heads
-    reads = parts.read[target.name].T.unflatten(-1, (n_heads, -1))  # (unit, head, d_head)
-    source = parts.group(layer, "attn_v", "attn_qkv")
-    width = n_heads * reads.shape[-1]
-    if source is not None:
-        values = parts.write[source.name]
-        if _site(source).kind == "attn_qkv":
-            values = values[:, -_value_width(values.shape[1], width) :]
+def _into_heads(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> Iterator[_Block]:
+    pattern, n_heads, width = layout.run.patterns[site.layer], layout.n_heads, len(read)
+    reads = read.T.unflatten(-1, (n_heads, -1))  # (unit, head, d_head)
+    source = layout.group(site.layer, "attn_v", "attn_qkv")
+    if source is not None and source.site is not None and source.write is not None:
+        values = source.write
+        if source.site.kind == "attn_qkv":
+            # Of a packed matrix q has `width` columns; k and v share the rest.
+            values = values[:, -((values.shape[1] - width) // 2) :]
         per_head = torch.einsum("ihe,jhe->ijh", by_head(values, n_heads, width), reads)
-        _across(table, source, target).copy_(torch.einsum("hds,ijh->sidj", pattern, per_head))
-        _across(kinds, source, target).fill_(ATTENTION)
+        yield _Block(source, ATTENTION, torch.einsum("hds,ijh->sidj", pattern, per_head))
         return
-    assert reading is not None
-    matrix = by_head(parts.matrices[f"blocks.{layer}.attn_v"], n_heads, width)  # (d_model, head, d_head)
+    reading = layout.run.readings[site.layer, "attn"]
+    matrix = by_head(layout.matrices[f"blocks.{site.layer}.attn_v"], n_heads, width)  # (d_model, head, d_head)
     pulled = reading.pull(torch.einsum("xhe,jhe->jhx", matrix, reads))
-    for source in parts.groups:
-        if source.name == TOKEN:
-            met = torch.einsum("sx,jhx->sjh", parts.run.embedded, pulled)
-            block = torch.einsum("hds,sjh,s->sdj", pattern, met, reading.inverse)[:, None]
-        elif _writes_before(source, layer, "attn", parts):
-            met = torch.einsum("ix,jhx->ijh", parts.write[source.name], pulled)
-            block = torch.einsum("hds,ijh,s->sidj", pattern, met, reading.inverse)
+    for source in _writers_before(layout, site, "attn"):
+        if source.kind == TOKEN:
+            met = torch.einsum("sx,jhx->sjh", source.write, pulled)
+            values = torch.einsum("hds,sjh,s->sdj", pattern, met, reading.inverse)[:, None]
         else:
-            continue
-        _across(table, source, target).copy_(block)
-        _across(kinds, source, target).fill_(ATTENTION)
+            met = torch.einsum("ix,jhx->ijh", source.write, pulled)
+            values = torch.einsum("hds,ijh,s->sidj", pattern, met, reading.inverse)
+        yield _Block(source, ATTENTION, values)
 
 
-def _value_width(packed: int, width: int) -> int:
-    """Columns of the V slice of a packed matrix: q has `width`, k and v share the rest."""
-    return (packed - width) // 2
-
-
-# ---------------------------------------------------------------------------------------------- blocks
-
-
-def _same_position(
-    parts: Parts, target: Group, cotangent: Float[Tensor, "_pos _unit d_model"], kind: int, table: Tensor, kinds: Tensor
-) -> None:
+def _at_same_position(
+    layout: Layout, site: Site, norm: str, cotangent: Float[Tensor, "pos unit d_model"], kind: int
+) -> Iterator[_Block]:
     """Edges from all that writes the residual stream before a target, at the target's own position."""
-    norm = "attn" if _site(target).kind in READS_ATTENTION_INPUT else "mlp"
-    cotangent = _unit(parts, cotangent)
-    for source in parts.groups:
-        if source.name == TOKEN:
-            block = torch.einsum("px,pjx->jp", parts.run.embedded, cotangent)[None]
-        elif _writes_before(source, _site(target).layer, norm, parts):
-            block = torch.einsum("ix,pjx->ijp", _unit(parts, parts.write[source.name]), cotangent)
+    cotangent = layout.scaled(cotangent)
+    for source in _writers_before(layout, site, norm):
+        if source.kind == TOKEN:
+            yield _Block(source, kind, torch.einsum("px,pjx->jp", source.write, cotangent)[None])
         else:
-            continue
-        _diagonal(table, source, target).copy_(block)
-        _diagonal(kinds, source, target).fill_(kind)
+            assert source.write is not None
+            yield _Block(source, kind, torch.einsum("ix,pjx->ijp", layout.scaled(source.write), cotangent))
 
 
-def _writes_before(source: Group, layer: int, norm: str, parts: Parts) -> bool:
-    """Whether a site writes to what a block's norm ("attn" or "mlp") reads."""
-    site = source.site
-    if site is None or site.kind not in RESIDUAL_MATRICES:
-        return False
-    if site.layer == layer:
-        return site.kind == "attn_o" and norm == "mlp" and parts.run.mlp_reads_attn[layer]
-    return site.layer < layer
-
-
-def _across(table: Tensor, source: Group, target: Group) -> Tensor:
-    """The block of two groups as a view (src, i, dest, j)."""
-    block = table[source.nodes, target.nodes]
-    return block.unflatten(0, (source.positions, -1)).unflatten(2, (target.positions, -1))
-
-
-def _diagonal(table: Tensor, source: Group, target: Group) -> Tensor:
-    """The part of a block where both positions are the same, as a view (i, j, pos)."""
-    return _across(table, source, target).diagonal(dim1=0, dim2=2)
-
-
-def _unit(parts: Parts, vectors: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vectors, dim=-1) if parts.cosine else vectors
-
-
-def _site(group: Group) -> Site:
-    assert group.site is not None
-    return group.site
+def _writers_before(layout: Layout, site: Site, norm: str) -> Iterator[NodeGroup]:
+    """The tokens, and the sites that write to what a block's norm ("attn" or "mlp") reads."""
+    for group in layout.groups:
+        writer = group.site
+        if group.kind == TOKEN:
+            yield group
+        elif writer is not None and writer.kind in RESIDUAL_MATRICES:
+            beside = writer.layer == site.layer and writer.kind == "attn_o" and norm == "mlp"
+            if writer.layer < site.layer or (beside and layout.run.readings[site.layer, "mlp"].behind_attention):
+                yield group
