@@ -29,8 +29,8 @@ from swd_lens.tasks.files import (
     read_jsonl,
 )
 from swd_lens.tasks.generators import FAMILIES, corrupts, stream
-from swd_lens.tasks.task import Task
-from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
+from swd_lens.tasks.task import Task, TaskBuilder
+from swd_lens.tasks.tokenize import DUPLICATE, TaskTokenizer
 
 PAPER_SPLIT = (600, 200)  # IOI and docstring, app. A.4
 FILE_SEED = 42  # auto-circuit's
@@ -84,7 +84,7 @@ def load_task(
         raise TaskError(
             f"inclusive=True belongs to Edge-Pruning's greater-than; {str(name)!r} names its distractors itself"
         )
-    build = _Builder(path.stem if kind not in ("generator", EDGE_PRUNING) else path.name, model, prepend_bos)
+    build = TaskBuilder(path.stem if kind not in ("generator", EDGE_PRUNING) else path.name, model, prepend_bos)
     if kind == EDGE_PRUNING:
         return _from_folder(build, path, splits, inclusive, (n_train, n_test), seed)
     asked = (n_train or PAPER_SPLIT[0], n_test or PAPER_SPLIT[1])
@@ -104,31 +104,18 @@ def _check_numbers(**numbers: Any) -> None:
             raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
 
 
-class _Builder:
-    """The two collectors of a task that is being loaded; they share what was seen."""
-
-    def __init__(self, task: str, model: Any, prepend_bos: bool | None):
-        self.tokenizer = TaskTokenizer(task, model, prepend_bos)
-        self.seen: set[str] = set()
-        self.train, self.test = (Collector(split, self.tokenizer, self.seen) for split in ("train", "test"))
-
-    def task(self, source: str, unused: int = 0, before: dict[str, Counter[str]] | None = None) -> Task:
-        before = before or {}
-        splits = (self.train.finish(before.get("train")), self.test.finish(before.get("test")))
-        return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
-
-    def reached(self, asked: tuple[int, int]) -> str:
-        """What `source` says of the asked numbers: nothing if they were reached."""
-        short = len(self.train.kept) < asked[0] or len(self.test.kept) < asked[1]
-        return f" (asked for {asked[0]} train, {asked[1]} test)" if short else ""
+def _short_of(build: TaskBuilder, asked: tuple[int, int]) -> str:
+    """What `source` says of the asked numbers: nothing if they were reached."""
+    short = len(build.train.kept) < asked[0] or len(build.test.kept) < asked[1]
+    return f" (asked for {asked[0]} train, {asked[1]} test)" if short else ""
 
 
-def _generated(build: _Builder, family: str, asked: tuple[int, int], seed: int) -> Task:
+def _generated(build: TaskBuilder, family: str, asked: tuple[int, int], seed: int) -> Task:
     for collector, content, n in ((build.train, "validation", asked[0]), (build.test, "test", asked[1])):
         # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
         drawn = itertools.islice(stream(family, content, seed), _DRAWS * n + 200)
         collector.fill((_with_even_corrupt(example, build.tokenizer) for example in drawn), n)
-    return build.task(f"swd_lens generator, seed {seed}{build.reached(asked)}")
+    return build.task(f"swd_lens generator, seed {seed}{_short_of(build, asked)}")
 
 
 def _with_even_corrupt(example: TaskExample, tokenizer: TaskTokenizer) -> TaskExample:
@@ -143,7 +130,7 @@ def _with_even_corrupt(example: TaskExample, tokenizer: TaskTokenizer) -> TaskEx
 
 
 def _shuffled(
-    build: _Builder,
+    build: TaskBuilder,
     examples: list[TaskExample],
     dropped: Counter[str],
     source: str,
@@ -166,13 +153,13 @@ def _shuffled(
     build.train.fill(rest, n_train)
     build.test.fill(rest, n_test)
     left = [example.prompt for example in rest]
-    unused = set(left) - build.seen
+    unused = set(left) - {example.prompt for example, *_ in (*build.train.kept, *build.test.kept)}
     dropped = dropped + Counter({DUPLICATE: len(left) - len(unused)})
-    return build.task(f"{source}, seed {seed}{build.reached(asked)}", len(unused), {"train": dropped})
+    return build.task(f"{source}, seed {seed}{_short_of(build, asked)}", len(unused), {"train": dropped})
 
 
 def _from_folder(
-    build: _Builder,
+    build: TaskBuilder,
     path: Path,
     splits: tuple[str, str] | None,
     inclusive: bool,

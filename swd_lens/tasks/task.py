@@ -9,7 +9,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,11 +86,10 @@ class Task:
             TaskError: the host has no tokenizer, a split is (or becomes) empty, or, with on_bad="raise", an answer or
                 distractor is not exactly one token, answers overlap distractors, or a prompt is too long.
         """
-        tokenizer = TaskTokenizer(name, model, prepend_bos)
-        collectors = {split: Collector(split, tokenizer, on_bad=on_bad, metric=metric) for split in ("train", "test")}
-        collectors["train"].fill(train)
-        collectors["test"].fill(test)
-        return cls(name, collectors["train"].finish(), collectors["test"].finish(), source, tokenizer.prepend_bos)
+        build = TaskBuilder(name, model, prepend_bos, on_bad=on_bad, metric=metric, repeats=True)
+        build.train.fill(train)
+        build.test.fill(test)
+        return build.task(source)
 
     @classmethod
     def from_prompts(
@@ -146,12 +145,43 @@ class Task:
             raise TaskError(f"task {name!r} has {len(examples)} prompts; a train and a test split need at least two")
         random.Random(seed).shuffle(examples)
         n_test = min(max(1, round(len(examples) * test_fraction)), len(examples) - 1)
-        tokenizer, seen = TaskTokenizer(name, model, prepend_bos), set[str]()
-        train, test = (Collector(split, tokenizer, seen, on_bad, metric) for split in ("train", "test"))
-        train.fill(examples[n_test:])
-        test.fill(examples[:n_test])
-        source = f"the user's own prompts, seed {seed}"
-        return cls(name, train.finish(Counter({DUPLICATE: again})), test.finish(), source, tokenizer.prepend_bos)
+        build = TaskBuilder(name, model, prepend_bos, on_bad=on_bad, metric=metric)
+        build.train.fill(examples[n_test:])
+        build.test.fill(examples[:n_test])
+        return build.task(f"the user's own prompts, seed {seed}", dropped={"train": Counter({DUPLICATE: again})})
+
+
+class TaskBuilder:
+    """The two collectors of a task that is being made.
+
+    Args:
+        on_bad, metric: see `Task.from_prompts`.
+        repeats: a prompt may come again; else it is a duplicate, so that none is in both splits.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        model: Any,
+        prepend_bos: bool | None,
+        *,
+        on_bad: str = "drop",
+        metric: Callable[..., Any] | None = None,
+        repeats: bool = False,
+    ):
+        self.tokenizer = TaskTokenizer(task, model, prepend_bos)
+        seen = None if repeats else set[str]()
+        self.train, self.test = (Collector(split, self.tokenizer, seen, on_bad, metric) for split in ("train", "test"))
+
+    def task(self, source: str, unused: int = 0, dropped: Mapping[str, Counter[str]] | None = None) -> Task:
+        """The task of what was collected.
+
+        Args:
+            dropped: split -> reason -> how many examples were dropped before they came here.
+        """
+        dropped = dropped or {}
+        splits = (self.train.finish(dropped.get("train")), self.test.finish(dropped.get("test")))
+        return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
 
 
 def _examples(

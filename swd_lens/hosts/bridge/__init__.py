@@ -180,7 +180,7 @@ class BridgeHost(BridgeRuns, Host):
         self._refuse(site)
         leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], f"hook_{site.kind}_unit"
         mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
-        places = (
+        registries = (
             (block._modules, attribute),
             (block._hook_registry, attribute),
             (self.model._hook_registry, site.hook_name),
@@ -189,13 +189,13 @@ class BridgeHost(BridgeRuns, Host):
         def undo() -> None:
             # Takes out what this swap put in and nothing else, so that it serves twice and after half a swap.
             unmount(leaves, mounted)
-            for names, name in places:
+            for names, name in registries:
                 if names.get(name) is hook:
                     del names[name]
 
         register(undo)
         self._call_leaves(site, register)
-        for names, name in places:
+        for names, name in registries:
             names[name] = hook
         hook.name = site.hook_name
         mount(leaves, mounted, site.name)

@@ -228,17 +228,17 @@ class BridgeRuns:
         token_ids: Int[Tensor, " answer"] | None = None,
         short: bool = False,
     ) -> Float[Tensor, "batch _vocab"]:
-        stand_ins, first, pick = [], 0, None
+        stand_ins, first = [], 0
         if start is not None:
             if start.layer == len(self.model.blocks):
                 # No block runs: what is before the last position is of no use, and neither are positions.
                 tokens, prefix, start = tokens[:, -1:], None, replace(start, residual=start.residual[:, -1:])
             stand_ins, first = starting(self.model, start), start.layer
-        if token_ids is not None:
-            some = unembedding_some(self.model, token_ids)
-            stand_ins, pick = stand_ins + some, None if some else token_ids
+        unembedding = [] if token_ids is None else unembedding_some(self.model, token_ids)
+        stand_ins = stand_ins + unembedding
         logits = with_stand_ins(self.model, stand_ins, lambda: self._run_last(tokens, prefix, first))[:, -1]
-        return logits if pick is None else logits[:, pick.to(logits.device)]
+        # Where the unembedding is no plain matrix it was computed whole.
+        return logits if token_ids is None or unembedding else logits[:, token_ids.to(logits.device)]
 
     def _run_last(self, tokens: Tensor, prefix: Any, first: int) -> Tensor:
         """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run.

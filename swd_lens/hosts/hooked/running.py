@@ -38,6 +38,7 @@ class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
         return torch.cat(rows, dim=2).flatten(0, 1)
 
 
+@dataclass
 class _PartialCache(TransformerLensKeyValueCache):
     """A frozen cache of the layers from `from_layer` on."""
 
@@ -104,9 +105,8 @@ class HookedRuns:
             return prefix
         entries = [_repeated(entry, times, kept=layer >= from_layer) for layer, entry in enumerate(prefix.entries)]
         mask = prefix.previous_attention_mask.repeat(times, 1)
-        partial = _PartialCache(entries, mask, frozen=True)
-        partial.from_layer = max(from_layer, getattr(prefix, "from_layer", 0))
-        return partial
+        first = max(from_layer, getattr(prefix, "from_layer", 0))
+        return _PartialCache(entries, mask, frozen=True, from_layer=first)
 
     def residual(
         self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
