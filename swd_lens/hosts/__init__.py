@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.hosts.families import is_bridge, is_hooked
+from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
     PACKED,
     WRITES_RESIDUAL,
@@ -187,6 +187,9 @@ class Host(Protocol):
 def host_of(model: Any) -> Host:
     """Wrap a model.
 
+    Cheap to call again: what was made of its matrices' shapes is remembered, and looked up by the shapes that it has now, so
+    that modules that were replaced or processed since are seen. The model itself is neither changed nor kept alive.
+
     Raises:
         UnsupportedHostError: neither a HookedTransformer nor a TransformerBridge, or one whose matrices cannot be seen as
             (d_in, d_out).
@@ -250,16 +253,12 @@ def require_unattached(site: Site, attached: Container[str | None]) -> None:
             raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
 
 
-# What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).
-_RATES = ("attention_dropout", "dropout", "dropout_p", "hidden_dropout", "activation_dropout")
-
-
 def drops_out(model: Any) -> bool:
     """Whether a forward is random: dropout in train mode. (A HookedTransformer has none, whatever its mode.)"""
     for module in model.modules():
         if not module.training:
             continue
-        rates = [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in _RATES]
+        rates = [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in DROPOUT_RATES]
         if any(isinstance(rate, float) and rate > 0 for rate in rates):
             return True
     return False

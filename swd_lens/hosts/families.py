@@ -151,6 +151,10 @@ CACHE_LAYERS: Mapping[str, CacheLayer] = {
 }
 
 
+# What a module calls the rate of a dropout that is a function, not an nn.Dropout (Llama's and Qwen's attention).
+DROPOUT_RATES = ("attention_dropout", "dropout", "dropout_p", "hidden_dropout", "activation_dropout")
+
+
 # ---------------------------------------------------------------------------------------------- facts
 
 POSITIONS: Mapping[str, Positions] = {"standard": "learned", "rotary": "rotary", "alibi": "alibi", "none": "none"}

@@ -1,6 +1,8 @@
 """Sites and weights that a bridge offers, per family."""
 
+import gc
 import warnings
+import weakref
 
 import einops
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
-from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
 from swd_lens.hosts.sites import Site
 from tests import families
 from tests.bridge.conftest import TOKENS, close, fresh, swap_dense
@@ -122,6 +124,26 @@ def test_what_holds_matrices_but_is_no_site_is_named():
         block._modules["attn"] = experts
     with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn: Experts"):
         host_of(model)
+
+
+def test_what_was_found_is_remembered_while_it_is_true():
+    model = families.bridge("llama")
+    experts = GeneralizedComponent("experts")
+    experts._modules["_original_component"] = nn.Linear(4, 4)
+    model.blocks[0]._modules["more"] = experts
+    with pytest.warns(UserWarning, match=r"blocks\.0\.more: GeneralizedComponent"):
+        site = find_sites(model, "blocks.0.mlp_out")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert find_sites(model, "blocks.0.mlp_out")[0] is site
+    leaf = model.blocks[0].mlp.out._modules["_original_component"]
+    model.blocks[0].mlp.out._modules["_original_component"] = nn.Linear(leaf.in_features - 1, leaf.out_features)
+    with pytest.warns(UserWarning):
+        assert find_sites(model, "blocks.0.mlp_out")[0].d_in == site.d_in - 1
+    alive = weakref.ref(model)
+    del model, leaf, experts
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_subclass_of_linear_is_no_site():
