@@ -37,38 +37,34 @@ from swd_lens.hosts.sites import PACKED, BlockShapes
 # ---------------------------------------------------------------------------------------------- one leaf
 
 
-class FactoredLinear(nn.Linear):
-    """An nn.Linear that a projection stands in for."""
+def _with_projection(plain: Any, name: str) -> type:
+    """The class of a leaf that a projection stands in for."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _factored(self, input)
+    class Factored(plain):
+        def forward(self, h: Tensor) -> Tensor:
+            if isinstance(self.unit_projection, Packed):
+                return self.unit_projection.take(self.unit_part, h)
+            return self.unit_projection(h, self.bias, lambda h: _dense(self, h))
 
-    def __getattr__(self, name: str) -> Any:
-        _refuse_weight(self, name)
-        return super().__getattr__(name)
+        def __getattr__(self, name: str) -> Any:
+            # An AttributeError, because upstream probes for weights: getattr(o, "weight", None) in
+            # position_embeddings_attention.py.
+            if name == "weight":
+                raise AttributeError(
+                    f"{self.__dict__.get('unit_site')} is attached: its dense weight is not in use. Detach first to read it, to "
+                    "edit it, or to use use_attn_result, use_split_qkv_input or use_attn_in, which multiply by it head by head."
+                )
+            return super().__getattr__(name)
+
+    Factored.__name__ = Factored.__qualname__ = name  # as a class at module level: it is named in prints
+    return Factored
 
 
-class FactoredConv1D(Conv1D):
-    """A Conv1D (GPT-2's transposed linear layer) that a projection stands in for."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _factored(self, x)
-
-    def __getattr__(self, name: str) -> Any:
-        _refuse_weight(self, name)
-        return super().__getattr__(name)
-
-
+FactoredLinear = _with_projection(nn.Linear, "FactoredLinear")
+FactoredConv1D = _with_projection(Conv1D, "FactoredConv1D")  # GPT-2's transposed linear layer
 _LEAVES = (nn.Linear, Conv1D)
 # Plain class -> the class of the same module while a projection is mounted; those of MLPs are made when first needed.
 _MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
-
-
-def _factored(leaf: Any, h: Tensor) -> Tensor:
-    projection = leaf.unit_projection
-    if isinstance(projection, Packed):
-        return projection.take(leaf.unit_part, h)
-    return projection(h, leaf.bias, lambda h: _dense(leaf, h))
 
 
 def _dense(leaf: Any, h: Tensor) -> Tensor:
@@ -77,15 +73,6 @@ def _dense(leaf: Any, h: Tensor) -> Tensor:
     if isinstance(leaf, nn.Linear):
         return F.linear(h, weight, bias)
     return torch.addmm(bias, h.reshape(-1, h.shape[-1]), weight).view(*h.shape[:-1], -1)
-
-
-def _refuse_weight(leaf: Any, name: str) -> None:
-    # An AttributeError, because upstream probes for weights (position_embeddings_attention.py: getattr(o, "weight", None)).
-    if name == "weight":
-        raise AttributeError(
-            f"{leaf.__dict__.get('unit_site')} is attached: its dense weight is not in use. Detach first to read it, to edit "
-            "it, or to use use_attn_result, use_split_qkv_input or use_attn_in, which multiply by it head by head."
-        )
 
 
 def _whole_mlp_class(plain: type) -> type:
