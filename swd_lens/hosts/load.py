@@ -83,7 +83,7 @@ def _bridge(name: str, folder: Path | None, device: str | None, dtype: torch.dty
 
     model = TransformerBridge.boot_transformers(name, device=device, dtype=dtype, device_map=device_map)
     if folder is not None:
-        model.cfg.model_name = _last_part(folder)
+        model.cfg.model_name = folder.resolve().name
     return model.eval()
 
 
@@ -128,17 +128,13 @@ def _load_folder(folder: Path, config: Any, hooked_transformer: Any) -> Any:
 
     checkpoint = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    config.model_name = _last_part(folder)
+    config.model_name = folder.resolve().name
     model = hooked_transformer(config, tokenizer)
     state = loading.get_pretrained_state_dict(str(folder), config, checkpoint, dtype=config.dtype)
     model.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
     return model.eval()
-
-
-def _last_part(folder: Path) -> str:
-    return folder.resolve().name
 
 
 @contextmanager
