@@ -15,9 +15,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 
 from swd_lens.hosts import Affine
 from swd_lens.hosts.bridge.leaves import leaves_of_block, matrix
-from swd_lens.hosts.sites import Site
-
-_READS_LN1 = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay")
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
 
 
 def affine_of(model: Any, site: Site) -> Affine | None:
@@ -76,7 +74,7 @@ def _shift_of(norm: NormalizationBridge) -> Tensor | None:
 
 
 def _norm_before(block: Any, kind: str) -> NormalizationBridge | None:
-    name = "ln1" if kind in _READS_LN1 else "ln2"
+    name = "ln1" if kind in READS_ATTENTION_INPUT else "ln2"
     if name == "ln2" and getattr(block, "mlp_reads_resid_directly", False):
         return None
     # GPT-J: one norm feeds both branches.

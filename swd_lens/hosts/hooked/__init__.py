@@ -25,7 +25,7 @@ from swd_lens.hosts import Affine, Host, Register, UnsupportedHostError, is_cent
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
 from swd_lens.hosts.hooked.running import HookedRuns
-from swd_lens.hosts.sites import RESIDUAL_MATRICES, BlockShapes, Site
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, BlockShapes, Site
 from swd_lens.hosts.weights import refusals, shadow_methods
 
 # Everything that rewrites weights: its result would not reach the units.
@@ -34,7 +34,6 @@ _REWRITES = (
     *("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices"),
 )
 _PARTS = {"attn_q": "Q", "attn_k": "K", "attn_v": "V"}
-_READS_ATTENTION_INPUT = ("attn_qkv", *_PARTS)
 # Where the outputs of a kind pass: hook points of its module.
 _SEEN_AT = {"attn_q": "hook_q", "attn_k": "hook_k", "attn_v": "hook_v"}
 
@@ -85,7 +84,7 @@ class HookedTransformerHost(HookedRuns, Host):
             return _affine_of(getattr(block.mlp, "ln", None)) if cfg.is_layer_norm_activation() else Affine()
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
             return None  # the norm follows the matrices: nothing can be folded into them
-        return _affine_of(block.ln1 if site.kind in _READS_ATTENTION_INPUT else block.ln2)
+        return _affine_of(block.ln1 if site.kind in READS_ATTENTION_INPUT else block.ln2)
 
     def _value_constant(self, layer: int) -> Float[Tensor, " d_in"]:
         """What every value holds whatever the tokens: b_V and the share of ln1's bias, repeated to all heads where grouped."""
@@ -127,7 +126,7 @@ class HookedTransformerHost(HookedRuns, Host):
         # hook_normalized sits before LayerNorm's weight and bias, so the module's own argument is the true input.
         if site.kind in ("mlp_in", "mlp_gate", "mlp"):
             return block.mlp.register_forward_pre_hook(lambda _, args: use(site, args[0]))
-        if site.kind in _READS_ATTENTION_INPUT:
+        if site.kind in READS_ATTENTION_INPUT:
             index = {"attn_k": 1, "attn_v": 2}.get(site.kind, 0)
             name = ("query_input", "key_input", "value_input")[index]
             return block.attn.register_forward_pre_hook(
@@ -267,7 +266,7 @@ def _refuse_settings(cfg: Any, site: Site) -> None:
     flags = {}
     if site.kind == "attn_o":
         flags["use_attn_result"] = "would have one z per head instead of one vector per position"
-    if site.kind in _READS_ATTENTION_INPUT:
+    if site.kind in READS_ATTENTION_INPUT:
         flags["use_split_qkv_input"] = flags["use_attn_in"] = "would read another input from head to head"
     for flag, why in flags.items():
         if getattr(cfg, flag, False):
