@@ -1,7 +1,7 @@
 """Record: a result as a frozen dataclass that goes to plain JSON values and back by its type hints, and shows itself.
 
 1. `as_dict` gives the fields as plain values (nested records, tensors and tables included), then the properties named in
-   `derived`, which readers of the JSON want and `from_dict` passes over.
+   `derived`, which readers of the JSON want and `from_dict` passes over. Fields named in `in_memory` stay out.
 2. `from_dict` builds the record again (cattrs): what is missing or of another kind is a ValueError that says where. JSON has null
    for NaN; where a number is due, null is NaN again.
 3. `SavedRecord` adds a file of its own: format number, version, atomic writes, and clear errors for files of others.
@@ -35,10 +35,12 @@ class PlainRecord:
     """Values that go to JSON and back, and have no card of their own (so that a field may be called title)."""
 
     derived: ClassVar[tuple[str, ...]] = ()
+    in_memory: ClassVar[tuple[str, ...]] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, `from_dict` takes them back; NaN stays NaN here and becomes null in files."""
-        own = {each.name: _CONVERTER.unstructure(getattr(self, each.name)) for each in fields(self)}  # pyright: ignore[reportArgumentType]
+        written = [each.name for each in fields(self) if each.name not in self.in_memory]  # pyright: ignore[reportArgumentType]
+        own = {name: _CONVERTER.unstructure(getattr(self, name)) for name in written}
         return own | {name: _CONVERTER.unstructure(getattr(self, name)) for name in self.derived}
 
     @classmethod

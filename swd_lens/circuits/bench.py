@@ -1,6 +1,6 @@
 """Bench: prompts of one split under attached units, ready for any number of interventions.
 
-1. Per bucket of prompts, compute once what interventions share (roads.py), and the margin of the unpruned replacement.
+1. Per bucket of prompts, compute once what interventions share (shortcuts.py), and the margin of the unpruned replacement.
 2. Run the interventions, as many at once as memory allows; of each keep every prompt's margin, whether it was right, and
    (if asked for) KL(unpruned || intervened) at the scoring position, which needs the whole vocabulary's logits.
 Memory does not grow with the number of interventions but for these few numbers.
@@ -14,9 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.circuits.reference import Reference
-from swd_lens.circuits.roads import Ground, Masks, Runner, Values, find_road
-from swd_lens.circuits.scores import UnitScores, require_same_units
+from swd_lens.base.divergence import kl as kl_divergence
+from swd_lens.base.divergence import log_probabilities
+from swd_lens.circuits.ablation import Reference
+from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts
 from swd_lens.hosts import Host
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
@@ -48,13 +50,15 @@ class Outcome:
         self.margins[rows, bucket.index] = bucket.margin(logits).double().cpu()
         self.correct[rows, bucket.index] = bucket.correct(logits).double().cpu()
         if log_p is not None:
-            for run, one in zip(runs.tolist(), logits, strict=True):  # one vocabulary at a time
-                self.kl[run, bucket.index] = _kl(log_p, one.float().log_softmax(-1)).double().cpu()
+            for run, of_run in zip(runs.tolist(), logits, strict=True):  # one vocabulary at a time
+                kl = kl_divergence(log_p, log_probabilities(of_run.float()))
+                self.kl[run, bucket.index] = kl.double().cpu()
 
     def copy(self, runs: Int[Tensor, " _run"], bucket: Bucket, single: "Outcome") -> None:
         """Enter a single run's outcome on a bucket for all of these."""
-        for mine, other in ((self.margins, single.margins), (self.correct, single.correct), (self.kl, single.kl)):
-            mine[runs[:, None], bucket.index] = other[0, bucket.index].expand(len(runs), -1)
+        for name in ("margins", "correct", "kl"):
+            of_bucket = getattr(single, name)[0, bucket.index]
+            getattr(self, name)[runs[:, None], bucket.index] = of_bucket.expand(len(runs), -1)
 
     @property
     def q(self) -> Float[Tensor, " run"]:
@@ -90,21 +94,17 @@ class Bench:
         keep: bool = False,
         progress: bool = False,
     ):
-        require_same_units(scores.settings, attachment.factors, "this ranking")
+        attachment.factors.require_made_for(scores.settings, "this ranking")
         split.require_vocabulary(host.model.cfg.d_vocab)
         _require_same_beginning(scores.settings.get("prepend_bos"), split)
         self.host, self.attachment, self.split = host, attachment, split
-        self.batch_size, self.tokens_per_forward, self.keep, self.progress = (
-            batch_size,
-            tokens_per_forward,
-            keep,
-            progress,
-        )
+        self.batch_size, self.tokens_per_forward = batch_size, tokens_per_forward
+        self.keep, self.progress = keep, progress
         positions = scores.settings["positions"]
         self.reference = Reference(host, attachment.sites, scores, ablation, split)
-        road = find_road(host, attachment.sites, attachment.factors, split, positions)
-        self.runner = Runner(host, attachment.factors, road)
-        self._kept: list[tuple[Bucket, Ground, Values]] = []
+        shortcuts = find_shortcuts(host, attachment.sites, attachment.factors, split, positions)
+        self.runner = Runner(host, attachment.factors, shortcuts)
+        self._kept: list[tuple[Bucket, Shared, Values]] = []
         self._unpruned: Outcome | None = None
 
     def run(self, n: int, masks: Callable[[slice], Masks], *, kl: bool = False) -> tuple[Outcome, Outcome]:
@@ -117,68 +117,51 @@ class Bench:
         Returns:
             The outcomes of the interventions, and that of the unpruned replacement (a single run).
         """
-        found, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
-        nothing = {site: torch.zeros(1, u.n_units, dtype=torch.bool) for site, u in self.attachment.factors.items()}
+        outcome, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
+        nothing = {site: torch.zeros(1, size, dtype=torch.bool) for site, size in self.attachment.factors.sizes.items()}
         with torch.no_grad():
-            for bucket, ground, values in self._prepared():
+            for bucket, shared, values in self._prepared():
                 ids, log_p = None if kl else bucket.token_ids, None
                 if self._unpruned is None or kl:
-                    whole = self.runner.logits(ground, nothing, values, ids)
-                    log_p = whole[0].float().log_softmax(-1) if kl else None
+                    whole = self.runner.logits(shared, nothing, values, ids)
+                    log_p = log_probabilities(whole[0].float()) if kl else None
                     unpruned.put(torch.zeros(1, dtype=torch.int64), bucket, whole, log_p)
                 at_once = max(1, self.tokens_per_forward // bucket.tokens.numel())
                 if ids is None:  # whole vocabularies, which may outgrow everything else
                     at_once = max(1, min(at_once, _LOGITS_AT_ONCE // (len(bucket.index) * bucket.d_vocab)))
-                for start in range(0, n, at_once):
-                    chunk = slice(start, min(start + at_once, n))
-                    self._run_chunk(found, unpruned, chunk, masks(chunk), (bucket, ground, values), ids, log_p)
+                for runs in torch.arange(n).split(at_once):
+                    of_runs = masks(slice(int(runs[0]), int(runs[-1]) + 1))
+                    acts = torch.stack([mask.any(1) for mask in of_runs.values()]).any(0)
+                    # Replacing nothing is the unpruned replacement, to the bit: batches of another size round otherwise.
+                    outcome.copy(runs[~acts], bucket, unpruned)
+                    if bool(acts.any()):
+                        acting = {site: mask[acts] for site, mask in of_runs.items()}
+                        outcome.put(runs[acts], bucket, self.runner.logits(shared, acting, values, ids), log_p)
         self._unpruned = unpruned
-        return found, unpruned
-
-    def _run_chunk(
-        self,
-        found: Outcome,
-        unpruned: Outcome,
-        chunk: slice,
-        masks: Masks,
-        prepared: tuple[Bucket, Ground, Values],
-        ids: Tensor | None,
-        log_p: Tensor | None,
-    ) -> None:
-        bucket, ground, values = prepared
-        runs = torch.arange(chunk.start, chunk.stop)
-        acts = torch.stack([mask.any(1) for mask in masks.values()]).any(0)
-        # Replacing nothing is the unpruned replacement, to the bit: batches of another size round otherwise.
-        found.copy(runs[~acts], bucket, unpruned)
-        if bool(acts.any()):
-            logits = self.runner.logits(ground, {site: mask[acts] for site, mask in masks.items()}, values, ids)
-            found.put(runs[acts], bucket, logits, log_p)
+        return outcome, unpruned
 
     def dense(self) -> Outcome:
         """The dense host on every prompt."""
-        found = Outcome.empty(1, len(self.split))
+        outcome = Outcome.empty(1, len(self.split))
         with torch.no_grad(), self.attachment.dense():
             for bucket in self.split.buckets(self.batch_size):
                 logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
-                found.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
-        return found
+                outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
+        return outcome
 
-    def _prepared(self) -> Iterator[tuple[Bucket, Ground, Values]]:
+    def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
+        """Every bucket of prompts with what its interventions share, and what replaced units are set to."""
         if self._kept:
             yield from self._kept
             return
-        kept: list[tuple[Bucket, Ground, Values]] = []
+        kept: list[tuple[Bucket, Shared, Values]] = []
         buckets = list(self.split.buckets(self.batch_size))
         for bucket in tqdm(buckets, desc="circuits", unit="batch", disable=not self.progress, leave=False):
-            prepared = bucket, self.runner.ground(bucket.tokens), self.reference(bucket)
+            prepared = bucket, self.runner.share(bucket.tokens), self.reference(bucket)
             if self.keep:
                 kept.append(prepared)
             yield prepared
         self._kept = kept
-
-
-def _kl(log_p: Float[Tensor, "batch vocab"], log_q: Float[Tensor, "batch vocab"]) -> Float[Tensor, " batch"]:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def _require_same_beginning(scored: bool | None, split: TaskSplit) -> None:

@@ -19,19 +19,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.base._version import __version__
-from swd_lens.base.display import card
 from swd_lens.base.files import atomic, plain
-from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
-from swd_lens.circuits.scores import UnitScores, require_same_units
+from swd_lens.base.record import Record
+from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
+from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units import Attachment, Units, attach
-from swd_lens.units.attach import by_site
+from swd_lens.units.unit_set import active_edges, require_made_for, sources_by_site
 
 _FORMAT, _VERSION = "swd_lens circuit", 1
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Circuit:
+class Circuit(Record):
     """A set of units of attached sites.
 
     Attributes:
@@ -60,21 +60,21 @@ class Circuit:
             ValueError: a unit that the scores do not cover, or one named twice; scores of other factors.
             TypeError: a unit source whose edges cannot be counted by itself.
         """
-        found = by_site(factors)
-        for site, one in found.items():
-            if not isinstance(one, Units):
+        units_of = sources_by_site(factors)
+        for site, source in units_of.items():
+            if not isinstance(source, Units):
                 raise TypeError(
-                    f"the units of {site} are a {type(one).__name__}, whose edges are not counted before it is attached; take "
+                    f"the units of {site} are a {type(source).__name__}, whose edges are not counted before it is attached; take "
                     "a circuit from the curve: evaluate(...).circuit(n_units)"
                 )
-        require_same_units(scores.settings, found, "this ranking")
+        require_made_for(units_of, scores.settings, "this ranking")
         pairs = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
-        chosen = [(site, int(index)) for site, index in pairs]  # what a table gives is NumPy's
-        replaced_masks(scores, chosen, "ablate")  # refuses what is not there
-        twice = [unit for unit in set(chosen) if chosen.count(unit) > 1]
+        members = [(site, int(index)) for site, index in pairs]  # what a table gives is NumPy's
+        replaced_masks(scores, members, "ablate")  # refuses what is not there
+        twice = [unit for unit in set(members) if members.count(unit) > 1]
         if twice:
-            raise ValueError(f"unit {twice[0][0]}/{twice[0][1]} is named {chosen.count(twice[0])} times; name it once")
-        return cls(tuple(chosen), scores, active_edges(found), provenance)
+            raise ValueError(f"unit {twice[0][0]}/{twice[0][1]} is named {members.count(twice[0])} times; name it once")
+        return cls(tuple(members), scores, active_edges(units_of), provenance)
 
     # ------------------------------------------------------------------ counts
 
@@ -138,8 +138,8 @@ class Circuit:
             f"Circuit({task}: {self.n_units} of {self.scores.n_units} units in {sites} sites, {self.n_edges:,} edges)"
         )
 
-    def _repr_html_(self) -> str:
-        return card(repr(self), self.frame())
+    def parts(self) -> tuple[Any, ...]:
+        return (self.frame(),)
 
     # ------------------------------------------------------------------ at work
 
@@ -162,7 +162,7 @@ class Circuit:
             AttachError: see `swd_lens.attach`.
         """
         with attach(model, factors) as attachment:
-            require_same_units(self.scores.settings, attachment.factors, "this circuit")
+            attachment.factors.require_made_for(self.scores.settings, "this circuit")
             with model.hooks(fwd_hooks=self.hooks(mode, ablation=ablation)):
                 yield attachment
 
@@ -214,8 +214,3 @@ class Circuit:
         parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
         scores = UnitScores(parts[0], parts[1], about["settings"])
         return cls(tuple((site, unit) for site, unit in about["units"]), scores, parts[2], about["provenance"])
-
-
-def active_edges(factors: Mapping[str, Units]) -> dict[str, Int[Tensor, " _unit"]]:
-    """site -> (unit,) read plus write nonzeros of every unit; 0 for units that lack either (paper §3.2, S_eff)."""
-    return {site: torch.where(f.valid_units, f.edges_per_unit, 0).to("cpu", torch.int64) for site, f in factors.items()}

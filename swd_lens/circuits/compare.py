@@ -1,29 +1,262 @@
-"""compare: several replacements of one host on several tasks, through the same code.
+"""compare: several replacements of one host on several tasks, through the same code, and what that says.
 
 1. A method is a replacement, or several seeds of one (SVD is one, Random-B ten); each may be given as a callable that makes
    it when its turn comes, so that dense sets need not be in memory together.
 2. For each replacement: fidelity on held-out tokens, then per task attribution on the train split and nested prefixes on
    the test split.
-3. The result (comparison.py) says which replacements behave alike enough for their circuits to be compared.
+3. `TaskComparison` holds the curves and scores of one task, `Comparison` those of all tasks and how alike the replacements
+   behave: circuits are comparable only where the unpruned replacements behave alike (paper §protocol: CE within 0.001), so
+   whatever is further off than the tolerance carries its difference in legends and tables.
+4. Seeds of one method become a mean, a standard deviation, a minimum and a count (method.md §4.1).
 """
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
+import pandas as pd
 from torch import nn
 from tqdm.auto import tqdm
 
+from swd_lens.base.record import Record
 from swd_lens.circuits.attribution import attribute
-from swd_lens.circuits.comparison import TOLERANCE, Comparison, TaskComparison
-from swd_lens.circuits.curve import CostCurve
-from swd_lens.circuits.fidelity import fidelity
+from swd_lens.circuits.curve import CostCurve, over_seeds
+from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.frontier import evaluate
+from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.tasks.task import Task
+from swd_lens.units.unit_set import UnitSet
 
-__all__ = ["TOLERANCE", "Comparison", "TaskComparison", "check_tasks", "compare"]
+TOLERANCE = 0.001  # nats (paper §protocol)
+_COSTS = ("units", "edges")  # in the order of a table's columns
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a circuit has to reach.
+
+    Attributes:
+        of: "sufficiency", or "necessity" (as a fraction of the whole necessity drop).
+        value: how much of it.
+    """
+
+    of: str
+    value: float | int
+
+    def cost(self, curve: CostCurve, cost: str) -> int | None:
+        """The least cost of a curve's prefixes that reach it; None where none does."""
+        return curve.cost_at(**{self.of: self.value}, cost=cost)
+
+    def __str__(self) -> str:
+        return f"{self.of} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class TaskComparison(Record):
+    """Curves and scores per replacement, on one task."""
+
+    task: str
+    curves: Mapping[str, CostCurve]
+    scores: Mapping[str, UnitScores]
+
+    def table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
+        """Least cost per replacement at a sufficiency and at a fraction of the whole necessity drop; NA: never reached."""
+        targets = (Target("sufficiency", sufficiency), Target("necessity", necessity))
+        rows = [
+            {"task": self.task, "method": name, "margin": curve.q_unpruned}
+            | {f"{cost} at {target}": target.cost(curve, cost) for target in targets for cost in _COSTS}
+            for name, curve in self.curves.items()
+        ]
+        return typed(pd.DataFrame(rows), whole=[f"{cost} at {target}" for target in targets for cost in _COSTS])
+
+    def plot(self, cost: str = "edges"):
+        """Sufficiency and necessity drop of every replacement against cost; a matplotlib Figure."""
+        return plot_curves(self.curves, cost=cost)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Comparison(Mapping[str, TaskComparison], Record):
+    """task name -> TaskComparison, and how alike the replacements behave.
+
+    Attributes:
+        tasks: what this mapping holds.
+        groups: a method of several seeds -> the names of its curves ("Random-B" -> "Random-B/0", ...).
+        fidelities: curve -> its `Fidelity`; those that were not measured are not there.
+        reference: the method whose CE the others are matched to.
+        tolerance: nats of CE within which two replacements count as matched.
+    """
+
+    tasks: Mapping[str, TaskComparison]
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fidelities: Mapping[str, Fidelity] = field(default_factory=dict)
+    reference: str = ""
+    tolerance: float | int = TOLERANCE
+
+    def __getitem__(self, task: str) -> TaskComparison:
+        return self.tasks[task]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    @property
+    def methods(self) -> dict[str, tuple[str, ...]]:
+        """Method -> the names of its curves: one, or one per seed."""
+        of_seed = {name: (method, names) for method, names in self.groups.items() for name in names}
+        curves = dict.fromkeys(name for of_task in self.values() for name in of_task.curves)
+        return dict(of_seed.get(name, (name, (name,))) for name in curves)
+
+    # ------------------------------------------------------------------------------------------ matched CE
+
+    def ce_difference(self, method: str) -> float | None:
+        """CE of a method minus that of the reference, in nats; of several seeds the difference furthest from 0.
+
+        None where either was not measured.
+        """
+        differences = [self._difference(name) for name in self.methods[method]]
+        known = [difference for difference in differences if difference is not None]
+        return max(known, key=abs) if known and len(known) == len(differences) else None
+
+    def matched(self, method: str) -> bool | None:
+        """Whether the method's CE is within the tolerance of the reference's; None where CE was not measured."""
+        return self._within(self.ce_difference(method))
+
+    def label(self, method: str) -> str:
+        """The method's name for legends, with its CE difference if that is not within the tolerance."""
+        return method if self.matched(method) is not False else f"{method} (CE {self.ce_difference(method):+.4f})"
+
+    def matching(self) -> str:
+        """One sentence: which methods behave alike enough for their circuits to be compared."""
+        matched = {method: self.matched(method) for method in self.methods}
+        if unknown := [method for method, yes in matched.items() if yes is None]:
+            return f"CE was not matched: not measured for {', '.join(unknown)} (pass tokens=)."
+        within = f"{self.tolerance:g} nats of {self.reference}"
+        if off := [self.label(method) for method, yes in matched.items() if not yes]:
+            return f"Further than {within}, so not comparable with it: {', '.join(off)}."
+        return f"CE is matched, all within {within}."
+
+    def _difference(self, name: str) -> float | None:
+        """Of one curve's replacement, against the mean over the reference's seeds."""
+        references = self.methods.get(self.reference, ())
+        if not references or not {name, *references} <= set(self.fidelities):
+            return None
+        return self.fidelities[name].ce - sum(self.fidelities[other].ce for other in references) / len(references)
+
+    def _within(self, difference: float | None) -> bool | None:
+        return None if difference is None else abs(difference) <= self.tolerance
+
+    # ------------------------------------------------------------------------------------------ tables
+
+    def frame(self) -> pd.DataFrame:
+        """Every prefix of every curve: task, method, seed (its place among the method's seeds), then the curve's columns."""
+        parts = []
+        for task, of_task in self.items():
+            for method, seed, name in self._replacements():
+                rows = of_task.curves[name].rows
+                head = pd.DataFrame({"task": task, "method": method, "seed": seed}, index=rows.index)
+                parts.append(pd.concat([head.astype({"seed": "Int64"}), rows], axis=1))
+        return pd.concat(parts, ignore_index=True)
+
+    def table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
+        """Least cost per task and method at a sufficiency and at a fraction of the whole necessity drop; empty: never reached.
+
+        Where some method has seeds, the costs are means over the seeds that reach the threshold; beside them stand their
+        standard deviation (sd, n - 1) and least (min), and "reached ..." counts those seeds (method.md §4.1).
+        """
+        return self._table(sufficiency, necessity, spread=bool(self.groups))
+
+    def _table(self, sufficiency: float | int, necessity: float | int, spread: bool) -> pd.DataFrame:
+        """`table`; without the columns of the spread over seeds where that is not asked for."""
+        rows: list[dict[str, Any]] = []
+        types = {"whole": {"seeds"}, "real": {"CE difference"}}
+        for task, of_task in self.items():
+            for method, names in self.methods.items():
+                curves = [of_task.curves[name] for name in names]
+                row = {"task": task, "method": method, **({"seeds": len(names)} if self.groups else {})}
+                row["margin"] = sum(curve.q_unpruned for curve in curves) / len(names)
+                for target in (Target("sufficiency", sufficiency), Target("necessity", necessity)):
+                    for cost in _COSTS:
+                        column, costs = (
+                            f"{cost} at {target}",
+                            over_seeds([target.cost(curve, cost) for curve in curves]),
+                        )
+                        row[column] = costs.mean
+                        types["real" if self.groups else "whole"].add(column)
+                        if spread:
+                            row |= {f"{column} sd": costs.sd, f"{column} min": costs.least}
+                            row[f"reached {target}"] = costs.reached  # the same for units and edges
+                            types["real"].add(f"{column} sd")
+                            types["whole"] |= {f"{column} min", f"reached {target}"}
+                row |= {"CE difference": self.ce_difference(method), "CE matched": self.matched(method)}
+                rows.append(row)
+        return typed(pd.DataFrame(rows), **types)
+
+    def fidelity(self) -> pd.DataFrame:
+        """One row per replacement: CE, CE delta (to the dense host), CE difference (to the reference), KL; NA if not measured."""
+        rows = []
+        for method, seed, name in self._replacements():
+            measured, difference = self.fidelities.get(name), self._difference(name)
+            row = {"method": method, "seed": seed, "CE": measured and measured.ce}
+            row |= {"CE delta": measured and measured.ce_delta, "KL": measured and measured.kl}
+            rows.append(row | {"CE difference": difference, "CE matched": self._within(difference)})
+        return typed(pd.DataFrame(rows), whole={"seed"}, real={"CE", "CE delta", "CE difference", "KL"})
+
+    def _replacements(self) -> Iterator[tuple[str, int | None, str]]:
+        """(method, seed, name of the curve); a method of one has no seed."""
+        for method, names in self.methods.items():
+            for seed, name in enumerate(names):
+                yield method, seed if method in self.groups else None, name
+
+    # ------------------------------------------------------------------------------------------ shown
+
+    def plot(self, cost: str = "edges"):
+        """The paper's figure: columns tasks, rows sufficiency and necessity drop, least cost of every value; a matplotlib Figure.
+
+        A method of several seeds is drawn as its mean over the seeds that reach a value, in a band of one standard deviation.
+        Methods whose CE is not matched say so in the legend.
+
+        Args:
+            cost: "edges" or "units".
+        """
+        panels = {
+            task: {self.label(m): [of_task.curves[name] for name in names] for m, names in self.methods.items()}
+            for task, of_task in self.items()
+        }
+        return plot_frontiers(panels, cost=cost, note=self.matching())
+
+    def __repr__(self) -> str:
+        return f"{self._shown().to_string(index=False, na_rep='')}\n{self.matching()}"
+
+    def title(self) -> str:
+        return f"Comparison of {', '.join(self.methods)} on {', '.join(self)}" if self else "Comparison of nothing"
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.plot(), self._shown(), self.matching()) if self else ()
+
+    def _shown(self) -> pd.DataFrame:
+        """The table without the spread over seeds, in digits that one can read."""
+        return self._table(0.9, 0.5, spread=False).round({"margin": 3, "CE difference": 5})
+
+
+def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = ()) -> pd.DataFrame:
+    """Columns that hold NA where nothing was measured or reached, of the same type whether anything was or not.
+
+    Args:
+        whole: columns of whole numbers, which become Int64 (counts, costs).
+        real: columns of real numbers, which become Float64; others that hold any are found by themselves.
+    """
+    # By name where a column may be all None; floats stay floats, even if they happen to be whole.
+    types: dict[str, str] = dict.fromkeys((*table.select_dtypes("float"), *real), "Float64")
+    types |= {**dict.fromkeys(whole, "Int64"), "CE matched": "boolean"}
+    return table.convert_dtypes().astype({column: kind for column, kind in types.items() if column in table})
+
+
+# ---------------------------------------------------------------------------------------------- running them
 
 
 def compare(
@@ -63,7 +296,7 @@ def compare(
             no curve.
         AttachError: see `swd_lens.attach`.
     """
-    chosen = check_tasks(tasks)
+    tasks = check_tasks(tasks)
     check_options(attribution, evaluation)
     sources, groups = _sources(methods)
     measured = dict(fidelities or {})
@@ -73,17 +306,20 @@ def compare(
     reference = next(iter(methods)) if reference is None else reference
     if reference not in methods:
         raise ValueError(f"reference {reference!r} is not among the methods: {', '.join(map(repr, methods))}")
-    scores: dict[str, dict[str, UnitScores]] = {task.name: {} for task in chosen}
-    curves: dict[str, dict[str, CostCurve]] = {task.name: {} for task in chosen}
+    scores: dict[str, dict[str, UnitScores]] = {task.name: {} for task in tasks}
+    curves: dict[str, dict[str, CostCurve]] = {task.name: {} for task in tasks}
     for name, source in tqdm(sources.items(), desc="compare", unit="replacement", disable=not progress, leave=False):
-        factors = source() if _makes(source) else source
+        # A module can be called, too, but a transcoder is a source itself.
+        if callable(source) and not isinstance(source, Mapping | nn.Module):
+            source = source()
+        factors = UnitSet.of(model, source)
         if tokens is not None and name not in measured:
             measured[name] = fidelity(model, factors, tokens)
-        for task in chosen:
-            found = attribute(model, factors, task, **{"positions": positions, **(attribution or {})})
-            scores[task.name][name] = found
+        for task in tasks:
+            ranked = attribute(model, factors, task, **{"positions": positions, **(attribution or {})})
+            scores[task.name][name] = ranked
             curves[task.name][name] = evaluate(
-                model, factors, task, found, **{"ablation": ablation, **(evaluation or {})}
+                model, factors, task, ranked, **{"ablation": ablation, **(evaluation or {})}
             )
     by_task = {task: TaskComparison(task, curves[task], scores[task]) for task in curves}
     return Comparison(by_task, groups, measured, reference, tolerance)
@@ -99,23 +335,23 @@ def check_tasks(tasks: Any) -> list[Task]:
     if isinstance(tasks, Mapping | str) or not isinstance(tasks, Iterable | Task):
         hint = "; pass list(tasks.values())" if isinstance(tasks, Mapping) else ""
         raise TypeError(f"tasks must be a Task or a list of them, got {reprlib.repr(tasks)}{hint}")
-    chosen = [tasks] if isinstance(tasks, Task) else list(tasks)
-    for task in chosen:
+    listed = [tasks] if isinstance(tasks, Task) else list(tasks)
+    for task in listed:
         if not isinstance(task, Task):
             made = "swd_lens.load_task(name, model) or Task.from_prompts(...)"
             raise TypeError(f"every task must be a Task, got {reprlib.repr(task)}; make one with {made}")
-    names = [task.name for task in chosen]
+    names = [task.name for task in listed]
     if not names:
         raise ValueError("no task to compare on: pass a Task, or several")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two tasks are called {', '.join(map(repr, twice))}; results are kept by name: rename one")
-    return chosen
+    return listed
 
 
 def check_options(attribution: Mapping[str, Any] | None, evaluation: Mapping[str, Any] | None) -> None:
     """A TypeError where `attribute` or `evaluate` has no such option; before any work, rather than after the first method."""
     for what, options, of in (("attribution", attribution, attribute), ("evaluation", evaluation, evaluate)):
-        valid = [name for name, its in signature(of).parameters.items() if its.kind is Parameter.KEYWORD_ONLY]
+        valid = [p.name for p in signature(of).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
         if unknown := [name for name in options or {} if name not in valid]:
             named = ", ".join(map(repr, unknown))
             raise TypeError(f"{what}= has no option {named}; {of.__name__} takes {', '.join(valid)}")
@@ -140,8 +376,3 @@ def _sources(methods: Any) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
         if seeded:
             groups[method] = tuple(named)
     return sources, groups
-
-
-def _makes(source: Any) -> bool:
-    """A function that makes factors; a transcoder, being a module, can be called as well but is a source itself."""
-    return callable(source) and not isinstance(source, Mapping | nn.Module)

@@ -5,18 +5,23 @@
    `cost_interval` how far the least cost moves with the draw of test prompts.
 3. `circuit_at` gives the cheapest circuit itself.
 4. `mib` gives the circuit track's areas, CPR and CMD.
+5. Seeds of one method (paper, app. exact-dense-controls): `mean_min_cost` and `over_seeds` take, per threshold, every seed's
+   least cost; mean and standard deviation (of a sample, n - 1) are over the seeds that reach it, the others are counted
+   (method.md §4.1).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
+from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.display import card
+from swd_lens.base.record import Record
 from swd_lens.circuits.bootstrap import resampled
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import UnitScores
@@ -28,7 +33,7 @@ MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, repr=False)
-class CostCurve:
+class CostCurve(Record):
     """What nested prefixes of a ranking cost and do, on one task.
 
     Attributes:
@@ -43,6 +48,8 @@ class CostCurve:
         scores: what ranked the units; edges: site -> (unit,) their active edges.
         margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "unpruned" and "dense" (prompt,).
     """
+
+    in_memory: ClassVar[tuple[str, ...]] = ("scores", "edges", "margins")
 
     rows: pd.DataFrame
     task: str
@@ -160,10 +167,10 @@ class CostCurve:
             f"{self.q_dense:.3f}, unpruned {self.q_unpruned:.3f})"
         )
 
-    def _repr_html_(self) -> str:
+    def parts(self) -> tuple[Any, ...]:
         # The interval's ends and margins are in table(); a card has room for what is read most.
         shown = [name for name in self.rows if not name.endswith(("_low", "_high")) and not name.startswith("q_")]
-        return card(repr(self), self.plot(), pd.DataFrame(self.rows, columns=shown))
+        return self.plot(), pd.DataFrame(self.rows, columns=shown)
 
     def _require(self, what: str, value: Any) -> None:
         if not value:
@@ -216,16 +223,12 @@ class CostCurve:
 
         return plot_curves({"": self}, cost=cost)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "task": self.task,
-            "q_dense": self.q_dense,
-            "q_unpruned": self.q_unpruned,
-            "accuracy_dense": self.accuracy_dense,
-            "accuracy_unpruned": self.accuracy_unpruned,
-            "settings": dict(self.settings),
-            "rows": self.rows.to_dict("records"),
-        }
+    @classmethod
+    def from_dict(cls, values: Any) -> "CostCurve":
+        curve = super().from_dict(values)
+        # A column of nulls alone has no type; counts are whole numbers, all else was float.
+        types = {column: "int64" if column in COSTS else "float64" for column in curve.rows}
+        return replace(curve, rows=curve.rows.astype(types))
 
 
 def _check_cost(cost: str) -> None:
@@ -237,3 +240,50 @@ def _area(values: list[float]) -> float:
     """Trapezoids over MIB_FRACTIONS."""
     x = torch.tensor(MIB_FRACTIONS, dtype=torch.float64)
     return float(torch.trapezoid(torch.tensor(values, dtype=torch.float64), x))
+
+
+# ---------------------------------------------------------------------------------------------- seeds of one method
+
+
+def mean_min_cost(curves: Sequence[CostCurve], of: str = "sufficiency", cost: str = "edges") -> pd.DataFrame:
+    """The least cost of reaching each value that some seed's prefix reaches, over the seeds.
+
+    Args:
+        curves: one per seed, of one task.
+        of, cost: as for `CostCurve.min_cost`.
+
+    Returns: columns `of` (ascending), mean, sd, reached (seeds that reach it).
+    """
+    least = [curve.min_cost(of, cost) for curve in curves]
+    values = np.unique(np.concatenate([table[of].to_numpy(dtype=float) for table in least]))
+    costs = pd.DataFrame({seed: _at(table, values, of, cost) for seed, table in enumerate(least)})
+    spread = {"mean": costs.mean(axis=1), "sd": costs.std(axis=1), "reached": costs.notna().sum(axis=1)}
+    return pd.DataFrame({of: values, **spread})
+
+
+def _at(table: pd.DataFrame, values: np.ndarray, of: str, cost: str) -> np.ndarray:
+    """The cost at each value: that of the first row (the cheapest) that reaches it, NaN where none does."""
+    costs = np.append(table[cost].to_numpy(dtype=float), np.nan)
+    return costs[np.searchsorted(table[of].to_numpy(dtype=float), values, side="left")]
+
+
+@dataclass(frozen=True)
+class SeedCosts:
+    """What several seeds' circuits cost at one threshold; None where no seed reaches it (sd: where fewer than two do).
+
+    Attributes:
+        reached: seeds that reach it.
+    """
+
+    mean: float | None
+    sd: float | None
+    least: int | None
+    reached: int
+
+
+def over_seeds(costs: Sequence[int | None]) -> SeedCosts:
+    """Mean, standard deviation and least cost over the seeds that reach a threshold (those with a cost)."""
+    reached = [cost for cost in costs if cost is not None]
+    if not reached:
+        return SeedCosts(None, None, None, 0)
+    return SeedCosts(fmean(reached), stdev(reached) if len(reached) > 1 else None, min(reached), len(reached))

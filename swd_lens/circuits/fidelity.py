@@ -6,21 +6,19 @@
 3. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.base.divergence import Divergence, divergence
 from swd_lens.base.record import Record
-from swd_lens.hosts import Host, host_of, require_no_dropout
-from swd_lens.hosts.recording import require_seen
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts.recording import record
 from swd_lens.tasks.text import TokenError, as_rows
 from swd_lens.units import attach
 
@@ -38,13 +36,14 @@ class Fidelity(Record):
         n_predictions: next-token predictions averaged over.
     """
 
+    derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
+
     ce_dense: float
     ce: float
     kl: float
     top1_agreement: float
     relmse: Mapping[str, float]
     n_predictions: int
-    derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
 
     @property
     def ce_delta(self) -> float:
@@ -70,9 +69,12 @@ class Fidelity(Record):
         return f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions: CE delta {self.ce_delta:+.4f} nats"
 
     def parts(self) -> tuple[Any, ...]:
-        by_site = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
-        worst = by_site.sort_values("relMSE", ascending=False, kind="stable")
-        return self.table(), "relMSE by site, largest first:", worst
+        sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
+        return (
+            self.table(),
+            "relMSE by site, largest first:",
+            sites.sort_values("relMSE", ascending=False, kind="stable"),
+        )
 
 
 def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Fidelity:
@@ -93,43 +95,17 @@ def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, pro
     require_no_dropout(model)
     if rows.shape[1] < 2:
         raise TokenError("fidelity needs rows of at least two tokens: each position predicts the next")
-    host, sums = host_of(model), defaultdict(float)
-    errors: dict[str, Tensor] = {}
-    norms: dict[str, Tensor] = {}
+    host, total = host_of(model), Divergence()
     with torch.no_grad(), attach(model, factors) as attachment:
-        for name in attachment.factors:
-            errors[name] = norms[name] = torch.zeros((), dtype=torch.float64)
+        errors, norms = (dict.fromkeys(attachment.factors, torch.zeros((), dtype=torch.float64)) for _ in range(2))
         for batch in tqdm(rows.split(batch_size), desc="fidelity", unit="batch", disable=not progress, leave=False):
             with attachment.dense():
-                dense_logits, dense = _run(host, batch, attachment.sites)
-            logits, replaced = _run(host, batch, attachment.sites)
-            for name, y in dense.items():
-                errors[name] = errors[name] + (replaced[name] - y).double().square().sum().cpu()
+                dense = record(host, batch, outputs=attachment.sites, run="whole", keep=Tensor.float)
+            replaced = record(host, batch, outputs=attachment.sites, run="whole", keep=Tensor.float)
+            for name, y in dense.outputs.items():
+                errors[name] = errors[name] + (replaced.outputs[name] - y).double().square().sum().cpu()
                 norms[name] = norms[name] + y.double().square().sum().cpu()
-            for key, value in _compare(dense_logits, logits, batch.to(logits.device)).items():
-                sums[key] += value
-    n = rows.shape[0] * (rows.shape[1] - 1)
-    means = {key: total / n for key, total in sums.items()}
-    return Fidelity(**means, relmse={name: float(errors[name] / norms[name]) for name in errors}, n_predictions=n)
-
-
-def _run(host: Host, batch: Int[Tensor, "rows pos"], sites: list[Site]) -> tuple[Tensor, dict[str, Tensor]]:
-    outputs: dict[str, Tensor] = {}
-    with host.outputs(sites, lambda site, y: outputs.update({site.name: y.float()})):
-        logits = host.run(batch)
-    require_seen(sites, outputs, "output")
-    return logits.float(), outputs
-
-
-def _compare(
-    dense: Float[Tensor, "rows pos vocab"], replaced: Float[Tensor, "rows pos vocab"], tokens: Int[Tensor, "rows pos"]
-) -> dict[str, float]:
-    """Sums over the predictions of a batch."""
-    log_p, log_q = dense[:, :-1].log_softmax(-1), replaced[:, :-1].log_softmax(-1)
-    targets = tokens[:, 1:, None]
-    return {
-        "ce_dense": float(-log_p.gather(-1, targets).double().sum()),
-        "ce": float(-log_q.gather(-1, targets).double().sum()),
-        "kl": float((log_p.exp() * (log_p - log_q)).double().sum()),
-        "top1_agreement": float((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
-    }
+            assert dense.logits is not None and replaced.logits is not None
+            total += divergence(dense.logits.float(), replaced.logits.float(), batch)
+    relmse = {name: float(errors[name] / norms[name]) for name in errors}
+    return Fidelity(**total.means(), relmse=relmse, n_predictions=total.n_predictions)

@@ -18,15 +18,14 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.circuits.bench import Bench, Outcome
 from swd_lens.circuits.bootstrap import interval, resampled
-from swd_lens.circuits.circuit import Circuit, active_edges
+from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
-from swd_lens.circuits.roads import Masks
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
@@ -86,7 +85,7 @@ def evaluate(
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
-        edges = active_edges(attachment.factors)
+        edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
         bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, **how)
         lengths = _lengths(grid, scores, edges)
         ranks = scores.ranks()
@@ -98,12 +97,12 @@ def evaluate(
             k, keep = thresholds[chunk], keeps[chunk]
             return {site: (rank[None] >= k) == keep for site, rank in ranks.items()}
 
-        found, unpruned = bench.run(len(thresholds), masks, kl=kl)
+        outcome, unpruned = bench.run(len(thresholds), masks, kl=kl)
         dense = bench.dense()
     ranking = scores.ranking()
     costs = [0, *torch.tensor([int(edges[site][unit]) for site, unit in ranking]).cumsum(0).tolist()]
     head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
-    rows = pd.concat([head, _rows(found, unpruned, bootstrap, seed, split.task)], axis=1)
+    rows = pd.concat([head, _rows(outcome, unpruned, bootstrap, seed, split.task)], axis=1)
     settings = {
         **scores.settings,
         "ablation": ablation,
@@ -112,9 +111,9 @@ def evaluate(
         "grid": grid if isinstance(grid, str) else "powers" if grid is None else "own",
         "bootstrap": bootstrap,
         "bootstrap_seed": seed,
-        "replacement": dict(getattr(factors, "provenance", {})),
+        "replacement": provenance,
     }
-    margins = {"keep": found.margins[: len(lengths)], "ablate": found.margins[len(lengths) :]}
+    margins = {"keep": outcome.margins[: len(lengths)], "ablate": outcome.margins[len(lengths) :]}
     margins |= {"unpruned": unpruned.margins[0], "dense": dense.margins[0]}
     return CostCurve(
         rows=rows,
@@ -164,7 +163,7 @@ def judge(
     both = [circuit.masks(mode) for mode in ("keep", "ablate") for circuit in named.values()]
     with attach(model, factors) as attachment:
         bench = Bench(host_of(model), attachment, split, scores, ablation, **how)
-        found, unpruned = bench.run(len(both), lambda chunk: stacked(both[chunk]), kl=kl)
+        outcome, unpruned = bench.run(len(both), lambda chunk: _stacked(both[chunk]), kl=kl)
     head = pd.DataFrame(
         {
             "circuit": list(named),
@@ -172,7 +171,7 @@ def judge(
             "edges": [circuit.n_edges for circuit in named.values()],
         }
     )
-    return pd.concat([head, _rows(found, unpruned, bootstrap, seed, split.task)], axis=1)
+    return pd.concat([head, _rows(outcome, unpruned, bootstrap, seed, split.task)], axis=1)
 
 
 def _same_scores(a: UnitScores, b: UnitScores) -> bool:
@@ -180,7 +179,7 @@ def _same_scores(a: UnitScores, b: UnitScores) -> bool:
     return a is b or (a.settings == b.settings and all(torch.equal(a.means[site], b.means[site]) for site in a.means))
 
 
-def stacked(masks: Sequence[Mapping[str, Tensor]]) -> Masks:
+def _stacked(masks: Sequence[Mapping[str, Tensor]]) -> Masks:
     """One row per intervention from one dict of masks each."""
     return {site: torch.stack([mask[site] for mask in masks]) for site in masks[0]}
 
@@ -209,10 +208,10 @@ def _length(k: Any) -> int:
         raise ValueError(f"prefix lengths must be whole numbers, got {k!r}") from None
 
 
-def _rows(found: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: str) -> pd.DataFrame:
+def _rows(outcome: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: str) -> pd.DataFrame:
     """What kept (first half of the runs) and ablated (second half) circuits do."""
-    half = len(found.margins) // 2
-    keep, ablate = found.q[:half], found.q[half:]
+    half = len(outcome.margins) // 2
+    keep, ablate = outcome.q[:half], outcome.q[half:]
     q = float(unpruned.q)
     if not q > 0:
         warnings.warn(
@@ -226,27 +225,14 @@ def _rows(found: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: st
         "necessity_drop": q - ablate,
     }
     if bootstrap:
-        columns |= _intervals(found.margins, unpruned.margins, half, bootstrap, seed, q > 0)
+        # Kept, ablated and unpruned are resampled together: their errors are those of the same prompts.
+        samples = resampled(torch.cat([outcome.margins, unpruned.margins]), bootstrap, seed)
+        whole = samples[:, -1:]
+        ratio = torch.where((whole > 0) & (q > 0), samples[:, :half] / whole, math.nan)
+        for name, values in (("sufficiency", ratio), ("necessity_drop", whole - samples[:, half:-1])):
+            columns[f"{name}_low"], columns[f"{name}_high"] = interval(values.double())
     columns |= {"q_keep": keep, "q_ablate": ablate}
-    columns |= {"accuracy_keep": found.correct.mean(1)[:half], "accuracy_ablate": found.correct.mean(1)[half:]}
-    if not bool(found.kl.isnan().all()):
-        columns |= {"kl_keep": found.kl.mean(1)[:half], "kl_ablate": found.kl.mean(1)[half:]}
+    columns |= {"accuracy_keep": outcome.correct.mean(1)[:half], "accuracy_ablate": outcome.correct.mean(1)[half:]}
+    if not bool(outcome.kl.isnan().all()):
+        columns |= {"kl_keep": outcome.kl.mean(1)[:half], "kl_ablate": outcome.kl.mean(1)[half:]}
     return pd.DataFrame({name: values.tolist() for name, values in columns.items()})
-
-
-def _intervals(
-    margins: Float[Tensor, "run prompt"],
-    whole: Float[Tensor, "1 prompt"],
-    half: int,
-    times: int,
-    seed: int,
-    defined: bool,
-) -> dict[str, Tensor]:
-    # Kept, ablated and unpruned are resampled together: their errors are those of the same prompts.
-    samples = resampled(torch.cat([margins, whole]), times, seed)
-    q = samples[:, -1:]
-    ratio = torch.where(q > 0, samples[:, :half] / q, math.nan) if defined else torch.full((times, half), math.nan)
-    found = {}
-    for name, values in (("sufficiency", ratio), ("necessity_drop", q - samples[:, half:-1])):
-        found[f"{name}_low"], found[f"{name}_high"] = interval(values.double())
-    return found

@@ -16,8 +16,7 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.circuits.curve import COSTS, VALUES, CostCurve
-from swd_lens.circuits.seeds import mean_min_cost
+from swd_lens.circuits.curve import COSTS, VALUES, CostCurve, mean_min_cost
 
 _AXIS = {"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}
 # Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
@@ -67,14 +66,14 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
         raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
     figure, axes = new_figure(2, len(panels), width=2.7, height=2.3)
     drawn: dict[str, Any] = {}
-    for place, (task, methods) in enumerate(panels.items()):
-        for ax, of in zip(axes[:, place], VALUES, strict=True):
+    for column, (task, methods) in enumerate(panels.items()):
+        for ax, of in zip(axes[:, column], VALUES, strict=True):
             drawn = _draw_frontiers(ax, methods, of, cost) | drawn
-        axes[0, place].set_title(literal(task.replace("_", " ")), fontsize=10, color=INK)
+        axes[0, column].set_title(literal(task.replace("_", " ")), fontsize=10, color=INK)
     # One cost axis for all panels, so that tasks can be compared; its numbers stand at the left only.
-    everything = [curve.rows[cost] for methods in panels.values() for curves in methods.values() for curve in curves]
+    costs = [curve.rows[cost] for methods in panels.values() for curves in methods.values() for curve in curves]
     for ax in axes.flat:
-        cost_axis(ax.yaxis, pd.concat(everything))
+        cost_axis(ax.yaxis, pd.concat(costs))
         ax.tick_params(labelleft=ax.get_subplotspec().is_first_col())
     for ax in axes[:, 0]:
         ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}", fontsize=9, color=INK)
@@ -99,16 +98,16 @@ def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[CostCurve]], of: str
     lines: dict[str, Any] = {}
     reached: list[float] = []
     for index, (label, curves) in enumerate(methods.items()):
-        found = mean_min_cost(curves, of, cost)
-        reached += found[of].tolist()
+        least = mean_min_cost(curves, of, cost)
+        reached += least[of].tolist()
         # A cost holds from the next smaller value (which something cheaper reaches) up to its own: a step to the left.
-        look = {"drawstyle": "steps-pre", "linewidth": 1.4, "markersize": 2.5, **style(index)}
+        line_style = {"drawstyle": "steps-pre", "linewidth": 1.4, "markersize": 2.5, **style(index)}
         # A single curve's points are prefixes; a mean over seeds has none of its own.
-        (lines[label],) = ax.plot(found[of], found["mean"], marker="o" if len(curves) == 1 else "", **look)
+        (lines[label],) = ax.plot(least[of], least["mean"], marker="o" if len(curves) == 1 else "", **line_style)
         if len(curves) > 1:
-            sd, colour = found["sd"].fillna(0.0), lines[label].get_color()
-            low = (found["mean"] - sd).clip(lower=0.0)
-            ax.fill_between(found[of], low, found["mean"] + sd, step="pre", color=colour, alpha=0.18, linewidth=0)
+            sd, colour = least["sd"].fillna(0.0), lines[label].get_color()
+            low = (least["mean"] - sd).clip(lower=0.0)
+            ax.fill_between(least[of], low, least["mean"] + sd, step="pre", color=colour, alpha=0.18, linewidth=0)
     ax.set_xlabel(_AXIS[of], fontsize=9, color=INK)
     if not reached:
         text = "not defined: the unpruned\nmargin is not positive"

@@ -21,13 +21,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.base.display import card
+from swd_lens.base.record import Record
 from swd_lens.circuits.bench import Bench
-from swd_lens.circuits.circuit import Circuit, active_edges
+from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.frontier import judge, prefix_grid
-from swd_lens.circuits.roads import Masks
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
@@ -42,7 +42,7 @@ _LARGE, _WORTH = 64, 0.01
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Refinement:
+class Refinement(Record):
     """The best prefix and the refined circuit for the same sufficiency on training prompts.
 
     Attributes:
@@ -76,12 +76,12 @@ class Refinement:
     def __repr__(self) -> str:
         return f"Refinement(sufficiency {self.target:g}: {self.prefix!r} -> {self.refined!r})"
 
-    def _repr_html_(self) -> str:
-        title = f"Refinement for sufficiency {self.target:g} of {self.refined.scores.settings.get('task', 'a task')}"
+    def title(self) -> str:
+        return f"Refinement for sufficiency {self.target:g} of {self.refined.scores.settings.get('task', 'a task')}"
+
+    def parts(self) -> tuple[Any, ...]:
         saved = 1 - self.refined.n_edges / self.prefix.n_edges if self.prefix.n_edges else 0.0
-        return card(
-            title, self.table(), f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
-        )
+        return self.table(), f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
 
 
 def refine(
@@ -120,7 +120,7 @@ def refine(
     split = _first(task.train if isinstance(task, Task) else task, max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
-        edges = active_edges(attachment.factors)
+        edges = attachment.factors.active_edges
         bench = Bench(
             host_of(model), attachment, split, scores, ablation, tokens_per_forward=tokens_per_forward, keep=True
         )
@@ -132,8 +132,8 @@ def refine(
             if search.price(other) >= search.price(best):
                 break
             best = other
-        found = search.sufficiency(torch.stack([prefix, best]))
-    train = {"prefix": float(found[0]), "refined": float(found[1])}
+        reached = search.sufficiency(torch.stack([prefix, best]))
+    train = {"prefix": float(reached[0]), "refined": float(reached[1])}
     about = {"cost": cost, "sufficiency": sufficiency, "ablation": ablation, "n_train": len(split)}
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about})
@@ -152,14 +152,11 @@ class _Search:
         self, bench: Bench, scores: UnitScores, edges: Mapping[str, Int[Tensor, " _unit"]], cost: str, target: float
     ):
         self.bench, self.target, self.ranking = bench, target, scores.ranking()
-        self.sizes = {site: len(values) for site, values in scores.scores.items()}
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
         # Units without edges cost nothing and do nothing but their constant; dividing by their cost must still work.
         self.per = self.costs.clamp(min=1).double()
-        self.place = {site: torch.zeros(size, dtype=torch.int64) for site, size in self.sizes.items()}
-        for rank, (site, unit) in enumerate(self.ranking):
-            self.place[site][unit] = rank
+        self.ranks = scores.ranks()
 
     def price(self, kept: Bool[Tensor, " unit"]) -> int:
         return int(self.costs[kept].sum())
@@ -171,16 +168,16 @@ class _Search:
         """Q(keep) / Q(unpruned) on the training prompts."""
 
         def masks(chunk: slice) -> Masks:
-            return {site: ~kept[chunk][:, place] for site, place in self.place.items()}
+            return {site: ~kept[chunk][:, ranks] for site, ranks in self.ranks.items()}
 
-        found, unpruned = self.bench.run(len(kept), masks)
+        outcome, unpruned = self.bench.run(len(kept), masks)
         whole = float(unpruned.q)
         if not whole > 0:
             raise ValueError(
                 f"the unpruned replacement's mean margin on these training prompts is {whole:.3f}, not positive: sufficiency is "
                 "undefined, so there is nothing to refine"
             )
-        return found.q / whole
+        return outcome.q / whole
 
     def best_prefix(self) -> Bool[Tensor, " unit"]:
         """The cheapest sufficient prefix among those tried."""
@@ -242,9 +239,9 @@ class _Search:
                 high = int(sizes[0]) - 1
         if low == 0:
             return None
-        found = kept.clone()
-        found[order[:low]] = False
-        return found
+        smaller = kept.clone()
+        smaller[order[:low]] = False
+        return smaller
 
     def exchanged(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
         """The cheapest circuit after adding a few units and removing again."""

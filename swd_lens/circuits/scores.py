@@ -1,6 +1,5 @@
-"""UnitScores: what each unit of the attached sites is worth to a task, the ranking that follows, and whose units they are."""
+"""UnitScores: what each unit of the attached sites is worth to a task, the ranking that follows."""
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,19 +8,16 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from swd_lens.base.display import card
 from swd_lens.base.figures import INK, new_figure, style
-from swd_lens.units.coder import CoderUnits, Units
-from swd_lens.units.factors import Factors
-from swd_lens.units.passport import fingerprint
+from swd_lens.base.record import Record
 
 _POINTS = 200  # of the figure
 
 
 @dataclass(frozen=True, repr=False)
-class UnitScores:
+class UnitScores(Record):
     """Scores and mean activations of every unit of every attached site.
 
     Attributes:
@@ -79,44 +75,5 @@ class UnitScores:
         of = f"{self.settings['task']}: " if "task" in self.settings else ""
         return f"UnitScores({of}{self.n_units:,} units in {len(self.scores)} sites)"
 
-    def _repr_html_(self) -> str:
-        if not self.n_units:
-            return card(repr(self))
-        return card(repr(self), self.plot(), self.top(10), "top(n) gives more of them; ranking() all.")
-
-
-def identities(units: Mapping[str, Units]) -> dict[str, str]:
-    """site -> what tells these units from others of the same shape: a hash of their weights ("" where a coder shows none)."""
-    return {site: _identity(one) for site, one in units.items()}
-
-
-def require_same_units(settings: Mapping[str, Any], units: Mapping[str, Units], what: str) -> None:
-    """Do nothing if `what`, with these settings, was made for exactly these units.
-
-    Raises:
-        ValueError: other sites, other numbers of units, or the same numbers but other factors.
-    """
-    made_for = dict(settings.get("units", {}))
-    attached = {site: one.n_units for site, one in units.items()}
-    if made_for and made_for != attached:
-        raise ValueError(
-            f"{what} is of {made_for}, the factors are {attached} (site: units); attribute these factors first"
-        )
-    known = dict(settings.get("factors", {}))
-    others = [site for site, identity in identities(units).items() if known.get(site, identity) != identity]
-    if others:
-        raise ValueError(
-            f"{what} was made with other factors of {', '.join(others)} (same number of units, other weights), where unit i is "
-            "another unit; attribute these factors first"
-        )
-
-
-def _identity(units: Units) -> str:
-    if isinstance(units, Factors):
-        weights = [units.read, units.write]
-    elif isinstance(units, CoderUnits) and isinstance(units.coder, nn.Module):
-        weights = list(units.coder.state_dict().values())
-    else:
-        weights = [t for t in getattr(getattr(units, "coder", units), "__dict__", {}).values() if isinstance(t, Tensor)]
-    weights = [w.reshape(w.shape[0] if w.ndim else 1, -1) for w in weights if w.is_floating_point()]
-    return hashlib.sha256("".join(map(fingerprint, weights)).encode()).hexdigest() if weights else ""
+    def parts(self) -> tuple[Any, ...]:
+        return (self.plot(), self.top(10), "top(n) gives more of them; ranking() all.") if self.n_units else ()

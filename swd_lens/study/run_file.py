@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.circuits import Comparison, CostCurve
-from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
+from swd_lens.circuits.compare import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.units.factors import FactorSet
 

@@ -20,8 +20,7 @@ import pandas as pd
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.circuits import CostCurve, compare
-from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks
-from swd_lens.circuits.comparison import typed
+from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks, typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.plots import cost_axis
 from swd_lens.factorization.estimate import estimate
@@ -76,21 +75,22 @@ class Sweep(Record):
         """One row per sparsity and calibration; circuit costs are empty where a target is never reached."""
         targets = [("sufficiency", value) for value in self.sufficiency]
         targets += [("necessity", value) for value in self.necessity]
-        rows = []
+        rows, whole = [], set()
         for point in self.points:
             measured, errors = point.fidelity, list(point.fidelity.relmse.values())
             row: dict[str, Any] = {"s": point.sparsity, "calibration": point.calibration}
             row |= {"edges": point.edges, "units": point.units, "relative Frobenius": point.relative_frobenius}
             row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": measured.ce_delta}
             row |= {"CE matched": self.matched(point), "KL": measured.kl, "top-1 agreement": measured.top1_agreement}
-            row |= {
+            costs: dict[str, int | None] = {
                 f"{task}: {cost} at {name} {value:g}": curve.cost_at(**{name: value}, cost=cost)
                 for task, curve in point.curves.items()
                 for name, value in targets
                 for cost in ("units", "edges")
             }
-            rows.append(row)
-        return typed(pd.DataFrame(rows))
+            whole |= costs.keys()
+            rows.append(row | costs)
+        return typed(pd.DataFrame(rows), whole=whole)
 
     def plot(self, sufficiency: float | int = 0.9, cost: str = "edges"):
         """Relative Frobenius norm, CE delta, and each task's least cost at a sufficiency, against s; a matplotlib Figure.

@@ -120,33 +120,18 @@ class UnitSet(Mapping[str, Units]):
     @cached_property
     def identities(self) -> dict[str, str]:
         """Site -> what tells these units from others of the same shape: a hash of their weights ("" where a coder shows none)."""
-        return identities(self._units)
+        return {site: _identity(units) for site, units in self._units.items()}
 
     def require_made_for(self, settings: Mapping[str, Any], what: str) -> None:
-        """Do nothing if `what`, with these settings (of scores, say), was made for exactly these units.
-
-        Raises:
-            ValueError: other sites, other numbers of units, or the same numbers but other factors.
-        """
-        made_for = dict(settings.get("units", {}))
-        if made_for and made_for != self.sizes:
-            raise ValueError(
-                f"{what} is of {made_for}, the factors are {self.sizes} (site: units); attribute these factors first"
-            )
-        known = dict(settings.get("factors", {}))
-        others = [site for site, identity in self.identities.items() if known.get(site, identity) != identity]
-        if others:
-            raise ValueError(
-                f"{what} was made with other factors of {', '.join(others)} (same number of units, other weights), where unit "
-                "i is another unit; attribute these factors first"
-            )
+        """See `require_made_for`."""
+        require_made_for(self, settings, what)
 
     def __repr__(self) -> str:
         return "\n  ".join([f"UnitSet: {len(self)} sites, {self.n_units:,} units", *map(repr, self._units.values())])
 
 
 def active_edges(units: Mapping[str, Units]) -> dict[str, Int[Tensor, " _unit"]]:
-    """`UnitSet.active_edges` of units that are of no host yet."""
+    """`UnitSet.active_edges` of units by site name, with or without a host."""
     return {
         site: torch.where(of_site.valid_units, of_site.edges_per_unit, 0).to("cpu", torch.int64)
         for site, of_site in units.items()
@@ -154,8 +139,28 @@ def active_edges(units: Mapping[str, Units]) -> dict[str, Int[Tensor, " _unit"]]
 
 
 def identities(units: Mapping[str, Units]) -> dict[str, str]:
-    """`UnitSet.identities` of units that are of no host yet."""
-    return {site: _identity(of_site) for site, of_site in units.items()}
+    """`UnitSet.identities` of units by site name, with or without a host."""
+    return units.identities if isinstance(units, UnitSet) else {site: _identity(u) for site, u in units.items()}
+
+
+def require_made_for(units: Mapping[str, Units], settings: Mapping[str, Any], what: str) -> None:
+    """Do nothing if `what`, with these settings (of scores, say), was made for exactly these units.
+
+    Raises:
+        ValueError: other sites, other numbers of units, or the same numbers but other factors.
+    """
+    made_for, sizes = dict(settings.get("units", {})), {site: of_site.n_units for site, of_site in units.items()}
+    if made_for and made_for != sizes:
+        raise ValueError(
+            f"{what} is of {made_for}, the factors are {sizes} (site: units); attribute these factors first"
+        )
+    known = dict(settings.get("factors", {}))
+    others = [site for site, identity in identities(units).items() if known.get(site, identity) != identity]
+    if others:
+        raise ValueError(
+            f"{what} was made with other factors of {', '.join(others)} (same number of units, other weights), where unit i is "
+            "another unit; attribute these factors first"
+        )
 
 
 def _identity(units: Units) -> str:

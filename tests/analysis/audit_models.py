@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits.scores import UnitScores, identities
+from swd_lens.circuits.scores import UnitScores
 from swd_lens.units import attach
+from swd_lens.units.unit_set import identities
 
 
 class Letters:

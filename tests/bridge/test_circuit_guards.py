@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits.roads import find_road
+from swd_lens.circuits.shortcuts import find_shortcuts
 from swd_lens.hosts import host_of
 from tests import families
 
@@ -35,8 +35,8 @@ def test_a_norm_behind_the_mlp_closes_the_road_of_known_z(dtype):
     with swd.attach(model, factors) as attachment, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # nor is that a fault of the host to be reported
         for positions in ("scoring", "all"):
-            road = find_road(host_of(model), attachment.sites, attachment.factors, split, positions)
-            assert road.known is None
+            shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, split, positions)
+            assert shortcuts.known is None
     with pytest.raises(ValueError, match=r"a norm stands between blocks\.0\.mlp_out and the residual stream"):
         swd.attribute(model, factors, split, score="direct_logit")
 

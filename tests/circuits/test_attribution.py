@@ -8,8 +8,8 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import attribute
+from swd_lens.circuits.ablation import MEAN_OVER
 from swd_lens.circuits.attribution import POSITIONS, SCORES, SIGNS
-from swd_lens.circuits.means import MEAN_OVER
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import hook_name
 from swd_lens.units import attach
@@ -149,7 +149,7 @@ def test_no_forward_holds_more_prompts_than_batch_size(model, few, score, monkey
         count(name)
     long = split_of([[1, 2, 3]] * 9, [[1]] * 9, [[2]] * 9, 20)
     attribute(model, few, long, score=score, mean_over="all_tokens", steps=1, batch_size=2)
-    assert max(rows) <= 4  # find_road tries four prompts
+    assert max(rows) <= 4  # find_shortcuts tries four prompts
 
 
 # ---------------------------------------------------------------------------------------------- calculus

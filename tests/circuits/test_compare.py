@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,9 +10,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.circuits import CostCurve, attribute, compare, evaluate, fidelity
+from swd_lens.circuits import CostCurve, Fidelity, attribute, compare, evaluate, fidelity
 from swd_lens.circuits.compare import Comparison, TaskComparison, _sources, check_tasks
-from swd_lens.circuits.seeds import mean_min_cost, summary
+from swd_lens.circuits.curve import SeedCosts, mean_min_cost, over_seeds
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.micro import random_split, random_tokens, toy_model
@@ -64,9 +63,7 @@ def worked():
 
 def measured(comparison, **ce):
     """The comparison with these CEs, the dense host's being 1."""
-    found = {
-        name.replace("_", "/"): SimpleNamespace(ce=value, ce_delta=value - 1, kl=0.01) for name, value in ce.items()
-    }
+    found = {name.replace("_", "/"): Fidelity(1.0, float(value), 0.01, 1.0, {}, 1) for name, value in ce.items()}
     return replace(comparison, fidelities=found)
 
 
@@ -246,7 +243,7 @@ def test_fidelity_that_was_measured_already_is_not_measured_again(model, factors
     module = sys.modules["swd_lens.circuits.compare"]  # as an attribute of the package it is the function
     monkeypatch.setattr(module, "fidelity", lambda *given: calls.append(given) or found)
     comparison = compare({"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found})
-    assert len(calls) == 1 and calls[0][1] is factors
+    assert len(calls) == 1 and calls[0][1][SITE] is factors[SITE]
     assert comparison.fidelities == {"a": found, "b": found} and comparison.matched("b") is True
 
 
@@ -284,7 +281,7 @@ def test_a_threshold_that_none_reaches(worked):
     many = worked.table(sufficiency=5.0).to_dict("records")[1]
     assert pd.isna(many["edges at sufficiency 5"]) and pd.isna(many["edges at sufficiency 5 min"])
     assert many["reached sufficiency 5"] == 0
-    assert summary([None, 4]) == {"mean": 4.0, "sd": None, "min": 4, "reached": 1}
+    assert over_seeds([None, 4]) == SeedCosts(mean=4.0, sd=None, least=4, reached=1)
 
 
 def test_columns_are_of_the_same_type_whatever_was_reached(worked):

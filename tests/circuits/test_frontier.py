@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from swd_lens.circuits import Circuit, UndefinedSufficiencyWarning, attribute, evaluate, judge, prefix_grid
+from swd_lens.circuits.ablation import ABLATIONS
 from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths
-from swd_lens.circuits.reference import ABLATIONS
 from swd_lens.hosts import host_of
 from swd_lens.tasks.task import Task, TaskError
 from swd_lens.units import attach

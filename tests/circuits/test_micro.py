@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
-from swd_lens.circuits.intervene import intervention_hooks, replaced_masks
+from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from tests.micro import identity_factors, micro_model, split_of

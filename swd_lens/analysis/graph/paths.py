@@ -14,12 +14,12 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
 from swd_lens.circuits import UnitScores
-from swd_lens.circuits.scores import require_same_units
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units.attach import by_site
 from swd_lens.units.factors import Factors
 from swd_lens.units.sources import as_units
+from swd_lens.units.unit_set import require_made_for
 
 _Point = tuple[float | int, float | int]
 _MOST_LAYERS = 3  # shown by default, as many as the paper's figure has
@@ -60,7 +60,7 @@ def plot_unit_paths(
     if per_layer < 1:
         raise ValueError(f"per_layer={per_layer}: give a whole number of at least 1")
     found = {site: as_units(one, find_sites(model, site)[0]) for site, one in by_site(factors).items()}
-    require_same_units(scores.settings, found, "this ranking")
+    require_made_for(found, scores.settings, "this ranking")
     sites = {split_name(site)[0]: site for site in scores.scores if split_name(site)[1] == kind}
     if not sites:
         raise ValueError(f"none of these scores is of a site {kind}; there are {', '.join(scores.scores)}")

@@ -9,7 +9,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
-from swd_lens.circuits.scores import identities
 from swd_lens.hosts import Host, sites_of
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site
@@ -17,6 +16,7 @@ from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.text import TokenError
 from swd_lens.units import Attachment
 from swd_lens.units.factors import Factors, fingerprint
+from swd_lens.units.unit_set import identities
 
 Use = Callable[[dict[str, Tensor]], None]
 

@@ -1,4 +1,4 @@
-"""Roads: each gives what whole runs give, find_road takes the shortest that does, and a host that lies changes no number."""
+"""Shortcuts: each gives what whole runs give, find_shortcuts takes all that do, and a host that lies changes no number."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
-from swd_lens.circuits.roads import Road, Runner, find_road
+from swd_lens.circuits.shortcuts import Runner, Shortcuts, find_shortcuts
 from swd_lens.hosts import host_of
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, last_logits, replacing
@@ -66,8 +66,8 @@ def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keep
     )  # of values: one for all, one per position, one per prompt, one for each
     with attach(model, factors) as attachment:
         host, first = host_of(model), next(site for site in attachment.sites if site.layer == layer)
-        road = Road(positions, layer + known, first if known else None, keeps)
-        runner = Runner(host, attachment.factors, road)
+        shortcuts = Shortcuts(positions, layer + known, first if known else None, keeps)
+        runner = Runner(host, attachment.factors, shortcuts)
         for batch, at in shapes:
             if positions == "all" and (batch, at) == (3, 1):
                 continue
@@ -75,27 +75,27 @@ def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keep
                 site: torch.randn(batch, at, f.n_units, generator=generator) for site, f in attachment.factors.items()
             }
             with torch.no_grad():
-                found = runner.logits(runner.ground(tokens), masks, values)
+                found = runner.logits(runner.share(tokens), masks, values)
                 ids = torch.tensor([7, 2, 11])
-                some = runner.logits(runner.ground(tokens), masks, values, ids)
+                some = runner.logits(runner.share(tokens), masks, values, ids)
             slow = slow_logits(model, tokens, masks, values, positions)
             assert float((found - slow).abs().max()) < 1e-5 * float(slow.abs().max())
             torch.testing.assert_close(some, found[..., ids], rtol=1e-5, atol=1e-5)
 
 
 def test_what_interventions_share_is_left_as_it_was(model, every):
-    """The same ground gives the same logits again, after any other intervention."""
+    """The same shared gives the same logits again, after any other intervention."""
     factors, tokens = {LAST: every[LAST], "blocks.1.attn_o": every["blocks.1.attn_o"]}, random_tokens(3, 6)
     with attach(model, factors) as attachment, torch.no_grad():
-        runner = Runner(host_of(model), attachment.factors, Road("scoring", 1, None, True))
-        ground, masks = runner.ground(tokens), some_masks(factors)
+        runner = Runner(host_of(model), attachment.factors, Shortcuts("scoring", 1, None, True))
+        shared, masks = runner.share(tokens), some_masks(factors)
         values = {site: torch.zeros(1, 1, f.n_units) for site, f in factors.items()}
-        first = runner.logits(ground, masks, values)
-        runner.logits(ground, {site: ~mask for site, mask in masks.items()}, values)
-        assert torch.equal(runner.logits(ground, masks, values), first)
+        first = runner.logits(shared, masks, values)
+        runner.logits(shared, {site: ~mask for site, mask in masks.items()}, values)
+        assert torch.equal(runner.logits(shared, masks, values), first)
 
 
-# ---------------------------------------------------------------------------------------------- which road
+# ---------------------------------------------------------------------------------------------- which shortcuts
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_what_interventions_share_is_left_as_it_was(model, every):
 def test_the_shortest_road_is_taken(model, every, positions, sites, layer, known):
     with attach(model, {site: every[site] for site in sites}) as attachment, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        road = find_road(host_of(model), attachment.sites, attachment.factors, SPLIT, positions)
-        plain = find_road(host_of(model), attachment.sites, attachment.factors, SPLIT, positions, known=False)
-    assert (road.positions, road.layer, road.known and road.known.name) == (positions, layer, known)
-    assert road.keeps_prefix == plain.keeps_prefix == (positions == "scoring")
+        shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, SPLIT, positions)
+        plain = find_shortcuts(host_of(model), attachment.sites, attachment.factors, SPLIT, positions, known=False)
+    assert (shortcuts.positions, shortcuts.layer, shortcuts.known and shortcuts.known.name) == (positions, layer, known)
+    assert shortcuts.keeps_prefix == plain.keeps_prefix == (positions == "scoring")
     assert (plain.layer, plain.known) == (min(int(site[7]) for site in sites), None)
 
 
@@ -178,7 +178,7 @@ def test_where_nothing_is_left_to_shorten_it_says_so(model, every, monkeypatch, 
         evaluate(model, {LAST: every[LAST]}, SPLIT, scores)
 
 
-def test_one_token_prompts_have_a_road(model, every):
+def test_one_token_prompts_have_shortcuts(model, every):
     factors = {LAST: every[LAST]}
     short = split_of([[1], [2], [3]], [[4]] * 3, [[5]] * 3, 20)
     scores = attribute(model, factors, short)
@@ -193,11 +193,11 @@ def test_a_short_last_block_gives_the_logits_of_whole_runs(model, every, sites):
     factors, tokens = {site: every[site] for site in sites}, random_tokens(3, 6)
     masks, generator = some_masks(factors), torch.Generator().manual_seed(1)
     with attach(model, factors) as attachment, torch.no_grad():
-        road = find_road(host_of(model), attachment.sites, attachment.factors, SPLIT, "all")
-        assert road.short
-        runner = Runner(host_of(model), attachment.factors, road)
+        shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, SPLIT, "all")
+        assert shortcuts.short
+        runner = Runner(host_of(model), attachment.factors, shortcuts)
         for batch, pos in ((1, 1), (1, 6), (3, 6)):
             values = {site: torch.randn(batch, pos, f.n_units, generator=generator) for site, f in factors.items()}
-            found = runner.logits(runner.ground(tokens), masks, values)
+            found = runner.logits(runner.share(tokens), masks, values)
             slow = slow_logits(model, tokens, masks, values, "all")
             assert float((found - slow).abs().max()) < 1e-5 * float(slow.abs().max())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swd_lens.circuits import UnitScores, attribute, evaluate, intervention_hooks
-from swd_lens.circuits.reference import Reference, ablation_values, aligned
+from swd_lens.circuits.ablation import Reference, ablation_values, aligned
 from swd_lens.hosts import host_of
 from swd_lens.tasks.task import TaskError
 from swd_lens.units import attach

@@ -1,0 +1,249 @@
+"""Shortcuts: how interventions on a bucket of prompts are run without computing again what they share.
+
+1. Nothing before the first replaced layer depends on an intervention: what enters that layer is computed once per bucket.
+2. With positions="scoring" only the last position changes, so the keys and values of all others are kept, too. That is
+   exact, because attention is causal.
+3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
+   residual stream: what leaves the layer is the shared residual plus (z' - z) @ write, and runs start a layer later.
+4. Only the last position's logits are wanted: the last block computes of the others keys and values alone.
+5. Many interventions are run at once: the prompts are repeated, one copy per intervention.
+
+Each is exact where a host is built as most are, but not every host is (a norm may follow the MLP, attention may look both
+ways). So `find_shortcuts` runs a few prompts plainly and by each shortcut, and keeps those that agree.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from swd_lens.circuits.ablation import replaced
+from swd_lens.hosts import Host, Start, norms_output
+from swd_lens.hosts.recording import recording
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
+from swd_lens.tasks.task import TaskSplit
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.factors import Factors
+
+_CHECKED_PROMPTS = 4
+# Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong shortcut by a good part of it.
+_AGREES = 1e-4
+# Of the largest change of a logit that half of the known site's units make.
+_EFFECT = 0.02
+
+# What is put in place of z: per site (batch or 1, pos or 1, unit).
+Values = Mapping[str, Float[Tensor, "_batch _pos _unit"]]
+# Which units are replaced: per site one row per intervention.
+Masks = Mapping[str, Bool[Tensor, "circuit _unit"]]
+
+
+@dataclass(frozen=True)
+class Shortcuts:
+    """What runs leave out.
+
+    Attributes:
+        positions: "scoring" (only the last position is intervened on) or "all".
+        layer: runs start at this block; 0: from the tokens.
+        known: the one site of block layer - 1, whose z is known before a run starts; or None.
+        keeps_prefix: whether all positions but the last are run once (positions="scoring" only).
+        short: whether the last block computes of all positions but the last only keys and values.
+    """
+
+    positions: str
+    layer: int = 0
+    known: Site | None = None
+    keeps_prefix: bool = False
+    short: bool = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all interventions on the same prompts share.
+
+    Attributes:
+        prefix: what later positions need of all but the last, see `Host.freeze_prefix`.
+        start: the residual stream where runs take up.
+        z: of the known site.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    prefix: Any = None
+    start: Start | None = None
+    z: Float[Tensor, "batch _pos unit"] | None = None
+
+
+class Runner:
+    """Runs interventions on attached units with some shortcuts."""
+
+    def __init__(self, host: Host, units: Mapping[str, Units], shortcuts: Shortcuts):
+        self.host, self.units, self.shortcuts = host, units, shortcuts
+
+    def share(self, tokens: Int[Tensor, "batch pos"]) -> Shared:
+        """Compute once what interventions on these prompts share."""
+        host, layer, known = self.host, self.shortcuts.layer, self.shortcuts.known
+        with torch.no_grad():
+            prefix = host.freeze_prefix(tokens) if self.shortcuts.keeps_prefix else None
+            if not layer:
+                return Shared(tokens, prefix)
+            with recording(host, units=[known] if known else []) as seen:
+                residual = host.residual(tokens, layer, prefix)
+            kept = host.repeat_prefix(prefix, 1, layer) if prefix is not None else None
+            return Shared(tokens, kept, Start(layer, residual), seen.units[known.name] if known else None)
+
+    def logits(
+        self, shared: Shared, masks: Masks, values: Values, token_ids: Int[Tensor, " answer"] | None = None
+    ) -> Float[Tensor, "circuit batch _vocab"]:
+        """Last-position logits of every prompt under every intervention, in one forward.
+
+        Args:
+            masks: site -> (circuit, unit), True where a unit is replaced.
+            values: site -> what replaced units are set to, broadcast over prompts and positions.
+            token_ids: only these tokens' logits; None = all.
+        """
+        host, known, start = self.host, self.shortcuts.known, shared.start
+        circuits, batch = len(next(iter(masks.values()))), len(shared.tokens)
+        if start is not None:
+            residual = start.residual.expand(circuits, *start.residual.shape)
+            if known is not None and shared.z is not None:
+                residual = self._moved(residual, known, shared.z, masks[known.name], values[known.name])
+            start = Start(start.layer, residual.flatten(0, 1))
+        hooks = [
+            (hook_name(site), self._hook(mask, values[site]))
+            for site, mask in masks.items()
+            if (known is None or site != known.name) and mask.any()
+        ]
+        tokens, prefix = shared.tokens.repeat(circuits, 1), shared.prefix
+        prefix = host.repeat_prefix(prefix, circuits, self.shortcuts.layer) if prefix is not None else None
+        with host.model.hooks(fwd_hooks=hooks):
+            logits = host.last_logits(tokens, prefix, start=start, token_ids=token_ids, short=self.shortcuts.short)
+        return logits.view(circuits, batch, -1)
+
+    def _moved(
+        self, residual: Tensor, known: Site, z: Tensor, mask: Tensor, value: Tensor
+    ) -> Float[Tensor, "circuit batch pos d"]:
+        """The residual stream after the known site wrote z' in place of z (in float32: z' - z may be small)."""
+        before = z.float().expand(len(mask), *z.shape)
+        change = replaced(before, mask[:, None], value.to(z).float(), self.shortcuts.positions) - before
+        units = self.units[known.name]
+        if isinstance(units, Factors):
+            written = change @ units.write.to(change)
+        else:
+            assert isinstance(units, CoderUnits)
+            written = units.decode((z + change).to(z)).float() - units.decode(z).float()
+        return (residual.float() + written).to(residual)
+
+    def _hook(self, mask: Bool[Tensor, "circuit unit"], value: Tensor) -> Callable[..., Tensor]:
+        def hook_fn(z: Float[Tensor, "rows pos unit"], hook: Any) -> Float[Tensor, "rows pos unit"]:
+            by_circuit = z.view(len(mask), -1, *z.shape[1:])
+            # In a short last block there is the last position only.
+            return replaced(by_circuit, mask[:, None], value, self.shortcuts.positions).flatten(0, 1)
+
+        return hook_fn
+
+
+# ---------------------------------------------------------------------------------------------- which shortcuts
+
+
+def find_shortcuts(
+    host: Host, sites: list[Site], units: Mapping[str, Units], split: TaskSplit, positions: str, known: bool = True
+) -> Shortcuts:
+    """The shortcuts with which a few prompts of the split give what they give plainly, with half of the units set to zero.
+
+    Args:
+        sites, units: what is attached now.
+        known: whether the first site's z may be taken as known beforehand, and the last block cut short (not where z is
+            wanted at all positions, or gradients by it).
+
+    Warns:
+        UserWarning: a shortcut that should hold on every host does not.
+    """
+    # A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
+    length = max(len(tokens) for tokens in split.tokens)
+    tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
+    check = _Check(host, units, tokens, Shortcuts(positions))
+    best = Shortcuts(positions)
+    for step in _steps(host, sites, units, positions, known):
+        tried = replace(best, **step)
+        agrees = check.agrees(tried)
+        if agrees and (tried.known is best.known or check.known_site_agrees(tried)):
+            best = tried
+        elif not agrees and tried.known is best.known:
+            warnings.warn(
+                f"this host gives other logits when a run is shortened ({step}) than when it is not, so it will not be: "
+                "slower, but right. Please report the model",
+                stacklevel=3,
+            )
+    return best
+
+
+def _steps(
+    host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool
+) -> Iterator[dict[str, Any]]:
+    """What may be left out, one thing after the other."""
+    layer = min(site.layer for site in sites)
+    if positions == "scoring":
+        yield {"keeps_prefix": True}
+    if layer:
+        yield {"layer": layer}
+    first = [site for site in sites if site.layer == layer]
+    if known and len(first) == 1 and first[0].kind == "mlp_out":
+        of_site = units[first[0].name]
+        # What the site adds to the residual stream has to be a function of z alone.
+        of_z = isinstance(of_site, Factors) or (isinstance(of_site, CoderUnits) and of_site.writes == "output")
+        if of_z and not norms_output(host, first[0]):
+            yield {"layer": layer + 1, "known": first[0]}
+    # Units that read the attention's input would see the last block's positions in two parts.
+    last = host.model.cfg.n_layers - 1
+    splits = any(site.layer == last and site.kind in READS_ATTENTION_INPUT for site in sites)
+    if known and positions == "all" and not splits:
+        yield {"short": True}
+
+
+class _Check:
+    """A few prompts with half of the units at zero, run plainly once, to compare shortened runs with."""
+
+    def __init__(self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: Shortcuts):
+        self.host, self.units, self.tokens, self.plainly = host, units, tokens, plainly
+        self.half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
+        self.plain = self._run(plainly, self.half)
+
+    def agrees(self, shortcuts: Shortcuts) -> bool:
+        return self._is_plain(self._try(shortcuts, self.half), self.plain)
+
+    def known_site_agrees(self, shortcuts: Shortcuts) -> bool:
+        """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
+
+        Beside the logits a wrong effect may look like rounding, where the site does little; then the shortcut is not taken.
+        """
+        assert shortcuts.known is not None
+        nothing = {name: torch.zeros_like(mask) for name, mask in self.half.items()}
+        alone = {**nothing, shortcuts.known.name: self.half[shortcuts.known.name]}
+        plain, whole = (self._run(self.plainly, masks) for masks in (alone, nothing))
+        shortened = self._try(shortcuts, alone)
+        if shortened is None:
+            return False
+        effect = (plain - whole).abs().max()
+        return bool((shortened - plain).abs().max() <= _EFFECT * effect) and self._is_plain(shortened, plain)
+
+    def _run(self, shortcuts: Shortcuts, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
+        """Last-position logits with the masked units at zero."""
+        values = {name: torch.zeros(1, 1, mask.shape[1]) for name, mask in masks.items()}
+        runner = Runner(self.host, self.units, shortcuts)
+        with torch.no_grad():
+            return runner.logits(runner.share(self.tokens), masks, values)
+
+    def _try(self, shortcuts: Shortcuts, masks: Masks) -> Tensor | None:
+        """`_run`, or None where it fails: a user's hook may want more positions than a short run has."""
+        try:
+            return self._run(shortcuts, masks)
+        except Exception:
+            return None
+
+    @staticmethod
+    def _is_plain(shortened: Tensor | None, plain: Tensor) -> bool:
+        tolerance = max(_AGREES, 8 * torch.finfo(plain.dtype).eps)
+        return shortened is not None and bool((shortened - plain).abs().max() <= tolerance * plain.abs().max())
