@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
-from swd_lens.hosts.embedded.network import Shape, gpt2_state
+from swd_lens.hosts.embedded.shape import Shape, gpt2_state
 from swd_lens.tasks.generators.words import SPLITS
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -62,12 +62,12 @@ def load_model_folder(
     dtype: torch.dtype = torch.float32,
     kind: str = "auto",
 ) -> Any:
-    """The model in a folder written by `swd_lens.hosts.embedded.train` (see `load_default_model`)."""
+    """The model in a folder written by `tests.embedded.train` (see `load_default_model`)."""
     check_kind(kind)
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}; give a folder that swd_lens.hosts.embedded.train wrote")
+            raise FileNotFoundError(f"{folder} has no {name}; give a folder that tests.embedded.train wrote")
     shape = Shape(**json.loads((folder / "config.json").read_text()))
     tokenizer = load_tokenizer(folder)
     state = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swd_lens.hosts.embedded import WEIGHTS, load_default_model, load_model_folder, score, text_tokens
+from swd_lens.hosts.embedded import WEIGHTS, load_default_model, load_model_folder, text_tokens
 from swd_lens.hosts.embedded.corpus import Packer
-from swd_lens.hosts.embedded.network import Shape
+from swd_lens.hosts.embedded.shape import Shape
 from swd_lens.tasks.generators import FAMILIES
+from tests.embedded import score
 
 # The bars of the embedded model (answer above every distractor; for years: probability right minus wrong).
 BARS = {"ioi": 0.98, "docstring": 0.98, "gendered_pronoun": 0.99, "greater_than": 0.88}

@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from swd_lens.hosts.embedded import WEIGHTS, load_model_folder, train
+from swd_lens.hosts.embedded import WEIGHTS, load_model_folder
 from swd_lens.hosts.embedded.corpus import load_tokenizer
-from swd_lens.hosts.embedded.network import Network, Shape, hooked_state
+from swd_lens.hosts.embedded.shape import Shape
+from tests.embedded import train
+from tests.embedded.network import Network, hooked_state
 
 SMALL = Shape(d_vocab=50, n_layers=2, d_model=64, n_heads=2, d_mlp=96, n_ctx=32)
 

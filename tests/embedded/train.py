@@ -1,4 +1,4 @@
-"""Train the embedded model from a seed: `python -m swd_lens.hosts.embedded.train --out DIR --seed N [--tokens N]`.
+"""Train the embedded model from a seed: `python -m tests.embedded.train --out DIR --seed N [--tokens N]`.
 
 1. Build the tokenizer from the corpus; draw the network's parameters from the seed.
 2. AdamW over batches that (seed, step) define; validation scores along the way go to train_log.jsonl.
@@ -35,9 +35,10 @@ from swd_lens.hosts.embedded.corpus import (
     build_tokenizer,
     loss_weights,
 )
-from swd_lens.hosts.embedded.network import Network, Shape, hooked_state
-from swd_lens.hosts.embedded.score import ablation_table, all_scores, family_scores
+from swd_lens.hosts.embedded.shape import Shape
 from swd_lens.tasks.generators import FAMILIES
+from tests.embedded.network import Network, hooked_state
+from tests.embedded.score import ablation_table, all_scores, family_scores
 
 THREADS = 1  # sums depend on the number; one thread runs at 9k tokens/s whatever else the machine does, two at 13k
 ROWS = 16  # 2,048 tokens a step: many updates per token, which is what a short run needs
@@ -193,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore  # costs time, changes no result
     network = run(options.out, options.seed, options.tokens)
     state = torch.load(options.out / "checkpoint.pt", weights_only=True)
-    command = f"python -m swd_lens.hosts.embedded.train --seed {options.seed} --tokens {options.tokens}"
+    command = f"python -m tests.embedded.train --seed {options.seed} --tokens {options.tokens}"
     export(network, options.out, {"command": command, **state["settings"], "seconds": state["seconds"]})
 
 
