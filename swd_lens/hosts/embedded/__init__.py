@@ -1,8 +1,8 @@
 """The embedded model, a small one that does the four tasks, and held-out text for it: no network, no cache.
 
-Beside it is all that made it: corpus (strings) -> its tokenizer -> train (network, score) -> weights/.
+Beside it are its text (corpus) and its sizes (shape); tests/embedded/ of the repository trained it and wrote weights/.
 
-1. `load_model_folder`: a folder that `train` wrote (config, fp16 weights, tokenizer) in float32: as a HookedTransformer
+1. `load_model_folder`: a folder that training wrote (config, fp16 weights, tokenizer) in float32: as a HookedTransformer
    where transformer_lens has it (3.9), else as transformers' own GPT-2, whose function it is, in a TransformerBridge.
    Both hold the same matrices, bit for bit.
 2. `load_default_model`: the folder that ships with the package.
