@@ -16,10 +16,11 @@ import swd_lens as swd
 from swd_lens import cli
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.embedded import WEIGHTS, score
+from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import Packer
 from tests import families
 from tests.bridge.compare_runs import compare, compare_factors, main
+from tests.embedded import score
 
 SITE = "blocks.3.mlp_out"
 needs_hooked_transformer = pytest.mark.skipif(
