@@ -113,8 +113,8 @@ TYPES = {
     "Sweep": "study.sweep",
     "TaskExample": "tasks.example",
     "UnitGraph": "analysis.graph.result",
-    "UnitInteractions": "analysis.interactions.results",
-    "UnitOverlap": "analysis.interactions.results",
+    "UnitInteractions": "analysis.interactions.finite",
+    "UnitOverlap": "analysis.interactions.overlap",
     "UnitProfile": "analysis.audit.unit",
     "UnitScores": "circuits.scores",
 }

@@ -17,19 +17,46 @@ Tensors are laid out (channel, token), so that picking channels copies whole row
 float64, products have the host's precision (float32 at least). On a CPU as many Python threads as torch would use take one
 unit at a time, each with single-threaded kernels: two threads that meet after every small kernel wait for each other most of
 the time on a busy machine. So the bits of these sums do not depend on the number of threads; those of the host's forward may.
+
+f is found in the host (`find_activation`), and held against what the host computes.
+
+1. Candidates are the functions that the block's modules call their activation.
+2. The right one gives post from pre: post = f(pre), gated post = f(pre) * up, plus a constant (TransformerLens adds b_in of a
+   gated MLP there). What else may stand between (a LayerNorm as in solu_ln, a softmax over channels) is refused: then one
+   channel's change is not that channel's alone.
+3. Where a kernel of torch gives the same values on a fine grid, it is used: TransformerLens and Hugging Face spell GELU out in
+   eight passes over memory.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.machine import plain_float32
+from swd_lens.hosts import Host, UnsupportedHostError
+from swd_lens.hosts.sites import Site
+
+Activation = Callable[[Tensor], Tensor]
+
+# What modules call their activation: TransformerLens and most of Hugging Face (act_fn), GPT-2 and NeoX (act), BERT, OPT.
+_NAMES = ("act_fn", "act", "intermediate_act_fn", "activation_fn", "activation", "activation_func")
+_KERNELS: dict[str, Activation] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu (tanh)": partial(F.gelu, approximate="tanh"),
+}
+_GRID = torch.linspace(-12, 12, 24_001, dtype=torch.float64)
+_SAME = 1e-7  # of float64 values on the grid; gelu and gelu (tanh) differ by 5e-4
+_ROUNDING = 8  # of the dtype's eps, relative to the largest |post|
 
 # What all units' own differences f(h) - f(h - c_i) may take for one block of tokens; it decides how long a block is.
 _BLOCK_BYTES = 2**29
@@ -72,7 +99,7 @@ class PairSums:
         self,
         write: Float[Tensor, "unit d_mlp"],
         weight: Float[Tensor, "d_mlp d_model"],
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         dtype: torch.dtype,
     ):
         n, device = len(write), weight.device
@@ -85,9 +112,9 @@ class PairSums:
             self._gram = self._weight @ self._weight.T
         self._writes = [_writes(row.to(device, dtype)) for row in write]
         # Where a channel sits in a unit's own list; -1 where the unit does not write it.
-        self._place = torch.full((n, write.shape[1]), -1, dtype=torch.int32, device=device)
-        for place, unit in zip(self._place, self._writes, strict=True):
-            place[unit.channels] = torch.arange(len(unit.channels), dtype=torch.int32, device=device)
+        self._index = torch.full((n, write.shape[1]), -1, dtype=torch.int32, device=device)
+        for index, unit in zip(self._index, self._writes, strict=True):
+            index[unit.channels] = torch.arange(len(unit.channels), dtype=torch.int32, device=device)
         wide = sum(len(unit.channels) for unit in self._writes) * self._weight.element_size()
         self._block = min(max(_BLOCK_BYTES // wide, _SHORTEST_BLOCK), _LONGEST_BLOCK)
 
@@ -120,7 +147,7 @@ class PairSums:
             with torch.no_grad():
                 return full[unit.channels] - self._value(_less(pre, unit, z[i]), up, unit.channels)
 
-        def one(i: int) -> tuple[int, Tensor, Tensor]:
+        def sums(i: int) -> tuple[int, Tensor, Tensor]:
             unit = self._writes[i]
             with torch.no_grad():  # holds for the calling thread only; the full precision of products is everybody's
                 gram = self._gram[unit.channels][:, unit.channels]
@@ -132,7 +159,7 @@ class PairSums:
         with _each_unit(pre.device) as each_unit:
             full = self._value(pre, up, slice(None))
             own = list(each_unit(difference, units))
-            for i, marginal, later in each_unit(one, units):
+            for i, marginal, later in each_unit(sums, units):
                 self.marginals[i] += marginal.double().cpu()
                 self.pairs[i, i + 1 :] += later
                 self.pairs[i + 1 :, i] += later
@@ -148,20 +175,20 @@ class PairSums:
             own: f(h) - f(h - c_j) of every unit j, on the channels that j writes.
             gram: W W^T on the channels that i writes.
         """
-        found = []
+        squares = []
         for j in range(i + 1, len(self._writes)):
             unit = self._writes[j]
-            place = self._place[i].index_select(0, unit.channels)
-            in_j = (place >= 0).nonzero()[:, 0]
-            in_i = place.index_select(0, in_j)
+            index = self._index[i].index_select(0, unit.channels)
+            in_j = (index >= 0).nonzero()[:, 0]
+            in_i = index.index_select(0, in_j)
             channels = unit.channels.index_select(0, in_j)
             both = less.index_select(0, in_i)
             both.addr_(unit.weights.index_select(0, in_j), z[j], alpha=-1)
             delta = self._value(both, up, channels)
             delta -= cut.index_select(0, in_i)
             delta += own[j].index_select(0, in_j)
-            found.append(self._squared(delta, channels, gram, in_i))
-        return torch.stack(found).double().cpu() if found else torch.zeros(0, dtype=torch.float64)
+            squares.append(self._squared(delta, channels, gram, in_i))
+        return torch.stack(squares).double().cpu() if squares else torch.zeros(0, dtype=torch.float64)
 
     def _value(self, pre: Tensor, up: Tensor | None, channels: Any) -> Tensor:
         """f(pre), times the other branch where there is a gate; a new tensor."""
@@ -214,3 +241,59 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------ the activation
+
+
+def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post: Tensor) -> tuple[Activation, str]:
+    """The host's activation at a site, and its name.
+
+    Args:
+        pre, up, post: (token, d_mlp) what the host computed; up None where nothing is gated.
+
+    Raises:
+        UnsupportedHostError: no function of the host leads from pre to post channel by channel.
+    """
+    for name, function in _candidates(host, site):
+        try:
+            if _leads(function, pre, up, post):
+                return _kernel(function, name)
+        except (TypeError, RuntimeError, IndexError):  # a module of that name that is no function of one tensor
+            continue
+    between = "activation(pre)" if up is None else "activation(gate) * up"
+    raise UnsupportedHostError(
+        f"the MLP of blocks.{site.layer} does not feed {between} into mlp_out: another step stands there, such as the LayerNorm "
+        "of solu_ln or a softmax over channels, or its activation was not found in the host. Pair interactions need an "
+        "activation that acts on each channel by itself"
+    )
+
+
+def _candidates(host: Host, site: Site) -> Iterator[tuple[str, Any]]:
+    known: set[int] = set()
+    for module in host.model.blocks[site.layer].modules():
+        for name in _NAMES:
+            function = module.__dict__.get(name, module._modules.get(name))
+            if callable(function) and id(function) not in known:
+                known.add(id(function))
+                yield getattr(function, "__name__", type(function).__name__), function
+
+
+def _leads(function: Activation, pre: Tensor, up: Tensor | None, post: Tensor) -> bool:
+    value = function(pre)
+    every_second = function(pre[:, ::2])  # a softmax over channels would differ
+    constant = post - (value if up is None else value * up)
+    allowed = _ROUNDING * torch.finfo(post.dtype).eps * float(post.abs().max())
+    same = float((constant - constant[:1]).abs().max()) <= allowed
+    return same and float((every_second - value[:, ::2]).abs().max()) <= allowed
+
+
+def _kernel(function: Activation, name: str) -> tuple[Activation, str]:
+    try:
+        value = function(_GRID)
+    except RuntimeError:  # its parameters sit elsewhere
+        return function, name
+    for known, kernel in _KERNELS.items():
+        if value.dtype == _GRID.dtype and float((value - kernel(_GRID)).abs().max()) <= _SAME:
+            return kernel, known
+    return function, name

@@ -1,36 +1,156 @@
 """unit_interactions: how far units that are summed before an activation fail to add up behind it, pair by pair.
 
-1. Attach the factors. The activation is found in the host on the first batch (activation.py).
+1. Attach the factors. The activation is found in the host on the first batch (`find_activation`).
 2. First pass over the tokens: E[z_i^2] of every valid unit; the `top` units of largest E[z_i^2] |B_i W_out|^2 are paired.
 3. Second pass: second differences through the activation, projected by the dense W_out, summed over tokens (difference.py).
 4. R_ij = (sum_t |q_ij|^2)^(1/2) / (E_i E_j)^(1/4), which is the RMS of q_ij over the geometric mean of the RMS of m_i and m_j.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.analysis.interactions.activation import Activation, find_activation
-from swd_lens.analysis.interactions.difference import PairSums
-from swd_lens.analysis.interactions.results import UnitInteractions
-from swd_lens.analysis.interactions.watching import (
-    Use,
-    factors_at,
-    one_site,
-    provenance,
-    require_batch_size,
-    require_tokens,
-    watch,
+from swd_lens.analysis.interactions.difference import PairSums, find_activation
+from swd_lens.analysis.interactions.site import (
+    SMALL,
+    PairResult,
+    SiteRun,
+    attached,
+    bars,
+    site_named,
+    strongest,
+    text_of,
 )
+from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
 from swd_lens.base.machine import plain_float32
-from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
-from swd_lens.hosts.sites import Pattern, Site, split_name
-from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.units import attach
-from swd_lens.units.factors import Factors
+from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.hosts.sites import Pattern, Site
+
+# R that the paper counts pairs above.
+_THRESHOLDS = (0.10, 0.15, 0.20)
+
+
+@dataclass(frozen=True, repr=False)
+class UnitInteractions(PairResult):
+    """How far pairs of units fail to add up through an activation, over their marginal effects.
+
+    Printed and in notebooks it shows itself: table and figures.
+
+    Attributes:
+        site: whose units.
+        units: the units that were paired, by energy, largest first; the order of all tensors.
+        energy: (top,) E[z^2] |B W_out|^2, the pre-activation downstream energy.
+        interaction_rms: (top, top) RMS over tokens of |q_ij| in the residual stream; zero on the diagonal.
+        marginal_rms: (top,) RMS over tokens of |m_i|, unit i's own effect in its context.
+        settings: model, weight, factors, tokens, activation, version and every choice.
+    """
+
+    site: str
+    units: tuple[int, ...]
+    energy: Float[Tensor, " top"]
+    interaction_rms: Float[Tensor, "top top"]
+    marginal_rms: Float[Tensor, " top"]
+    settings: Mapping[str, Any]
+
+    @cached_property
+    def ratio(self) -> Float[Tensor, "top top"]:
+        """(top, top) R_ij = interaction RMS / sqrt(marginal RMS of i x that of j).
+
+        NaN on the diagonal, and for units without any effect on these tokens (`silent`).
+        """
+        scale = self.marginal_rms.sqrt()
+        scale = scale.where(scale > 0, torch.nan)
+        return (self.interaction_rms / scale[:, None] / scale).fill_diagonal_(torch.nan)
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Units whose effect is zero on every token (a ReLU that never opens): R is undefined for their pairs."""
+        return tuple(u for u, own in zip(self.units, self.marginal_rms.tolist(), strict=True) if own == 0)
+
+    def values(self) -> Float[np.ndarray, " pair"]:
+        """R of every unordered pair once, undefined ones left out."""
+        values = self.ratio[torch.ones_like(self.ratio, dtype=torch.bool).triu(1)]
+        return values[~values.isnan()].numpy()
+
+    @property
+    def n_pairs(self) -> int:
+        return len(self.values())
+
+    def table(self) -> pd.DataFrame:
+        """One row: pairs, mean, median, 95th and 99th percentile and largest R, and how many pairs reach .10, .15, .20."""
+        values = self.values()
+        shown = np.percentile(values, (50, 95, 99, 100)).tolist() if len(values) else [float("nan")] * 4
+        row: dict[str, Any] = {"pairs": len(values), "mean R": float(values.mean()) if len(values) else float("nan")}
+        row |= dict(zip(("median", "95th", "99th", "max"), shown, strict=True))
+        row |= {f"R >= {least:.2f}": int((values >= least).sum()) for least in _THRESHOLDS}
+        return pd.DataFrame([row])
+
+    def pairs(self, n: int = 30) -> pd.DataFrame:
+        """The n pairs of largest R, with the RMS of their interaction and of each unit's own effect, in residual-stream units."""
+        order = strongest(self.ratio, n)
+        rows = [
+            {
+                "unit": f"{self.site}/{self.units[i]}",
+                "other unit": f"{self.site}/{self.units[j]}",
+                "R": float(self.ratio[i, j]),
+                "interaction RMS": float(self.interaction_rms[i, j]),
+                "marginal RMS": float(self.marginal_rms[i]),
+                "other's marginal RMS": float(self.marginal_rms[j]),
+            }
+            for i, j in order
+        ]
+        return pd.DataFrame(rows)
+
+    def plot(self) -> Figure:
+        """The distribution of R over all pairs, and its matrix by energy (paper, fig. "contextual GELU interactions")."""
+        figure, axes = new_figure(1, 2, width=4.8, height=3.9)
+        ax, values = axes[0, 0], self.values()
+        ax.hist(values, bins=min(60, max(10, len(values) // 20)), color=PALETTE[0], linewidth=0)
+        if len(values):
+            marks = {"median": 50, "95th": 95, "99th": 99}
+            for index, (name, value) in enumerate(zip(marks, np.percentile(values, list(marks.values())), strict=True)):
+                line = style(index + 1)
+                ax.axvline(value, linewidth=1.4, label=f"{name}  {value:.3f}", **line)
+            ax.legend(fontsize=SMALL, frameon=False, loc="upper right", title="percentile", title_fontsize=SMALL)
+        ax.set_xlim(left=0)
+        ax.set_xlabel("interaction ratio R", fontsize=SMALL)
+        ax.set_ylabel(f"pairs (of {len(values):,})", fontsize=SMALL)
+        ax.set_title("All pairs", fontsize=10, color=INK)
+        heatmap(axes[0, 1], self.ratio.numpy(), label="interaction ratio R")
+        axes[0, 1].set_title("Pairs by pre-activation energy", fontsize=10, color=INK)
+        axes[0, 1].set_xlabel("unit, by energy rank", fontsize=SMALL)
+        axes[0, 1].set_ylabel("unit, by energy rank", fontsize=SMALL)
+        figure.suptitle(
+            f"Interactions of {self.site} units through {self.settings['activation']}", fontsize=11, color=INK
+        )
+        return figure
+
+    def plot_pairs(self, n: int = 30) -> Figure:
+        """The n strongest pairs as bars (paper, fig. "strongest contextual GELU-mediated pairs")."""
+        figure, axes = new_figure(1, 1, width=5.6, height=max(2.4, 0.17 * n + 1.0))
+        pairs = self.pairs(n)
+        bars(axes[0, 0], pairs, "R", f"Strongest {len(pairs)} pairs of {self.site} units", signed=False)
+        axes[0, 0].set_xlabel("interaction ratio R", fontsize=SMALL)
+        return figure
+
+    def left_out(self) -> str:
+        """How many of the paired units have no R, and why; empty where all have one."""
+        return f"left out: {len(self.silent)} without any effect on these tokens" if self.silent else ""
+
+    def title(self) -> str:
+        return f"Unit interactions: {self.in_words()}"
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.table(), self.plot(), self.plot_pairs()
 
 
 def unit_interactions(
@@ -69,105 +189,78 @@ def unit_interactions(
         AttachError, UnknownSiteError: see `swd_lens.attach`.
     """
     host = host_of(model)
-    at = one_site(host, site)
-    _require_activated(host, at)
+    named = site_named(host, site)
+    neighbours = {other.kind: other for other in host.sites() if other.layer == named.layer}
+    _require_activated(named, gated="mlp_gate" in neighbours)
     if isinstance(top, bool) or not isinstance(top, int) or top < 2:
         raise ValueError(f"top must be a whole number of 2 or more (a pair needs two units), got {top!r}")
-    require_batch_size(batch_size)
-    require_no_dropout(model)
-    stream = as_stream(tokens, model)
-    require_tokens(stream, 1, "the sums need")
-    with attach(model, factors) as attachment:
-        run = _Run(host, at, factors_at(attachment, at), stream, batch_size, progress)
-        energy = run.energies()
-        valid = int(run.units.valid_units.sum())
-        chosen = energy.argsort(descending=True, stable=True)[: min(top, valid)]
-        sums, name = run.pairs(chosen)
-        settings = provenance(host, attachment, at, stream, {"top": top, "activation": name, "batch_size": batch_size})
+    stream = text_of(model, tokens, batch_size, 1, "the sums need")
+    with attached(host, factors, named, stream, batch_size) as run:
+        if "mlp_out" not in neighbours:
+            raise UnsupportedHostError(f"blocks.{named.layer} has no mlp_out: where {named.name} leads to is not known")
+        energy = _energies(run, neighbours["mlp_out"], progress)
+        units = energy.argsort(descending=True, stable=True)[: min(top, int(run.units.valid_units.sum()))]
+        up = neighbours["mlp_in"] if named.kind == "mlp_gate" else None
+        sums, activation = _pair_sums(run, units, neighbours["mlp_out"], up, progress)
+        settings = run.provenance(top=top, activation=activation, batch_size=batch_size)
     return UnitInteractions(
-        site=at.name,
-        units=tuple(chosen.tolist()),
-        energy=energy[chosen],
+        site=named.name,
+        units=tuple(units.tolist()),
+        energy=energy[units],
         interaction_rms=(sums.pairs / sums.n_tokens).sqrt(),
         marginal_rms=(sums.marginals / sums.n_tokens).sqrt(),
         settings=settings,
     )
 
 
-def _require_activated(host: Host, site: Site) -> None:
+def _require_activated(site: Site, gated: bool) -> None:
     """Raises ValueError unless the site's output goes through the activation."""
-    kind = split_name(site.name)[1]
-    gated = _neighbour(host, site, "mlp_gate") is not None
-    if kind == "mlp_in" and gated:
+    if site.kind == "mlp_in" and gated:
         raise ValueError(
             f"the MLP of blocks.{site.layer} is gated: units of {site.name} enter activation(gate) * up linearly, so no pair of "
             f"them interacts. Take blocks.{site.layer}.mlp_gate, whose units pass the activation"
         )
-    if kind not in ("mlp_in", "mlp_gate"):
+    if site.kind not in ("mlp_in", "mlp_gate"):
         raise ValueError(
             f"{site.name} is summed after the activation, not before: its units cannot interact there. unit_interactions takes "
             "mlp_in (gated MLPs: mlp_gate); unit_overlap measures the units of any site"
         )
 
 
-def _neighbour(host: Host, site: Site, kind: str) -> Site | None:
-    """Another site of the same layer."""
-    return next((one for one in host.sites() if one.layer == site.layer and one.kind == kind), None)
+def _energies(run: SiteRun, out: Site, progress: bool) -> Float[Tensor, " unit"]:
+    """E[z_i^2] |B_i W_out|^2 in float64; -1 for units without edges, which sort last."""
+    total = torch.zeros(run.units.n_units, dtype=torch.float64)
+    for seen in run.batches(label="energies" if progress else None):
+        total += seen.units[run.site.name].double().square().sum(0).cpu()
+    weight = run.host.weight(out)
+    with plain_float32(weight.device):
+        moved = run.units.write.detach().to(weight) @ weight
+    energy = total / run.stream.n_tokens * moved.double().square().sum(1).cpu()
+    return energy.where(run.units.valid_units.cpu(), -1.0)
 
 
-class _Run:
-    """Two passes over the tokens with the factors attached."""
+def _pair_sums(
+    run: SiteRun, units: Int[Tensor, " top"], out: Site, up: Site | None, progress: bool
+) -> tuple[PairSums, str]:
+    """The sums over the text of these units' pairs, and the activation's name.
 
-    def __init__(self, host: Host, site: Site, units: Factors, stream: TokenStream, batch_size: int, progress: bool):
-        out = _neighbour(host, site, "mlp_out")
-        if out is None:
-            raise UnsupportedHostError(f"blocks.{site.layer} has no mlp_out: where {site.name} leads to is not known")
-        self.host, self.site, self.units, self.stream = host, site, units, stream
-        self.out = out
-        self.up = _neighbour(host, site, "mlp_in") if site.kind == "mlp_gate" else None
-        self.weight = host.weight(out)
-        self._batch_size, self._progress = batch_size, progress
-
-    def energies(self) -> Float[Tensor, " unit"]:
-        """E[z_i^2] |B_i W_out|^2 in float64; -1 for units without edges, which sort last."""
-        total = torch.zeros(self.units.n_units, dtype=torch.float64)
-
-        def add(seen: dict[str, Tensor]) -> None:
-            total.add_(seen["z"].double().square().sum(0).cpu())
-
-        self._watch(add, label="energies" if self._progress else None)
-        with plain_float32(self.weight.device):
-            moved = self.units.write.detach().to(self.weight) @ self.weight
-        energy = total / self.stream.n_tokens * moved.double().square().sum(1).cpu()
-        return energy.where(self.units.valid_units.cpu(), -1.0)
-
-    def pairs(self, chosen: Tensor) -> tuple[PairSums, str]:
-        """The sums of the chosen units' pairs, and the activation's name."""
-        found: list[tuple[PairSums, str]] = []
-        bar = tqdm(desc="pairs", unit="unit", disable=not self._progress, leave=False)
-
-        def add(seen: dict[str, Tensor]) -> None:
-            pre, post = seen[f"out {self.site.kind}"], seen["in mlp_out"]
-            up = None if self.up is None else seen["out mlp_in"]
-            if not found:
-                activation, name = find_activation(self.host, self.site, pre, up, post)
-                found.append((self._sums(chosen, activation, pre.dtype), name))
-                bar.reset(len(chosen) * found[0][0].n_blocks(len(pre)) * self._n_batches())
-            found[0][0].add(seen["z"][:, chosen.to(pre.device)], pre, up, each=lambda: bar.update())
-
-        with bar:
-            outputs = [self.site] if self.up is None else [self.site, self.up]
-            self._watch(add, outputs=outputs, inputs=[self.out])
-        return found[0]
-
-    def _watch(self, use: Use, **what: Any) -> None:
-        watch(self.host, self.site, self.stream, use, batch_size=self._batch_size, **what)
-
-    def _n_batches(self) -> int:
-        return -(-self.stream.n_rows // self._batch_size)
-
-    def _sums(self, chosen: Tensor, activation: Activation, dtype: torch.dtype) -> PairSums:
-        # A host in half precision: products in float32 all the same. One in float64 keeps it.
-        dtype = dtype if dtype == torch.float64 else torch.float32
-        write = self.units.write.detach()[chosen.to(self.units.write.device)]
-        return PairSums(write, self.weight, activation, dtype)
+    Args:
+        out: mlp_out, whose input is what the activation gives.
+        up: the branch that a gate multiplies; None: no gate.
+    """
+    sums, name = None, ""
+    outputs = [run.site] if up is None else [run.site, up]
+    with tqdm(desc="pairs", unit="unit", disable=not progress, leave=False) as bar:
+        for seen in run.batches(outputs=outputs, inputs=[out]):
+            pre, gate_times = seen.outputs[run.site.name], None if up is None else seen.outputs[up.name]
+            if sums is None:
+                activation, name = find_activation(run.host, run.site, pre, gate_times, seen.inputs[out.name])
+                # A host in half precision: products in float32 all the same. One in float64 keeps it.
+                dtype = pre.dtype if pre.dtype == torch.float64 else torch.float32
+                write = run.units.write.detach()[units.to(run.units.write.device)]
+                sums = PairSums(write, run.host.weight(out), activation, dtype)
+                bar.reset(len(units) * sums.n_blocks(len(pre)) * run.n_batches)
+            z = seen.units[run.site.name][:, units.to(pre.device)]
+            sums.add(z, pre, gate_times, each=lambda: bar.update())
+    assert sums is not None  # a text has at least one batch
+    return sums, name

@@ -1,0 +1,215 @@
+"""One site over a text: what both studies of interactions share.
+
+1. `site_named` and `text_of` check what was asked for before anything runs.
+2. `attached` puts the factors into the host and gives a `SiteRun`: the site, its units and the text. `SiteRun.batches` runs the
+   text up to the site's block and hands over what was seen there; `SiteRun.provenance` says how a result was made.
+3. `PairResult` is what the results of both say of themselves; `strongest` and `bars` are the strongest pairs of a matrix, as
+   indices and as a figure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from swd_lens.base._version import __version__
+from swd_lens.base.figures import INK, PALETTE
+from swd_lens.base.record import Record
+from swd_lens.hosts import Host, require_no_dropout, sites_of
+from swd_lens.hosts.recording import Recording, record
+from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.text import TokenError
+from swd_lens.units import attach
+from swd_lens.units.factors import Factors
+from swd_lens.units.match import weight_fingerprint
+from swd_lens.units.unit_set import UnitSet
+
+SMALL = 8  # points
+
+
+def site_named(host: Host, pattern: Pattern) -> Site:
+    """The single site that a pattern names.
+
+    Raises:
+        UnknownSiteError: none.
+        ValueError: several.
+    """
+    sites = sites_of(host, pattern)
+    if len(sites) > 1:
+        raise ValueError(
+            f"{pattern!r} names {len(sites)} sites ({', '.join(site.name for site in sites[:3])} ...); pairs are taken "
+            "within one site: name one"
+        )
+    return sites[0]
+
+
+def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> TokenStream:
+    """The text as a stream of at least so many tokens.
+
+    Raises:
+        ValueError: a batch size that is no whole number of rows, or a model in train mode with dropout.
+        TokenError: fewer tokens than `least`; and see `as_stream`.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
+    require_no_dropout(model)
+    stream = as_stream(tokens, model)
+    if stream.n_tokens < least:
+        raise TokenError(f"got {stream.n_tokens} token; {why} at least {least} positions: give more text")
+    return stream
+
+
+@dataclass(frozen=True, eq=False)
+class SiteRun:
+    """A site with its factors attached, and the text that runs over it.
+
+    Attributes:
+        host: with all the factors attached.
+        site: the site.
+        units: the site's.
+        attached: the units of all sites.
+        stream: the text.
+        batch_size: rows per forward.
+    """
+
+    host: Host
+    site: Site
+    units: Factors
+    attached: UnitSet
+    stream: TokenStream
+    batch_size: int
+
+    @property
+    def n_batches(self) -> int:
+        return -(-self.stream.n_rows // self.batch_size)
+
+    def batches(
+        self, *, label: str | None = None, outputs: Sequence[Site] = (), inputs: Sequence[Site] = ()
+    ) -> Iterator[Recording]:
+        """Run every batch up to the site's block; gives z of the site's units and what else was asked for, as (token, width).
+
+        Args:
+            label: what the progress bar says; None: no bar.
+
+        Raises:
+            UnsupportedHostError: the forward never showed one of them.
+            ValueError: z is not finite.
+        """
+        batches = self.stream.batches(self.batch_size)
+        bar = tqdm(batches, desc=label, total=self.n_batches, unit="batch", disable=label is None, leave=False)
+        for rows in bar:
+            seen = record(
+                self.host,
+                rows,
+                units=[self.site],
+                outputs=outputs,
+                inputs=inputs,
+                keep=lambda tensor: tensor.detach().flatten(0, 1),
+            )
+            if not bool(seen.units[self.site.name].isfinite().all()):
+                raise ValueError(
+                    f"the units of {self.site.name} are not finite on these tokens: activations overflow, or the factors are "
+                    "damaged; run the host in float32, or factorize the site again"
+                )
+            yield seen
+
+    def provenance(self, **choices: Any) -> dict[str, Any]:
+        """What a result says of how it was made; plain JSON values. Nothing here is drawn at random: there is no seed."""
+        return {
+            "model": getattr(self.host.model.cfg, "model_name", None),
+            "site": self.site.name,
+            "weight_sha256": weight_fingerprint(self.host, self.site),
+            "attached": list(self.attached),
+            "factors": self.attached.identities,
+            "tokens": self.stream.n_tokens,
+            "row_length": self.stream.row_length,
+            "tokens_sha256": self.stream.fingerprint(),
+            "version": __version__,
+            **choices,
+        }
+
+
+@contextmanager
+def attached(host: Host, factors: Any, site: Site, stream: TokenStream, batch_size: int) -> Iterator[SiteRun]:
+    """The factors in the host while open.
+
+    Raises:
+        ValueError: there are none at the site, they are no read/write factors, or fewer than two of their units have edges.
+        AttachError, UnknownSiteError, UnsupportedHostError: see `swd_lens.attach`.
+    """
+    with attach(host.model, factors) as attachment:
+        by_site = attachment.factors
+        if site.name not in by_site:
+            raise ValueError(
+                f"these factors hold nothing for {site.name}; they are for {', '.join(by_site)}. Factorize the site, or "
+                "name one of those"
+            )
+        units = by_site[site.name]
+        if not isinstance(units, Factors):
+            raise ValueError(
+                f"{site.name} holds {type(units).__name__}, which shows no write vectors; pairs of units need Factors"
+            )
+        if (valid := int(units.valid_units.sum())) < 2:
+            raise ValueError(
+                f"{site.name} has {valid} valid units (units with a read and a write edge); a pair needs two. Factorize it at a "
+                "lower sparsity"
+            )
+        yield SiteRun(host, site, units, by_site, stream, batch_size)
+
+
+# ------------------------------------------------------------------ results
+
+
+class PairResult(Record):
+    """What a study of one site's pairs found; subclasses are dataclasses that have these attributes."""
+
+    site: str
+    settings: Mapping[str, Any]
+    n_pairs: int  # unordered pairs that have a value
+    table: Callable[[], pd.DataFrame]
+    left_out: Callable[[], str]  # how many units have no value, and why; empty where all have one
+
+    def in_words(self) -> str:
+        """Site, pairs, tokens, activation, and what was left out."""
+        parts = [self.site, f"{self.n_pairs:,} pairs", f"{self.settings['tokens']:,} tokens"]
+        parts += [self.settings["activation"]] if "activation" in self.settings else []
+        left_out = self.left_out()
+        return ", ".join(parts) + (f"; {left_out}" if left_out else "")
+
+    def __repr__(self) -> str:
+        table = self.table().to_string(index=False, float_format="{:.4g}".format)
+        return f"{type(self).__name__}: {self.in_words()}\n{table}"
+
+
+def strongest(matrix: Float[Tensor, "unit unit"], n: int) -> list[tuple[int, int]]:
+    """Index pairs (i, j), i < j, of the n largest absolute entries, largest first; NaN never."""
+    rows, columns = torch.triu_indices(*matrix.shape, offset=1)
+    size = matrix[rows, columns].abs().nan_to_num(nan=-1.0)
+    best = size.topk(min(n, len(size)))
+    defined = best.indices[best.values >= 0]
+    return list(zip(rows[defined].tolist(), columns[defined].tolist(), strict=True))
+
+
+def bars(ax: Any, pairs: pd.DataFrame, column: str, title: str, *, signed: bool) -> None:
+    """Pairs of units as horizontal bars, the strongest on top, named by the two units."""
+    values = pairs[column].tolist() if len(pairs) else []
+    units = zip(pairs["unit"], pairs["other unit"], strict=True) if len(pairs) else []
+    names = [f"{unit.rpartition('/')[2]} – {other.rpartition('/')[2]}" for unit, other in units]
+    # Signs as in the heatmaps: orange is positive, blue negative. R has no sign.
+    colours = [PALETTE[1] if signed and v >= 0 else PALETTE[0] for v in values]
+    ax.barh(range(len(values)), values, height=0.72, color=colours)
+    ax.set_yticks(range(len(names)), names, fontsize=7)
+    ax.invert_yaxis()
+    ax.set_ylim(len(values) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    ax.axvline(0, color=INK, linewidth=0.8)
+    ax.set_xlabel(column, fontsize=SMALL)
+    ax.set_ylabel("units of the pair", fontsize=SMALL)
+    ax.set_title(title, fontsize=10, color=INK)
