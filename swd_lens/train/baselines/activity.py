@@ -17,8 +17,8 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.base.display import card
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
+from swd_lens.base.record import Record
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
 from swd_lens.tasks.streams import as_stream
@@ -26,7 +26,7 @@ from swd_lens.units import attach
 
 
 @dataclass(frozen=True, repr=False)
-class Activity:
+class Activity(Record):
     """Attributes: tokens: how many were looked at; counts: site -> (unit,) tokens at which z was not zero; settings."""
 
     tokens: int
@@ -78,8 +78,11 @@ class Activity:
     def __repr__(self) -> str:
         return self.table().to_string(index=False)
 
-    def _repr_html_(self) -> str:
-        return card(f"Units at work on {self.tokens:,} tokens", self.table(), self.plot())
+    def title(self) -> str:
+        return f"Units at work on {self.tokens:,} tokens"
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.table(), self.plot()
 
 
 def activity_of(model: Any, units: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:

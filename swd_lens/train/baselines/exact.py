@@ -22,7 +22,7 @@ from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.train.baselines.fits import bias_of
 from swd_lens.units import CoderUnits, described
 from swd_lens.units.exact import random_b_factors, svd_factors
-from swd_lens.units.factors import FactorSet
+from swd_lens.units.factors import Factors, FactorSet
 
 
 def svd(model: Any, sites: Pattern) -> FactorSet:
@@ -31,9 +31,7 @@ def svd(model: Any, sites: Pattern) -> FactorSet:
     Raises:
         UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
     """
-    host = host_of(model)
-    factors = {site.name: stamp(svd_factors(host.weight(site)), model, site, {}) for site in find_sites(model, sites)}
-    return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "svd"})
+    return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
 
 
 def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
@@ -41,14 +39,19 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
 
     Every site draws from its own seed (seed plus its place in the list), so that equal shapes do not share a basis.
     """
+    return _factor_set(
+        model, sites, lambda weight, i: random_b_factors(weight, seed + 1000 * i), method="random_b", seed=seed
+    )
+
+
+def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], Factors], **how: Any) -> FactorSet:
+    """Factors of the matrices that `sites` names, each from its weight and its place in the list."""
     host = host_of(model)
     factors = {
-        site.name: stamp(random_b_factors(host.weight(site), seed + 1000 * i), model, site, {})
+        site.name: stamp(factorized(host.weight(site), i), model, site, {})
         for i, site in enumerate(find_sites(model, sites))
     }
-    return FactorSet(
-        factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), "method": "random_b", "seed": seed}
-    )
+    return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), **how})
 
 
 def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10)) -> list[Callable[[], FactorSet]]:
@@ -133,7 +136,9 @@ def _channels(host: Host, site: Site) -> CoderUnits:
     coder = Channels(host.weight(site), bias_of(host, site, token), read + written + biased, (read > 0) & (written > 0))
     provenance = {
         **described(host, site),
-        **{"method": "channels", "site": site.name, "swd_lens": __version__},
+        "method": "channels",
+        "site": site.name,
+        "swd_lens": __version__,
         "model": str(host.model.cfg.model_name),
     }
     return CoderUnits(coder, site.d_in, site.d_out, site.d_in, name="channels", provenance=provenance)

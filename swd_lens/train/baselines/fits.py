@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,8 +21,9 @@ from swd_lens.base.divergence import kl, log_probabilities
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
+from swd_lens.train.baselines.coders import Coder
 from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
-from swd_lens.train.baselines.spec import TrainError, TrainSpec
+from swd_lens.train.baselines.spec import TrainError
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast, frozen
@@ -32,35 +33,8 @@ from swd_lens.units.projection import UnitHookPoint
 _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the weights that it would rewrite"
 
 
-@runtime_checkable
-class Coder(Protocol):
-    """An encode/decode pair in training, an nn.Module. Where its spec says per_matrix it has `stand_for(weight, bias)`, too."""
-
-    spec: TrainSpec
-
-    def draw(self, generator: torch.Generator) -> None:
-        """The random start."""
-        ...
-
-    def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
-        """The part of the start that needs the first batch's inputs and outputs, or the matrix."""
-        ...
-
-    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
-        """The loss of a batch in step 1, 2, ..., and what to log of it."""
-        ...
-
-    def before_step(self) -> None:
-        """Brings the weights to what a step begins with, and what is kept."""
-        ...
-
-    def adjust_gradients(self) -> None:
-        """What is done to the gradients before the optimizer's step."""
-        ...
-
-
 class CoderFit(Fit):
-    """Coders in training, all of whose parameters are trained. Settings are those of the first.
+    """Coders in training. Settings are those of the first.
 
     Args:
         coders: the kind of a site -> its coder.

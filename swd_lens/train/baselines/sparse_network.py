@@ -1,7 +1,7 @@
 """The network of sparse pretraining: a GPT-2 of any size with erf GELU and no dropout (method.md §3).
 
 1. `config_of`: a transformers GPT2Config from sizes, from another config, or of a host's shape.
-2. `fresh`: the network, drawn from a seed: N(0, .02), output projections over sqrt(2 layers), biases zero.
+2. `new_network`: the network, drawn from a seed: N(0, .02), output projections over sqrt(2 layers), biases zero.
 3. `matrices`: what is projected: every matrix once, its rows the outputs. The head is tied to the embedding.
 4. `project_`: keep the floor(d numel) largest entries of a matrix, at least one per output row.
 5. `save`: the checkpoint folder that `load_host` reads.
@@ -38,7 +38,12 @@ def config_of(config: Any) -> Any:
     from transformers import GPT2Config
 
     if isinstance(config, Mapping):
-        _check_arguments(config)
+        # GPT2Config takes every name without a word, so that n_layers=2 would train GPT-2's twelve layers.
+        known = [*GPT2Config().to_dict(), *GPT2Config.attribute_map]
+        for name in config:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise TrainError(f"GPT2Config has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         shape = GPT2Config(**config)
     elif isinstance(config, GPT2Config):
         shape = copy.deepcopy(config)
@@ -58,17 +63,6 @@ def config_of(config: Any) -> Any:
     return shape
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """GPT2Config takes every name without a word, so that n_layers=2 would train GPT-2's twelve layers."""
-    from transformers import GPT2Config
-
-    known = [*GPT2Config().to_dict(), *GPT2Config.attribute_map]
-    for name in arguments:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise TrainError(f"GPT2Config has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
-
-
 def recipe_of(config: Any) -> dict[str, Any]:
     """What of a config decides the bits of a run."""
     names = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon")
@@ -86,7 +80,7 @@ def _sizes(model: Any) -> dict[str, Any]:
     return {**sizes, **{name: number for name, number in special.items() if number is not None}}
 
 
-def fresh(config: Any, seed: int) -> Any:
+def new_network(config: Any, seed: int) -> Any:
     """A GPT2LMHeadModel with this config, drawn on the CPU from the seed; the caller's random numbers are left alone."""
     from transformers import GPT2LMHeadModel
 
@@ -158,13 +152,11 @@ def project_(matrix: Float[Tensor, "row column"], density: float) -> None:
 
 def nonzeros(network: Any) -> dict[str, int]:
     """Nonzero entries and entries, of the blocks' matrices and of all."""
-    of_blocks, of_all = list(block_matrices(network)), list(matrices(network))
-    return {
-        "blocks": sum(int((m != 0).sum()) for m in of_blocks),
-        "blocks_entries": sum(m.numel() for m in of_blocks),
-        "all": sum(int((m != 0).sum()) for m in of_all),
-        "all_entries": sum(m.numel() for m in of_all),
-    }
+    counts = {}
+    for name, group in (("blocks", list(block_matrices(network))), ("all", list(matrices(network)))):
+        counts[name] = sum(int((m != 0).sum()) for m in group)
+        counts[f"{name}_entries"] = sum(m.numel() for m in group)
+    return counts
 
 
 def save(network: Any, tokenizer: Any, folder: Path) -> None:

@@ -32,8 +32,8 @@ from swd_lens.base.settings import Settings, setting
 from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines.sparse_network import (
     config_of,
-    fresh,
     matrices,
+    new_network,
     nonzeros,
     project_,
     recipe_of,
@@ -213,7 +213,7 @@ def sparse_pretrain(
     folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (MODEL,))
     if not overwrite and folder.check():
         return _finished(folder)
-    network = fresh(shape, spec.seed)
+    network = new_network(shape, spec.seed)
     require_rows(network, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
     if overwrite:
         shutil.rmtree(folder.path / MODEL, ignore_errors=True)

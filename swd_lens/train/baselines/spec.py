@@ -114,7 +114,7 @@ class TranscoderSpec(TrainSpec):
     unit_decoder: bool = setting(True)
     # A feature counts as dead when so many tokens in a row left it at zero.
     dead_after: int = setting(100_000, at_least=1)
-    # Dead features get gradients by a term of their own (transcoders.py, `ghost_loss`). The public recipe has it on, with a slip.
+    # Dead features get gradients by a term of their own (coders.py, `ghost_loss`). The public recipe has it on, with a slip.
     ghost: bool = setting(False)
     # Of the first batch, what b_dec and b_out are set to: "mean", or "median", its geometric median.
     start: str = setting("mean", one_of=("mean", "median"))

@@ -10,7 +10,7 @@ It is a mapping of sites to units, which `attach`, `fidelity`, `attribute`, `eva
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from swd_lens.base.display import card
 from swd_lens.base.files import atomic, write_json, write_text
 from swd_lens.train.baselines.activity import Activity, activity_of
+from swd_lens.train.baselines.coders import Coder, Transcoder
 from swd_lens.train.baselines.spec import TrainError, TrainSpec, TranscoderSpec, VpdSpec
-from swd_lens.train.baselines.transcoders import Transcoder
 from swd_lens.train.baselines.vpd import Vpd
 from swd_lens.train.folder import LOG, RUN, without_remains
 from swd_lens.units.coder import CoderUnits
@@ -33,8 +33,8 @@ INDEX = "units.json"
 _WEIGHTS = "weights"
 _FORMAT = 1
 
-# Method -> its settings, and its coder: nn.Module(d_in, d_out, settings), see fits.py, `Coder`.
-METHODS: Mapping[str, tuple[type[TrainSpec], Any]] = {
+# Method -> its settings, and its coder, made by (d_in, d_out, settings).
+METHODS: Mapping[str, tuple[type[TrainSpec], Callable[[int, int, Any], Coder]]] = {
     "transcoder": (TranscoderSpec, Transcoder),
     "vpd_recon_ci": (VpdSpec, Vpd),
     "vpd_kl": (VpdSpec, Vpd),

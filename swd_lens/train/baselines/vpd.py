@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from swd_lens.train.baselines.coders import Coder
 from swd_lens.train.baselines.spec import VpdSpec
 from swd_lens.train.engine import Logged
 
@@ -33,7 +34,7 @@ _LEAK = 0.01
 _JITTER = 0.05
 
 
-class Vpd(nn.Module):
+class Vpd(Coder):
     """Components of one matrix: W_enc = V (d_in, unit), W_dec = U (unit, d_out), and the network of their importance.
 
     `weight` (d_in, d_out) is the frozen matrix that they stand for; only training needs it, and files do not hold it.
@@ -43,12 +44,9 @@ class Vpd(nn.Module):
     bias: Tensor
 
     def __init__(self, d_in: int, d_out: int, spec: VpdSpec):
-        super().__init__()
+        super().__init__(d_in, d_out, spec)
         self.spec = spec
-        width = spec.units(d_in, d_out)
-        self.W_enc = nn.Parameter(torch.empty(d_in, width))
-        self.W_dec = nn.Parameter(torch.empty(width, d_out))
-        self.importance = IMPORTANCE_NETWORKS[spec.importance](d_in, width, spec.hidden)
+        self.importance = IMPORTANCE_NETWORKS[spec.importance](d_in, self.W_enc.shape[1], spec.hidden)
         self.register_buffer("bias", torch.zeros(d_out))
         self.register_buffer("weight", None, persistent=False)
 
@@ -112,9 +110,6 @@ class Vpd(nn.Module):
         """The local loss of a batch (VPD-Recon-CI), and what to log of it."""
         output, raw = self.masked(x)
         return total_loss((output - y).square().mean(), [raw], [self], step)
-
-    def before_step(self) -> None:
-        """Nothing is normalized."""
 
     def adjust_gradients(self) -> None:
         """Clips them, where this matrix is trained alone."""
@@ -226,7 +221,27 @@ def jittered(raw: Float[Tensor, "*shape"], noise: Float[Tensor, "*shape"]) -> Fl
     return (1 + _JITTER) * raw - _JITTER * noise
 
 
-class VectorMlp(nn.Module):
+class _Network(nn.Module):
+    """Two layers with weights of these shapes, d_in and hidden being what each of their sums runs over."""
+
+    def __init__(self, d_in: int, hidden: int, first: tuple[int, ...], second: tuple[int, ...], width: int):
+        super().__init__()
+        self.d_in, self.hidden = d_in, hidden
+        self.w1 = nn.Parameter(torch.empty(first))
+        self.b1 = nn.Parameter(torch.empty(first[1:]))
+        self.w2 = nn.Parameter(torch.empty(second))
+        self.b2 = nn.Parameter(torch.empty(width))
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start: Kaiming normal, biases 0 (method.md §1.3)."""
+        self.w1.copy_(torch.randn(self.w1.shape, generator=generator) * math.sqrt(2 / self.d_in))
+        self.w2.copy_(torch.randn(self.w2.shape, generator=generator) * math.sqrt(1 / self.hidden))
+        self.b1.zero_()
+        self.b2.zero_()
+
+
+class VectorMlp(_Network):
     """One MLP per component on the whole input: d_in -> hidden -> 1, exact GELU; C d_in hidden parameters.
 
     Its inner activations are C hidden numbers per token (12 GB at GPT-2's c_proj with 4,096 tokens): beyond `AT_ONCE` numbers
@@ -236,15 +251,7 @@ class VectorMlp(nn.Module):
     AT_ONCE = 2**28
 
     def __init__(self, d_in: int, width: int, hidden: int):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.empty(d_in, width, hidden))
-        self.b1 = nn.Parameter(torch.empty(width, hidden))
-        self.w2 = nn.Parameter(torch.empty(width, hidden))
-        self.b2 = nn.Parameter(torch.empty(width))
-
-    def draw(self, generator: torch.Generator) -> None:
-        """The random start: Kaiming normal, biases 0 (method.md §1.3)."""
-        _draw(self, generator, self.w1.shape[0], self.w2.shape[1])
+        super().__init__(d_in, hidden, (d_in, width, hidden), (width, hidden), width)
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         flat = x.reshape(-1, x.shape[-1])
@@ -260,19 +267,11 @@ class VectorMlp(nn.Module):
         return (nn.functional.gelu(inner) * self.w2).sum(-1) + self.b2
 
 
-class SharedMlp(nn.Module):
+class SharedMlp(_Network):
     """One MLP for all components: d_in -> hidden -> C, exact GELU."""
 
     def __init__(self, d_in: int, width: int, hidden: int):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.empty(d_in, hidden))
-        self.b1 = nn.Parameter(torch.empty(hidden))
-        self.w2 = nn.Parameter(torch.empty(hidden, width))
-        self.b2 = nn.Parameter(torch.empty(width))
-
-    def draw(self, generator: torch.Generator) -> None:
-        """The random start: Kaiming normal, biases 0 (method.md §1.3)."""
-        _draw(self, generator, *self.w1.shape)
+        super().__init__(d_in, hidden, (d_in, hidden), (hidden, width), width)
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
         return nn.functional.gelu(x @ self.w1 + self.b1) @ self.w2 + self.b2
@@ -280,11 +279,3 @@ class SharedMlp(nn.Module):
 
 # By the name of the setting.
 IMPORTANCE_NETWORKS = {"vector_mlp": VectorMlp, "shared_mlp": SharedMlp}
-
-
-@torch.no_grad()
-def _draw(network: VectorMlp | SharedMlp, generator: torch.Generator, d_in: int, hidden: int) -> None:
-    network.w1.copy_(torch.randn(network.w1.shape, generator=generator) * math.sqrt(2 / d_in))
-    network.w2.copy_(torch.randn(network.w2.shape, generator=generator) * math.sqrt(1 / hidden))
-    network.b1.zero_()
-    network.b2.zero_()

@@ -124,9 +124,12 @@ class FinetuneFit(Fit):
         row = self.heldout.row_length * int(self.mounted.host.model.cfg.d_vocab)
         size = max(1, min(_MOST_ROWS, _LOGITS_AT_ONCE // row)) * self.processes.n
         sums = torch.zeros(4, dtype=torch.float64)
-        for batch in self.heldout.all(size):
-            if len(rows := self.processes.share(batch)):
-                sums += heldout_sums(self.mounted, rows)
+        with torch.no_grad(), plain_float32(self.device):
+            for batch in self.heldout.all(size):
+                if len(rows := self.processes.share(batch)):
+                    log_p, log_q = (_log_probabilities(self.mounted, rows, dense=dense) for dense in (True, False))
+                    parts = [_cross_entropy(log_p, rows), _cross_entropy(log_q, rows), _kl(log_p, log_q)]
+                    sums += torch.tensor([*map(float, parts), rows[:, 1:].numel()], dtype=torch.float64)
         sums = self.processes.total([sums])[0]
         self.after = Heldout(*(sums[:3] / sums[3]).tolist())
         if self.spec.keep == "best" and (self.best is None or self._loss(self.after) < self._loss(self.best)):
@@ -176,14 +179,6 @@ def batch_loss(mounted: Mounted, rows: Int[Tensor, "_rows pos"], spec: FinetuneS
         return _cross_entropy(log_q, rows)
     divergence = _kl(log_p, log_q)
     return divergence if spec.loss == "kl" else _cross_entropy(log_q, rows) + spec.kl_weight * divergence
-
-
-def heldout_sums(mounted: Mounted, rows: Int[Tensor, "_rows pos"]) -> Float[Tensor, "4"]:
-    """Sums of CE(dense), CE and KL, and the number of predictions; float64. Full precision, no autocast."""
-    with torch.no_grad(), plain_float32(next(mounted.host.model.parameters()).device):
-        log_p, log_q = (_log_probabilities(mounted, rows, dense=dense) for dense in (True, False))
-        parts = [_cross_entropy(log_p, rows), _cross_entropy(log_q, rows), _kl(log_p, log_q)]
-        return torch.tensor([*(float(part.double()) for part in parts), rows[:, 1:].numel()], dtype=torch.float64)
 
 
 def _log_probabilities(mounted: Mounted, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pred vocab"]:

@@ -15,7 +15,7 @@ from swd_lens import baselines
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec, TrainError
-from swd_lens.train.baselines.sparse_network import config_of, fresh, matrices, project_
+from swd_lens.train.baselines.sparse_network import config_of, matrices, new_network, project_
 from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
 from tests import families
@@ -45,7 +45,7 @@ def weights(made):
 
 def test_against_a_second_writing_of_the_recipe(tmp_path):
     """Warm-up of 2 updates (of 2.9), density falling over 5, three more at .1; in all of them by hand what the appendix says."""
-    network, first, second = fresh(config_of(CONFIG), 3), {}, {}
+    network, first, second = new_network(config_of(CONFIG), 3), {}, {}
     for update, rows in zip(range(10), Shuffled(TEXT).batches(4, 3, 0), strict=False):
         n, n0, n1, end = update * 48, 2 * 48, 7 * 48, 10 * 48
         density = 1.0 if n < n0 else 0.1 if n >= n1 else 0.1 ** ((n - n0) / (n1 - n0))
@@ -92,7 +92,7 @@ def keep_first(matrix, order, density):
 @pytest.mark.parametrize("name", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
 def test_a_row_is_an_output(name):
     """An output of small weights keeps one; an input of small weights keeps none. Conv1D holds (d_in, d_out)."""
-    network = fresh(config_of(CONFIG), 0)
+    network = new_network(config_of(CONFIG), 0)
     weight = network.get_submodule(f"transformer.h.1.{name}").weight
     with torch.no_grad():
         weight[:, 3] *= 1e-4
@@ -104,7 +104,7 @@ def test_a_row_is_an_output(name):
 
 
 def test_a_row_of_an_embedding_is_a_token_or_a_position():
-    network = fresh(config_of(CONFIG), 0)
+    network = new_network(config_of(CONFIG), 0)
     for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
         with torch.no_grad():
             embedding[7] *= 1e-4
@@ -119,7 +119,7 @@ def test_how_the_network_is_drawn():
     """N(0, .02); what writes to the residual stream over sqrt(2 layers); biases 0, norms 1 and 0."""
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    network = fresh(config_of({**CONFIG, "n_embd": 64}), 3)
+    network = new_network(config_of({**CONFIG, "n_embd": 64}), 3)
     assert torch.equal(torch.get_rng_state(), before)
     for name, p in network.named_parameters():
         if p.ndim == 1:
@@ -130,15 +130,15 @@ def test_how_the_network_is_drawn():
             wanted = 0.02 / 2 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 * 2 layers) = 2
             std, mean = float(p.detach().std()), float(p.detach().mean())
             assert std == pytest.approx(wanted, rel=0.03) and abs(mean) < 0.1 * wanted, name
-    again = dict(fresh(config_of({**CONFIG, "n_embd": 64}), 3).named_parameters())
+    again = dict(new_network(config_of({**CONFIG, "n_embd": 64}), 3).named_parameters())
     assert all(torch.equal(again[name], p) for name, p in network.named_parameters())
-    three, four = (fresh(config_of(CONFIG), seed).transformer.wte.weight for seed in (3, 4))
+    three, four = (new_network(config_of(CONFIG), seed).transformer.wte.weight for seed in (3, 4))
     assert not torch.equal(three, four)
 
 
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])
 def test_the_gelu_is_exact_in_every_host(kind, tmp_path):
-    network = fresh(config_of({**CONFIG, "activation_function": "gelu_new", "resid_pdrop": 0.1}), 0)
+    network = new_network(config_of({**CONFIG, "activation_function": "gelu_new", "resid_pdrop": 0.1}), 0)
     x = torch.linspace(-4, 4, 101)
     assert torch.equal(network.transformer.h[0].mlp.act(x), gelu(x))  # torch's, with erf
     with torch.no_grad():

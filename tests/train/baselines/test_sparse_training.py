@@ -13,7 +13,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec, TrainError
-from swd_lens.train.baselines.sparse_network import budget, config_of, fresh, matrices, nonzeros
+from swd_lens.train.baselines.sparse_network import budget, config_of, matrices, new_network, nonzeros
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
 from swd_lens.train.engine import Engine, normalized, root_mean_square
 from swd_lens.train.rows import Shuffled
@@ -81,7 +81,7 @@ def test_every_matrix_has_its_budget_and_every_row_a_weight(trained):
 def test_one_update_by_hand(tokenizer, tmp_path):
     """The first has rate 0 and moves nothing; the second is AdamW on normalized gradients, beta-corrected."""
     frozen = train(tmp_path / "1", tokenizer, stop_after=1, warmup=0.5)
-    start = fresh(config_of(CONFIG), 0)
+    start = new_network(config_of(CONFIG), 0)
     state = load_file(frozen.folder / "model.safetensors")
     for name, p in start.named_parameters():
         assert torch.equal(state[name], p.detach())
@@ -176,7 +176,7 @@ def test_a_hosts_shape_can_be_taken(default_model):
     config = config_of(default_model)
     assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (4, 128, 4, 128)
     assert config.vocab_size == default_model.cfg.d_vocab and config.activation_function == "gelu"
-    drawn = fresh(config, 0)
+    drawn = new_network(config, 0)
     std = float(drawn.transformer.h[0].mlp.c_proj.weight.detach().std())
     assert std == pytest.approx(0.02 / 8**0.5, rel=0.02)  # over sqrt(2 * 4 layers)
 

@@ -1,5 +1,6 @@
-"""Transcoder: f = relu((x - b_dec) W_enc + b_enc), y = f W_dec + b_out, trained on a projection's inputs and outputs.
+"""Coders in training: what every one of them is (`Coder`), and the ReLU transcoder.
 
+`Transcoder`: f = relu((x - b_dec) W_enc + b_enc), y = f W_dec + b_out, trained on a projection's inputs and outputs.
 1. Start: W_enc and W_dec Kaiming-uniform, rows of W_dec brought to norm 1; b_dec and b_out are the means of the first batch, or
    its geometric medians.
 2. Loss per step: squared error of y, per token over the norm of the target (loss="normed") or not ("mse"), averaged over
@@ -7,7 +8,7 @@
 3. With ghost, a term more that gives gradients to dead features (`ghost_loss`).
 4. With unit_decoder, rows of W_dec have norm 1 before each step and gradients lose their part along them.
 
-Units are the features after the ReLU.
+Its units are the features after the ReLU.
 """
 
 import math
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.train.baselines.spec import TranscoderSpec
+from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec
 from swd_lens.train.engine import Logged
 
 _EPS = 1e-6  # of ratios of the ghost term, as in the public recipe
@@ -24,8 +25,46 @@ _EPS = 1e-6  # of ratios of the ghost term, as in the public recipe
 _ROUNDS, _STILL, _NEAR = 100, 1e-5, 1e-6
 
 
-class Transcoder(nn.Module):
-    """An encode/decode pair with weights W_enc (d_in, unit), W_dec (unit, d_out), biases b_enc, b_dec (input), b_out.
+class Coder(nn.Module):
+    """An encode/decode pair in training, with weights W_enc (d_in, unit) and W_dec (unit, d_out); all parameters are trained."""
+
+    def __init__(self, d_in: int, d_out: int, spec: TrainSpec):
+        super().__init__()
+        width = spec.units(d_in, d_out)
+        self.W_enc = nn.Parameter(torch.empty(d_in, width))
+        self.W_dec = nn.Parameter(torch.empty(width, d_out))
+
+    def draw(self, generator: torch.Generator) -> None:
+        """The random start."""
+        raise NotImplementedError
+
+    def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:
+        """Take the matrix that the coder replaces, and its bias; called where the settings say `per_matrix`."""
+
+    def begin(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"]) -> None:
+        """The part of the start that needs the first batch's inputs and outputs, or the matrix."""
+
+    def encode(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch unit"]:
+        """z, the units."""
+        raise NotImplementedError
+
+    def decode(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch d_out"]:
+        """The site's output, its bias included."""
+        raise NotImplementedError
+
+    def loss(self, x: Float[Tensor, "token d_in"], y: Float[Tensor, "token d_out"], step: int) -> tuple[Tensor, Logged]:
+        """The loss of a batch in step 1, 2, ..., and what to log of it."""
+        raise NotImplementedError
+
+    def before_step(self) -> None:
+        """Bring the weights to what a step begins with, and what is kept."""
+
+    def adjust_gradients(self) -> None:
+        """What is done to the gradients before the optimizer's step."""
+
+
+class Transcoder(Coder):
+    """Weights of a `Coder`, and biases b_enc, b_dec (of the input) and b_out.
 
     `silent` (unit,) counts the tokens since a feature was last above zero.
     """
@@ -33,11 +72,8 @@ class Transcoder(nn.Module):
     silent: Tensor
 
     def __init__(self, d_in: int, d_out: int, spec: TranscoderSpec):
-        super().__init__()
-        self.spec = spec
-        width = spec.units(d_in, d_out)
-        self.W_enc = nn.Parameter(torch.empty(d_in, width))
-        self.W_dec = nn.Parameter(torch.empty(width, d_out))
+        super().__init__(d_in, d_out, spec)
+        self.spec, width = spec, self.W_enc.shape[1]
         self.b_enc = nn.Parameter(torch.empty(width))
         self.b_dec = nn.Parameter(torch.empty(d_in))
         self.b_out = nn.Parameter(torch.empty(d_out))

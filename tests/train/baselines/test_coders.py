@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from swd_lens.train.baselines.coders import Transcoder, geometric_median, ghost_loss, reconstruction_loss
 from swd_lens.train.baselines.spec import TranscoderSpec
-from swd_lens.train.baselines.transcoders import Transcoder, geometric_median, ghost_loss, reconstruction_loss
 
 
 def drawn(coder, seed=0):
