@@ -36,14 +36,19 @@ class Fit(ABC):
     """What is trained, and how one step's gradients come about.
 
     Attributes:
-        spec: settings of the run; beta1, beta2, weight_decay and autocast are those of the optimizer.
+        title, unit: of the progress bar.
+        spec: settings of the run; beta1, beta2 and weight_decay are AdamW's, seed decides the order of the rows.
+        steps: how many there are.
         parameters: what AdamW trains, by the names that their moments have in a checkpoint.
         scales: factors of the learning rate, by the same names; 1 where a name is missing.
         eps: AdamW's.
         moment_key: how a checkpoint calls a moment.
     """
 
+    title: str
+    unit: ClassVar[str] = "step"
     spec: Any
+    steps: int
     parameters: dict[str, Tensor]
     scales: Mapping[str, float] = {}
     eps: float = 1e-8
@@ -102,9 +107,6 @@ class Engine:
         fit: what is trained.
         rows: training text.
         rows_per_step: rows of a batch.
-        steps: how many there are.
-        seed: decides the order of the rows.
-        title, unit: of the progress bar.
         folder: for log and checkpoints, or None.
         checkpoint_every: steps between checkpoints.
         eval_every: steps between evaluations; None = never.
@@ -118,12 +120,8 @@ class Engine:
     fit: Fit
     rows: Rows
     rows_per_step: int
-    steps: int
-    seed: int
-    title: str
-    unit: str = "step"
-    folder: TrainingFolder | None = None
-    checkpoint_every: int = 100
+    folder: TrainingFolder | None
+    checkpoint_every: int
     eval_every: int | None = None
     log_every: int = 1
     keep: frozenset[int] = frozenset()
@@ -157,13 +155,11 @@ class Engine:
             self.folder.start(last)
         if not last and (entry := self.fit.start()) is not None:
             self._log({"step": 0, "tokens": 0, **entry})
-        batches = self.rows.batches(self.rows_per_step, self.seed, self.step)
-        hidden = not (progress and self._main)
-        bar: Any = tqdm(
-            total=self.steps, initial=self.step, desc=self.title, unit=self.unit, disable=hidden, leave=False
-        )
+        batches = self.rows.batches(self.rows_per_step, self.fit.spec.seed, self.step)
+        shown = {"desc": self.fit.title, "unit": self.fit.unit, "disable": not (progress and self._main)}
+        bar: Any = tqdm(total=self.fit.steps, initial=self.step, leave=False, **shown)
         with self.fit.running(), bar:
-            while self.step < self.steps:
+            while self.step < self.fit.steps:
                 self.advance(next(batches))
                 if self.lines:
                     line = self.lines[-1]
@@ -184,7 +180,7 @@ class Engine:
         self._adam.zero_grad()
         self.fit.after_update(number)
         self.step = number
-        last, kept = number == self.steps, number in self.keep
+        last, kept = number == self.fit.steps, number in self.keep
         entry = {"step": number, "tokens": self.tokens, "loss": loss, **scheduled, **measured, **adjusted}
         if self.eval_every is not None and (number % self.eval_every == 0 or last):
             entry |= self.fit.evaluate()

@@ -44,6 +44,7 @@ class CoderFit(Fit):
     def __init__(self, coders: Mapping[str, Any], trajectory: Trajectory):
         self.coders, self.trajectory = nn.ModuleDict(coders), trajectory
         self.spec = next(iter(coders.values())).spec
+        self.title, self.steps = str(trajectory.provenance.get("method")), self.spec.steps
         trained = [p for p in self.coders.parameters() if p.requires_grad]
         self.parameters = {str(i): p for i, p in enumerate(trained)}
 

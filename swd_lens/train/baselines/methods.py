@@ -240,18 +240,9 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     trajectory = Trajectory(None if folder is None else folder.path, provenance)
     with gradients_on(device):
         first = next(rows.batches(rows_per_step, spec.seed, 0))
-        engine = Engine(
-            _fit(host, site, parts, trajectory, spec, first),
-            rows,
-            rows_per_step,
-            spec.steps,
-            spec.seed,
-            method,
-            folder=folder,
-            checkpoint_every=how.checkpoint_every,
-            log_every=max(1, spec.steps // _LOG_LINES),
-            keep=keep,
-        )
+        fit = _fit(host, site, parts, trajectory, spec, first)
+        log_every = max(1, spec.steps // _LOG_LINES)
+        engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)
         engine.run(progress=how.progress)
     if folder is not None:
         write_index(folder.path, provenance, trajectory)

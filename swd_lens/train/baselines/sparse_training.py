@@ -220,18 +220,8 @@ def sparse_pretrain(
         folder.start(0)  # a checkpoint of the run before must not be taken for one of this
     with gradients_on(torch.device(device), exact=spec.autocast is None):
         fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
-        engine = Engine(
-            fit,
-            rows,
-            rows_per_update,
-            spec.last,
-            spec.seed,
-            "sparse_pretrain",
-            unit="update",
-            folder=folder,
-            checkpoint_every=checkpoint_every,
-            eval_every=None if heldout_rows is None else eval_every,
-        )
+        every = None if heldout_rows is None else eval_every
+        engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
         engine.run(progress=progress)
     save(network, tokenizer, folder.path / MODEL)
     folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]})
@@ -265,8 +255,11 @@ class SparseFit(Fit):
         row_length: tokens of a training row.
     """
 
+    title = "sparse_pretrain"
+    unit: ClassVar[str] = "update"
+
     def __init__(self, network: Any, spec: SparseSpec, heldout: Rows | None, row_length: int):
-        self.network, self.spec, self.heldout = network, spec, heldout
+        self.network, self.spec, self.steps, self.heldout = network, spec, spec.last, heldout
         self.parameters = {str(i): p for i, p in enumerate(network.parameters())}
         self.eps = float(spec.eps)
         self.device = self.parameters["0"].device

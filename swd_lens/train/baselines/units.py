@@ -178,19 +178,9 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     def table(self) -> pd.DataFrame:
         """One row per site: method, tokens used, units, edges, and s (below zero where there are more edges than weights)."""
-        method = self.provenance["method"]
+        shared = {"method": self.provenance["method"], "tokens": self.tokens}
         return pd.DataFrame(
-            [
-                {
-                    "site": site,
-                    "method": method,
-                    "tokens": self.tokens,
-                    "units": u.n_units,
-                    "edges": u.edges,
-                    "s": u.sparsity,
-                }
-                for site, u in self.items()
-            ]
+            {"site": site, **shared, "units": u.n_units, "edges": u.edges, "s": u.sparsity} for site, u in self.items()
         )
 
     def report(self, model: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Activity:

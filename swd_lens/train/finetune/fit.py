@@ -52,6 +52,7 @@ class FinetuneFit(Fit):
         best: those of `best_values`.
     """
 
+    title = "finetune"
     moment_key: ClassVar[str] = "{name}.{moment}"
 
     def __init__(self, mounted: Mounted, spec: FinetuneSpec, steps: int, heldout: Rows | None, processes: Processes):

@@ -124,18 +124,8 @@ def finetune(
         processes.wait()
     with gradients_on(device, exact=spec.autocast is None), mounted(host, sites, untrained) as training:
         fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
-        engine = Engine(
-            fit,
-            rows,
-            spec.batch_size,
-            steps,
-            spec.seed,
-            "finetune",
-            folder=folder,
-            checkpoint_every=checkpoint_every,
-            eval_every=None if heldout_rows is None else eval_every,
-            processes=processes,
-        )
+        every = None if heldout_rows is None else eval_every
+        engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)
         engine.run(progress=progress)
         fit.finish()
         result = _result(engine, fit, factors.provenance if isinstance(factors, FactorSet) else {}, preset)
@@ -192,7 +182,7 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
     entry = {
         "preset": preset,
         **fit.spec.as_dict(),
-        "steps": engine.steps,
+        "steps": fit.steps,
         "tokens": engine.tokens,
         "unique_tokens": min(engine.tokens, rows.n_rows * rows.row_length),
         "before": _means(fit.before),
