@@ -128,11 +128,11 @@ class Engine:
     processes: Processes | None = None
     step: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
+    _adam: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._main = self.processes is None or self.processes.main
         # One plain loop over tensors: the fused and batched versions add up in other orders on other machines.
-        self._adam: Any = torch.optim.AdamW(
+        self._adam = torch.optim.AdamW(
             [{"params": [p]} for p in self.fit.parameters.values()],
             lr=0.0,
             betas=(self.fit.spec.beta1, self.fit.spec.beta2),
@@ -145,6 +145,10 @@ class Engine:
     def tokens(self) -> int:
         """Gone through so far."""
         return self.step * self.rows_per_step * self.rows.row_length
+
+    @property
+    def _main(self) -> bool:
+        return self.processes is None or self.processes.main
 
     def run(self, *, progress: bool) -> None:
         """From the folder's checkpoint, or from the start, to the last step."""
