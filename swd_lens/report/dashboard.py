@@ -8,11 +8,9 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
@@ -20,7 +18,8 @@ from swd_lens.analysis.audit.drawing import number, printable, unit_style, words
 from swd_lens.base._version import __version__
 from swd_lens.base.files import write_text
 from swd_lens.hosts.sites import execution_key, parse_unit
-from swd_lens.report.wording import count, percent, plural, readable
+from swd_lens.report.page import encodable, template
+from swd_lens.report.wording import count, percent, plural
 
 INDEX = "index.html"
 _AROUND = 5  # tokens on either side of the peak in the index
@@ -141,7 +140,7 @@ def _render(
     facts = [f"{count(settings['tokens'])} tokens of text"] if "tokens" in settings else []
     facts += [f"SHA-256 of the tokens {settings['tokens_sha256'][:12]}…"] if "tokens_sha256" in settings else []
     facts += [f"made by swd_lens {__version__}"]
-    page = _template().render(
+    page = template("dashboard").render(
         title=title,
         style=Markup(unit_style()),
         groups=groups,
@@ -153,16 +152,7 @@ def _render(
         index=INDEX,
         facts=" · ".join(facts),
     )
-    # A lone surrogate (half of an emoji, cut by a byte-level tokenizer) cannot be written as UTF-8.
-    return page.encode("utf-8", "replace").decode("utf-8")
-
-
-@cache
-def _template() -> Template:
-    loader = PackageLoader("swd_lens.report", "templates")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["readable"] = lambda name: printable(readable(name))
-    return env.get_template("dashboard.html.j2")
+    return encodable(page)
 
 
 # ------------------------------------------------------------------ index

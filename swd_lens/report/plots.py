@@ -3,30 +3,42 @@
 1. `circuit_column` draws one column of the paper's grid: a task's sufficiency above its necessity drop, one curve per
    method. The page puts the columns of a surface side by side, or below each other on a phone.
 2. `relmse_dots` shows which matrices a replacement gets wrong: one row per site, one dot per method.
-3. `inline_svg` takes a figure's SVG and makes its ids its own, its fonts the reader's, its size the page's, and gives it
+3. `pattern_grid` draws attention patterns side by side, for paper and wherever no script runs: a head is a picture of one pixel
+   per (destination, source), enlarged without blur. By hand: matplotlib takes half a second for sixteen small axes, and a report
+   has hundreds.
+4. `inline_svg` takes a figure's SVG and makes its ids its own, its fonts the reader's, its size the page's, and gives it
    a title and a description for those who do not see it.
 """
 
+import base64
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from swd_lens.base.figures import INK, literal, new_figure, style, svg
+from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, style, svg
+from swd_lens.base.panels import visible
 from swd_lens.circuits import CostCurve
-from swd_lens.circuits.plots import SUFFICIENCY_RANGE, compact, cost_axis, draw_curves
+from swd_lens.circuits.plots import SUFFICIENCY_RANGE, cost_axis, draw_curves
 from swd_lens.study.run_file import Replacement
-
-__all__ = ["circuit_column", "compact", "inline_svg", "page_svg", "relmse_dots", "swatch"]
+from swd_lens.study.section import AttentionView
 
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 EXACT = 1e-9  # relMSE below this is float32 rounding of an exact factorization; on a log axis it would push the rest together
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Of `pattern_grid`: heads in a row; sizes in points; how many token labels there is room for, and of how many characters.
+_ACROSS = 4
+_SIDE, _GAP, _TITLE = 120.0, 12.0, 14.0
+_LABELS, _LABELLED = 72.0, 24
+_LONGEST = 12
 
 
 def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9) -> Figure:
@@ -103,6 +115,50 @@ def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
     ax.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     ax.set_xlabel("relMSE (log scale; left is better)", fontsize=9, color=INK)
     return figure
+
+
+def pattern_grid(view: AttentionView) -> str:
+    """All heads of a view, destinations down, sources across: an <svg> element without title, see `page_svg`."""
+    values = view.tensor().numpy()
+    largest = float(np.abs(values).max()) or 1.0
+    labels = [visible(token) for token in view.tokens] if len(view.tokens) <= _LABELLED else []
+    left = _LABELS if labels else 0.0
+    across = min(_ACROSS, len(view.names))
+    down = -(-len(view.names) // across)
+    width, height = left + across * (_SIDE + _GAP), down * (_SIDE + _TITLE + _GAP)
+    parts = [f'<svg viewBox="0 0 {width:g} {height:g}">']
+    for i, (name, head) in enumerate(zip(view.names, values, strict=True)):
+        x = left + (i % across) * (_SIDE + _GAP)
+        y = (i // across) * (_SIDE + _TITLE + _GAP) + _TITLE
+        parts.append(_text(name, x, y - 4, 9, "start"))
+        parts.append(
+            f'<image x="{x:g}" y="{y:g}" width="{_SIDE:g}" height="{_SIDE:g}" preserveAspectRatio="none" '
+            f'style="image-rendering: pixelated" href="data:image/png;base64,{_pixels(head / largest, view.signed)}"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{_SIDE:g}" height="{_SIDE:g}" fill="none" stroke="#999" stroke-width="0.5"/>'
+        )
+        if i % across == 0:
+            step = _SIDE / max(1, len(labels))
+            parts += [
+                _text(label[:_LONGEST], left - 3, y + step * (k + 0.5) + 2, min(7, 0.9 * step), "end")
+                for k, label in enumerate(labels)
+            ]
+    return "".join([*parts, "</svg>"])
+
+
+def _text(text: str, x: float | int, y: float | int, size: float | int, anchor: str) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" font-size="{size:.1f}" '
+        f'font-family="sans-serif">{escape(text)}</text>'
+    )
+
+
+def _pixels(values: np.ndarray, signed: bool) -> str:
+    """Values in [-1, 1] (or [0, 1]) as a PNG in base64."""
+    colours = DIVERGING((values + 1) / 2) if signed else SEQUENTIAL(values)
+    file = io.BytesIO()
+    pixels = (np.asarray(colours)[..., :3] * 255).round().astype(np.uint8)
+    imsave(file, pixels, format="png", metadata={"Software": ""})
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def swatch(index: int, prefix: str, marker: bool = False) -> str:

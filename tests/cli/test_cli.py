@@ -182,7 +182,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["swd_lens.units.storage.save_file", "swd_lens.study.run.write_json", "swd_lens.report.html.write_text"]
+    "where", ["swd_lens.units.storage.save_file", "swd_lens.study.run.write_json", "swd_lens.report.page.write_text"]
 )
 def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):

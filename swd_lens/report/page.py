@@ -1,0 +1,296 @@
+"""render_report: a Run as one HTML page that needs nothing but itself.
+
+1. SECTIONS lists the page's sections in their order: the name of a template (templates/NAME.html.j2) and the function that
+   gives what it shows, as plain rows: numbers already written as a reader wants them (`wording`), figures already as SVG
+   (`plots`). What is text stays text: the template escapes it.
+2. templates/report.html.j2 lays the sections out, with style sheet and contents.
+3. `write_report` writes the page whole or not at all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from swd_lens.analysis.audit.drawing import printable, unit_html, unit_style
+from swd_lens.base.files import write_text
+from swd_lens.base.panels import attention_heads, library
+from swd_lens.circuits.compare import TaskComparison
+from swd_lens.report import plots, wording
+from swd_lens.report.headline import control_of, headline, main_replacement
+from swd_lens.report.recipe import load_code, run_code
+from swd_lens.study import Run
+from swd_lens.study.run_file import Replacement
+from swd_lens.study.section import AttentionView, Cell
+
+SUFFICIENCY, NECESSITY = 0.9, 0.5
+FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
+FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "readable")
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a template shows: the anchor of the section, its line in the contents, and the template's values."""
+
+    anchor: str
+    title: str
+    values: Mapping[str, Any]
+
+
+def write_report(run: Run, path: str | Path) -> Path:
+    """Write the report of a run to one HTML file, atomically; returns its path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    write_text(path, render_report(run))
+    return path
+
+
+def render_report(run: Run) -> str:
+    """The report as HTML text: styles and figures inside, nothing loaded from anywhere.
+
+    A run with attention views brings the script that draws them, once; without them there is no script.
+    """
+    parts = [
+        {"anchor": section.anchor, "title": section.title, "html": Markup(template(name).render(section.values))}
+        for name, sections in SECTIONS.items()
+        for section in sections(run)
+    ]
+    page = template("report").render(
+        parts=parts,
+        run=run,
+        settings=run.settings,
+        title=f"Sparse weight decomposition of {run.settings.get('model', 'a model')}",
+        unit_style=Markup(unit_style()),
+        library=Markup(library()) if run.attention else "",
+    )
+    return encodable(page)
+
+
+@cache
+def template(name: str) -> Template:
+    """templates/NAME.html.j2; whatever it is given is escaped, and nothing may be missing."""
+    loader = PackageLoader("swd_lens.report", "templates")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.filters.update({name: getattr(wording, name) for name in FILTERS}, printable=printable)
+    return env.get_template(f"{name}.html.j2")
+
+
+def encodable(page: str) -> str:
+    """The page without lone surrogates (half of an emoji, cut by a byte-level tokenizer), which UTF-8 cannot write."""
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- sections
+
+
+def _results(run: Run) -> Iterator[Section]:
+    yield Section("results", "Results", {"headline": headline(run, SUFFICIENCY), "main": main_replacement(run)})
+
+
+def _what(run: Run) -> Iterator[Section]:
+    yield Section("what", "What was done", {"control": control_of(run)})
+
+
+def _fidelity(run: Run) -> Iterator[Section]:
+    """Per surface: its replacements, and a figure of relMSE by site."""
+    by_surface: dict[str, list[Replacement]] = {}
+    for r in run.replacements:
+        by_surface.setdefault(r.surface, []).append(r)
+    surfaces = []
+    for i, (surface, replacements) in enumerate(by_surface.items()):
+        errors = [list(r.fidelity.relmse.values()) or [float("nan")] for r in replacements]
+        means = [sum(of_sites) / len(of_sites) for of_sites in errors]
+        exact = [max(r.fidelity.relmse.values(), default=0.0) <= plots.EXACT for r in replacements]
+        figure = plots.relmse_dots(replacements)
+        title = f"relMSE of every site of {surface}"
+        words = "; ".join(f"{r.method}: mean {wording.tiny(m)}" for r, m in zip(replacements, means, strict=True))
+        surfaces.append(
+            {
+                "surface": surface,
+                "rows": [
+                    {"r": r, "f": r.fidelity, "errors": (mean, max(of_sites))}
+                    for r, mean, of_sites in zip(replacements, means, errors, strict=True)
+                ],
+                "figure": figure and Markup(plots.inline_svg(figure, f"relmse-{i}", title, words)),
+                "legend": [
+                    (r.method, Markup(plots.swatch(k, f"relmse-{i}-key-{k}", marker=True)))
+                    for k, r in enumerate(replacements)
+                    if not exact[k]
+                ],
+                "exact": [r.method for r, is_exact in zip(replacements, exact, strict=True) if is_exact],
+            }
+        )
+    yield Section("fidelity", "Fidelity", {"surfaces": surfaces, "main": main_replacement(run)})
+
+
+def _tasks(run: Run) -> Iterator[Section]:
+    """Every task once: what it asks, its prompts, and how the dense host does."""
+    rows: dict[str, dict[str, Any]] = {}
+    for by_task in run.comparisons.values():
+        for curve in (curve for comparison in by_task.values() for curve in comparison.curves.values()):
+            described = run.settings.get("tasks", {}).get(curve.task, {})
+            row = {"task": curve.task, "question": wording.TASK_QUESTIONS.get(curve.task, "")}
+            row |= {"train": described.get("train", curve.settings.get("n_examples"))}
+            row |= {"test": described.get("test", curve.settings.get("n_test"))}
+            row |= {"source": described.get("source", ""), "example": described.get("example", "")}
+            row |= {"margin": curve.q_dense, "accuracy": curve.accuracy_dense}
+            rows.setdefault(curve.task, row)
+    yield Section("tasks", "Tasks", {"tasks": list(rows.values())})
+
+
+def _circuits(run: Run) -> Iterator[Section]:
+    """Per surface: one figure column and one block of table rows per task."""
+    surfaces = []
+    for i, (surface, by_task) in enumerate(run.comparisons.items()):
+        columns = []
+        for j, (task, comparison) in enumerate(by_task.items()):
+            if not comparison.curves:
+                continue
+            figure = plots.circuit_column(comparison.curves, SUFFICIENCY)
+            title = f"{wording.readable(task)}, {surface}: sufficiency and necessity drop against active edges"
+            svg = plots.inline_svg(figure, f"circuit-{i}-{j}", title, _in_words(comparison))
+            columns.append(
+                {"task": task, "svg": Markup(svg), "rows": _cost_rows(comparison), "curves": comparison.curves}
+            )
+        # Circuits of another CE than the reference's are no fair match, so the difference stands in the legend.
+        names = list(dict.fromkeys(name for comparison in by_task.values() for name in comparison.curves))
+        legend = [
+            (by_task.label(name) if name in by_task.methods else name, Markup(plots.swatch(k, f"circuit-{i}-key-{k}")))
+            for k, name in enumerate(names)
+        ]
+        surfaces.append({"surface": surface, "columns": columns, "legend": legend})
+    thresholds = {"sufficiency": SUFFICIENCY, "necessity": NECESSITY, "faint_drop": FAINT_DROP}
+    yield Section("circuits", "Circuits", {"surfaces": surfaces, **thresholds})
+
+
+def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for method, curve in comparison.curves.items():
+        drop = curve.rows["necessity_drop"].iloc[-1]
+        costs = [
+            curve.cost_at(**{name: threshold}, cost=cost)
+            for name, threshold in (("sufficiency", SUFFICIENCY), ("necessity", NECESSITY))
+            for cost in ("units", "edges")
+        ]
+        row = {"method": method, "margin": curve.q_unpruned, "accuracy": curve.accuracy_unpruned, "costs": costs}
+        rows.append({**row, "drop": drop, "faint": bool(abs(drop) < FAINT_DROP * abs(curve.q_unpruned)), "best": []})
+    for costs in zip(*(row["costs"] for row in rows), strict=True):
+        # No circuit beats the empty one: where that suffices for some method, the others' sizes are no contest.
+        least = min((cost for cost in costs if cost is not None), default=0)
+        for row, cost in zip(rows, costs, strict=True):
+            row["best"].append(least > 0 and cost == least and costs.count(least) < len(costs))
+    return rows
+
+
+def _in_words(comparison: TaskComparison) -> str:
+    """The figure in words, for those who hear the page."""
+    parts = []
+    for method, curve in comparison.curves.items():
+        edges = curve.cost_at(sufficiency=SUFFICIENCY, cost="edges")
+        reached = "is never reached" if edges is None else f"is reached with {edges:,} active edges"
+        drop = wording.fixed(curve.rows["necessity_drop"].iloc[-1], 2)
+        parts.append(
+            f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."
+        )
+    return " ".join(parts)
+
+
+def _units(run: Run) -> Iterator[Section]:
+    """Per task that has cards: whose units they are, and the units as HTML."""
+    groups: dict[str, dict[str, Any]] = {}
+    for card in run.cards:
+        group = {"task": card.task, "surface": card.surface, "method": card.method, "units": []}
+        groups.setdefault(card.task, group)["units"].append(Markup(unit_html(card, level=4, legends=False)))
+    yield Section("units", "Units", {"groups": list(groups.values())})
+
+
+def _attention(run: Run) -> Iterator[Section]:
+    """Views as panels, by task, those of no task last; each with the same as a picture for paper and in words."""
+    if not run.attention:
+        return
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for i, view in enumerate(run.attention):
+        by_task.setdefault(view.task, []).append(_view(view, f"attention-{i}"))
+    groups = [{"task": task, "views": by_task[task]} for task in sorted(by_task, key=lambda task: not task)]
+    yield Section("attention", "Attention", {"groups": groups})
+
+
+def _view(view: AttentionView, prefix: str) -> dict[str, Any]:
+    title = f"{wording.readable(view.task)}: {view.title}" if view.task else view.title
+    # A page with a hundred canvases opens slowly: a panel counts as drawn until its turn comes (templates/report.js).
+    panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title, later=True)
+    kind = "Values" if view.signed else "Attention patterns"
+    words = f"{kind} of {wording.plural(len(view.names), 'head')} over {len(view.tokens)} tokens. {view.caption}"
+    heads = dict.fromkeys(head for column in view.measures.values() for head in column)
+    return {
+        "view": view,
+        "title": title,
+        "panel": Markup(panel.html),
+        "picture": Markup(plots.page_svg(plots.pattern_grid(view), prefix, title, words)),
+        "columns": list(view.measures),
+        "rows": [(head, [column.get(head) for column in view.measures.values()]) for head in heads],
+    }
+
+
+def _extras(run: Run) -> Iterator[Section]:
+    """What the study added: pictures with ids of their own, tables with numbers as a reader wants them."""
+    for i, section in enumerate(run.extras):
+        pictures = [
+            (picture, Markup(plots.page_svg(picture.svg, f"extra-{i}-{k}", picture.title, picture.description)))
+            for k, picture in enumerate(section.pictures)
+        ]
+        tables = [
+            {"caption": t.caption, "columns": t.columns, "rows": [[_cell(cell) for cell in row] for row in t.rows]}
+            for t in section.tables
+        ]
+        values = {"anchor": f"extra-{i}", "section": section, "pictures": pictures, "tables": tables}
+        yield Section(f"extra-{i}", section.short or section.title, values)
+
+
+def _cell(value: Cell) -> tuple[str, bool]:
+    """(text, whether it is a number)."""
+    if value is None:
+        return wording.UNDEFINED, True
+    if isinstance(value, str):
+        return value, False
+    return wording.count(value) if isinstance(value, int) else wording.tiny(value, 4), True
+
+
+def _settings(run: Run) -> Iterator[Section]:
+    """Settings of the run, and per replacement what its factors say about themselves."""
+    provenance = []
+    for r in run.replacements:
+        said: Mapping[str, Any] = {
+            **({"whole set": r.factors.provenance} if r.factors.provenance else {}),
+            **{s: {**f.get("settings", {}), **f.get("provenance", {})} for s, f in r.factors.summary().items()},
+        }
+        rows: Sequence[tuple[int, str, str]] = list(wording.settings_rows(said))
+        provenance.append({"surface": r.surface, "method": r.method, "rows": rows})
+    values = {"rows": list(wording.settings_rows(run.settings)), "seconds": run.seconds, "provenance": provenance}
+    yield Section("settings", "Settings", values)
+
+
+def _reproduce(run: Run) -> Iterator[Section]:
+    yield Section("reproduce", "Load and reproduce", {"load_code": load_code(run), "run_code": run_code(run)})
+
+
+# Template -> what it shows of a run, once for each section; none where the run has nothing of the kind.
+SECTIONS: Mapping[str, Callable[[Run], Iterator[Section]]] = {
+    "results": _results,
+    "what": _what,
+    "fidelity": _fidelity,
+    "tasks": _tasks,
+    "circuits": _circuits,
+    "units": _units,
+    "attention": _attention,
+    "extra": _extras,
+    "settings": _settings,
+    "reproduce": _reproduce,
+}
