@@ -75,13 +75,13 @@ def _of(units: Any, only: Iterable[str] | None) -> tuple[list[str], Iterator[Uni
     if isinstance(units, Audit):
         names = _ordered(units) if only is None else list(only)
         return names, units.profiles(names), dict(units.settings)
-    found = [units] if isinstance(units, UnitProfile) else list(units)
+    profiles = [units] if isinstance(units, UnitProfile) else list(units)
     if only is not None:
-        by_name, wanted = {p.unit: p for p in found}, list(only)
+        by_name, wanted = {p.unit: p for p in profiles}, list(only)
         if missing := [name for name in wanted if name not in by_name]:
             raise KeyError(f"{missing[0]} is not among the profiles, which are of {', '.join(by_name)}")
-        found = [by_name[name] for name in wanted]
-    return [p.unit for p in found], iter(found), dict(found[0].settings) if found else {}
+        profiles = [by_name[name] for name in wanted]
+    return [p.unit for p in profiles], iter(profiles), dict(profiles[0].settings) if profiles else {}
 
 
 def _ordered(audit: Audit) -> list[str]:
@@ -115,12 +115,14 @@ def _folder(
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     shown, rows = set(names), []
-    for place, profile in enumerate(profiles):
+    for i, profile in enumerate(profiles):
         html = unit_html(profile, lambda unit: _file(unit) if unit in shown else None)
-        around = {"previous": names[place - 1] if place else "", "next": "".join(names[place + 1 : place + 2])}
-        turns = [(word, unit, _file(unit)) for word, unit in around.items() if unit]
+        around = [("previous", unit) for unit in names[max(0, i - 1) : i]] + [
+            ("next", unit) for unit in names[i + 1 : i + 2]
+        ]
+        links = [(word, unit, _file(unit)) for word, unit in around]
         article = {"anchor": _anchor(profile.unit), "html": Markup(html)}
-        page = _render(f"{profile.unit} · {title}", settings, articles=[article], turns=turns, home=title)
+        page = _render(f"{profile.unit} · {title}", settings, articles=[article], links=links, home=title)
         write_text(folder / _file(profile.unit), page)
         rows.append(_row(profile, _file(profile.unit)))
     index = folder / INDEX
@@ -134,7 +136,7 @@ def _render(
     *,
     groups: Sequence[dict[str, Any]] = (),
     articles: Sequence[dict[str, Any]] = (),
-    turns: Sequence[tuple[str, str, str]] = (),
+    links: Sequence[tuple[str, str, str]] = (),
     home: str = "",
 ) -> str:
     facts = [f"{count(settings['tokens'])} tokens of text"] if "tokens" in settings else []
@@ -147,7 +149,7 @@ def _render(
         tasks=list(dict.fromkeys(task for group in groups for row in group["rows"] for task in row["ranks"])),
         labelled=any(row["label"] for group in groups for row in group["rows"]),
         articles=articles,
-        turns=turns,
+        links=links,
         home=home,
         index=INDEX,
         facts=" · ".join(facts),

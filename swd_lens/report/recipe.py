@@ -46,11 +46,14 @@ def run_code(run: Run) -> str:
         _model_line(run),
         "run = swd.run_study(",
     ]
+    surfaces, tasks = dict(s.get("surfaces", {})), dict(s.get("tasks", {}))
     lines += ["    model,", "    {"]
-    lines += [f"        {label!r}: {list(sites)!r}," for label, sites in dict(s.get("surfaces", {})).items()]
+    lines += [f"        {label!r}: {list(sites)!r}," for label, sites in surfaces.items()]
     lines += ["    },", "    ["]
-    for name, task in dict(s.get("tasks", {})).items():
-        lines.append(f"        swd.load_task({name!r}, model, n_train={task.get('train')}, n_test={task.get('test')}),")
+    lines += [
+        f"        swd.load_task({name!r}, model, n_train={task.get('train')}, n_test={task.get('test')}),"
+        for name, task in tasks.items()
+    ]
     lines += ["    ],", f"    sparsities={s.get('sparsities', [])!r},"]
     lines += [_tokens_line(run, "calibration", "train"), _tokens_line(run, "held-out", "test")]
     if s.get("calibration dtype") == "float64" and s.get("model") == DEFAULT_MODEL:
@@ -78,9 +81,9 @@ def _kind(run: Run) -> list[str]:
     return ['kind="bridge"'] if run.settings.get("host") == "TransformerBridge" else []
 
 
-def _tokens_line(run: Run, what: str, split: str) -> str:
-    argument = what.replace("-", "") + "_tokens"
-    n: Any = run.settings.get(f"{what} tokens", 0)
+def _tokens_line(run: Run, name: str, split: str) -> str:
+    argument = name.replace("-", "") + "_tokens"
+    n: Any = run.settings.get(f"{name} tokens", 0)
     if not n:
         return f"    {argument}=None,"
     if run.settings.get("model") == DEFAULT_MODEL:

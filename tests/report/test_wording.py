@@ -5,7 +5,8 @@ import math
 import pandas as pd
 import pytest
 
-from swd_lens.report import plots, wording
+from swd_lens.circuits.plots import compact
+from swd_lens.report import wording
 from swd_lens.report.headline import Cost, cost_sentences, headline
 from swd_lens.study import Run
 
@@ -30,7 +31,7 @@ from swd_lens.study import Run
         (wording.duration(150), "2.5 min"),
         (wording.conjunction(["a", "b", "c"]), "a, b and c"),
         (wording.plural(1, "matrix", "matrices"), "1 matrix"),
-        (plots.compact(25_000), "25k"),
+        (compact(25_000), "25k"),
     ],
 )
 def test_writes(written: str, expected: str) -> None:
