@@ -4,7 +4,7 @@
 2. Factors of every matrix (factorization/factorize.py), and their fidelity on held-out text.
 3. Fixed-support fine-tuning of the nonzero values (finetune/), and the fidelity again: the share of the cross-entropy
    increase that was recovered.
-4. Continuations of a few prompts, dense and replaced, side by side (samples.py).
+4. Continuations of a few prompts, dense and replaced, side by side (generate.py).
 
 With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base._version import __version__
-from swd_lens.base.display import card
 from swd_lens.base.files import write_json, write_text
+from swd_lens.base.record import Record
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factorization.allocate import BY, allocate
 from swd_lens.factorization.allocation import Allocation
@@ -39,13 +39,8 @@ from swd_lens.units.factors import FactorSet
 BUDGETS = ("uniform", *BY)
 DEFAULT = "default"
 # What stands in `out`.
-BUDGETS_FILE, FACTORS, FINETUNED, NUMBERS, SAMPLES = (
-    "budgets.json",
-    "factors",
-    "finetune",
-    "replacement.json",
-    "samples.txt",
-)
+BUDGETS_FILE, FACTORS, FINETUNED = "budgets.json", "factors", "finetune"
+NUMBERS, SAMPLES = "replacement.json", "samples.txt"
 # Rows that allocation takes of a stream, in tokens: its Grams rank matrices, they do not make the final factors.
 _ALLOCATION_TOKENS = 65_536
 # Arguments of `swd_lens.finetune` that `finetune_options` may not hold, and those that are no settings of its recipe.
@@ -54,7 +49,7 @@ _BESIDE_RECIPE = ("preset", "progress", "heldout", "eval_every", "checkpoint_eve
 
 
 @dataclass(frozen=True, repr=False)
-class ModelReplacement:
+class ModelReplacement(Record):
     """A replaced surface, before and after fine-tuning.
 
     Attributes:
@@ -99,28 +94,26 @@ class ModelReplacement:
 
     def as_dict(self) -> dict[str, Any]:
         """Every number, as plain values."""
+        parts = {"before": self.before, "after": self.after, "allocation": self.allocation, "samples": self.samples}
         return {
             "swd_lens": __version__,
             "settings": dict(self.settings),
             "edges": self.factors.edges,
             "sparsity": self.factors.sparsity,
-            "before": self.before.as_dict(),
-            "after": None if self.after is None else self.after.as_dict(),
             "recovered": self.recovered,
-            "allocation": None if self.allocation is None else self.allocation.as_dict(),
-            "samples": None if self.samples is None else self.samples.as_dict(),
+            **{name: None if part is None else part.as_dict() for name, part in parts.items()},
         }
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{self.table().to_string(index=False)}"
+        return f"{self.title()}\n{self.table().to_string(index=False)}"
 
-    def _title(self) -> str:
+    def title(self) -> str:
         recovered = "" if self.recovered is None else f"; fine-tuning recovered {self.recovered:.1%} of the CE increase"
         n = len(self.factors)
         return f"ModelReplacement: {n} matrices, {self.factors.edges:,} edges, s={self.factors.sparsity:.4f}{recovered}"
 
-    def _repr_html_(self) -> str:
-        return card(self._title(), self.table(), self.allocation, self.samples)
+    def parts(self) -> tuple[Any, ...]:
+        return self.table(), self.allocation, self.samples
 
 
 def replace_model(
@@ -181,20 +174,37 @@ def replace_model(
     if finetune == DEFAULT:
         finetune = "paper" if paper else "best"
     calibration = calibration or ("sequential" if paper else "corrected")
-    train = tokens if finetune_tokens is None else finetune_tokens
-    if finetune is not None and train is None:
+    tuning, text = dict(finetune_options or {}), tokens if finetune_tokens is None else finetune_tokens
+    if finetune is not None and text is None:
         raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
-    _check_later_steps(model, heldout, prompts, finetune, finetune_options or {})
-    folder = None if out is None else Path(out)
-    settings: dict[str, Any] = {
-        "sites": names,
-        "sparsity": dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity),
-    }
+    _check_later_steps(model, heldout, prompts, finetune, tuning)
+    asked = dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity)
+    settings: dict[str, Any] = {"sites": names, "sparsity": asked}
     settings |= {"budgets": budgets, "calibration": calibration, "preset": preset, "finetune": finetune}
-    settings |= {"options": _plain(options), "finetune_options": _plain(finetune_options or {})}
+    settings |= {"options": _plain(options), "finetune_options": _plain(tuning)}
+    folder = None if out is None else Path(out)
 
-    units = {key: value for key, value in options.items() if key in ("units",)}
-    allocation = _allocation(model, sites, sparsity, tokens, budgets, units, batch_size, folder, overwrite, progress)
+    allocation = None
+    if budgets != "uniform":
+        rows = None if tokens is None else _first_rows(as_stream(tokens, model))
+        solver = {name: value for name, value in options.items() if name == "units"}
+        question = {
+            "budgets": budgets,
+            "sparsity": asked,
+            "sites": names,
+            "solver": _plain(solver),
+            "tokens_sha256": None if rows is None else as_stream(rows, model).fingerprint(),
+            "host_sha256": host_fingerprint(model, model.cfg),
+            "batch_size": batch_size,
+        }
+        file = None if folder is None else folder / BUDGETS_FILE
+        if file is not None and file.is_file() and not overwrite:
+            allocation = _saved_allocation(file, question)
+        else:
+            solver |= {"by": budgets, "batch_size": batch_size, "progress": progress}
+            allocation = allocate(model, sites, settings["sparsity"], rows, **solver)
+            if file is not None:
+                write_json(file, {**allocation.as_dict(), "question": question})
     factors = factorize(
         model,
         sites,
@@ -211,59 +221,25 @@ def replace_model(
     before = fidelity(model, factors, heldout, batch_size=batch_size, progress=progress)
     finetuned = after = None
     if finetune is not None:
-        how: dict[str, Any] = {"preset": finetune, "progress": progress, **(finetune_options or {})}
-        place = None if folder is None else folder / FINETUNED
+        tuned = None if folder is None else folder / FINETUNED
         # Of other factors: what an overwriting call that was interrupted has left.
-        stale = place is not None and is_of_other_factors(place, factors)
-        finetuned = finetune_factors(model, factors, train, out=place, overwrite=overwrite or stale, **how)
+        stale = tuned is not None and is_of_other_factors(tuned, factors)
+        recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
+        finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
         after = fidelity(model, finetuned, heldout, batch_size=batch_size, progress=progress)
     samples = None
     if len(prompts):
-        several = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
-        samples = generate(model, several, prompts, max_new_tokens=max_new_tokens)
-    made = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
+        labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
+        samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens)
+    replacement = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
     if folder is not None:
-        write_json(folder / NUMBERS, made.as_dict())
+        write_json(folder / NUMBERS, replacement.as_dict())
         if samples is not None:
             write_text(folder / SAMPLES, samples.side_by_side())
-    return made
+    return replacement
 
 
-def _allocation(
-    model: Any,
-    sites: Pattern,
-    sparsity: Any,
-    tokens: Any,
-    budgets: str,
-    solver: Mapping[str, Any],
-    batch_size: int,
-    folder: Path | None,
-    overwrite: bool,
-    progress: bool,
-) -> Allocation | None:
-    """The allocation that the folder holds, if it answers the same question, or a new one."""
-    if budgets == "uniform":
-        return None
-    rows = None if tokens is None else _first_rows(as_stream(tokens, model))
-    file = None if folder is None else folder / BUDGETS_FILE
-    question = {
-        "budgets": budgets,
-        "sparsity": float(sparsity),
-        "sites": [site.name for site in find_sites(model, sites)],
-        "solver": _plain(solver),
-        "tokens_sha256": None if rows is None else as_stream(rows, model).fingerprint(),
-        "host_sha256": host_fingerprint(model, model.cfg),
-        "batch_size": batch_size,
-    }
-    if file is not None and file.is_file() and not overwrite:
-        return _held(file, question)
-    made = allocate(model, sites, sparsity, rows, by=budgets, batch_size=batch_size, progress=progress, **solver)
-    if file is not None:
-        write_json(file, {**made.as_dict(), "question": question})
-    return made
-
-
-def _held(file: Path, question: Mapping[str, Any]) -> Allocation:
+def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
     """The allocation in a file, if it answers this question. Raises ResumeError."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
