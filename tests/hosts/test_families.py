@@ -36,6 +36,16 @@ def shared(kind, family):
     return getattr(families, kind)(family)
 
 
+@cache
+def svd_of(kind, family, sites="all"):
+    return baselines.svd(shared(kind, family), sites)
+
+
+@cache
+def quick_factors(kind, family):
+    return swd.factorize(shared(kind, family), "all", sparsity=0.4, outer_iterations=2, progress=False)
+
+
 def logits_of(model, tokens=TOKENS):
     with torch.no_grad():
         return host_of(model).run(tokens)
@@ -164,7 +174,7 @@ def test_backward_hooks_fire_in_a_frozen_host(kind, family):
 @every_host
 def test_cache_names_filter_and_pos_slice(kind, family):
     model = shared(kind, family)
-    with torch.no_grad(), swd.attach(model, baselines.svd(model, "all")) as attachment:
+    with torch.no_grad(), swd.attach(model, svd_of(kind, family)) as attachment:
         _, whole = model.run_with_cache(TOKENS)
         _, last = model.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("_unit"), pos_slice=-1)
         units = {site.name: attachment.factors[site.name].n_units for site in attachment.sites}
@@ -179,7 +189,7 @@ def test_cache_names_filter_and_pos_slice(kind, family):
 def test_generic_activation_patch_finds_the_units(kind, family):
     model = shared(kind, family)
     clean, corrupted = TOKENS[:1], families.some_tokens(1, 9, seed=5)
-    with torch.no_grad(), swd.attach(model, baselines.svd(model, "mlp_out")):
+    with torch.no_grad(), swd.attach(model, svd_of(kind, family, "mlp_out")):
         clean_logits, clean_cache = model.run_with_cache(clean)
         results = patching.generic_activation_patch(
             model,
@@ -213,7 +223,7 @@ def test_generate_gives_the_same_tokens_with_and_without_the_cache(kind, family)
     prompt = "The list is"
     how = {"max_new_tokens": 6, "do_sample": False, "verbose": False, "stop_at_eos": False, "prepend_bos": True}
     dense = model.generate(prompt, use_past_kv_cache=True, **how)
-    with torch.no_grad(), swd.attach(model, baselines.svd(model, "all")):
+    with torch.no_grad(), swd.attach(model, svd_of(kind, family)):
         assert model.generate(prompt, use_past_kv_cache=True, **how) == dense
         assert model.generate(prompt, use_past_kv_cache=False, **how) == dense
 
@@ -222,7 +232,7 @@ def test_generate_gives_the_same_tokens_with_and_without_the_cache(kind, family)
 def test_stop_at_layer_runs_the_units_below_it_without_a_warning(kind, family, recwarn):
     model = shared(kind, family)
     seen = []
-    with torch.no_grad(), swd.attach(model, baselines.svd(model, "mlp_out")) as attachment:
+    with torch.no_grad(), swd.attach(model, svd_of(kind, family, "mlp_out")) as attachment:
         recwarn.clear()
         hooks = [(site.hook_name, lambda z, hook: seen.append(hook.name)) for site in attachment.sites]
         with model.hooks(fwd_hooks=hooks):
@@ -260,7 +270,7 @@ def test_dtype_copies_and_modes_follow_the_host(kind, family):
 @every_host
 def test_a_printed_host_shows_its_units_one_line_per_site(kind, family):
     model = shared(kind, family)
-    factors = baselines.svd(model, "blocks.0.*")
+    factors = svd_of(kind, family, "blocks.0.*")
     with swd.attach(model, factors):
         lines = [line for line in repr(model).splitlines() if " units, " in line]
     for site, f in factors.items():
@@ -283,8 +293,7 @@ def test_a_padded_batch_gives_row_by_row_what_single_prompts_give(kind, family, 
     real = [slice(9 - len(p), 9) if side == "left" else slice(0, len(p)) for p in prompts]
     for row, (prompt, where) in enumerate(zip(prompts, real, strict=True)):
         batch[row, where], mask[row, where] = prompt, 1
-    factors = swd.factorize(model, "all", sparsity=0.4, outer_iterations=2, progress=False)
-    with torch.no_grad(), swd.attach(model, factors) as attachment:
+    with torch.no_grad(), swd.attach(model, quick_factors(kind, family)) as attachment:
         names = {site.hook_name for site in attachment.sites}
         logits, cached = model.run_with_cache(
             batch, attention_mask=mask, padding_side=side, names_filter=names.__contains__
@@ -305,7 +314,7 @@ def test_the_host_is_restored_bit_for_bit_also_after_an_exception(kind, family):
     model = shared(kind, family)
     dense, hooks, classes = logits_of(model), list(model.hook_dict.items()), [type(m) for m in model.modules()]
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), swd.attach(model, baselines.svd(model, "all")):
+    with pytest.raises(ZeroDivisionError), swd.attach(model, svd_of(kind, family)):
         logits_of(model)
         raise ZeroDivisionError
     assert torch.equal(logits_of(model), dense)
@@ -318,8 +327,8 @@ def test_the_host_is_restored_bit_for_bit_also_after_an_exception(kind, family):
 def test_rewriting_weights_is_refused_while_attached(kind, family):
     model = shared(kind, family)
     state = model.state_dict()
-    outer = swd.attach(model, baselines.svd(model, "mlp_in"))
-    with swd.attach(model, baselines.svd(model, "mlp_out")):
+    outer = swd.attach(model, svd_of(kind, family, "mlp_in"))
+    with swd.attach(model, svd_of(kind, family, "mlp_out")):
         pass
     process = model.process_weights if kind == "bridge" else model.process_weights_
     for rewrite in (process, lambda: model.load_state_dict(state)):
