@@ -252,7 +252,9 @@ def documents_of(source: Any) -> tuple[Iterator[tuple[bool, str]], str]:
     if isinstance(source, str | Path) and os.path.isfile(source):  # False, too, for text that is too long for a name
         return _blocks(Path(source)), f"file {Path(source).name}"
     if isinstance(source, str) and source in NAMES:
-        return ((True, text) for text in _named(source)), f"dataset {source}"
+        lines = _texts(_streamed(source))
+        texts = _articles(lines) if source.startswith("wikitext") else lines
+        return ((True, text) for text in texts), f"dataset {source}"
     if isinstance(source, str | Path):
         raise TokenError(_unknown(str(source)))
     if isinstance(source, Mapping):
@@ -296,36 +298,20 @@ def _texts(documents: Iterable[Any]) -> Iterator[str]:
         yield text
 
 
-def _named(name: str) -> Iterator[str]:
-    """Nothing is asked of the network before the first document is."""
+def _streamed(name: str) -> Iterator[Any]:
+    """The rows of a public dataset; nothing is asked of the network before the first of them is."""
     repository, configuration, split = NAMES[name]
-
-    def load() -> Iterator[Any]:
+    try:
         import datasets  # half a second, so only where it is needed
 
-        return iter(datasets.load_dataset(repository, configuration, split=split, streaming=True))
-
-    rows = _or_offline(load, name)
-    lines = _texts(_reading(rows, name))
-    yield from _articles(lines) if name.startswith("wikitext") else lines
-
-
-def _reading(rows: Iterator[Any], name: str) -> Iterator[Any]:
-    end = object()
-    while (row := _or_offline(lambda: next(rows, end), name)) is not end:
-        yield row
-
-
-def _or_offline(read: Callable[[], Any], name: str) -> Any:
-    try:
-        return read()
+        yield from datasets.load_dataset(repository, configuration, split=split, streaming=True)
     except Exception as error:  # every layer below (datasets, hub, http client, sockets) has its own classes
         offline = [
             key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key) not in (None, "", "0")
         ]
         switch = f"{' and '.join(offline)} is set: unset it, or " if offline else "Check the network, or "
         raise TokenError(
-            f"text {name!r} is streamed from huggingface.co/datasets/{NAMES[name][0]}, and that failed: "
+            f"text {name!r} is streamed from huggingface.co/datasets/{repository}, and that failed: "
             f"{type(error).__name__}: {error}. {switch}pass a local text file or a dataset that you have"
         ) from error
 
