@@ -87,54 +87,41 @@ def _with_units(plain: Any, name: str) -> type:
         unit_projections: nn.ModuleDict
 
         def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos d_model"]:
-            return _attend(self, super().forward, args, kwargs)
+            if "attn_o" not in self.unit_projections:
+                return super().forward(*args, **kwargs)
+            if self.cfg.use_attn_result:
+                raise RuntimeError(
+                    "cfg.use_attn_result was switched on while attn_o is attached; detach first, or switch it off: "
+                    "model.set_use_attn_result(False)"
+                )
+            try:
+                super().forward(*args, **kwargs)
+            except _LeaveAtZ as left:
+                h = left.args[0].flatten(-2)
+                return _project(self, "attn_o", h, self.b_O, lambda h: F.linear(h, self.W_O.flatten(0, 1).T, self.b_O))
+            raise RuntimeError(
+                "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
+            )
 
         def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
-            return _leave(self, super().calculate_z_scores(v, pattern))
+            z = super().calculate_z_scores(v, pattern)
+            if "attn_o" in self.unit_projections:
+                raise _LeaveAtZ(z)
+            return z
 
         def calculate_qkv_matrices(
             self, query_input: Tensor, key_input: Tensor, value_input: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
-            if not _reads_factored(self):
+            if not any(kind in self.unit_projections for kind in ("attn_qkv", "attn_q", "attn_k", "attn_v")):
                 return super().calculate_qkv_matrices(query_input, key_input, value_input)
             return _qkv(self, query_input, key_input, value_input)
 
-    Factored.__name__ = Factored.__qualname__ = (
-        name  # as a class at module level: it can be pickled and is named in prints
-    )
+    Factored.__name__ = Factored.__qualname__ = name  # as at module level: it can be pickled and is named in prints
     return Factored
 
 
 FactoredAttention = _with_units(Attention, "FactoredAttention")
 FactoredGroupedQueryAttention = _with_units(GroupedQueryAttention, "FactoredGroupedQueryAttention")
-
-
-def _attend(attn: Any, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-    if "attn_o" not in attn.unit_projections:
-        return forward(*args, **kwargs)
-    if attn.cfg.use_attn_result:
-        raise RuntimeError(
-            "cfg.use_attn_result was switched on while attn_o is attached; detach first, or switch it off: "
-            "model.set_use_attn_result(False)"
-        )
-    try:
-        forward(*args, **kwargs)
-    except _LeaveAtZ as left:
-        h = left.args[0].flatten(-2)
-        return _project(attn, "attn_o", h, attn.b_O, lambda h: F.linear(h, attn.W_O.flatten(0, 1).T, attn.b_O))
-    raise RuntimeError(
-        "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
-    )
-
-
-def _leave(attn: Any, z: Tensor) -> Tensor:
-    if "attn_o" in attn.unit_projections:
-        raise _LeaveAtZ(z)
-    return z
-
-
-def _reads_factored(attn: Any) -> bool:
-    return any(kind in attn.unit_projections for kind in ("attn_qkv", "attn_q", "attn_k", "attn_v"))
 
 
 def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,11 +38,12 @@ class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
         return torch.cat(rows, dim=2).flatten(0, 1)
 
 
-@dataclass
 class _PartialCache(TransformerLensKeyValueCache):
     """A frozen cache of the layers from `from_layer` on."""
 
-    from_layer: int = 0
+    def __init__(self, entries: list[Any], mask: Tensor, from_layer: int):
+        super().__init__(entries, mask, frozen=True)
+        self.from_layer = from_layer
 
 
 def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCacheEntry:
@@ -106,7 +107,7 @@ class HookedRuns:
         entries = [_repeated(entry, times, kept=layer >= from_layer) for layer, entry in enumerate(prefix.entries)]
         mask = prefix.previous_attention_mask.repeat(times, 1)
         first = max(from_layer, getattr(prefix, "from_layer", 0))
-        return _PartialCache(entries, mask, frozen=True, from_layer=first)
+        return _PartialCache(entries, mask, first)
 
     def residual(
         self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
