@@ -170,7 +170,7 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
         matching = [site for site in available if matches(site, name)]
         matching = matching or [site for site in alternatives if matches(site, name)]
         if not matching:
-            raise UnknownSiteError(_nothingmatches(name, available))
+            raise UnknownSiteError(_nothing_matches(name, available))
         selected.update({site.name: site for site in matching})
     for name in selected:
         twice = [part for part in overlapping(name) if part in selected]
