@@ -1,5 +1,7 @@
 """A scan is qk_replay for every head, pair and prompt, made at once."""
 
+import json
+
 import pytest
 import torch
 
@@ -77,6 +79,17 @@ def test_pairs_come_from_the_screen_or_as_given():
         qk_scan(model, factors, [ROW, [1]])
     with pytest.raises(QKError, match="q_unit is 99"):
         qk_scan(model, factors, [ROW], pairs=[QKPair(0, 0, 99, 0)])
+
+
+def test_results_are_plain_values_and_back():
+    model = families.hooked("qwen3")
+    factors = random_factors(model)
+    pair = QKPair(1, 0, 2, 4)
+    screen, replay = qk_screen(model, factors), qk_replay(model, factors, pair, ROW)
+    for result in (screen, qk_scan(model, factors, [ROW], pairs=[pair], progress=False), replay):
+        values = json.loads(json.dumps(result.as_dict()))
+        again = type(result).from_dict(values)
+        assert again.as_dict() == result.as_dict() and repr(again) == repr(result)
 
 
 def test_a_scan_shows_itself_and_leaves_the_host_as_it_was():

@@ -28,9 +28,9 @@ from swd_lens.analysis.qk.scores import (
     units_of_head,
 )
 from swd_lens.analysis.qk.screen import QKPair
-from swd_lens.base.display import card
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
 from swd_lens.base.panels import Panel, attention_heads, visible
+from swd_lens.base.record import Record
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 
@@ -40,7 +40,7 @@ _MOST_LABELS = 40  # token labels that fit an axis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Removal:
+class Removal(Record):
     """What it does to a head's pattern on a prompt that a unit is taken out.
 
     Attributes:
@@ -155,12 +155,14 @@ class QKReplay(Removal):
             f"share {self.share:.2f})"
         )
 
-    def _repr_html_(self) -> str:
+    def title(self) -> str:
+        return f"{self.pair}: without {self.taken_out}"
+
+    def parts(self) -> tuple[Any, ...]:
         words = f"KL in nats, mean over destinations. Positions enter {self.settings['positions']}."
         if self.settings["soft_cap"]:
             words += " The map is about scores before the cap."
-        title = f"{self.pair}: without {self.taken_out}"
-        return card(title, self.plot(), self.plot_contribution(), self.table(), words, self.panel())
+        return self.plot(), self.plot_contribution(), self.table(), words, self.panel()
 
 
 def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: str = "q") -> QKReplay:

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, QKError, attended_row, layer_units, provenance, run_layers
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
-from swd_lens.base.display import card
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.machine import plain_float32
+from swd_lens.base.record import Record
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.tasks.text import same_length
 from swd_lens.units import UnitSet
@@ -44,7 +44,7 @@ class QKCase(Removal):
 
 
 @dataclass(frozen=True, repr=False)
-class QKScan:
+class QKScan(Record):
     """All cases, ranked by removed KL.
 
     Attributes:
@@ -133,8 +133,8 @@ class QKScan:
         tail = "" if not first else f", first {first[0].pair} (removed KL {first[0].removed_kl:.3g} nats)"
         return f"QKScan({len(self.frame):,} cases on {len(self.prompts)} prompts, remove={self.settings['remove']!r}{tail})"
 
-    def _repr_html_(self) -> str:
-        return card(repr(self), self.plot(), self.table(10))
+    def parts(self) -> tuple[Any, ...]:
+        return self.plot(), self.table(10)
 
 
 def qk_scan(

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from swd_lens.analysis.qk.scores import LayerUnits, QKError, Side, layer_units, provenance
-from swd_lens.base.display import card
 from swd_lens.base.figures import heatmap, new_figure, style
+from swd_lens.base.record import Record
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.attention import Rotation, rotations
 from swd_lens.hosts.sites import split_name
@@ -56,7 +56,7 @@ class QKPair:
 
 
 @dataclass(frozen=True, repr=False)
-class QKScreen:
+class QKScreen(Record):
     """Static coefficients of every layer and head.
 
     Attributes:
@@ -116,8 +116,8 @@ class QKScreen:
         tail = "" if best is None else f", strongest {best} (gamma {best.gamma:.3g})"
         return f"QKScreen({n_layers} layers x {n_heads} heads, {known} with units, top {top} per side{tail})"
 
-    def _repr_html_(self) -> str:
-        return card(repr(self), self.plot(), self.table().head(10), f"Positions enter {self.settings['positions']}.")
+    def parts(self) -> tuple[Any, ...]:
+        return self.plot(), self.table().head(10), f"Positions enter {self.settings['positions']}."
 
 
 def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> QKScreen:
