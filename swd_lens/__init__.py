@@ -78,7 +78,7 @@ ERRORS = {
     "QKError": "analysis.qk.scores",
     "ResumeError": "factorization.checkpoint",
     "ShardError": "factorization.checkpoint",
-    "SiteDidNotRunWarning": "units.watch",
+    "SiteDidNotRunWarning": "units.projection",
     "TaskError": "tasks.example",
     "TokenError": "tasks.text",
     "UndefinedSufficiencyWarning": "circuits.frontier",

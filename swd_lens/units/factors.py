@@ -24,8 +24,7 @@ from torch import Tensor
 from swd_lens.base.display import card
 from swd_lens.units.hub import OnHub
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
-from swd_lens.units.storage import read_index, write_index
-from swd_lens.units.stored import StoredSite, write_site
+from swd_lens.units.storage import StoredSite, read_index, write_index, write_site
 
 __all__ = ["FactorSet", "Factors", "fingerprint", "read_factors", "write_factors"]
 
@@ -347,7 +346,7 @@ def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, A
 
 
 def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
-    """Write one site's file; returns its entry for `swd_lens.units.storage.write_index`. Raises what `stored.write_site` does."""
+    """Write one site's file; returns its entry for `swd_lens.units.storage.write_index`. Raises what `write_site` does."""
     entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
     return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
 

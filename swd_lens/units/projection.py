@@ -4,9 +4,12 @@
 2. `CoderProjection` holds an encode/decode pair (coder.py).
 3. `bypassed` is the dense host for a moment, with the projections left in their places.
 4. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
+5. `watch_block` reports projections that did not run: before a block runs, their `ran` is set to False; a projection that
+   computes sets it to True; after the block has run, those that are still False are named.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from swd_lens.base.undo import Push
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 from swd_lens.units.kernels import FactorProduct
@@ -151,3 +155,53 @@ def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, Ho
     assert read is not None and write is not None
     hook = UnitHookPoint(label)
     return UnitProjection(read, write, hook, offset_unit, offset_out), hook
+
+
+# ---------------------------------------------------------------------------------------------- sites that did not run
+
+
+class SiteDidNotRunWarning(UserWarning):
+    """Units are attached at a site, the block ran, and the site's product was computed by something else, or not at all."""
+
+
+class _Begin:
+    # Objects, not closures: a deep copy of the host then watches its own projections.
+    def __init__(self, projections: Mapping[str, Projection]):
+        self.projections = dict(projections)
+
+    def __call__(self, block: nn.Module, args: Any) -> None:
+        for projection in self.projections.values():
+            projection.ran = False
+
+
+class _End(_Begin):
+    def __call__(self, block: nn.Module, args: Any, output: Any = None) -> None:
+        idle = [name for name, projection in self.projections.items() if not projection.ran]
+        if idle:
+            warnings.warn(
+                f"{', '.join(idle)}: attached, but did not run in this forward; its output was computed without the units, "
+                "and hooks on z did not fire. Something replaced the module or goes round it; detach, and attach again",
+                SiteDidNotRunWarning,
+                stacklevel=2,
+            )
+
+
+def watch_block(block: nn.Module, projections: Mapping[str, Projection], push: Push) -> None:
+    """Name the sites of a block that are attached but did not run (TransformerLens#1688), in a `SiteDidNotRunWarning`.
+
+    A block that does not run at all (stop_at_layer, start_at_layer) says nothing.
+
+    Args:
+        projections: of the block, by site name.
+        push: is given the step back first.
+    """
+    begin, end = _Begin(projections), _End(projections)
+
+    def undo() -> None:
+        for hooks, ours in ((block._forward_pre_hooks, begin), (block._forward_hooks, end)):
+            for key in [key for key, hook in hooks.items() if hook is ours]:
+                del hooks[key]
+
+    push(undo)
+    block.register_forward_pre_hook(begin)
+    block.register_forward_hook(end)

@@ -1,13 +1,17 @@
 """Sparse factors on disk: a folder with one index, factors.json, and one safetensors file per matrix.
 
-1. `write_pair` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
+1. `write_site` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
    tensors that travel along (passport.py), and returns the index entry that describes them. The file's name carries its
    hash, so that no write ever touches another matrix's file, or an older version of its own.
 2. `write_index` replaces factors.json by a rename, then deletes the files that only the former index named. That rename
    is the one moment at which the folder changes: a reader sees all of the old set or all of the new one, and whatever
    interrupts a writer leaves one of the two.
 3. `read_index` checks the index and every file's hash, in blocks; `StoredPair` keeps a file memory-mapped and makes the
-   dense factors when asked. Folders of an older format are read as if they were of this one (old_formats.py).
+   dense factors when asked; `StoredSite` is one site's pair with its passport.
+4. Passports must fit their factors, and probes be met, when written and when read: factors that would be refused when they
+   are loaded are not saved.
+5. Formats that were written once are read for ever. Format 1 kept the pairs of all sites in one file, factors.safetensors, as
+   "<site>.read.index" and so on, and named its hash at the top of factors.json; format 2 knew no passport.
 
 Index of an edge: row * columns + column in its (rows, columns) factor, ascending; int32 (int64 from 2^31 entries on).
 """
@@ -26,8 +30,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.base.files import atomic, plain, sha256, write_text
-from swd_lens.units.old_formats import upgraded
+from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
 
+# Largest |z found - z expected| / |z expected| of a probe. z is float32 summed in float64: agreement is to 1e-7.
+PROBE_TOLERANCE = 1e-4
 FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
 INDEX = "factors.json"
 _AGAIN = "copy the folder again, or factorize again"
@@ -159,13 +165,26 @@ def _parse(folder: Path) -> dict[str, Any]:
             f"{folder} is of factor format {version}, this swd_lens reads 1 to {FORMAT_VERSION}; "
             + ("update swd_lens" if newer else "factorize again")
         )
-    described = upgraded(described)
+    if version == 1:
+        described = _from_format_1(described)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
             raise FactorFileError(f"{path} is damaged: it has no {key!r}; {_AGAIN}")
     for site, entry in described["sites"].items():
         _check_entry(path, site, entry)
     return described
+
+
+def _from_format_1(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The index with every site's "file" and "sha256" (of the file that all share) and the "prefix" of its tensors' names."""
+    shared = {"file": "factors.safetensors", "sha256": described.get("tensors_sha256")}
+    sites = described.get("sites")
+    if isinstance(sites, dict):
+        sites = {
+            site: {**entry, **shared, "prefix": f"{site}."} if isinstance(entry, dict) else entry
+            for site, entry in sites.items()
+        }
+    return {**described, "sites": sites}
 
 
 def _check_entry(path: Path, site: str, entry: Any) -> None:
@@ -240,3 +259,82 @@ class StoredPair:
             raise FactorFileError(f"{self.path}: {part}[{row}, {column}] is {value[bad].item()}; factorize again")
         # index_add takes the int32 indices as they are mapped; indexing would make an int64 copy of them.
         return torch.zeros(rows * columns).index_add_(0, index, value).view(rows, columns)
+
+
+# ---------------------------------------------------------------------------------------------- a site with its passport
+
+
+def write_site(
+    folder: Path,
+    site: str,
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    origin: Origin | None,
+    offsets: Offsets | None,
+    probe: Probe | None,
+) -> dict[str, Any]:
+    """Write one site's file; returns its index entry, without settings and provenance.
+
+    Raises:
+        FactorFileError: a value is not finite, origin, offsets or probe do not fit the factors, or the probe does not find
+            its z (read was changed after it was made); nothing is written.
+    """
+    extras = to_tensors(origin, offsets, probe)
+    try:
+        from_tensors(extras, read.shape[0], read.shape[1], write.shape[1])
+    except ValueError as error:
+        raise FactorFileError(
+            f"{site}: {error}; nothing was saved. Factorize it again, or give origin, offsets or probe that fit"
+        ) from error
+    if difference := _difference(probe, read, offsets):
+        raise FactorFileError(
+            f"{site}: read or offsets were changed after the probe was made ({difference}); nothing was saved. Make a new "
+            "one, dataclasses.replace(factors, probe=Probe.of(h, factors.read, factors.offsets)), or give probe=None"
+        )
+    return write_pair(folder, site, read, write, extras)
+
+
+class StoredSite:
+    """A site's factors in a mapped file: the counts that a summary needs, and the factors when asked for."""
+
+    def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):
+        self.site, self.settings, self.provenance = site, entry["settings"], entry["provenance"]
+        self.d_in, self.n_units, self.d_out = entry["d_in"], entry["units"], entry["d_out"]
+        self.pair = StoredPair(folder, entry)
+
+    @property
+    def edges(self) -> int:
+        if self.settings.get("edges") == "dense":  # as Factors.edges_per_unit counts
+            return self.n_units * (self.d_in + self.d_out)
+        return sum(self.pair.nonzeros.values())
+
+    def parts(self) -> dict[str, Any]:
+        """What Factors are made of, by the names of their fields.
+
+        Raises:
+            FactorFileError: what `StoredPair.dense` raises, a passport that does not fit, or a probe that finds another z.
+        """
+        read, write = self.pair.dense()
+        try:
+            passport = from_tensors(self.pair.extras(), self.d_in, self.n_units, self.d_out)
+        except ValueError as error:
+            raise FactorFileError(f"{self.pair.path}: {error}; factorize again, or update swd_lens") from error
+        if difference := _difference(passport.get("probe"), read, passport.get("offsets")):
+            raise FactorFileError(
+                f"{self.site}: the factors load, but do not compute what they computed when they were saved ({difference}); "
+                f"copy {self.pair.path} again, or factorize again"
+            )
+        return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
+
+    def __repr__(self) -> str:
+        sparsity = 1.0 - self.edges / (self.d_in * self.d_out)
+        shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
+        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={sparsity:.4f}, in its file)"
+
+
+def _difference(probe: Probe | None, read: Float[Tensor, "d_in unit"], offsets: Offsets | None) -> str:
+    """Expected and found z of every unit of the probe; "" where they agree (or there is no probe)."""
+    if probe is None or probe.error(read, offsets) <= PROBE_TOLERANCE:
+        return ""
+    each = zip(probe.units.tolist(), probe.z.tolist(), probe.found(read, offsets).tolist(), strict=True)
+    return "z of its probe: " + ", ".join(f"unit {unit} expected {z:.6g}, found {found:.6g}" for unit, z, found in each)

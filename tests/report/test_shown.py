@@ -95,7 +95,7 @@ def test_a_loaded_set_is_shown_without_making_its_factors(tmp_path: Any, monkeyp
     def refused(self: Any) -> Any:
         raise AssertionError("a card made dense factors")
 
-    monkeypatch.setattr("swd_lens.units.stored.StoredSite.parts", refused)
+    monkeypatch.setattr("swd_lens.units.storage.StoredSite.parts", refused)
     assert "8" in _shown(loaded).text and loaded.table()["edges"].tolist() == [8, 8]
 
 

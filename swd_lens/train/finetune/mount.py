@@ -24,8 +24,7 @@ from swd_lens.train.engine import frozen
 from swd_lens.train.finetune.spec import FinetuneError
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
-from swd_lens.units.projection import UnitHookPoint, bypassed
-from swd_lens.units.watch import watch_block
+from swd_lens.units.projection import UnitHookPoint, bypassed, watch_block
 
 # The smallest number with full precision: below it arithmetic may flush to zero. bfloat16 holds it, too.
 SMALLEST = torch.finfo(torch.float32).tiny
