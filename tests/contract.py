@@ -17,7 +17,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.units import from_saelens
 from swd_lens.units.factors import Factors, FactorSet
-from swd_lens.units.sources import as_units
+from swd_lens.units.unit_set import as_units
 
 
 def identity(model: Any, sites: str) -> FactorSet:

@@ -37,7 +37,7 @@ from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.passport import Offsets, Origin, Probe
 from swd_lens.units.saelens import from_saelens
-from swd_lens.units.sources import as_units
+from swd_lens.units.unit_set import as_units
 from tests import (
     errors_baselines,
     errors_circuits,

@@ -48,7 +48,7 @@ from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
-from swd_lens.units import by_site, matrices_of
+from swd_lens.units import UnitSet, matrices_of
 from swd_lens.units.factors import FactorSet, fingerprint
 
 CONTROLS = ("svd", "random_b")
@@ -288,7 +288,7 @@ def run_study(
 def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:
     """Raises ValueError unless these units replace the matrices of this surface."""
     host = host_of(model)
-    replaced = {matrix.name for site in find_sites(model, list(by_site(units))) for matrix in matrices_of(host, site)}
+    replaced = {matrix.name for site in UnitSet.of(host, units).sites for matrix in matrices_of(host, site)}
     if replaced != {site.name for site in surface}:
         raise ValueError(
             f"{label} replaces {', '.join(sorted(replaced))}, this surface is {', '.join(site.name for site in surface)}; "

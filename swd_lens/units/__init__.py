@@ -1,6 +1,6 @@
 """Injection: units become hooked modules inside a host, and leave again without a trace."""
 
-from swd_lens.units.attach import Attachment, add_probe, attach, by_site, is_bare, probe_tokens, require_free
+from swd_lens.units.attach import Attachment, add_probe, attach, is_bare, probe_tokens, require_free
 from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
 from swd_lens.units.match import AttachError, described, matrices_of, weight_fingerprint
 from swd_lens.units.projection import Projection, SiteDidNotRunWarning, UnitProjection
@@ -21,7 +21,6 @@ __all__ = [
     "add_probe",
     "as_units",
     "attach",
-    "by_site",
     "described",
     "from_saelens",
     "is_bare",

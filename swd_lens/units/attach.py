@@ -31,9 +31,6 @@ from swd_lens.units.match import AttachError, check_units, dtype_of
 from swd_lens.units.passport import Probe
 from swd_lens.units.projection import Projection, bypassed, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
-from swd_lens.units.unit_set import sources_by_site as by_site
-
-__all__ = ["AttachError", "Attachment", "attach", "by_site", "require_free"]
 
 PROBE_LENGTH = 16
 # Relative to the largest |z| of the probe. Float32 hosts agree to 1e-5; rounding through a deep bfloat16 host is coarse.

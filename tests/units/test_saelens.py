@@ -14,7 +14,7 @@ from torch import nn
 from swd_lens.hosts.sites import Site
 from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
 from swd_lens.units.saelens import from_saelens
-from swd_lens.units.sources import as_units
+from swd_lens.units.unit_set import as_units
 from tests.micro import random_split, random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings(

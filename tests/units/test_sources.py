@@ -16,7 +16,7 @@ from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
 from swd_lens.units.exact import svd_factors
 from swd_lens.units.factors import Factors
 from swd_lens.units.saelens import from_saelens
-from swd_lens.units.sources import as_units
+from swd_lens.units.unit_set import as_units
 
 SITE = Site(1, "mlp_out", 3, 2)
 # h @ ENC = z before relu; z @ DEC + 10 = y. Unit 1 reads two inputs, unit 3 writes nothing.
