@@ -8,6 +8,7 @@
    more and runs are whole.
 """
 
+import itertools
 import shutil
 import tempfile
 import warnings
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.sites import Site
@@ -39,16 +39,12 @@ class Residuals:
         tokens: anything `swd_lens.tasks.streams.as_stream` takes.
         batch_size: rows per forward.
         folder: where the temporary folder is made; None = where the system makes them.
-        progress: show a bar over the batches of each advance.
     """
 
-    def __init__(
-        self, model: Any, tokens: Any, batch_size: int = 16, folder: Path | None = None, *, progress: bool = False
-    ):
+    def __init__(self, model: Any, tokens: Any, batch_size: int = 16, folder: Path | None = None):
         self.host: Host = host_of(model)
         self.stream: TokenStream = as_stream(tokens, model)
-        self.batch_size, self.progress = batch_size, progress
-        self.layer = 0
+        self.batch_size, self.layer = batch_size, 0
         self.why_not: str | None = None
         self._parent, self._folder, self._kept = folder, None, None
 
@@ -72,7 +68,8 @@ class Residuals:
 
     def batches(self) -> Iterator[tuple[Int[Tensor, "_rows pos"], Start | None]]:
         """Every batch of tokens, and where its run takes up; None: at its tokens."""
-        for tokens, residual in zip(self.stream.batches(self.batch_size), self._residuals(), strict=False):
+        residuals = itertools.repeat(None) if self._kept is None else self._kept.read()
+        for tokens, residual in zip(self.stream.batches(self.batch_size), residuals, strict=False):
             yield tokens, None if residual is None else Start(self.layer, residual)
 
     def advance(self, layer: int) -> None:
@@ -98,35 +95,18 @@ class Residuals:
         if old is not None:
             old.path.unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------ one stage
-
-    def _residuals(self) -> Iterator[Tensor | None]:
-        if self._kept is None:
-            while True:
-                yield None
-        yield from self._kept.read()
-
     def _written(self, layer: int) -> "_Kept | None":
         """What enters `layer`, in a new file; None where it cannot be kept."""
         new = None
         try:
-            batches = tqdm(
-                self.batches(),
-                desc=f"to block {layer}",
-                total=-(-self.stream.n_rows // self.batch_size),
-                unit="batch",
-                disable=not self.progress,
-                leave=False,
-            )
-            for tokens, start in batches:
-                if start is None:
-                    start = Start(0, self.host.residual(tokens, 0))
+            for tokens, start in self.batches():
+                start = Start(0, self.host.residual(tokens, 0)) if start is None else start
                 residual = self.host.residual(tokens, layer, start=start)
                 if new is None:
                     self.why_not = self._objection(tokens, layer, residual)
                     if self.why_not is not None:
                         return None
-                    new = _Kept(self._place() / f"layer-{layer}", residual)
+                    new = _Kept(self._temporary_folder() / f"layer-{layer}", residual)
                 new.add(residual)
         except BaseException:
             if new is not None:
@@ -134,7 +114,7 @@ class Residuals:
             raise
         return new
 
-    def _place(self) -> Path:
+    def _temporary_folder(self) -> Path:
         if self._folder is None:
             if self._parent is not None:
                 self._parent.mkdir(parents=True, exist_ok=True)
@@ -144,35 +124,30 @@ class Residuals:
     def _objection(self, tokens: Tensor, layer: int, residual: Tensor) -> str | None:
         """Why the residuals of this host cannot be kept, as seen on the first batch."""
         needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
-        free = shutil.disk_usage(self._place()).free
+        free = shutil.disk_usage(self._temporary_folder()).free
         if needed + _SPARE > free:
             n_tokens = self.stream.n_tokens
             why = f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
             warnings.warn(
-                f"{why} in {self._place().parent}; calibration runs every block anew for each stage, which takes longer. Free "
-                "some, set TMPDIR to a larger disk, or give fewer tokens",
+                f"{why} in {self._temporary_folder().parent}; calibration runs every block anew for each stage, which takes "
+                "longer. Free some, set TMPDIR to a larger disk, or give fewer tokens",
                 stacklevel=4,
             )
             return why
-        if not self._goes_on(tokens, layer, residual):
+        # A run from the residual must show the sites of its block what a whole run shows them.
+        whole, resumed = self._inputs(tokens, layer, None), self._inputs(tokens, layer, Start(layer, residual))
+        same = [site for site, _ in whole] == [site for site, _ in resumed]
+        if not same or not all(torch.equal(h, again) for (_, h), (_, again) in zip(whole, resumed, strict=True)):
             return f"this host's runs from block {layer} are not those from the tokens, to the bit"
         return None
 
-    def _goes_on(self, tokens: Tensor, layer: int, residual: Tensor) -> bool:
-        """Whether a run from the residual shows the sites of its block what a whole run shows them, to the bit."""
+    def _inputs(self, tokens: Tensor, layer: int, start: Start | None) -> list[tuple[Site, Tensor]]:
+        """What the sites of a block read, in the order of the run; sites that it does not show are missing."""
+        inputs: list[tuple[Site, Tensor]] = []
         sites = [site for site in self.host.sites() if site.layer == layer]
-        whole: list[tuple[Site, Tensor]] = []
-        with self.host.inputs(sites, lambda site, h: whole.append((site, h.clone()))):
-            self.host.run_blocks(tokens, layer + 1)
-        same: list[bool] = []
-
-        def compare(site: Site, h: Tensor) -> None:
-            then, there = whole.pop(0) if whole else (None, h)
-            same.append(site == then and torch.equal(h, there))
-
-        with self.host.inputs(sites, compare):
-            self.host.run_blocks(tokens, layer + 1, start=Start(layer, residual))
-        return all(same) and not whole
+        with self.host.inputs(sites, lambda site, h: inputs.append((site, h.clone()))):
+            self.host.run_blocks(tokens, layer + 1, **({} if start is None else {"start": start}))
+        return inputs
 
 
 class _Kept:

@@ -281,7 +281,7 @@ def test_tasks_that_do_not_fit_side_by_side_run_one_after_the_other(pool, monkey
 
 
 def busy(backend) -> list[int]:
-    return [worker.job.task.bytes for worker in backend._workers if worker.job is not None]
+    return [worker.assignment.task.bytes for worker in backend._workers if worker.assignment is not None]
 
 
 class Poison:
@@ -301,7 +301,7 @@ def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_named():
 
         def kill_the_long_one(_site):
             for worker in backend._workers:
-                if not killed and worker.job is not None and worker.job.task is tasks[1]:
+                if not killed and worker.assignment is not None and worker.assignment.task is tasks[1]:
                     killed.append(wait_until_it_works(worker._process.pid))
                     os.kill(killed[0], signal.SIGKILL)
 

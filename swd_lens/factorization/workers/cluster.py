@@ -23,18 +23,15 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from swd_lens.factorization.solve import SolveTask, threads_set_to
-from swd_lens.factorization.workers.order import Failed, lost, read_reply
+from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
 
 _CONNECT_SECONDS = 10.0
 
 
 @dataclass
-class _Job:
-    number: int
-    task: SolveTask
-    parcel: Any  # where it lies in the object store
-    attempts: int = 0
+class _Stored(Assignment):
+    parcel: Any = None  # where it lies in the object store
 
 
 class Cluster:
@@ -43,7 +40,7 @@ class Cluster:
     def __init__(self, threads: int, retries: int):
         self._threads, self._retries = threads, retries
         self._owns_connection = _connect()
-        self._jobs: dict[Any, _Job] = {}  # by the answer we wait for
+        self._waiting: dict[Any, _Stored] = {}  # by the answer we wait for
         widest = max((_offered(node, "CPU") for node in _nodes()), default=0)
         if threads > widest:
             self.close()
@@ -56,51 +53,60 @@ class Cluster:
 
     def submit(self, number: int, task: SolveTask) -> None:
         parcel = pack_task(task)
-        self._start(_Job(number, task, ray.put(parcel)))
+        self._start(_Stored(number, task, parcel=ray.put(parcel)))
 
     def finished(self) -> tuple[int, Parcel | Failed]:
         while True:
-            (answer, *_), _ = ray.wait(list(self._jobs), num_returns=1)
-            job = self._jobs.pop(answer)
+            (answer, *_), _ = ray.wait(list(self._waiting), num_returns=1)
+            stored = self._waiting.pop(answer)
             try:
-                return job.number, _returned(ray.get(answer), job.task)
+                result = read_reply(ray.get(answer))
+                if not isinstance(result, Failed):  # its factors go to the task's own device
+                    result["device"] = str(stored.task.weight.device)
+                return stored.number, result
             except RayTaskError as error:
                 # Outside of `attempt`, and the same at every attempt: swd_lens is missing on the node.
-                return job.number, Failed(error)
+                return stored.number, Failed(error)
             except RayError as error:
-                failed = self._after_death(job, error)
+                failed = self._after_death(stored, error)
             if failed is not None:
-                return job.number, failed
+                return stored.number, failed
 
     def cancel(self) -> None:
-        for answer in self._jobs:
+        for answer in self._waiting:
             with suppress(RayError):
                 ray.cancel(answer, force=True)
-        self._jobs.clear()
+        self._waiting.clear()
 
     def close(self) -> None:
         self.cancel()
         if self._owns_connection:
             ray.shutdown()
 
-    def _start(self, job: _Job) -> None:
-        gpus = 1 if job.task.weight.device.type == "cuda" else 0
-        options = {"num_cpus": self._threads, "num_gpus": gpus, "memory": _requested_memory(job.task), "max_retries": 0}
-        self._jobs[_remote.options(name=f"solve {job.task.site}", **options).remote(job.parcel, self._threads)] = job
+    def _start(self, stored: _Stored) -> None:
+        task = stored.task
+        remote = _remote.options(
+            name=f"solve {task.site}",
+            num_cpus=self._threads,
+            num_gpus=1 if task.weight.device.type == "cuda" else 0,
+            memory=_requested_memory(task),
+            max_retries=0,
+        )
+        self._waiting[remote.remote(stored.parcel, self._threads)] = stored
 
-    def _after_death(self, job: _Job, error: RayError) -> Failed | None:
+    def _after_death(self, stored: _Stored, error: RayError) -> Failed | None:
         """None: it is submitted again."""
-        job.attempts += 1
+        stored.attempts += 1
         how = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        if job.attempts > self._retries:
-            return lost(job.task, job.attempts, how)
+        if stored.attempts > self._retries:
+            return lost(stored.task, stored.attempts, how)
         warnings.warn(
-            f"the Ray worker that solved {job.task.site} died ({how}); "
-            f"trying again ({job.attempts} of {self._retries} retries)",
+            f"the Ray worker that solved {stored.task.site} died ({how}); "
+            f"trying again ({stored.attempts} of {self._retries} retries)",
             RuntimeWarning,
             stacklevel=4,
         )
-        self._start(job)
+        self._start(stored)
         return None
 
 
@@ -112,12 +118,6 @@ def _solve(parcel: Parcel, threads: int) -> tuple[str, Any]:
 
 
 _remote = ray.remote(_solve)
-
-
-def _returned(reply: tuple[str, Any], task: SolveTask) -> Parcel | Failed:
-    """The answer, with the factors bound for the task's own device."""
-    result = read_reply(reply)
-    return result if isinstance(result, Failed) else {**result, "device": str(task.weight.device)}
 
 
 def _connect() -> bool:

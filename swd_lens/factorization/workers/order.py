@@ -35,6 +35,15 @@ class Failed:
     error: BaseException
 
 
+@dataclass
+class Assignment:
+    """A task with a backend: its number in the order, and how many workers died over it."""
+
+    number: int
+    task: SolveTask
+    attempts: int = 0
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Where tasks are solved, other than in this process."""

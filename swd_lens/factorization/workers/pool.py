@@ -30,17 +30,10 @@ import torch
 
 from swd_lens.base.machine import available_bytes
 from swd_lens.factorization.solve import SolveTask
-from swd_lens.factorization.workers.order import Failed, lost, read_reply
+from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
 from swd_lens.factorization.workers.parcel import BOOTSTRAP, Parcel, pack_task, receive, send
 
 _PACKAGE = Path(__file__).absolute().parents[2]
-
-
-@dataclass
-class _Job:
-    number: int
-    task: SolveTask
-    attempts: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,12 +51,12 @@ class Pool:
     def __init__(self, n_workers: int, threads: int, retries: int):
         self.n_workers, self._threads, self._retries = n_workers, threads, retries
         self._workers: list[_Worker] = []
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[Assignment] = deque()
         self._reports: queue.SimpleQueue[_Report] = queue.SimpleQueue()
         self._memory = available_bytes(torch.device("cpu"))
 
     def submit(self, number: int, task: SolveTask) -> None:
-        self._waiting.append(_Job(number, task))
+        self._waiting.append(Assignment(number, task))
         self._start_what_fits()
 
     def finished(self) -> tuple[int, Parcel | Failed]:
@@ -71,20 +64,20 @@ class Pool:
             report = self._reports.get()
             if report.worker not in self._workers:  # of a worker that `cancel` ended
                 continue
-            job, report.worker.job = report.worker.job, None
-            assert job is not None
+            assignment, report.worker.assignment = report.worker.assignment, None
+            assert assignment is not None
             result = report.result
             if report.over:
                 self._workers.remove(report.worker)
                 how = report.worker.ending()
-                result = self._after_death(job, how) if result is None else result
+                result = self._after_death(assignment, how) if result is None else result
             self._start_what_fits()
             if result is not None:
-                return job.number, result
+                return assignment.number, result
 
     def cancel(self) -> None:
         self._waiting.clear()
-        for worker in [worker for worker in self._workers if worker.job is not None]:
+        for worker in [worker for worker in self._workers if worker.assignment is not None]:
             self._workers.remove(worker)
             worker.end()
 
@@ -95,7 +88,7 @@ class Pool:
 
     def _start_what_fits(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
-            free = next((worker for worker in self._workers if worker.job is None), None)
+            free = next((worker for worker in self._workers if worker.assignment is None), None)
             if free is None:
                 if len(self._workers) == self.n_workers:
                     return
@@ -103,31 +96,32 @@ class Pool:
                 self._workers.append(free)
             free.take(self._waiting.popleft())
 
-    def _fits(self, job: _Job) -> bool:
-        beside = [worker.job.task.bytes for worker in self._workers if worker.job is not None]
+    def _fits(self, assignment: Assignment) -> bool:
+        beside = [worker.assignment.task.bytes for worker in self._workers if worker.assignment is not None]
         if not beside:
             return True
-        return job.attempts < 2 and (self._memory is None or sum(beside) + job.task.bytes <= self._memory)
+        return assignment.attempts < 2 and (self._memory is None or sum(beside) + assignment.task.bytes <= self._memory)
 
-    def _after_death(self, job: _Job, how: str) -> Failed | None:
+    def _after_death(self, assignment: Assignment, how: str) -> Failed | None:
         """None: it is in line again."""
-        job.attempts += 1
-        if job.attempts > self._retries:
-            return lost(job.task, job.attempts, how)
+        assignment.attempts += 1
+        if assignment.attempts > self._retries:
+            return lost(assignment.task, assignment.attempts, how)
         warnings.warn(
-            f"the worker process that solved {job.task.site} {how}; trying again ({job.attempts} of {self._retries} retries)",
+            f"the worker process that solved {assignment.task.site} {how}; "
+            f"trying again ({assignment.attempts} of {self._retries} retries)",
             RuntimeWarning,
             stacklevel=4,
         )
-        self._waiting.appendleft(job)
+        self._waiting.appendleft(assignment)
         return None
 
 
 class _Worker:
-    """One process and the thread that speaks with it. `job` is what it works on, None if it is free."""
+    """One process and the thread that speaks with it. `assignment` is what it works on, None if it is free."""
 
     def __init__(self, threads: int, reports: "queue.SimpleQueue[_Report]"):
-        self.job: _Job | None = None
+        self.assignment: Assignment | None = None
         self._inbox: queue.SimpleQueue[SolveTask | None] = queue.SimpleQueue()
         where = json.dumps([[str(path) for path in sys.path], str(_PACKAGE)])
         self._process = subprocess.Popen(
@@ -140,9 +134,9 @@ class _Worker:
         self._thread = threading.Thread(target=self._speak, args=(reports,), daemon=True)
         self._thread.start()
 
-    def take(self, job: _Job) -> None:
-        self.job = job
-        self._inbox.put(job.task)
+    def take(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self._inbox.put(assignment.task)
 
     def end(self) -> None:
         """Kill the process; it holds nothing that anybody wants."""
@@ -172,7 +166,7 @@ class _Worker:
         assert stdin is not None and stdout is not None
         while (task := self._inbox.get()) is not None:
             report = self._ask(stdin, stdout, task)
-            del task  # the job holds it, and only as long as need be
+            del task  # the assignment holds it, and only as long as need be
             reports.put(report)
             del report
 
