@@ -32,11 +32,9 @@ from torch import Tensor
 
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
-from swd_lens.solver.refine import refine
+from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.spec import AnnealSpec, OnIteration, Step
 from swd_lens.solver.support import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
-
-Matrix = Float[Tensor, "rows columns"]
 
 # Norms of empty rows: divided by this they stay zero.
 NORM_FLOOR = 1e-18
@@ -116,9 +114,10 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
     square[owner, torch.arange(units, device=target.device)] = 1.0
     other = _deal(short_long, owner, copy, budget.other, spec)
-    long = Block(other.T.contiguous() if tall else other, torch.zeros_like(other.T if tall else other), budget.other)
-    short = Block(
-        square.T.contiguous() if tall else square, torch.zeros_like(square.T if tall else square), budget.square
+    # Duals keep the strides of the transposed view: other strides give other last bits.
+    short, long = (
+        Block(factor.T.contiguous() if tall else factor, torch.zeros_like(factor.T if tall else factor), kept)
+        for factor, kept in ((square, budget.square), (other, budget.other))
     )
     return (long, short) if tall else (short, long)
 
@@ -151,8 +150,8 @@ def _deal(
     copies = torch.bincount(owner, minlength=len(short_long))
     if int(copies.max()) > 1:
         draw = torch.rand(short_long.shape, generator=torch.Generator().manual_seed(spec.seed), dtype=torch.float32)
-        chosen = (draw.to(short_long.device) * copies[:, None]).long()
-        dealt *= chosen[owner] == copy[:, None]
+        drawn = (draw.to(short_long.device) * copies[:, None]).long()
+        dealt *= drawn[owner] == copy[:, None]
     # A unit that starts empty would stay so: it gets its coordinate's largest entry.
     empty = (~dealt.any(1)).nonzero().squeeze(1)
     largest = magnitude[owner[empty]].argmax(1)

@@ -77,7 +77,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
 def _too_small(d_in: int, d_out: int, sparsity: float | int, square: int, n: int) -> str:
     numel = d_in * d_out
     start = (
-        f"sparsity={sparsity:g} leaves K={int(round(numel * (1 - sparsity), 6)):,} edges of {numel:,} for a "
+        f"sparsity={sparsity:g} leaves K={edges(d_in, d_out, sparsity):,} edges of {numel:,} for a "
         f"({d_in}, {d_out}) matrix, but the square factor takes {square:,} and the other needs {n:,}, one per unit; "
     )
     largest = int((1 - (square + n) / numel) * 10_000 - 1e-6) / 10_000  # rounded down, so that it is really feasible

@@ -50,10 +50,6 @@ class Block:
     dual: Float[Tensor, "unit feature"]
     budget: int
 
-    @classmethod
-    def start(cls, factor: Float[Tensor, "unit feature"], budget: int) -> "Block":
-        return cls(factor, torch.zeros_like(factor), budget)
-
 
 def factorize(
     weight: Float[Tensor, "d_in d_out"],
@@ -104,8 +100,10 @@ def alternate(
     short_long = by_output if tall else by_output.T  # the square factor belongs to the short side
     eye = torch.eye(short_long.shape[0], dtype=target.dtype, device=target.device)
     del target  # a weight-size buffer
-    square = Block.start(eye, budget.square)
-    other = Block.start(_start(short_long, budget.other, spec), budget.other)
+    pruned = short_long * _support(short_long, budget.other * spec.start_share, spec, cap=1.0)
+    square = Block(eye, torch.zeros_like(eye), budget.square)
+    other = Block(pruned, torch.zeros_like(pruned), budget.other)
+    del eye, pruned
     for t in range(spec.outer_iterations):
         rho_start = spec.rho_start(t)
         update(square, other.factor, short_long.T, rho_start, spec)
@@ -120,11 +118,6 @@ def _error(
 ) -> float:
     """The relMSE as far as the alternation sees it: under the Gram's diagonal."""
     return float((target - square.T @ other).square().sum() / target.square().sum())
-
-
-def _start(target: Float[Tensor, "unit feature"], budget: int, spec: DsfSpec) -> Float[Tensor, "unit feature"]:
-    """The target pruned by magnitude to a share of the budget."""
-    return target * _support(target, budget * spec.start_share, spec, cap=1.0)
 
 
 def _support(

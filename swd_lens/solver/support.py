@@ -37,8 +37,8 @@ def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tenso
     n = flat.numel()
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: give a rank from 1 to {n}, the number of entries")
-    if n > 4 * SAMPLE and (found := _inside_bracket(flat, k, magnitude.shape[1])) is not None:
-        return found
+    if n > 4 * SAMPLE and (kth := _inside_bracket(flat, k, magnitude.shape[1])) is not None:
+        return kth
     return flat.kthvalue(n - k + 1).values
 
 
