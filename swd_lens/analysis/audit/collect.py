@@ -27,7 +27,8 @@ from swd_lens.analysis.audit.vectors import Ends, Readout
 from swd_lens.base._version import __version__
 from swd_lens.base.machine import plain_float32
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
+from swd_lens.hosts import Host, host_of, require_no_dropout
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, parse_unit, select_sites
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -121,7 +122,8 @@ def audit(
         settings=settings,
         n_tokens=stream.n_tokens,
         names=names,
-        readout=_readout(model, names),
+        # An encoder has no next-token logits that a unit could have a direct effect on.
+        readout=Readout(model, names) if facts_of(model).reads_out else None,
         ends=Ends.of(model),
     )
 
@@ -191,7 +193,7 @@ def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[S
         ValueError: no names, or a unit that the set does not have.
         UnknownSiteError: a pattern that matches no site of the set.
     """
-    wanted: dict[str, set[int]] = {}
+    indices: dict[str, set[int]] = {}
     names = ["all"] if units is None else [units] if isinstance(units, str) else list(units)
     if not names:
         raise ValueError(
@@ -200,14 +202,14 @@ def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[S
     for name in names:
         if "/" not in name:
             for site in select_sites(unit_set.sites, name):
-                wanted.setdefault(site.name, set()).update(range(unit_set[site.name].n_units))
+                indices.setdefault(site.name, set()).update(range(unit_set[site.name].n_units))
             continue
         site_name, index = parse_unit(name)
         select_sites(unit_set.sites, site_name)
         if index >= unit_set[site_name].n_units:
             raise ValueError(f"{name}: {site_name} has {unit_set[site_name].n_units} units, counted from 0")
-        wanted.setdefault(site_name, set()).add(index)
-    return {site: torch.tensor(sorted(wanted[site.name])) for site in unit_set.sites if site.name in wanted}
+        indices.setdefault(site_name, set()).add(index)
+    return {site: torch.tensor(sorted(indices[site.name])) for site in unit_set.sites if site.name in indices}
 
 
 class SiteObserver:
@@ -300,10 +302,3 @@ def _require_finite(site: Site, z: Float[Tensor, "rows pos unit"]) -> None:
             f"z of {site.name}/{int(bad.nonzero()[0])} is not finite on this text; run the host in float32, or look for the "
             "tokens at which its activations overflow"
         )
-
-
-def _readout(model: Any, names: TokenNames) -> Readout | None:
-    try:
-        return Readout(model, names)
-    except UnsupportedHostError:  # BERT: it has no next-token logits that a unit could have a direct effect on
-        return None

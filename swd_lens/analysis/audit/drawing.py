@@ -235,11 +235,11 @@ def _bars(
     """Names and numbers, a bar behind each."""
     items = []
     for name, value in rows:
-        target, shown = link(name), f"<code>{escape(name)}</code>"
-        shown = f'<a href="{escape(target)}">{shown}</a>' if target else shown
+        target, text = link(name), f"<code>{escape(name)}</code>"
+        text = f'<a href="{escape(target)}">{text}</a>' if target else text
         width = 100 * min(1.0, abs(value) / largest) if largest > 0 else 0.0
         bar = f'<i class="{colour or ("p" if value > 0 else "n")}" style="width:{width:.0f}%"></i>'
-        items.append(f'<li>{bar}{shown}<span class="num">{form(value)}</span></li>')
+        items.append(f'<li>{bar}{text}<span class="num">{form(value)}</span></li>')
     return f'<ol class="bars">{"".join(items)}</ol>'
 
 

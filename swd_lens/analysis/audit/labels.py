@@ -163,8 +163,8 @@ class UnitLabels(_Base):
         return len(self.labels)
 
     def __repr__(self) -> str:
-        some = ", ".join(f"{unit}: {label.label!r}" for unit, label in list(self.labels.items())[:3])
-        return f"UnitLabels({len(self)} labels{'; ' + some if some else ''}{', ...' if len(self) > 3 else ''})"
+        first = ", ".join(f"{unit}: {label.label!r}" for unit, label in list(self.labels.items())[:3])
+        return f"UnitLabels({len(self)} labels{'; ' + first if first else ''}{', ...' if len(self) > 3 else ''})"
 
     def _repr_html_(self) -> str:
         return card(f"{len(self)} labels", self.table())

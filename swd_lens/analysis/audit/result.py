@@ -96,9 +96,9 @@ class Audit:
             KeyError: one was not audited.
             ValueError: no name of a unit.
         """
-        wanted = [self.place(unit) for unit in (self.units if units is None else units)]
-        for start in range(0, len(wanted), _AT_ONCE):
-            part = wanted[start : start + _AT_ONCE]
+        places = [self.place(unit) for unit in (self.units if units is None else units)]
+        for start in range(0, len(places), _AT_ONCE):
+            part = places[start : start + _AT_ONCE]
             effects = self._effects(part)
             for site, index in part:
                 yield self._profile(site, index, effects.get((site, index)))
@@ -248,12 +248,12 @@ class Audit:
             ValueError: no scores, or several and none named, or none of that name.
         """
         scores = self.scores[self.task(task)]
-        wanted = None if layers is None else set(layers)
+        of_layers = None if layers is None else set(layers)
         rows, counts = [], {}
         for rank, (site, index) in enumerate(scores.ranking(), 1):
             layer = split_name(site)[0]
             counts[layer] = counts.get(layer, 0) + 1
-            if counts[layer] <= per_layer and (wanted is None or layer in wanted):
+            if counts[layer] <= per_layer and (of_layers is None or layer in of_layers):
                 rows.append(
                     {
                         "layer": layer,

@@ -21,6 +21,7 @@ from torch import Tensor
 from swd_lens.analysis.audit.contexts import TokenNames
 from swd_lens.base.record import PlainRecord
 from swd_lens.hosts import host_of
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, WRITES_RESIDUAL, split_name
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
@@ -188,7 +189,7 @@ class Readout:
 
     def __init__(self, model: Any, names: TokenNames | None = None):
         self.norm, self.unembedding = host_of(model).readout()
-        self.centres = str(model.cfg.normalization_type).startswith("LN")  # RMSNorm leaves the mean
+        self.centres = facts_of(model).norm == "layer"  # RMSNorm leaves the mean
         self.names = names or TokenNames(model)
 
     def effects(self, write: Float[Tensor, "some d_model"], n: int = 8) -> list[LogitEffect]:

@@ -186,8 +186,8 @@ def compare_edits(
     Raises:
         ValueError: (EditError) whatever `edit_unit` refuses, no other prompts, no or unknown methods, or bad shifts.
     """
-    wanted = [require_number("a shift", shift) for shift in shifts]
-    if not wanted or len(set(wanted)) != len(wanted):
+    requested = [require_number("a shift", shift) for shift in shifts]
+    if not requested or len(set(requested)) != len(requested):
         raise EditError(f"shifts must be different numbers, at least one, got {tuple(shifts)}")
     methods = list(dict.fromkeys(methods))
     if not methods or set(methods) - set(METHODS):
@@ -201,20 +201,20 @@ def compare_edits(
     for method in methods:
         if method == "lora":
             edits += lora_edits(
-                model, site, target, wanted, learning_rate=lora_learning_rate, seed=lora_seed, progress=progress
+                model, site, target, requested, learning_rate=lora_learning_rate, seed=lora_seed, progress=progress
             )
         elif method == "oracle":
-            edits += [oracle_edit(model, site, target, shift) for shift in wanted]
+            edits += [oracle_edit(model, site, target, shift) for shift in requested]
         else:
             of_unit = index if method == "unit" else random_unit(units[site.name], target, seed=random_seed, but=index)
-            edits += [unit_edit(model, units, site, of_unit, target, shift, method=method) for shift in wanted]
+            edits += [unit_edit(model, units, site, of_unit, target, shift, method=method) for shift in requested]
     effects = measure(
         model, edits, other_prompts, tokens, batch_size=batch_size, prepend_bos=prepend_bos, progress=progress
     )
     settings = {
         "unit": unit,
         "methods": methods,
-        "shifts": wanted,
+        "shifts": requested,
         "random_seed": random_seed,
         "lora_seed": lora_seed,
         "lora_learning_rate": float(lora_learning_rate),
@@ -325,7 +325,7 @@ def lora_edits(
     drawn = INIT * torch.randn(site.d_in, rank, generator=generator)
     read = drawn.to(device).repeat(len(shifts), 1, 1).requires_grad_(True)
     write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True)
-    wanted = torch.tensor(list(shifts), device=device)
+    requested = torch.tensor(list(shifts), device=device)
     optimizer = torch.optim.AdamW([read, write], lr=float(learning_rate), weight_decay=0.0)
     with plain_float32(device), torch.enable_grad(), _margins(host, site, target, read, write) as margins:
         first = None
@@ -333,7 +333,7 @@ def lora_edits(
             margin = margins()
             first = margin.detach() if first is None else first  # L_B = 0: the unedited margin, by the same arithmetic
             size = read.square().sum((1, 2)) + write.square().sum((1, 2))
-            loss = ((margin - first - wanted).square() + L2 * size).sum()
+            loss = ((margin - first - requested).square() + L2 * size).sum()
             read.grad, write.grad = torch.autograd.grad(loss, (read, write))
             optimizer.step()
     edits = []

@@ -347,13 +347,13 @@ class Edit:
             raise EditError("an edit of a replacement is its factors; save them: edit.factors.save(folder)")
         path = Path(path)
         tensors = (self.delta.read, self.delta.write, self.target.input, self.target.direction)
-        about = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
-        about |= {"settings": dict(self.settings)}
+        header = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
+        header |= {"settings": dict(self.settings)}
         with atomic(path) as temporary:
             save_file(
                 {name: tensor.contiguous() for name, tensor in zip(_TENSORS, tensors, strict=True)},
                 temporary,
-                metadata={"format": FORMAT, "edit": json.dumps(about, allow_nan=False)},
+                metadata={"format": FORMAT, "edit": json.dumps(header, allow_nan=False)},
             )
         return path
 
@@ -387,14 +387,14 @@ class Edit:
                     f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
                 )
         try:
-            about = json.loads(metadata.get("edit", ""))
+            header = json.loads(metadata.get("edit", ""))
             return cls(
-                site=about["site"],
-                method=about["method"],
-                shift=float(about["shift"]),
+                site=header["site"],
+                method=header["method"],
+                shift=float(header["shift"]),
                 delta=Delta(tensors["read"], tensors["write"]),
-                target=Target.of_described(about["site"], about["target"], tensors["input"], tensors["direction"]),
-                settings=about["settings"],
+                target=Target.of_described(header["site"], header["target"], tensors["input"], tensors["direction"]),
+                settings=header["settings"],
                 model=model,
             )
         except (KeyError, TypeError, ValueError) as error:

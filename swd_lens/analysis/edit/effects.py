@@ -173,7 +173,7 @@ def measure(
         before, after = _margins(host, edits)
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)
         kl_text, n = _text(host, edits, stream, batch_size, progress)
-    about = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__}
+    measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__}
     return [
         SideEffects(
             edit=edit,
@@ -183,7 +183,7 @@ def measure(
             kl_prompts=tuple(kl_prompts[i].tolist()),
             kl_text=None if stream is None else kl_text[i] / n,
             n_predictions=n,
-            settings={**edit.settings, **about},
+            settings={**edit.settings, **measurement},
         )
         for i, edit in enumerate(edits)
     ]

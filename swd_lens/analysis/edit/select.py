@@ -23,10 +23,10 @@ from torch import Tensor
 from swd_lens.analysis.edit.make import factor_set
 from swd_lens.analysis.edit.target import EDITABLE, EditError, Target, ending, find_target
 from swd_lens.base._version import __version__
-from swd_lens.base.display import card
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.panels import visible
+from swd_lens.base.record import Record
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
@@ -40,7 +40,7 @@ TOP = 24  # paper
 
 
 @dataclass(frozen=True, repr=False)
-class EditSelection:
+class EditSelection(Record):
     """Candidate units for an edit, the best first.
 
     Attributes:
@@ -102,8 +102,11 @@ class EditSelection:
         best = self.best
         return f"EditSelection({len(self.rows)} candidates; best: {best['unit']} for {best['answer']!r} over {best['foil']!r})"
 
-    def _repr_html_(self) -> str:
-        return card("Candidates for an edit", self.table(10), self.plot())
+    def title(self) -> str:
+        return "Candidates for an edit"
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.table(10), self.plot()
 
 
 def select_edit_unit(

@@ -88,9 +88,9 @@ class UnitInteractions(PairResult):
     def table(self) -> pd.DataFrame:
         """One row: pairs, mean, median, 95th and 99th percentile and largest R, and how many pairs reach .10, .15, .20."""
         values = self.values()
-        shown = np.percentile(values, (50, 95, 99, 100)).tolist() if len(values) else [float("nan")] * 4
+        percentiles = np.percentile(values, (50, 95, 99, 100)).tolist() if len(values) else [float("nan")] * 4
         row: dict[str, Any] = {"pairs": len(values), "mean R": float(values.mean()) if len(values) else float("nan")}
-        row |= dict(zip(("median", "95th", "99th", "max"), shown, strict=True))
+        row |= dict(zip(("median", "95th", "99th", "max"), percentiles, strict=True))
         row |= {f"R >= {least:.2f}": int((values >= least).sum()) for least in _THRESHOLDS}
         return pd.DataFrame([row])
 

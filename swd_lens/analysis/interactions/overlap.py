@@ -123,13 +123,13 @@ class UnitOverlap(PairResult):
         figure, axes = new_figure(2, 2, width=4.6, height=3.9)
         top = self.top_units()
         _draw_selection(axes[0, 0], self, top.numpy())
-        shown = {
+        matrices = {
             name: matrix[top][:, top].clone().fill_diagonal_(torch.nan) for name, matrix in self.measures().items()
         }
         # One scale for the three, so that they can be compared; the few entries above it are drawn in its full colour.
-        largest = np.nanpercentile(np.abs(np.stack([m.numpy() for m in shown.values()])[:2]), 99)
+        largest = np.nanpercentile(np.abs(np.stack([m.numpy() for m in matrices.values()])[:2]), 99)
         largest = float(f"{max(largest, 1e-3):.1g}")  # one digit, and never zero
-        for ax, (name, matrix) in zip(axes.flat[1:], shown.items(), strict=True):
+        for ax, (name, matrix) in zip(axes.flat[1:], matrices.items(), strict=True):
             heatmap(
                 ax, matrix.numpy(), label=f"{name} (full colour: {largest:g} or more)", signed=True, largest=largest
             )
