@@ -24,21 +24,20 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 from swd_lens.hosts.embedded import load_model_folder
-from swd_lens.hosts.embedded.corpus import (
-    COPY_TOKENS,
-    EARLY_MIX,
-    HEAVY,
-    MIX,
-    N_CTX,
-    Batch,
-    Packer,
-    build_tokenizer,
-    loss_weights,
-)
+from swd_lens.hosts.embedded.corpus import MIX, N_CTX
 from swd_lens.hosts.embedded.shape import Shape
 from swd_lens.tasks.generators import FAMILIES
 from tests.embedded.network import Network, hooked_state
 from tests.embedded.score import ablation_table, all_scores, family_scores
+from tests.embedded.text import (
+    COPY_TOKENS,
+    EARLY_MIX,
+    HEAVY,
+    Batch,
+    TrainingPacker,
+    build_tokenizer,
+    loss_weights,
+)
 
 THREADS = 1  # sums depend on the number; one thread runs at 9k tokens/s whatever else the machine does, two at 13k
 ROWS = 16  # 2,048 tokens a step: many updates per token, which is what a short run needs
@@ -78,7 +77,7 @@ def train_step(network: Network, optimizer: torch.optim.AdamW, batch: Batch, fac
     return loss.item()
 
 
-def validate(network: Network, packer: Packer) -> dict[str, float]:
+def validate(network: Network, packer: TrainingPacker) -> dict[str, float]:
     """Validation accuracy of every family (for greater-than: probability right minus wrong), seen and unseen."""
     accuracies = {}
     for family in FAMILIES:
@@ -93,7 +92,7 @@ def run(out: Path, seed: int, tokens: int, check_every: int = CHECK_EVERY) -> Ne
     out.mkdir(parents=True, exist_ok=True)
     steps = max(1, tokens // (ROWS * N_CTX))
     tokenizer = build_tokenizer()
-    packer = Packer(tokenizer)
+    packer = TrainingPacker(tokenizer)
     network = Network(Shape(d_vocab=len(tokenizer)), seed)
     optimizer = make_optimizer(network)
     settings = {"seed": seed, "steps": steps, "tokens": steps * ROWS * N_CTX, "threads": torch.get_num_threads()}
@@ -134,7 +133,7 @@ def export(network: Network, out: Path, notes: dict[str, object]) -> None:
     half = {name: value.half() for name, value in hooked_state(network).items()}
     _replace(out / "model.safetensors", lambda path: save_file(half, path))
     _replace(out / "config.json", lambda path: path.write_text(json.dumps(asdict(network.shape), indent=1) + "\n"))
-    model, packer = load_model_folder(out), Packer(tokenizer)
+    model, packer = load_model_folder(out), TrainingPacker(tokenizer)
     rows = packer.plain_rows(0, 4, MIX)
     with torch.no_grad():
         difference = float((model(rows) - network(rows)).abs().max())

@@ -1,73 +1,54 @@
-"""The embedded model's training text, generated on the fly, never repeated, packed into rows; and its tokenizer.
+"""Text of the embedded model, generated on the fly and packed into rows; and its tokenizer.
 
 1. `document`: draw a kind (four task families, copy lists, filler) by the mixing schedule, then write one text of it.
 2. `Packer.row`: documents as token ids, "BOS text EOS", one after the other until the row is full; the last is cut
    off and the next row starts with a new document, so nothing stands in a row without its beginning.
-3. `Packer.batch`: rows with targets, document numbers (for the attention mask) and loss weights, all from
-   (seed, step) alone: a run can be resumed at any step, and no row comes twice.
-4. `build_tokenizer`: whole words, split the way GPT-2 splits them. A regular expression cuts text into pieces without losing a
-   character: " Mary", " isn" + "'t", " 17" + "41", newline, four spaces of indentation, punctuation (with the space before it,
-   if any). The vocabulary is every piece of a fixed sample of the corpus (`sample_documents`), plus every entity with and
-   without a leading space and 00-99, 0-9 both ways. A piece is one token: decode(encode(text)) == text. There is one special
-   token each for beginning, end, padding and unknown words; the tokenizer adds BOS only if told to (TransformerLens'
+3. `load_tokenizer`: whole words, split the way GPT-2 splits them; it adds BOS only if told to (TransformerLens'
    prepend_bos), never EOS.
 
-Seven rows of eight are attended to with a document mask, as every document deserves a clean context; in the eighth
-attention crosses documents, so that packed text under an ordinary causal forward (that is how `text_tokens` rows are
-used, and how everything in swd_lens runs the model) is something the model has been trained on.
+4. `filler`: everything the model reads that is not one of the four tasks, a small general language distribution: stories and
+   biographies, where pronouns follow from names (for all names, also those never seen in a tag question); dialogue, code,
+   number sequences. `copy_list` teaches induction before anything else can be learned. Each takes a `random.Random` and returns
+   one document. The sentences also use every word of the unseen task templates, in other sentences: an unseen template is a new
+   sentence, not a new word.
+
+How the tokenizer was built, and batches for training, are tests/embedded/text.py of the repository.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
+from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swd_lens.hosts.embedded.filler import copy_list, filler
-from swd_lens.tasks.generators import FAMILIES, generate, training_document
-from swd_lens.tasks.generators.words import ARGUMENTS, EVENTS, NAMES, OBJECTS, PLACES, ROLES, SPLITS
+from swd_lens.tasks.generators import FAMILIES, training_document
+from swd_lens.tasks.generators.docstring import CLASSES, FUNCTIONS
+from swd_lens.tasks.generators.words import (
+    ADJECTIVES,
+    ARGUMENTS,
+    EVENTS,
+    FEMALE,
+    MALE,
+    NAMES,
+    OBJECTS,
+    PLACES,
+    ROLES,
+    as_words,
+    split_of,
+)
 
 KINDS = (*FAMILIES, "copy", "filler")
-# Copying comes first (no task is learned before it), IOI needs most (it is learned last), pronouns are easy.
-COPY_TOKENS = 900_000
-EARLY_MIX = {
-    "ioi": 0.14,
-    "docstring": 0.10,
-    "greater_than": 0.16,
-    "gendered_pronoun": 0.04,
-    "copy": 0.43,
-    "filler": 0.13,
-}
+# IOI needs most (it is learned last), pronouns are easy.
 MIX = {"ioi": 0.28, "docstring": 0.14, "greater_than": 0.28, "gendered_pronoun": 0.05, "copy": 0.06, "filler": 0.19}
 # Mean tokens of a document of each kind (measured on 4,000), which turn token shares into document shares.
 MEAN_TOKENS = {"ioi": 33, "docstring": 63, "greater_than": 19, "gendered_pronoun": 18, "copy": 37, "filler": 39}
-BOS_DROPPED = 0.15  # so that prompts without BOS work as well
-CROSSING_ROWS = 1 / 8  # rows without document mask
-HEAVY = 3.0  # loss weight of the tokens that the tasks are about; they are few among the words of the templates
 N_CTX = 128
 
-BOS, EOS, PAD, UNK = "<|bos|>", "<|eos|>", "<|pad|>", "<|unk|>"
-# Contractions first (else the apostrophe is cut off alone), then indentation, newline, words, one or two digits,
-# triple quotes and arrows as in GPT-2's merges, any other mark, a space that belongs to nothing.
-PIECES = r"""'(?:s|t|re|ve|m|ll|d)\b| {4}|\n| ?[A-Za-z]+| ?[0-9]{1,2}| ?\"{3}| ?->| ?[^\sA-Za-z0-9]| """
-# Documents of the sample that defines the vocabulary: every sentence of every template occurs hundreds of times.
-VOCABULARY_DOCUMENTS = 20_000
-
-
-class Batch(NamedTuple):
-    """One training step's input."""
-
-    tokens: Int[Tensor, "batch pos"]
-    targets: Int[Tensor, "batch pos"]
-    documents: Int[Tensor, "batch pos"]  # number of the document of each token; attention stays within equal numbers
-    heavy: Bool[Tensor, "batch pos"]  # targets that count HEAVY times
+BOS, EOS, UNK = "<|bos|>", "<|eos|>", "<|unk|>"
 
 
 def document(rng: random.Random, mix: dict[str, float], split: str = "train") -> str:
@@ -78,19 +59,6 @@ def document(rng: random.Random, mix: dict[str, float], split: str = "train") ->
     if kind == "filler":
         return filler(rng)
     return training_document(kind, rng, split)
-
-
-def sample_documents(n: int, seed: int = 0) -> Iterator[str]:
-    """`n` documents of all kinds and splits and a prompt on an unseen template for every fourth: all words there are.
-
-    Unseen templates only give words to the vocabulary here; the training text never contains one.
-    """
-    rng = random.Random(f"vocabulary/{seed}")
-    uniform = {kind: 1.0 for kind in KINDS}
-    for _ in range(n):
-        yield document(rng, uniform, rng.choice(SPLITS))
-    for family in FAMILIES:
-        yield from (example.prompt for example in generate(family, "train", n // 16, seed, templates="unseen"))
 
 
 class Packer:
@@ -109,9 +77,6 @@ class Packer:
         self.tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()
         self.bos, self.eos, self.unk = vocabulary[BOS], vocabulary[EOS], vocabulary[UNK]
-        self.pronouns = frozenset((vocabulary[" he"], vocabulary[" she"]))
-        self.digits = frozenset(i for word, i in vocabulary.items() if len(word) == 2 and word.isdigit())
-        self.entities = frozenset(vocabulary[" " + word] for word in (*NAMES, *ARGUMENTS))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text, without special tokens."""
@@ -132,72 +97,10 @@ class Packer:
             left -= len(documents[-1])
         return documents
 
-    def heavy(self, ids: list[int]) -> list[bool]:
-        """Which tokens of one document weigh more.
-
-        He and she; names and arguments that the document has already mentioned; two digits after a century that it has
-        already mentioned (the end year; nothing predicts the digits of the first year).
-        """
-        seen: set[int] = set()
-        flags = []
-        repeated = False  # whether the token before this one occurs earlier
-        for i in ids:
-            end_year = i in self.digits and repeated
-            flags.append(end_year or i in self.pronouns or (i in self.entities and i in seen))
-            repeated = i in seen
-            seen.add(i)
-        return flags
-
-    def batch(self, seed: int, step: int, rows: int, mix: dict[str, float]) -> Batch:
-        """The batch of one training step; `rows` rows of N_CTX tokens, every row from its own seed."""
-        lines = []
-        for row in range(rows):
-            rng = random.Random(f"{self.split}/{seed}/{step}/{row}")
-            documents = self.row(rng, mix, N_CTX + 1, BOS_DROPPED)
-            ids = list(chain(*documents))
-            heavy = list(chain(*map(self.heavy, documents)))
-            crossing = rng.random() < CROSSING_ROWS
-            numbers = [0 if crossing else n for n, ids_n in enumerate(documents) for _ in ids_n]
-            lines.append((ids[:-1], ids[1:], numbers[:-1], heavy[1:]))
-        return Batch(*(torch.tensor(column) for column in zip(*lines, strict=True)))
-
     def plain_rows(self, seed: int, n_rows: int, mix: dict[str, float]) -> Int[Tensor, "row pos"]:
         """Rows of N_CTX tokens for an ordinary causal forward, every document with its BOS and EOS."""
         rng = random.Random(f"text/{self.split}/{seed}")
         return torch.tensor([list(chain(*self.row(rng, mix, N_CTX, 0.0))) for _ in range(n_rows)])
-
-
-def loss_weights(heavy: Bool[Tensor, "batch pos"], factor: float | int) -> Float[Tensor, "batch pos"]:
-    """Loss weights with mean 1: `factor` on heavy targets, 1 elsewhere, rescaled."""
-    weights = 1.0 + (factor - 1.0) * heavy.float()
-    return weights / weights.mean()
-
-
-# ---------------------------------------------------------------------------------------------- tokenizer
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer from the corpus; always the same one, as the sample has a fixed seed."""
-    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
-    words = set()
-    for text in sample_documents(VOCABULARY_DOCUMENTS):
-        words.update(piece for piece, _ in splitter.pre_tokenize_str(text))
-    digits = (*map(str, range(10)), *(f"{n:02d}" for n in range(100)))
-    for word in (*NAMES, *ARGUMENTS, *OBJECTS, *PLACES, *EVENTS, *ROLES, *digits):
-        words.update((word, " " + word))
-    vocabulary = {word: i for i, word in enumerate([BOS, EOS, PAD, UNK, *sorted(words)])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        clean_up_tokenization_spaces=False,  # clean-up would rewrite " ," and " '": not lossless
-        model_input_names=["input_ids", "attention_mask"],
-    )
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -205,3 +108,167 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not Path(folder, "tokenizer.json").is_file():
         raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that embedded.train wrote")
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+# ---------------------------------------------------------------------------------------------- filler
+
+COLORS = as_words("red blue green white black yellow brown")
+ANIMALS = as_words("dog cat horse bird cow sheep fox bear")
+FOODS = as_words("bread soup rice fish cheese fruit meat salad")
+DAYS = as_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+TIMES = as_words("morning afternoon evening night")
+PRONOUNS = {"she": ("she", "her", "her", "woman", "girl"), "he": ("he", "him", "his", "man", "boy")}
+
+# {n} name, {p} she/he, {P} She/He, {o} her/him, {s} her/his, {m} a friend of any gender
+STORY = (
+    "{P} went to the {place} because {p} wanted a {object}.",
+    "{P} found {s} {object} behind the {place}.",
+    "{P} was {adj}, but {s} {animal} was not.",
+    "In the {time}, {p} talked to {m} about the {object}.",
+    "{m} gave {o} some {food} and said that it was good.",
+    "{P} carried the {color} {object} over the {place}.",
+    "{P} quickly sent {s} {object} home.",
+    "Everybody was happy when {p} called.",
+    "{P} closed the door and opened a {object}, so the {animal} stopped.",
+    "The {color} {object} belongs to the {role}, not to {m}.",
+    "After {s} walk {p} was happy to leave the {place} empty.",
+    "Late in the {time} {p} read the first book of {s} life.",
+    "{P} and {s} {animal} ate {food} all day.",
+    "The most {adj} {role} in the {place} called {o}.",
+    "{P} never saw {m} before, but {m} was {adj} to {o}.",
+    "It was only a {object}, up in the {place}, and {p} took it.",
+    "At the start of the {time} {p} ate {food}, then {p} went home.",
+    "During the {time} {p} sat around the {place} with {m}.",
+)
+OPENINGS = (
+    "{n} was a {adj} {role} who lived near the {place}.",
+    "Once there was a {g} called {n}.",
+    "On {day}, {n} lost {s} {object}.",
+    "Today {n} has been at the {place} all day.",
+    "Everybody says that {n} has a {color} {animal}.",
+    "Oh, {n} was late on {day} {time}.",
+    "Late on {day}, {n} saw a {animal} near the {place}.",
+    "During lunch, {n} talked about the {event}.",
+    "For many years {n} was the only {role} at the {place}.",
+)
+BIOGRAPHY = (
+    "{n} was born in {year} in a small village. {P} was a {role}, and {s} {object} is in the museum today.",
+    "{n} is a {adj} {role}. {P} lives near the {place} with {s} {animal}. People like {o}.",
+    "The {role} {n} wrote the first book about the {event}. {P} was {adj} all {s} life.",
+    "{n}, a {g} of {age} years, works as a {role}. {P} says that the {place} is {s} home.",
+)
+LINES = (
+    'Where is the {object}?" asked {n}. "It is at the {place}," said {m}.',
+    'I saw {m} on {day}," said {n}. "Was the {role} there?" "No, only the {animal}."',
+    'Do you like {food}?" asked {n}. "Yes, and I like {food2} too," said {m}.',
+    'We will read about the {event}," said {n}. "After that, we can go to the {place}."',
+    'The {object} is {color}," said {n} to {m}. "I know," said {m}.',
+)
+
+
+def _words(rng: random.Random) -> dict[str, str]:
+    """One draw of everything a sentence may mention; the person's name and pronouns agree."""
+    pronoun = rng.choice(("she", "he"))
+    subject, objective, possessive, adult, child = PRONOUNS[pronoun]
+    name = rng.choice(FEMALE if pronoun == "she" else MALE)
+    return {
+        "n": name,
+        "m": rng.choice([m for m in NAMES if m != name and split_of("names", *sorted((m, name))) == "train"]),
+        "p": subject,
+        "P": subject.capitalize(),
+        "o": objective,
+        "s": possessive,
+        "g": rng.choice((adult, child)),
+        **_things(rng),
+    }
+
+
+def _things(rng: random.Random) -> dict[str, str]:
+    return {
+        "place": rng.choice(PLACES),
+        "object": rng.choice(OBJECTS),
+        "adj": rng.choice(ADJECTIVES),
+        "role": rng.choice(ROLES),
+        "animal": rng.choice(ANIMALS),
+        "color": rng.choice(COLORS),
+        "food": rng.choice(FOODS),
+        "food2": rng.choice(FOODS),
+        "day": rng.choice(DAYS),
+        "time": rng.choice(TIMES),
+        "event": rng.choice(EVENTS),
+        "year": str(rng.randint(1100, 1899)),
+        "age": str(rng.randint(20, 89)),
+    }
+
+
+def story(rng: random.Random) -> str:
+    """A person, then two to five sentences about that person."""
+    words = _words(rng)
+    sentences = [rng.choice(OPENINGS), *rng.sample(STORY, rng.randint(2, 5))]
+    return " ".join(sentence.format(**{**words, **_things(rng)}) for sentence in sentences)
+
+
+def biography(rng: random.Random) -> str:
+    """Two or three sentences about one person."""
+    return rng.choice(BIOGRAPHY).format(**_words(rng))
+
+
+def dialogue(rng: random.Random) -> str:
+    """One to three exchanges between two people, a line each."""
+    words = _words(rng)
+    lines = (rng.choice(LINES).format(**{**words, **_things(rng)}) for _ in range(rng.randint(1, 3)))
+    return "\n".join('"' + line for line in lines)
+
+
+def code(rng: random.Random) -> str:
+    """A few lines of Python: a function, a class or an assignment block."""
+    a, b, c = rng.sample(ARGUMENTS, 3)
+    f, g = rng.sample(FUNCTIONS, 2)
+    kind = rng.randrange(5)
+    if kind == 0:
+        about = rng.choice(("", f'    """{f} the {a}\n    and return the {c}."""\n', f"    # then return {c}\n"))
+        return f"def {f}({a}, {b}):\n{about}    {c} = {g}({a})\n    return {c} + {b}\n"
+    if kind == 1:
+        name = rng.choice(CLASSES)
+        return f"class {name}:\n    @property\n    def {f}(self) -> bool:\n        return self.{a} is None\n"
+    if kind == 2:
+        return f"for {a} in {b}:\n    if {a} > {rng.randrange(100)}:\n        {c} = {a}\n    else:\n        {f}({c})\n"
+    if kind == 3:
+        return f"async def {f}(cls, {a}, {b}) -> None:\n    {a} = cls.{b}\n    return {g}({a}, {b})\n"
+    header = f"from {rng.choice(CLASSES)} import {f}\n# see {g}\n"
+    return header + f"{a} = {rng.randrange(100)}\n{b} = {a} * {rng.randrange(10)}\nprint({b})\n"
+
+
+def numbers(rng: random.Random) -> str:
+    """A rising or falling sequence, or a comparison of two-digit numbers (the order of digits, which years need)."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        step, start = rng.choice((1, 1, 2, 5, 10)), rng.randrange(10, 50)
+        values = [start + step * i for i in range(rng.randint(5, 10)) if start + step * i < 100]
+        return "Count: " + ", ".join(map(str, values if rng.random() < 0.7 else values[::-1]))
+    if kind == 1:
+        years = sorted(rng.sample(range(1100, 1900), 4))
+        return f"The years of the {rng.choice(EVENTS)}: " + ", ".join(map(str, years)) + "."
+    low, high = sorted(rng.sample(range(100), 2))
+    if kind == 2:
+        return f"{high:02d} is more than {low:02d}, and {low:02d} is less than {high:02d}."
+    return " < ".join(f"{value:02d}" for value in sorted(rng.sample(range(100), 5)))
+
+
+FILLERS: tuple[Callable[[random.Random], str], ...] = (story, biography, dialogue, code, numbers)
+FILLER_WEIGHTS = (0.4, 0.2, 0.15, 0.15, 0.1)  # mostly prose: that is where pronouns are learned
+
+
+def filler(rng: random.Random) -> str:
+    """One document of any filler kind."""
+    return rng.choices(FILLERS, FILLER_WEIGHTS)[0](rng)
+
+
+def copy_list(rng: random.Random) -> str:
+    """A list of random words and the same list again: nothing but copying predicts the second half."""
+    pools = (NAMES, ARGUMENTS, OBJECTS, PLACES, ROLES, [str(n) for n in range(10, 100)])
+    pool = tuple(chain(*pools)) if rng.random() < 0.5 else rng.choice(pools)
+    words = rng.sample(pool, rng.randint(4, 14))
+    opening, again = rng.choice((("The list is: ", " Again: "), ("Words: ", " Once more: "), ("", "\n")))
+    joint = rng.choice((", ", " ", ", "))
+    return f"{opening}{joint.join(words)}.{again}{joint.join(words)}."
