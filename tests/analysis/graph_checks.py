@@ -17,11 +17,11 @@ def random_factors(model: Any, *kinds: str, n_units: int = 5) -> dict[str, Facto
     host = host_of(model)
     generator = torch.Generator().manual_seed(0)
 
-    def some(rows: int, columns: int) -> torch.Tensor:
+    def random(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * 0.4
 
     sites = [site for site in (*host.sites(), *host.alternatives()) if site.kind in kinds]
-    return {site.name: Factors(some(site.d_in, n_units), some(n_units, site.d_out)) for site in sites}
+    return {site.name: Factors(random(site.d_in, n_units), random(n_units, site.d_out)) for site in sites}
 
 
 def all_units(factors: dict[str, Factors]) -> list[tuple[str, int]]:
@@ -76,7 +76,7 @@ def nudged(
         names = {site.name: site.hook_name for site in attachment.sites}
         with model.hooks(fwd_hooks=[(name, keep(name)) for name in (*held, *names.values())]):
             host.run(ids)
-        found = []
+        changed = []
         for sign in (1, -1):
             hooks = [(name, hold(name)) for name in held]
             for site, name in names.items():
@@ -88,8 +88,8 @@ def nudged(
                     hooks.append((name, hold(name)))
             with model.hooks(fwd_hooks=hooks):
                 logits = host.run(ids)[0, -1]
-            found.append(logits - logits.mean() if target == "logits" else shown[target][0])
-    return (found[0] - found[1]) / (2 * delta)
+            changed.append(logits - logits.mean() if target == "logits" else shown[target][0])
+    return (changed[0] - changed[1]) / (2 * delta)
 
 
 def check_edges(model: Any, factors: dict[str, Factors], graph: Any, source: tuple[str, int, int], target: str) -> int:

@@ -18,15 +18,15 @@ def random_factors(model: Any, packed: bool = True, offsets: bool = False, n_uni
     host, generator = host_of(model), torch.Generator().manual_seed(0)
     kinds = {"attn_qkv"} if packed else {"attn_q", "attn_k"}
 
-    def some(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.5
 
-    made = {}
+    factors = {}
     for site in (*host.sites(), *host.alternatives()):
         if site.kind in kinds:
-            added = Offsets(some(n_units), some(site.d_out)) if offsets else None
-            made[site.name] = Factors(some(site.d_in, n_units), some(n_units, site.d_out), offsets=added)
-    return made
+            added = Offsets(random(n_units), random(site.d_out)) if offsets else None
+            factors[site.name] = Factors(random(site.d_in, n_units), random(n_units, site.d_out), offsets=added)
+    return factors
 
 
 def intervened(model: Any, factors: dict[str, Factors], pair: QKPair, row: list[int], remove: str) -> torch.Tensor:
@@ -39,18 +39,18 @@ def intervened(model: Any, factors: dict[str, Factors], pair: QKPair, row: list[
     start = head * d_head + (heads * d_head if side == "k" and kind == "attn_qkv" else 0)
     unit = pair.q_unit if side == "q" else pair.k_unit
     write = factors[f"blocks.{pair.layer}.{kind}"].write[unit, start : start + d_head]
-    found = {}
+    kept = {}
 
     def take(z: torch.Tensor, hook: Any) -> None:
-        found["z"] = z[..., unit]
+        kept["z"] = z[..., unit]
 
     def change(x: torch.Tensor, hook: Any) -> torch.Tensor:
         x = x.clone()
-        x[:, :, head] -= found["z"][..., None] * write
+        x[:, :, head] -= kept["z"][..., None] * write
         return x
 
     def keep(pattern: torch.Tensor, hook: Any) -> None:
-        found["pattern"] = pattern[0, pair.head].clone()
+        kept["pattern"] = pattern[0, pair.head].clone()
 
     attn = f"blocks.{pair.layer}.attn"
     hooks = [(f"blocks.{pair.layer}.hook_{kind}_unit", take), (f"{attn}.hook_pattern", keep)]
@@ -58,13 +58,13 @@ def intervened(model: Any, factors: dict[str, Factors], pair: QKPair, row: list[
         hooks.append((f"{attn}.hook_{side}", change))
     with torch.no_grad(), attach(model, factors):
         model.run_with_hooks(torch.tensor([row]), fwd_hooks=hooks)
-    return found["pattern"]
+    return kept["pattern"]
 
 
 def _d_head(model: Any, layer: int) -> int:
     """Gemma 2's and Qwen3's heads are wider than d_model / n_heads."""
-    theirs = getattr(model.blocks[layer].attn, "original_component", None)
-    return int(getattr(theirs, "head_dim", None) or model.cfg.d_head)
+    component = getattr(model.blocks[layer].attn, "original_component", None)
+    return int(getattr(component, "head_dim", None) or model.cfg.d_head)
 
 
 def check_parts(model: Any, factors: dict[str, Factors], row: list[int]) -> None:

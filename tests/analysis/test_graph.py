@@ -89,8 +89,8 @@ def test_a_path_through_a_replaced_site_runs_through_its_product():
         for layer, block in enumerate(model.blocks):
             block.mlp.W_in.copy_(factors[f"blocks.{layer}.mlp_in"].product())
             for part in "QKV":
-                made = factors[f"blocks.{layer}.attn_{part.lower()}"].product()
-                getattr(block.attn, f"W_{part}").copy_(made.unflatten(1, (2, 8)).transpose(0, 1))
+                product = factors[f"blocks.{layer}.attn_{part.lower()}"].product()
+                getattr(block.attn, f"W_{part}").copy_(product.unflatten(1, (2, 8)).transpose(0, 1))
     assert check_edges(model, products, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.mlp_out") == 5
     assert check_edges(model, products, graph, ("blocks.0.mlp_out", 1, 3), "blocks.1.attn_o") == 10
 
@@ -218,10 +218,10 @@ def test_of_equal_edges_no_more_are_kept_than_asked_for():
 def test_a_graph_inside_inference_mode_is_the_same():
     model = toy_model()
     factors = random_factors(model, "attn_o", "mlp_out")
-    made = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
     with torch.inference_mode():
         again = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
-    assert made.edges.equals(again.edges)
+    assert graph.edges.equals(again.edges)
 
 
 def test_one_unit_and_all_the_answers_there_are():
@@ -263,15 +263,15 @@ def test_what_cannot_be_drawn_is_refused():
     factors = random_factors(model, *APART)
     units = all_units(factors)
 
-    def refused(error: type[Exception], match: str, chosen=units, **settings) -> None:
+    def refused(error: type[Exception], match: str, drawn=units, **settings) -> None:
         with pytest.raises(error, match=match):
-            unit_graph(model, factors, chosen, **settings)
+            unit_graph(model, factors, drawn, **settings)
 
-    refused(ValueError, r"no unit of blocks\.0\.mlp_in can speak.*attn_o, mlp_out", chosen=["blocks.0.mlp_in/1"])
-    refused(ValueError, r"blocks\.0\.mlp_in/7 is not among .* \(0 to 4\)", chosen=["blocks.0.mlp_in/7"])
-    refused(ValueError, r"blocks\.9\.mlp_in/0 is not among", chosen=[("blocks.9.mlp_in", 0)])
-    refused(ValueError, "named twice", chosen=["blocks.0.mlp_in/1", ("blocks.0.mlp_in", 1)])
-    refused(ValueError, "there are no units", chosen=[])
+    refused(ValueError, r"no unit of blocks\.0\.mlp_in can speak.*attn_o, mlp_out", drawn=["blocks.0.mlp_in/1"])
+    refused(ValueError, r"blocks\.0\.mlp_in/7 is not among .* \(0 to 4\)", drawn=["blocks.0.mlp_in/7"])
+    refused(ValueError, r"blocks\.9\.mlp_in/0 is not among", drawn=[("blocks.9.mlp_in", 0)])
+    refused(ValueError, "named twice", drawn=["blocks.0.mlp_in/1", ("blocks.0.mlp_in", 1)])
+    refused(ValueError, "there are no units", drawn=[])
     refused(ValueError, "give one, prompt=", attention="frozen")
     refused(ValueError, "attention must be one of", attention="thawed")
     refused(ValueError, "cosine.*without one", prompt=TOKENS, normalize="cosine")

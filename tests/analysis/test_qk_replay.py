@@ -30,39 +30,39 @@ def test_the_removed_pattern_is_that_of_a_real_intervention(host, packed):
     factors = random_factors(model, packed)
     pair = QKPair(1, int(model.cfg.n_heads) - 1, 3, 5)
     for remove in ("q", "k"):
-        made = qk_replay(model, factors, pair, ROW, remove=remove)
-        assert torch.allclose(made.removed, intervened(model, factors, pair, ROW, remove), atol=1e-5)
-        assert torch.allclose(made.reconstructed, intervened(model, factors, pair, ROW, "none"), atol=1e-5)
-        assert made.max_change > 1e-4
+        replay = qk_replay(model, factors, pair, ROW, remove=remove)
+        assert torch.allclose(replay.removed, intervened(model, factors, pair, ROW, remove), atol=1e-5)
+        assert torch.allclose(replay.reconstructed, intervened(model, factors, pair, ROW, "none"), atol=1e-5)
+        assert replay.max_change > 1e-4
 
 
 def test_the_numbers_follow_from_the_maps():
     model = toy_model()
     factors = random_factors(model)
-    made = qk_replay(model, factors, QKPair(1, 1, 2, 4), ROW)
+    replay = qk_replay(model, factors, QKPair(1, 1, 2, 4), ROW)
     _, cache = model.run_with_cache(torch.tensor([ROW]))
-    assert torch.allclose(made.dense, cache["pattern", 1][0, 1], atol=1e-6)
+    assert torch.allclose(replay.dense, cache["pattern", 1][0, 1], atol=1e-6)
     write = factors["blocks.1.attn_qkv"].write
     gamma = float(write[2, 8:16] @ write[4, 24:32]) / 8**0.5
     with attach(model, factors):
         _, cache = model.run_with_cache(torch.tensor([ROW]))
         z, scores = cache["attn_qkv_unit", 1][0], cache["attn_scores", 1][0, 1]
-    assert made.pair.gamma == pytest.approx(gamma, rel=1e-5)
+    assert replay.pair.gamma == pytest.approx(gamma, rel=1e-5)
     contribution = (torch.outer(z[:, 2], z[:, 4]) * gamma).tril()
-    assert torch.allclose(made.contribution, contribution, atol=1e-6)
-    assert torch.equal(made.mask, torch.ones(7, 7).tril().bool())
-    assert made.signed_mean == pytest.approx(float(contribution.sum()) / 28, abs=1e-6)
+    assert torch.allclose(replay.contribution, contribution, atol=1e-6)
+    assert torch.equal(replay.mask, torch.ones(7, 7).tril().bool())
+    assert replay.signed_mean == pytest.approx(float(contribution.sum()) / 28, abs=1e-6)
 
     def kl(p: torch.Tensor, q: torch.Tensor) -> float:
-        return float(torch.where(made.mask, p * (p.log() - q.log()), 0.0).nan_to_num(0).sum(-1).mean())
+        return float(torch.where(replay.mask, p * (p.log() - q.log()), 0.0).nan_to_num(0).sum(-1).mean())
 
-    assert made.dense_kl == pytest.approx(kl(made.dense, made.reconstructed), abs=1e-6)
-    assert made.removed_kl == pytest.approx(kl(made.reconstructed, made.removed), abs=1e-6)
-    change = made.removed - made.reconstructed
-    assert made.max_change == pytest.approx(float(change.abs().max()))
-    foretold = (scores - contribution).softmax(-1) - made.reconstructed
-    correlation = torch.corrcoef(torch.stack([foretold[made.mask], change[made.mask]]))[0, 1]
-    assert made.agreement == pytest.approx(float(correlation), abs=1e-4)
+    assert replay.dense_kl == pytest.approx(kl(replay.dense, replay.reconstructed), abs=1e-6)
+    assert replay.removed_kl == pytest.approx(kl(replay.reconstructed, replay.removed), abs=1e-6)
+    change = replay.removed - replay.reconstructed
+    assert replay.max_change == pytest.approx(float(change.abs().max()))
+    foretold = (scores - contribution).softmax(-1) - replay.reconstructed
+    correlation = torch.corrcoef(torch.stack([foretold[replay.mask], change[replay.mask]]))[0, 1]
+    assert replay.agreement == pytest.approx(float(correlation), abs=1e-4)
 
 
 def test_shares_of_all_partners_sum_to_one():
@@ -75,24 +75,24 @@ def test_shares_of_all_partners_sum_to_one():
 
 def test_removing_the_pair_alone_is_what_the_map_foretells():
     model = toy_model()
-    made = qk_replay(model, random_factors(model), QKPair(0, 0, 1, 2), ROW, remove="pair")
-    assert made.agreement == pytest.approx(1, abs=1e-6) and made.share == pytest.approx(1, abs=1e-6)
-    assert made.taken_out == "q1×k2"
+    replay = qk_replay(model, random_factors(model), QKPair(0, 0, 1, 2), ROW, remove="pair")
+    assert replay.agreement == pytest.approx(1, abs=1e-6) and replay.share == pytest.approx(1, abs=1e-6)
+    assert replay.taken_out == "q1×k2"
 
 
 def test_a_unit_that_writes_nothing_changes_nothing():
     model = toy_model()
     factors = random_factors(model)
     factors["blocks.0.attn_qkv"].write[1, :8] = 0
-    made = qk_replay(model, factors, QKPair(0, 0, 1, 2), ROW)
-    assert made.max_change == 0 and made.removed_kl == 0 and made.agreement != made.agreement
+    replay = qk_replay(model, factors, QKPair(0, 0, 1, 2), ROW)
+    assert replay.max_change == 0 and replay.removed_kl == 0 and replay.agreement != replay.agreement
 
 
 def test_a_half_precision_host_is_scored_in_float32():
     model = toy_model().to(torch.bfloat16)
-    made = qk_replay(model, random_factors(model), QKPair(1, 0, 2, 4), ROW)
-    assert made.removed.dtype == torch.float32
-    assert torch.allclose(made.removed.sum(-1), torch.ones(7), atol=1e-6)  # bfloat16 would miss by 1e-2
+    replay = qk_replay(model, random_factors(model), QKPair(1, 0, 2, 4), ROW)
+    assert replay.removed.dtype == torch.float32
+    assert torch.allclose(replay.removed.sum(-1), torch.ones(7), atol=1e-6)  # bfloat16 would miss by 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,9 +102,9 @@ def test_the_kl_of_a_half_precision_host_is_one_of_probabilities(dtype):
     model.cfg.dtype = dtype
     factors = svd(model, "attn_qkv")
     for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        made = qk_replay(model, factors, QKPair(layer, head, 2, 4), ROW)
-        assert torch.allclose(made.dense.sum(-1), torch.ones(7), atol=1e-6)
-        assert -1e-7 < made.dense_kl < 1e-3
+        replay = qk_replay(model, factors, QKPair(layer, head, 2, 4), ROW)
+        assert torch.allclose(replay.dense.sum(-1), torch.ones(7), atol=1e-6)
+        assert -1e-7 < replay.dense_kl < 1e-3
 
 
 def test_the_host_is_left_as_it_was():
@@ -123,21 +123,22 @@ def test_the_host_is_left_as_it_was():
 
 def test_a_replay_shows_itself(default_model):
     factors = random_factors(default_model)
-    made = qk_replay(default_model, factors, QKPair(0, 0, 1, 2), "Mary gave a drink to John")
+    replay = qk_replay(default_model, factors, QKPair(0, 0, 1, 2), "Mary gave a drink to John")
     assert (
-        made.tokens[0] == default_model.tokenizer.bos_token and "".join(made.tokens[1:]) == "Mary gave a drink to John"
+        replay.tokens[0] == default_model.tokenizer.bos_token
+        and "".join(replay.tokens[1:]) == "Mary gave a drink to John"
     )
-    drawn = svg(made.plot())
+    drawn = svg(replay.plot())
     assert "reconstructed" in drawn and "without q1" in drawn and "·gave" in drawn
-    assert "contribution to the score" in svg(made.plot_contribution())
-    panel = made.panel()._repr_html_()
+    assert "contribution to the score" in svg(replay.plot_contribution())
+    panel = replay.panel()._repr_html_()
     assert "without q1" in panel and "AttentionHeads" in panel
-    assert "L0H0 q1×k2" in made._repr_html_() and "L0H0 q1×k2" in repr(made)
-    assert made.table()["removed kl"][0] == made.removed_kl
+    assert "L0H0 q1×k2" in replay._repr_html_() and "L0H0 q1×k2" in repr(replay)
+    assert replay.table()["removed kl"][0] == replay.removed_kl
 
 
 @pytest.mark.parametrize(
-    ("pair", "prompt", "remove", "error", "said"),
+    ("pair", "prompt", "remove", "error", "message"),
     [
         (QKPair(0, 0, 9, 0), ROW, "q", QKError, r"q_unit is 9, but blocks\.0\.attn_qkv has units 0 to 8"),
         (QKPair(0, 0, 0, -1), ROW, "q", QKError, "k_unit is -1"),
@@ -150,10 +151,10 @@ def test_a_replay_shows_itself(default_model):
         (QKPair(0, 0, 0, 0), ROW, "v", QKError, "remove='v': give one of q, k, pair"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(pair, prompt, remove, error, said):
+def test_what_cannot_be_replayed_is_refused(pair, prompt, remove, error, message):
     model = toy_model()
     factors = {"blocks.0.attn_qkv": random_factors(model)["blocks.0.attn_qkv"]}
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         qk_replay(model, factors, pair, prompt, remove=remove)
 
 

@@ -20,12 +20,12 @@ PROMPTS = [ROW, [5, 2], ROW[::-1], [4, 4, 1, 9, 12]]
 def test_every_case_is_a_replay(host, remove):
     model = toy_model() if host == "learned" else families.hooked(host)
     factors = random_factors(model)
-    made = qk_scan(model, factors, PROMPTS, per_head=2, remove=remove, progress=False)
-    assert len(made.frame) == 2 * int(model.cfg.n_heads) * 2 * len(PROMPTS)
-    assert made.frame["removed_kl"].is_monotonic_decreasing
-    for row in made.frame.iloc[::5].to_dict("records"):
+    scan = qk_scan(model, factors, PROMPTS, per_head=2, remove=remove, progress=False)
+    assert len(scan.frame) == 2 * int(model.cfg.n_heads) * 2 * len(PROMPTS)
+    assert scan.frame["removed_kl"].is_monotonic_decreasing
+    for row in scan.frame.iloc[::5].to_dict("records"):
         pair = QKPair(row["layer"], row["head"], row["q_unit"], row["k_unit"])
-        alone = qk_replay(model, factors, pair, made.prompts[row["prompt"]], remove=remove)
+        alone = qk_replay(model, factors, pair, scan.prompts[row["prompt"]], remove=remove)
         assert row["gamma"] == pytest.approx(alone.pair.gamma, rel=1e-5)
         for name in NUMBERS:
             assert row[name] == pytest.approx(getattr(alone, name), rel=1e-4, abs=1e-6, nan_ok=True), name
@@ -39,7 +39,7 @@ def test_parts_of_a_scan_are_the_whole(monkeypatch):
     monkeypatch.setattr(scan_module, "_NUMBERS", 600)
     parts = qk_scan(model, factors, PROMPTS, progress=False)
     keys = ["layer", "head", "q_unit", "k_unit", "prompt"]
-    left, right = (one.frame.sort_values(keys, ignore_index=True) for one in (whole, parts))
+    left, right = (each.frame.sort_values(keys, ignore_index=True) for each in (whole, parts))
     assert left[keys].equals(right[keys])
     for name in NUMBERS:
         assert torch.allclose(torch.tensor(left[name]), torch.tensor(right[name]), rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -47,28 +47,28 @@ def test_parts_of_a_scan_are_the_whole(monkeypatch):
 
 def test_the_best_cases_pass_the_bars():
     model = toy_model()
-    made = qk_scan(model, random_factors(model), PROMPTS, progress=False)
-    best = made.best(100, max_dense_kl=1.0, min_agreement=0.5, min_share=0.1)
-    assert 0 < len(best) < len(made.frame)
+    scan = qk_scan(model, random_factors(model), PROMPTS, progress=False)
+    best = scan.best(100, max_dense_kl=1.0, min_agreement=0.5, min_share=0.1)
+    assert 0 < len(best) < len(scan.frame)
     assert all(case.dense_kl <= 1 and case.agreement >= 0.5 and case.share >= 0.1 for case in best)
     assert [case.removed_kl for case in best] == sorted((case.removed_kl for case in best), reverse=True)
-    limit = float(made.frame["dense_kl"].median())
+    limit = float(scan.frame["dense_kl"].median())
     kept = qk_scan(model, random_factors(model), PROMPTS, max_dense_kl=limit, progress=False)
-    assert len(kept.frame) == int((made.frame["dense_kl"] <= limit).sum()) < len(made.frame)
+    assert len(kept.frame) == int((scan.frame["dense_kl"] <= limit).sum()) < len(scan.frame)
 
 
 def test_pairs_come_from_the_screen_or_as_given():
     model = toy_model()
     factors = random_factors(model)
     pairs = [QKPair(0, 1, 2, 3), QKPair(1, 0, 4, 5)]
-    made = qk_scan(model, factors, ROW, pairs=pairs, progress=False)  # one row of ids is one prompt
-    assert sorted(zip(made.frame["layer"], made.frame["q_unit"], strict=True)) == [(0, 2), (1, 4)]
-    assert made.settings["pairs"] == "given" and "per_head" not in made.settings
+    scan = qk_scan(model, factors, ROW, pairs=pairs, progress=False)  # one row of ids is one prompt
+    assert sorted(zip(scan.frame["layer"], scan.frame["q_unit"], strict=True)) == [(0, 2), (1, 4)]
+    assert scan.settings["pairs"] == "given" and "per_head" not in scan.settings
     screen = qk_screen(model, {"blocks.1.attn_qkv": factors["blocks.1.attn_qkv"]}, top=9)
-    made = qk_scan(model, factors, torch.tensor([ROW, ROW]), screen=screen, per_head=1, progress=False)
-    assert set(made.frame["layer"]) == {1} and len(made.frame) == 4
+    scan = qk_scan(model, factors, torch.tensor([ROW, ROW]), screen=screen, per_head=1, progress=False)
+    assert set(scan.frame["layer"]) == {1} and len(scan.frame) == 4
     of_screen = {"pairs": "of a screen", "per_head": 1, "top": 9, "distance": 0}
-    assert of_screen.items() <= made.settings.items()
+    assert of_screen.items() <= scan.settings.items()
     with pytest.raises(QKError, match="not both"):
         qk_scan(model, factors, [ROW], screen=screen, pairs=pairs)
     with pytest.raises(QKError, match="no pairs to replay"):
@@ -95,10 +95,10 @@ def test_results_are_plain_values_and_back():
 def test_a_scan_shows_itself_and_leaves_the_host_as_it_was():
     model = toy_model()
     before = snapshot(model)
-    made = qk_scan(model, random_factors(model), PROMPTS, progress=False)
+    scan = qk_scan(model, random_factors(model), PROMPTS, progress=False)
     assert same(snapshot(model), before)
-    assert f"{len(made.frame)} cases on 4 prompts" in repr(made) and "<svg" in made._repr_html_()
+    assert f"{len(scan.frame)} cases on 4 prompts" in repr(scan) and "<svg" in scan._repr_html_()
     assert (
-        list(made.table(3).columns)[-1] == "text" and len(made.table(3)) == 3 and len(made.table()) == len(made.frame)
+        list(scan.table(3).columns)[-1] == "text" and len(scan.table(3)) == 3 and len(scan.table()) == len(scan.frame)
     )
-    assert made.settings["remove"] == "q" and made.settings["per_head"] == 5
+    assert scan.settings["remove"] == "q" and scan.settings["per_head"] == 5

@@ -59,8 +59,8 @@ def test_rotary_coefficients_hold_at_a_distance(name):
     host, factors = host_of(model), random_factors(model)
     screen = qk_screen(model, factors, top=3, distance=4)
     heads, write = heads_of(host, 1), factors["blocks.1.attn_qkv"].write
-    turn = rotations(host, [heads], 12)[1]
-    assert turn is not None
+    rotation = rotations(host, [heads], 12)[1]
+    assert rotation is not None
     width = heads.d_head
     for head in range(heads.n_heads):
         key_head = head // heads.group
@@ -68,7 +68,7 @@ def test_rotary_coefficients_hold_at_a_distance(name):
         start = (heads.n_heads + key_head) * width
         b = write[screen.k_units[1, head], start : start + width]
         for dest, src in ((4, 0), (11, 7)):
-            gamma = turn.at(dest, a) @ turn.at(src, b).T / width**0.5
+            gamma = rotation.at(dest, a) @ rotation.at(src, b).T / width**0.5
             assert torch.allclose(gamma, screen.gamma[1, head], atol=1e-5)
     assert "rotary" in screen.settings["positions"] and screen.settings["distance"] == 4
     assert not torch.allclose(qk_screen(model, factors, top=3).gamma, screen.gamma, atol=1e-3)
@@ -106,11 +106,12 @@ def test_attention_fidelity_is_drawn_by_layer():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"top": 0}, "top=0"), ({"distance": 32}, "give 0 to 31"), ({"distance": -1}, "distance=-1")]
+    ("options", "message"),
+    [({"top": 0}, "top=0"), ({"distance": 32}, "give 0 to 31"), ({"distance": -1}, "distance=-1")],
 )
-def test_numbers_out_of_range_are_refused(options, said):
+def test_numbers_out_of_range_are_refused(options, message):
     model = toy_model()
-    with pytest.raises(QKError, match=said):
+    with pytest.raises(QKError, match=message):
         qk_screen(model, random_factors(model), **options)
     with pytest.raises(QKError, match="per_head=0"):
         qk_screen(model, random_factors(model)).pairs(0)

@@ -21,18 +21,18 @@ def test_parts_sum_to_scores_and_removals_are_real_interventions(name, packed):
     check_parts(model, factors, row)
     pair = QKPair(1, int(model.cfg.n_heads) - 1, 3, 5)
     for remove in ("q", "k"):
-        made = qk_replay(model, factors, pair, row, remove=remove)
-        assert torch.allclose(made.removed, intervened(model, factors, pair, row, remove), atol=1e-5)
-        assert torch.allclose(made.reconstructed, intervened(model, factors, pair, row, "none"), atol=1e-5)
+        replay = qk_replay(model, factors, pair, row, remove=remove)
+        assert torch.allclose(replay.removed, intervened(model, factors, pair, row, remove), atol=1e-5)
+        assert torch.allclose(replay.reconstructed, intervened(model, factors, pair, row, "none"), atol=1e-5)
     assert same(snapshot(model), before)
 
 
 def test_a_sliding_window_is_in_the_mask():
     model = families.bridge("gemma2")
-    made = [qk_replay(model, random_factors(model), QKPair(layer, 0, 1, 2), LONG) for layer in (0, 1)]
-    seen = sorted(int(one.mask[-1].sum()) for one in made)
-    assert seen == [32, 38] and all(not bool(one.contribution[~one.mask].any()) for one in made)
-    assert made[0].settings["soft_cap"] == 50
+    replays = [qk_replay(model, random_factors(model), QKPair(layer, 0, 1, 2), LONG) for layer in (0, 1)]
+    seen = sorted(int(replay.mask[-1].sum()) for replay in replays)
+    assert seen == [32, 38] and not any(bool(replay.contribution[~replay.mask].any()) for replay in replays)
+    assert replays[0].settings["soft_cap"] == 50
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
@@ -51,10 +51,10 @@ def test_both_hosts_give_the_same(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("bert", "attends both ways"), ("qwen3_5", "no softmax attention|a gate beside its queries")]
+    ("name", "message"), [("bert", "attends both ways"), ("qwen3_5", "no softmax attention|a gate beside its queries")]
 )
-def test_what_is_not_plain_causal_attention_is_refused(name, said):
+def test_what_is_not_plain_causal_attention_is_refused(name, message):
     model = families.bridge(name)
     for packed in (True, False):
-        with pytest.raises(UnsupportedHostError, match=said):
+        with pytest.raises(UnsupportedHostError, match=message):
             qk_screen(model, random_factors(model, packed))

@@ -237,17 +237,16 @@ def _readings(
 
 
 def _fitted(host: Host, site: Site, residuals: Mapping[bool, Tensor], h: Tensor) -> Reading:
-    """The reading that explains h from one of the residuals, given by whether the block's attention has written to it."""
+    """The reading that explains h from one of the residuals: those that the block's attention has written to or not."""
     affine, layer_norm = host.affine(site) or Affine(), facts_of(host.model).norm == "layer"
     tolerance = 1e-3 if dtype_of(host) in ("float32", "float64") else 3e-2
     errors = []
     # What the host's settings say is tried first: on centred residuals both norms fit.
     for centred in (layer_norm, not layer_norm):
-        fits = {behind: _fit(x, h, affine, centred) for behind, x in residuals.items()}
-        behind = min(fits, key=lambda behind: fits[behind][1])
-        inverse, error = fits[behind]
+        fits = {attended: _fit(x, h, affine, centred) for attended, x in residuals.items()}
+        attended, (inverse, error) = min(fits.items(), key=lambda fit: fit[1][1])
         if error < tolerance:
-            return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), behind)
+            return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), attended)
         errors.append(error)
     raise UnsupportedHostError(
         f"what {site.name} reads is no LayerNorm or RMSNorm of this host's residual stream (off by {min(errors):.1%}), so a "
