@@ -26,7 +26,8 @@ from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, UnknownSiteError,
 from swd_lens.solver import SparsityError, resolve
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
-from swd_lens.units.factors import Factors, fingerprint
+from swd_lens.units.factors import Factors
+from swd_lens.units.match import weight_fingerprint
 
 SITE_NAME = re.compile(rf"blocks\.(\d+)\.({'|'.join(KINDS)})")
 CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
@@ -94,8 +95,8 @@ class Job:
                 tokens can be made.
         """
         shapes_only = isinstance(model, Mapping | Sequence)
-        chosen = _matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
-        for site in chosen:
+        matrices = _matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
+        for site in matrices:
             if site.kind == "mlp":
                 raise UnknownSiteError(
                     f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only transcoders "
@@ -109,16 +110,16 @@ class Job:
             raise ValueError(f"gram_dtype={gram_dtype!r}: give 'auto', 'float32' or 'float64'")
         if device is not None:
             _check_device(device)  # before anything is calibrated, not after
-        sparsities = sparsity_of_each(chosen, sparsity)
+        sparsities = sparsity_of_each(matrices, sparsity)
         # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
         # embedded model; of a float64 Gram none).
-        with naming(chosen[0]):
+        with naming(matrices[0]):
             spec = resolve(preset, options)
-        solved_in_double = all(spec.precision_for(site.d_in, site.d_out) == "float64" for site in chosen)
+        solved_in_double = all(spec.precision_for(site.d_in, site.d_out) == "float64" for site in matrices)
         double = gram_dtype == "float64" or (gram_dtype == "auto" and solved_in_double)
         return cls(
             None if shapes_only else model,
-            chosen,
+            matrices,
             tokens,
             sparsities,
             calibration,
@@ -224,7 +225,7 @@ class Job:
             site.name: {
                 "sparsity": self.sparsities[site.name],
                 **shared,
-                "weight_sha256": fingerprint(host.weight(site)),
+                "weight_sha256": weight_fingerprint(host, site),
             }
             for site in self.sites
         }

@@ -10,7 +10,7 @@ from swd_lens.factorization.stages import ReplacedHost, stages_of
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Site
 from swd_lens.units import Attachment
-from tests.factorization.test_plan import QUICK, assert_same, bits
+from tests.factorization.test_factorize import QUICK, assert_same, bits
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(12, 9)
@@ -65,7 +65,7 @@ def test_per_block_reads_behind_the_earlier_blocks_only(model, monkeypatch):
 @pytest.mark.parametrize("finished", [1, 3, 6])
 def test_per_block_resumed_in_the_middle_of_a_block(model, tmp_path, monkeypatch, finished):
     """What is missing of a block is calibrated without what is finished of it."""
-    from tests.factorization.test_plan import count_solves
+    from tests.factorization.test_factorize import count_solves
 
     named = {**QUICK, "tokens": TOKENS, "calibration": "per_block"}
     whole = swd.factorize(model, "all", **named, out=tmp_path / "whole")

@@ -7,7 +7,7 @@ import swd_lens as swd
 import swd_lens.factorization.grams
 from swd_lens.factorization.grams import RIDGE, corrected
 from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
-from tests.factorization.test_plan import QUICK, assert_same, bits, count_solves
+from tests.factorization.test_factorize import QUICK, assert_same, bits, count_solves
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(40, 9)
@@ -17,6 +17,12 @@ NAMED = {**QUICK, "tokens": TOKENS, "calibration": "corrected"}
 @pytest.fixture(scope="module")
 def model():
     return toy_model()
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """All matrices, in one call."""
+    return swd.factorize(model, "all", **NAMED, out=tmp_path_factory.mktemp("whole"))
 
 
 def test_the_target_is_the_least_squares_answer():
@@ -69,18 +75,14 @@ def inputs(model, site, tokens) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_corrected_is_nearer_to_the_dense_model_than_sequential(model):
+def test_corrected_is_nearer_to_the_dense_model_than_sequential(model, whole):
     heldout = random_tokens(40, 9, seed=1)
-    kl = {
-        how: swd.fidelity(model, swd.factorize(model, "all", **{**NAMED, "calibration": how}), heldout).kl
-        for how in ("corrected", "sequential")
-    }
-    assert kl["corrected"] < kl["sequential"]
+    sequential = swd.factorize(model, "all", **{**NAMED, "calibration": "sequential"})
+    assert swd.fidelity(model, whole, heldout).kl < swd.fidelity(model, sequential, heldout).kl
 
 
 @pytest.mark.parametrize("finished", [1, 4, 7])
-def test_resumed_is_uninterrupted_to_the_bit(model, tmp_path, monkeypatch, finished):
-    whole = swd.factorize(model, "all", **NAMED, out=tmp_path / "whole")
+def test_resumed_is_uninterrupted_to_the_bit(model, whole, tmp_path, monkeypatch, finished):
     logits, hooks = model(TOKENS), list(model.hook_dict)
     with monkeypatch.context() as patch:
         count_solves(patch, stop_at=finished)
@@ -122,10 +124,9 @@ def test_bypassed_twice(model):
         assert torch.equal(model(TOKENS), dense)
 
 
-def test_errors_are_those_of_the_weight_where_they_say_so(model):
+def test_errors_are_those_of_the_weight_where_they_say_so(whole):
     """relmse is the solver's, of the target; relative_frobenius that of the factors against W, as everywhere."""
-    made = swd.factorize(model, "all", **NAMED)
-    for f in made.values():
+    for f in whole.values():
         assert f.provenance["relative_frobenius"] == pytest.approx(f.relative_frobenius(), rel=1e-6)
 
 
@@ -147,11 +148,11 @@ def test_a_site_that_is_read_twice_has_no_target(model):
         handle.remove()
 
 
-def test_products_in_double_precision(model):
+def test_products_in_double_precision(model, whole):
     """gram_dtype="float64" says the same of them as in the other kinds of calibration."""
     named = {**NAMED, "gram_dtype": "float64"}
-    plain, double = swd.factorize(model, "all", **NAMED), swd.factorize(model, "all", **named)
-    assert bits(plain["blocks.1.mlp_out"]) != bits(double["blocks.1.mlp_out"])
+    double = swd.factorize(model, "all", **named)
+    assert bits(whole["blocks.1.mlp_out"]) != bits(double["blocks.1.mlp_out"])
     seen: list = []
     with pytest.MonkeyPatch.context() as patch:
         inner = swd_lens.factorization.grams._inputs

@@ -6,7 +6,7 @@ import swd_lens as swd
 from swd_lens.factorization.checkpoint import Shard, ShardError
 from swd_lens.hosts.sites import Site
 from swd_lens.units.factors import FactorSet
-from tests.factorization.test_plan import ALL, QUICK, assert_same, bits, count_solves
+from tests.factorization.test_factorize import ALL, QUICK, assert_same, bits, count_solves
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(12, 9)
