@@ -68,7 +68,7 @@ def factorize(
             None = zero-data (G = I).
         calibration: "sequential" takes each matrix's inputs from the host with all earlier ones replaced (method.md §5.2);
             "per_block" from the host with all earlier blocks replaced, one pass per block; "dense" from the untouched host;
-            "corrected" is sequential and fits each matrix to what the dense host writes there (targets.py): not the paper's,
+            "corrected" is sequential and fits each matrix to what the dense host writes there (grams.py): not the paper's,
             and better where many matrices are replaced. With one site they are the same.
         preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...).
         batch_size: rows per calibration forward.
@@ -98,6 +98,7 @@ def factorize(
         ShardError: no such shard, or one of matrices that wait for each other.
         ValueError: bad sparsity or solver options; the site is named.
     """
+    # 1. What is asked for, and its share of a larger job.
     job = Job.of(
         model,
         sites,
@@ -119,6 +120,8 @@ def factorize(
         if out is None:
             raise ShardError(f"shard {part} needs out=: the folder in which the shards are put together")
         out = part.folder(Path(out))
+
+    # 2. What earlier calls and shards have finished, and whether the rest fits.
     checkpoint = None
     if out is not None:
         recipes = job.recipes()
@@ -131,6 +134,7 @@ def factorize(
     if not plan:
         return FactorSet(done, job.provenance())
 
+    # 3. and 4. The rest, stage by stage.
     host, stages = host_of(model), stages_of(job.sites, job.kind)
     unsolved = [[site for site in stage if site.name not in {*done, *in_shards}] for stage in stages]
     if job.shard is None:

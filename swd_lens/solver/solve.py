@@ -63,7 +63,7 @@ def solve(
     (`precision`: the default for small matrices), other machines give the same supports and, up to rounding, the same
     values; solved in float32 they give other factors of about the same error (spec.py, `DOUBLE_UP_TO`). The factors are in
     canonical form: each unit's read and write vector have equal norms, and the write vector's largest entry is
-    positive; unit i started as coordinate i of the short side (canonical.py).
+    positive; unit i started as coordinate i of the short side (`canonical`).
 
     Args:
         weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Taken to float32 first.
