@@ -58,7 +58,7 @@ class FinetuneFit(Fit):
     def __init__(self, mounted: Mounted, spec: FinetuneSpec, steps: int, heldout: Rows | None, processes: Processes):
         self.mounted, self.spec, self.steps = mounted, spec, steps
         self.heldout, self.processes = heldout, processes
-        self.device = next(mounted.host.model.parameters()).device
+        self.device = next(mounted.units.host.model.parameters()).device
         self.supports = mounted.supports()
         self.parameters = {name: support.values for name, support in self.supports.items()}
         self.scales = {
@@ -122,7 +122,7 @@ class FinetuneFit(Fit):
 
     def evaluate(self) -> dict[str, float]:
         assert self.heldout is not None
-        row = self.heldout.row_length * int(self.mounted.host.model.cfg.d_vocab)
+        row = self.heldout.row_length * int(self.mounted.units.host.model.cfg.d_vocab)
         size = max(1, min(_MOST_ROWS, _LOGITS_AT_ONCE // row)) * self.processes.n
         sums = torch.zeros(4, dtype=torch.float64)
         with torch.no_grad(), plain_float32(self.device):
@@ -173,7 +173,7 @@ class FinetuneFit(Fit):
 
 def batch_loss(mounted: Mounted, rows: Int[Tensor, "_rows pos"], spec: FinetuneSpec) -> Float[Tensor, ""]:
     """Sum of the loss over the predictions of these rows; with gradient."""
-    with torch.enable_grad(), autocast(next(mounted.host.model.parameters()).device, spec.autocast):
+    with torch.enable_grad(), autocast(next(mounted.units.host.model.parameters()).device, spec.autocast):
         log_p = None if spec.loss == "ce" else _log_probabilities(mounted, rows, dense=True)
         log_q = _log_probabilities(mounted, rows, dense=False)
     if log_p is None:

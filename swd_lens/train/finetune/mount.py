@@ -8,7 +8,7 @@
 3. `mounted` puts them into a host whose parameters ask for no gradients, and takes them out again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.hosts import Host
-from swd_lens.hosts.sites import Site
 from swd_lens.train.engine import frozen
 from swd_lens.train.finetune.spec import FinetuneError
 from swd_lens.units import Projection, UnitSet, attach
@@ -100,13 +98,11 @@ class Mounted:
     """A host with factors in training.
 
     Attributes:
-        factors: as they were given, by site name.
+        units: the factors as they were given, all of them `Factors`.
         projections: by site name, in execution order.
     """
 
-    host: Host
-    sites: list[Site]
-    factors: Mapping[str, Factors]
+    units: UnitSet
     projections: dict[str, TrainedProjection] = field(default_factory=dict)
 
     def supports(self) -> dict[str, Support]:
@@ -120,13 +116,13 @@ class Mounted:
     def run(self, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pos vocab"]:
         """Logits of the host with the factors, with gradient where it is on; or of the dense host, without."""
         if not dense:
-            return self.host.run(rows)
+            return self.units.host.run(rows)
         with torch.no_grad(), bypassed(self.projections.values()):
-            return self.host.run(rows)
+            return self.units.host.run(rows)
 
 
-def trainable(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Factors]]:
-    """The host, the sites in execution order, and each site's Factors.
+def trainable(model: Any, factors: Any) -> UnitSet:
+    """The units that were given, if all of them can be trained and attached.
 
     Raises:
         FinetuneError: a unit source that is not Factors, or without a nonzero entry.
@@ -143,21 +139,21 @@ def trainable(model: Any, factors: Any) -> tuple[Host, list[Site], dict[str, Fac
             raise FinetuneError(f"{name} has no nonzero entry, so there is nothing to train; leave it out")
     with attach(model, units):  # not `.detach()`: a Ctrl-C in that would leave them attached
         pass
-    return units.host, units.sites, dict(units.factors)
+    return units
 
 
 @contextmanager
-def mounted(host: Host, sites: list[Site], factors: Mapping[str, Factors]) -> Iterator[Mounted]:
+def mounted(units: UnitSet) -> Iterator[Mounted]:
     """The host with all factors in training. On the way out, also by an exception or Ctrl-C, it is what it was."""
+    host, training = units.host, Mounted(units)
     with frozen(host, _WHILE_TRAINING) as undo:
-        training = Mounted(host, sites, factors)
-        for site in sites:
+        for site in units.sites:
             block = host.model.blocks[site.layer]
             hook = UnitHookPoint(f"{site.name}, in training")
-            projection = TrainedProjection(factors[site.name], hook, next(block.parameters()))
+            projection = TrainedProjection(units.factors[site.name], hook, next(block.parameters()))
             host.swap(site, projection.train(block.training), hook.train(block.training), undo.push)
             training.projections[site.name] = projection
-        for layer in {site.layer: None for site in sites}:
-            of_layer = {site.name: training.projections[site.name] for site in sites if site.layer == layer}
+        for layer in {site.layer: None for site in units.sites}:
+            of_layer = {site.name: training.projections[site.name] for site in units.sites if site.layer == layer}
             watch_block(host.model.blocks[layer], of_layer, undo.push)
         yield training

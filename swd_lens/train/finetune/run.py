@@ -93,7 +93,7 @@ def finetune(
     rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
     heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
     require_no_dropout(model)
-    host, sites, untrained = trainable(model, factors)
+    units = trainable(model, factors)
     device = next(model.parameters()).device
     processes = Processes()
     require_shares(processes, device, spec.batch_size)
@@ -103,7 +103,7 @@ def finetune(
     if out is not None:
         decides = {
             "host_sha256": host_fingerprint(model, model.cfg),
-            "factors_sha256": upstream_of(untrained),
+            "factors_sha256": upstream_of(units.factors),
             "tokens_sha256": rows.fingerprint(),
             "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
             **spec.as_dict(),
@@ -116,13 +116,14 @@ def finetune(
             # With the dense weights that the given factors remember; files never hold them.
             finished = FactorSet.load(folder.path / _FACTORS)
             return FactorSet(
-                {name: replace(finished[name], weight=f.weight) for name, f in untrained.items()}, finished.provenance
+                {name: replace(finished[name], weight=f.weight) for name, f in units.factors.items()},
+                finished.provenance,
             )
         processes.wait()  # everybody has looked before the main process changes anything
         if overwrite and processes.main:
             folder.start(0)
         processes.wait()
-    with gradients_on(device, exact=spec.autocast is None), mounted(host, sites, untrained) as training:
+    with gradients_on(device, exact=spec.autocast is None), mounted(units) as training:
         fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
         every = None if heldout_rows is None else eval_every
         engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)
@@ -178,7 +179,7 @@ def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
 def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], preset: str) -> FactorSet:
     """The factors as they are now. The probe's inputs are seen in the host while all of them are still mounted: what enters a
     site depends on the sites before it only."""
-    training, rows = fit.mounted, engine.rows
+    units, rows = fit.mounted.units, engine.rows
     entry = {
         "preset": preset,
         **fit.spec.as_dict(),
@@ -189,22 +190,22 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
         "after": _means(fit.after),
         "swd_lens": __version__,
     }
-    cfg = training.host.model.cfg
+    cfg = units.host.model.cfg
     tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.first(), int(cfg.d_vocab), int(cfg.n_ctx)))
     # What enters each site at the last of these tokens.
     inputs = record(
-        training.host, torch.tensor([tokens]), inputs=training.sites, keep=lambda h: h[0, -1].float().cpu()
+        units.host, torch.tensor([tokens]), inputs=units.sites, keep=lambda h: h[0, -1].float().cpu()
     ).inputs
     tuned = {}
-    for site in training.sites:
-        f = training.factors[site.name]
-        read, write = training.projections[site.name].factors(f)
+    for site in units.sites:
+        f = units.factors[site.name]
+        read, write = fit.mounted.projections[site.name].factors(f)
         new = replace(f, read=read, write=write, probe=Probe.of(inputs[site.name], read.cpu(), f.offsets))
-        error = new.relative_frobenius(training.host.weight(site).to(read.device))
+        error = new.relative_frobenius(units.host.weight(site).to(read.device))
         tuned[site.name] = replace(
             new, provenance={**_renamed(f.provenance), "relative_frobenius": error, "finetune": entry}
         )
-    probed = {"probe_tokens": tokens, "probe_sites": [site.name for site in training.sites]}
+    probed = {"probe_tokens": tokens, "probe_sites": list(units)}
     return FactorSet(
         tuned, {"swd_lens": __version__, "model": str(cfg.model_name), **provenance, **probed, "finetune": entry}
     )
