@@ -338,8 +338,8 @@ def check_tasks(tasks: Any) -> list[Task]:
     listed = [tasks] if isinstance(tasks, Task) else list(tasks)
     for task in listed:
         if not isinstance(task, Task):
-            made = "swd_lens.load_task(name, model) or Task.from_prompts(...)"
-            raise TypeError(f"every task must be a Task, got {reprlib.repr(task)}; make one with {made}")
+            how = "swd_lens.load_task(name, model) or Task.from_prompts(...)"
+            raise TypeError(f"every task must be a Task, got {reprlib.repr(task)}; make one with {how}")
     names = [task.name for task in listed]
     if not names:
         raise ValueError("no task to compare on: pass a Task, or several")

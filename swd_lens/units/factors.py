@@ -156,12 +156,12 @@ class Factors:
         Raises:
             ValueError: the folder holds several (or none), and whatever `FactorSet.load` raises.
         """
-        found = FactorSet.load(folder)
-        if len(found) != 1:
+        matrices = FactorSet.load(folder)
+        if len(matrices) != 1:
             raise ValueError(
-                f"{folder} holds {len(found)} matrices ({', '.join(found)}); load them with FactorSet.load and take one"
+                f"{folder} holds {len(matrices)} matrices ({', '.join(matrices)}); load them with FactorSet.load and take one"
             )
-        return found[next(iter(found))]
+        return matrices[next(iter(matrices))]
 
     def to(self, device: torch.device | str) -> "Factors":
         """These factors on a device: all that takes part in y; origin and probe, records to compare with, stay where they are."""
@@ -191,7 +191,7 @@ class Factors:
         )
         valid = f"{int(self.valid_units.sum()):,} of {self.n_units:,} units have read and write edges."
         name = f"Factors of {self.provenance.get('site', 'a matrix')}: {self.edges:,} edges, s={self.sparsity:.4f}"
-        return card(name, counts, valid, _said(self.settings), _said(self.provenance))
+        return card(name, counts, valid, _one_line(self.settings), _one_line(self.provenance))
 
 
 # ---------------------------------------------------------------------------------------------- many matrices
@@ -261,9 +261,8 @@ class FactorSet(OnHub, _SetBase):
     def table(self) -> pd.DataFrame:
         """One row per site: d_in, d_out, units, edges and s."""
         rows = [
-            {"site": site, **{key: its[key] for key in ("d_in", "d_out", "units", "edges")}}
-            | {"s": 1.0 - its["edges"] / (its["d_in"] * its["d_out"])}
-            for site, its in self.summary().items()
+            {"site": site, "d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges, "s": f.sparsity}
+            for site, f in self._factors.items()
         ]
         return pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
 
@@ -272,10 +271,10 @@ class FactorSet(OnHub, _SetBase):
         twice = set(self) & set(other)
         if twice:
             raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
-        made = {**other.provenance, **self.provenance}
+        provenance = {**other.provenance, **self.provenance}
         # What enters a site of one set may pass the other's: neither probe holds for both together.
         return _set_of(
-            {**self._factors, **other._factors}, {k: v for k, v in made.items() if not k.startswith("probe_")}
+            {**self._factors, **other._factors}, {k: v for k, v in provenance.items() if not k.startswith("probe_")}
         )
 
     def transport(self, model: Any) -> "FactorSet":
@@ -303,7 +302,7 @@ class FactorSet(OnHub, _SetBase):
     def _repr_html_(self) -> str:
         more = f"and {len(self) - _ROWS} more sites" if len(self) > _ROWS else None
         settings = next((f.settings for f in self._factors.values()), {})
-        return card(self._counted(), self.table().head(_ROWS), more, _said(settings), _said(self.provenance))
+        return card(self._counted(), self.table().head(_ROWS), more, _one_line(settings), _one_line(self.provenance))
 
     # ------------------------------------------------------------------ files
 
@@ -340,9 +339,9 @@ class FactorSet(OnHub, _SetBase):
 
 def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, Any]) -> FactorSet:
     """A set whose Factors may still be in their files."""
-    made = FactorSet({}, provenance)
-    made._factors.update(held)
-    return made
+    factors = FactorSet({}, provenance)
+    factors._factors.update(held)
+    return factors
 
 
 def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
@@ -356,7 +355,7 @@ def read_factors(folder: Path, site: str, entry: Mapping[str, Any]) -> Factors:
     return Factors(**StoredSite(folder, site, entry).parts())
 
 
-def _said(settings: Mapping[str, Any], longest: int = 400) -> str | None:
+def _one_line(settings: Mapping[str, Any], longest: int = 400) -> str | None:
     """Settings in one line of text, for a card; what is long is cut."""
     text = ", ".join(f"{name}: {value}" for name, value in settings.items())
     return f"{text[:longest]} …" if len(text) > longest else text or None

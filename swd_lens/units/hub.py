@@ -189,9 +189,8 @@ def _model(factors: Any) -> str:
 
 def _row(site: str, held: Any) -> list[str]:
     """A line of the card's table."""
-    sparsity = 1.0 - held.edges / (held.d_in * held.d_out)
     return [
         f"`{site}`",
         *(f"{number:,}" for number in (held.d_in, held.n_units, held.d_out, held.edges)),
-        f"{sparsity:.4f}",
+        f"{held.sparsity:.4f}",
     ]

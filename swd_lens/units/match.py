@@ -80,7 +80,7 @@ def matrices_of(host: Host, site: Site) -> list[Site]:
     """The host's matrices that a whole MLP is made of, in execution order; of a single matrix the site itself."""
     if site.kind != "mlp":
         return [site]
-    return [one for one in host.sites() if one.layer == site.layer and one.kind in PACKED["mlp"]]
+    return [part for part in host.sites() if part.layer == site.layer and part.kind in PACKED["mlp"]]
 
 
 def dtype_of(host: Host) -> str:
@@ -104,14 +104,13 @@ def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
 
     W alone does not say: value biases may be folded, or a bias with a weight of one, without a bit of this W changing.
     """
-    here = host.affine(site) if origin is not None else None
-    if origin is None or here is None:
+    affine = host.affine(site) if origin is not None else None
+    if origin is None or affine is None:
         return True
-    for then, now, nothing in ((origin.scale, here.scale, 1.0), (origin.shift, here.shift, 0.0)):
-        if then is None and now is None:
+    for recorded, present, neutral in ((origin.scale, affine.scale, 1.0), (origin.shift, affine.shift, 0.0)):
+        if recorded is None and present is None:
             continue
-        none = torch.full((site.d_in,), nothing)
-        a, b = (none if t is None else t.float().cpu() for t in (then, now))
+        a, b = (torch.full((site.d_in,), neutral) if t is None else t.float().cpu() for t in (recorded, present))
         tolerance = 1e-4 if dtype_of(host) in ("float32", "float64") else 2e-2
         if float((a - b).abs().max()) > tolerance * max(float(a.abs().max()), 1e-6):
             return False
@@ -167,12 +166,13 @@ def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
 
 
 def _difference(host: Host, site: Site, f: Units) -> str:
-    made, now = f.provenance.get("processing", {}), host.processing()
-    changed = [key for key in now if key in made and made[key] != now[key] and key != "compatibility_mode"]
+    recorded, present = f.provenance.get("processing", {}), host.processing()
+    common = [key for key in present if key in recorded and key != "compatibility_mode"]
+    changed = [key for key in common if recorded[key] != present[key]]
     again = "factorize" if isinstance(f, Factors) else "train them on"
     start = f"the factors of {site.name} were made from another W than this host has now"
     if changed:
-        was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (made, now))
+        was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (recorded, present))
         return (
             f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host has "
             f"{has}. {'Move them exactly with factors.transport(model), or load' if isinstance(f, Factors) else 'Load'} "
@@ -189,8 +189,8 @@ def _difference(host: Host, site: Site, f: Units) -> str:
         if isinstance(f, Factors)
         else ""
     )
-    made_of = f.provenance.get("model")
-    whose = f" (they are of {made_of!r}, this host is {str(host.model.cfg.model_name)!r})" if made_of else ""
+    model = f.provenance.get("model")
+    whose = f" (they are of {model!r}, this host is {str(host.model.cfg.model_name)!r})" if model else ""
     return (
         f"{start}, under the same weight processing{whose}{error}. The usual cause is another checkpoint or further "
         f"training; attach them to the model they were made from, or {again} this one"

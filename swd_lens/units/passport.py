@@ -182,7 +182,7 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
     sizes = {"d_in": d_in, "units": units, "d_out": d_out}
     for name, tensor in named.items():
         _check(name, tensor, sizes)
-    made: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for part, kind in _PARTS.items():
         names = {field.name: f"{part}.{field.name}" for field in fields(kind)}
         if not any(name in named for name in names.values()):
@@ -191,8 +191,8 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
             raise ValueError(f"{', '.join(missing)} is missing")
         if part == "probe":
             _check_units(named["probe.units"], named["probe.z"], units)
-        made[part] = kind(**{key: named.get(name) for key, name in names.items()})
-    return made
+        parts[part] = kind(**{key: named.get(name) for key, name in names.items()})
+    return parts
 
 
 def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
@@ -202,12 +202,12 @@ def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
     if name in _LENGTHS and len(tensor) != sizes[_LENGTHS[name]]:
         raise ValueError(f"{name} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {sizes[_LENGTHS[name]]}")
     if not bool(tensor.isfinite().all()):
-        place = int((~tensor.isfinite()).nonzero()[0])
-        raise ValueError(f"{name}[{place}] is {tensor[place].item()}")
+        index = int((~tensor.isfinite()).nonzero()[0])
+        raise ValueError(f"{name}[{index}] is {tensor[index].item()}")
 
 
-def _check_units(chosen: Tensor, z: Tensor, units: int) -> None:
-    if len(chosen) != len(z) or not len(chosen):
-        raise ValueError(f"probe.units has {len(chosen)} units for {len(z)} values of probe.z")
-    if outside := [unit for unit in chosen.tolist() if not 0 <= unit < units]:
+def _check_units(indices: Tensor, z: Tensor, units: int) -> None:
+    if len(indices) != len(z) or not len(indices):
+        raise ValueError(f"probe.units has {len(indices)} units for {len(z)} values of probe.z")
+    if outside := [unit for unit in indices.tolist() if not 0 <= unit < units]:
         raise ValueError(f"probe.units names unit {outside[0]}; the factors have {units}")

@@ -172,16 +172,16 @@ def _stands_on(sae: Any, name: str) -> tuple[int, tuple[str, ...], tuple[str, st
     below = tuple(dict.fromkeys(match[2] for match in matches if match))
     _refuse_ambiguous(sae, name, below)
     if len(below) == 1 and below[0] in _SAE_SITES:
-        found = _SAE_SITES[below[0]]
+        stands = _SAE_SITES[below[0]]
     elif (below[0], below[-1]) in _TRANSCODER_SITES:
-        found = (_TRANSCODER_SITES[below[0], below[-1]], "input", "output")
+        stands = (_TRANSCODER_SITES[below[0], below[-1]], "input", "output")
     else:
         pairs = ", ".join(" -> ".join(pair) for pair in _TRANSCODER_SITES)
         raise UnitSourceError(
             f"{name} stands on {' -> '.join(given)}, which is no matrix' input or output (the residual stream is written by "
             f"many). An SAE can stand on {', '.join(_SAE_SITES)}; a transcoder on {pairs}"
         )
-    return int(layers.pop() or 0), tuple(given), found
+    return int(layers.pop() or 0), tuple(given), stands
 
 
 def _refuse_ambiguous(sae: Any, name: str, below: tuple[str, ...]) -> None:
@@ -210,7 +210,7 @@ def _prove(sae: Any, units: CoderUnits) -> None:
     )
     with torch.no_grad():
         # In this order: with a norm at run time a decode belongs to the encode before it.
-        among_loud, among_quiet = (tried(f"{units.name}.encode", sae.encode, one)[:, -1] for one in (loud, quiet))
+        among_loud, among_quiet = (tried(f"{units.name}.encode", sae.encode, others)[:, -1] for others in (loud, quiet))
         z = tried(f"{units.name}.encode", sae.encode, x)
         y = tried(f"{units.name}.decode", sae.decode, z)
         forward = sae(x)
@@ -243,8 +243,8 @@ def _distance(left: Tensor, right: Tensor) -> float:
 def _meta(sae: Any, key: str) -> Any:
     """A metadata entry: sae-lens 6 keeps them in cfg.metadata, older versions in cfg itself; None if it is in neither."""
     held = getattr(sae.cfg, "metadata", None)
-    found = held.get(key) if isinstance(held, Mapping) else getattr(held, key, None)
-    return getattr(sae.cfg, key, None) if found is None else found
+    value = held.get(key) if isinstance(held, Mapping) else getattr(held, key, None)
+    return getattr(sae.cfg, key, None) if value is None else value
 
 
 def _norm(sae: Any) -> str:
@@ -262,5 +262,5 @@ def _d_out(sae: Any) -> int:
 def _json(value: Any) -> Any:
     """A metadata value as plain JSON: what is not plain becomes its text (a dtype among the loading arguments)."""
     if isinstance(value, Mapping):
-        return {str(key): _json(one) for key, one in value.items()}
+        return {str(key): _json(entry) for key, entry in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -308,6 +308,10 @@ class StoredSite:
             return self.n_units * (self.d_in + self.d_out)
         return sum(self.pair.nonzeros.values())
 
+    @property
+    def sparsity(self) -> float:
+        return 1.0 - self.edges / (self.d_in * self.d_out)
+
     def parts(self) -> dict[str, Any]:
         """What Factors are made of, by the names of their fields.
 
@@ -327,9 +331,8 @@ class StoredSite:
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
 
     def __repr__(self) -> str:
-        sparsity = 1.0 - self.edges / (self.d_in * self.d_out)
         shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
-        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={sparsity:.4f}, in its file)"
+        return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={self.sparsity:.4f}, in its file)"
 
 
 def _difference(probe: Probe | None, read: Float[Tensor, "d_in unit"], offsets: Offsets | None) -> str:

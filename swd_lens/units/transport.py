@@ -56,12 +56,12 @@ def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
 
 def _moved(host: Host, site: Site, f: Factors) -> Factors:
     weight, origin = host.weight(site), f.origin
-    made = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}
+    provenance = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}
     known = "weight_sha256" in f.provenance
     if known and same_weights(host, site, f.provenance) and same_input(host, site, origin):
-        return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=made)
-    here = origin_of(host, site, weight)
-    if origin is None or here is None:
+        return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=provenance)
+    present = origin_of(host, site, weight)
+    if origin is None or present is None:
         raise AttachError(
             f"{site.name}: these factors cannot be transported: "
             + (
@@ -69,23 +69,23 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
                 if origin is None
                 else ""
             )
-            + (" and " if origin is None and here is None else "")
-            + ("this host has no foldable normalization in front of it" if here is None else "")
+            + (" and " if origin is None and present is None else "")
+            + ("this host has no foldable normalization in front of it" if present is None else "")
             + "; factorize this host"
         )
-    _check_leads_here(site, origin, here)
+    _check_same_origin(site, origin, present)
     ones = torch.ones(f.d_in, dtype=torch.float64)
-    old, new = (ones if o.scale is None else o.scale.double() for o in (origin, here))
+    old, new = (ones if o.scale is None else o.scale.double() for o in (origin, present))
     if bool((new == 0).any()):
         raise AttachError(
             f"{site.name}: this host's normalization has a weight of exactly 0, so nothing leads back; factorize this host"
         )
     ratio = old / new
-    constant = _or_zeros(origin.shift, f.d_in) - ratio * _or_zeros(here.shift, f.d_in)
+    constant = _or_zeros(origin.shift, f.d_in) - ratio * _or_zeros(present.shift, f.d_in)
     read = f.read.detach().cpu()
     offsets = Offsets(
         (constant @ read.double()).float() + (0 if f.offsets is None else f.offsets.unit.cpu()),
-        (_or_zeros(here.shifted, f.d_out) - _or_zeros(origin.shifted, f.d_out)).float()
+        (_or_zeros(present.shifted, f.d_out) - _or_zeros(origin.shifted, f.d_out)).float()
         + (0 if f.offsets is None else f.offsets.out.cpu()),
     )
     moved = (ratio[:, None] * read.double()).float().to(f.read.device)
@@ -94,14 +94,14 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
         f,
         read=moved,
         weight=weight,
-        origin=here,
+        origin=present,
         offsets=None if nothing else offsets.to(f.read.device),
         probe=_moved_probe(f.probe, ratio, constant),
-        provenance=made,
+        provenance=provenance,
     )
 
 
-def _check_leads_here(site: Site, old: Origin, new: Origin) -> None:
+def _check_same_origin(site: Site, old: Origin, new: Origin) -> None:
     """Both matrices, taken back to what stands before the fold, are the same up to the mean that centring takes out."""
     if site.kind in RESIDUAL_MATRICES:
         before, now = old.left, new.left
