@@ -13,7 +13,7 @@
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -163,7 +163,10 @@ def judge(
     both = [circuit.masks(mode) for mode in ("keep", "ablate") for circuit in named.values()]
     with attach(model, factors) as attachment:
         bench = Bench(host_of(model), attachment, split, scores, ablation, **how)
-        outcome, unpruned = bench.run(len(both), lambda chunk: _stacked(both[chunk]), kl=kl)
+        masks = {site: torch.stack([of_run[site] for of_run in both]) for site in both[0]}
+        outcome, unpruned = bench.run(
+            len(both), lambda chunk: {site: mask[chunk] for site, mask in masks.items()}, kl=kl
+        )
     head = pd.DataFrame(
         {
             "circuit": list(named),
@@ -177,11 +180,6 @@ def judge(
 def _same_scores(a: UnitScores, b: UnitScores) -> bool:
     """Whether two circuits' scores are the same, or the same again (read from a file): settings do not say which prompts."""
     return a is b or (a.settings == b.settings and all(torch.equal(a.means[site], b.means[site]) for site in a.means))
-
-
-def _stacked(masks: Sequence[Mapping[str, Tensor]]) -> Masks:
-    """One row per intervention from one dict of masks each."""
-    return {site: torch.stack([mask[site] for mask in masks]) for site in masks[0]}
 
 
 def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mapping[str, Tensor]) -> list[int]:

@@ -102,11 +102,15 @@ def from_saelens(sae: Any) -> dict[str, CoderUnits]:
         provenance["needs_no_post_norm"] = True
     if hooks[0].endswith("ln2.hook_normalized"):
         provenance["needs_folded_ln"] = True
-    elif kind in ("mlp", "mlp_in") and reads == "input" and _loaded_with(sae).get("fold_ln") is False:
+    elif (
+        kind in ("mlp", "mlp_in")
+        and reads == "input"
+        and (_meta(sae, "model_from_pretrained_kwargs") or {}).get("fold_ln") is False
+    ):
         provenance["needs_folded_ln"] = False
     # What one SAE does not see of its site, the site says later.
     d_in = cfg.d_in if reads == "input" else 0
-    d_out = _d_out(sae) if writes == "output" else 0
+    d_out = (getattr(cfg, "d_out", None) or cfg.d_in) if writes == "output" else 0
     units = CoderUnits(sae, d_in, d_out, cfg.d_sae, reads, writes, name, provenance)
     _prove(sae, units)
     return {provenance["site"]: units}
@@ -249,14 +253,6 @@ def _meta(sae: Any, key: str) -> Any:
 
 def _norm(sae: Any) -> str:
     return getattr(sae.cfg, "normalize_activations", None) or "none"
-
-
-def _loaded_with(sae: Any) -> Mapping[str, Any]:
-    return _meta(sae, "model_from_pretrained_kwargs") or {}
-
-
-def _d_out(sae: Any) -> int:
-    return getattr(sae.cfg, "d_out", None) or sae.cfg.d_in
 
 
 def _json(value: Any) -> Any:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +96,15 @@ def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenan
     # Made into text first: values that json cannot write must fail before anything is replaced.
     described = {"format": FORMAT_VERSION, "provenance": provenance, "sites": entries}
     text = json.dumps(plain(described), indent=1, allow_nan=False)
-    former = _files_named_in(folder)
+    former: set[str] = set()
+    with suppress(FactorFileError, FileNotFoundError):  # a damaged folder can be saved over
+        former = files_named_in(folder)
     write_text(folder / INDEX, text)
     for name in former - {entry["file"] for entry in entries.values()}:
         (folder / name).unlink(missing_ok=True)
     for pattern in (".*.safetensors.*.part", f".{INDEX}.*.part"):  # of a writer that was killed
         for left_over in folder.glob(pattern):
             left_over.unlink(missing_ok=True)
-
-
-def _files_named_in(folder: Path) -> set[str]:
-    """Files of the present index; none where there is no readable one (a damaged folder can be saved over)."""
-    try:
-        return files_named_in(folder)
-    except (FactorFileError, FileNotFoundError):
-        return set()
 
 
 # ---------------------------------------------------------------------------------------------- read
