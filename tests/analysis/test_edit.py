@@ -193,6 +193,16 @@ def test_ctrl_c_at_any_line(model, factors, how):
         assert torch.equal(model(PROMPT[None]), logits), f"interrupted before line {at} of {lines}"
 
 
+@pytest.mark.parametrize("base", ["dense", "replacement"])
+def test_an_edit_is_checked_without_being_applied(model, factors, base):
+    edit, before = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1, base=base), everything(model)
+    assert edit.check().model is model and everything(model) == before and "not applied" in repr(edit)
+    with edit, pytest.raises(ValueError, match="applied already" if base == "dense" else "attached already"):
+        edit.check()
+    with pytest.raises(ValueError, match=r"it belongs to another model|they belong to another model"):
+        edit.check(toy_model(d_mlp=8))
+
+
 def test_another_weight_is_refused(model, factors):
     edit = edit_unit(model, factors, "blocks.0.mlp_out/0", PROMPT, 3, 5, 1)
     other = toy_model()

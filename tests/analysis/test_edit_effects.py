@@ -86,11 +86,12 @@ def test_an_applied_edit_cannot_be_measured(model, factors):
         side_effects(model, edit, "ab")
 
 
-def test_divergence_by_hand():
+def test_divergence_by_hand(monkeypatch):
     """KL((1/2, 1/2) || (1/4, 3/4)) = (ln 2 + ln (2/3)) / 2, and 0 of a distribution and itself."""
     p, q = torch.tensor([[1.0, 1.0], [5.0, 2.0]]).log(), torch.tensor([[1.0, 3.0], [5.0, 2.0]]).log()
     by_hand = float(torch.tensor([2.0, 2 / 3]).log().sum() / 2)
     assert kl_per_prediction(p, q).tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
+    monkeypatch.setattr("swd_lens.base.divergence.CHUNK_BYTES", 8 * 5 * 256)  # three chunks
     many = torch.randn(600, 5, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(kl_per_prediction(many, many.flip(0)), kl(many, many.flip(0)), atol=1e-12)
 

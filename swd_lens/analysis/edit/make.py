@@ -27,7 +27,7 @@ from swd_lens.units import attach
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights, described
-from swd_lens.units.unit_set import sources_by_site
+from swd_lens.units.unit_set import UnitSet, sources_by_site
 
 BASES = ("dense", "replacement")
 RANDOM_SEED, RANDOM_BAND = 17, (0.35, 0.85)  # paper, app. component editing
@@ -98,10 +98,9 @@ def unit_edit(
     f, name = factors[site.name], f"{site.name}/{index}"
     # Offsets of transported factors are part of z; a dense increment has no place for them.
     offset = float(f.offsets.unit[index]) if base == "replacement" and f.offsets is not None else 0.0
-    z = _drive(target.input, f.read[:, index].cpu(), offset, f"unit {name}", target)
-    delta, alpha = rank_one(f.read[:, index], z, target.direction, shift)
+    delta, calibration = calibrated(f.read[:, index], target, shift, f"unit {name}", offset)
     settings = provenance(host_of(model), site, target, method, shift, base=base)
-    settings |= {"unit": name, "alpha": alpha, "z": z, "offset": offset, "valid_units": int(f.valid_units.sum())}
+    settings |= {"unit": name, **calibration, "offset": offset, "valid_units": int(f.valid_units.sum())}
     if base == "dense":
         return Edit(site.name, method, shift, delta, target, settings, model)
     changed = _changed(factors, site.name, index, delta)
@@ -112,9 +111,8 @@ def unit_edit(
 def oracle_edit(model: Any, site: Site, target: Target, shift: float) -> Edit:
     """The target-conditioned dense rank-one edit: its read vector is h* / ||h*||."""
     read = target.input / target.input.double().norm().clamp(min=1e-30).float()
-    z = _drive(target.input, read, 0.0, "the oracle's read vector", target)
-    delta, alpha = rank_one(read, z, target.direction, shift)
-    settings = provenance(host_of(model), site, target, "oracle", shift) | {"alpha": alpha, "z": z}
+    delta, calibration = calibrated(read, target, shift, "the oracle's read vector")
+    settings = provenance(host_of(model), site, target, "oracle", shift) | calibration
     return Edit(site.name, "oracle", shift, delta, target, settings, model)
 
 
@@ -144,24 +142,30 @@ def random_unit(f: Factors, target: Target, *, seed: int = RANDOM_SEED, but: int
     return candidates[int(torch.randint(len(candidates), (1,), generator=torch.Generator().manual_seed(seed)))]
 
 
-def rank_one(
-    read: Float[Tensor, " d_in"], drive: float, direction: Float[Tensor, " d_out"], shift: float
-) -> tuple[Delta, float]:
-    """dW = alpha read dbar^T and alpha = shift / (drive ||d||); computed in float64, kept in float32."""
-    d = direction.double()
-    alpha = shift / (drive * float(d.norm()))
-    return Delta(read.detach().float().cpu()[:, None].clone(), (alpha * d / d.norm()).float()[None]), alpha
+def calibrated(
+    read: Float[Tensor, " d_in"], target: Target, shift: float, what: str, offset: float = 0.0
+) -> tuple[Delta, dict[str, float]]:
+    """dW = alpha read dbar^T with alpha = shift / (z ||d||); computed in float64, kept in float32.
 
+    Args:
+        what: whose read vector it is, for the message.
+        offset: a constant that is part of the unit's z.
 
-def _drive(h: Float[Tensor, " d_in"], read: Float[Tensor, " d_in"], offset: float, what: str, target: Target) -> float:
-    """h* r (plus the unit's offset), what the shift is divided by."""
-    z = float(h.double() @ read.double()) + offset
-    if abs(z) <= _SILENT * float(h.double().norm() * read.double().norm()):
+    Returns:
+        dW, and {"alpha": ..., "z": h* read + offset}.
+
+    Raises:
+        EditError: z is nothing but rounding.
+    """
+    h, d, read = target.input.double(), target.direction.double(), read.detach().float().cpu()
+    z = float(h @ read.double()) + offset
+    if abs(z) <= _SILENT * float(h.norm() * read.double().norm()):
         raise EditError(
             f"{what} is silent on {target.prompt!r}: z = {z:.2g} at the last position, so no write vector moves the margin "
             "there; take a unit that is active (swd_lens.select_edit_unit finds some)"
         )
-    return z
+    alpha = shift / (z * float(d.norm()))
+    return Delta(read[:, None].clone(), (alpha * d / d.norm()).float()[None]), {"alpha": alpha, "z": z}
 
 
 def provenance(
@@ -192,8 +196,8 @@ def _changed(factors: FactorSet, name: str, index: int, delta: Delta) -> FactorS
     note = {"edited_unit": index, "edited_edges_added": int((write != 0).sum() - (before.write != 0).sum())}
     after = replace(before, write=write, settings={**before.settings, **note})
     # What enters later sites changes, so that the set's probe and theirs no longer hold; the site's own does (read is as it was).
-    provenance = {key: value for key, value in factors.provenance.items() if not key.startswith("probe_")}
-    return FactorSet({site: after if site == name else f for site, f in factors.items()}, provenance)
+    of_set = {key: value for key, value in factors.provenance.items() if not key.startswith("probe_")}
+    return FactorSet({site: after if site == name else f for site, f in factors.items()}, of_set)
 
 
 # ---------------------------------------------------------------------------------------------- units
@@ -212,7 +216,7 @@ def factor_set(factors: Any) -> FactorSet:
     for name, source in sources.items():
         if not isinstance(source, Factors):
             raise EditError(f"an edit takes Factors; {name} holds a {type(source).__name__}")
-    return FactorSet(sources)
+    return FactorSet(sources, factors.provenance if isinstance(factors, UnitSet) else {})
 
 
 def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site, int]:
