@@ -70,7 +70,8 @@ def test_rotary_coefficients_hold_at_a_distance(name):
         for dest, src in ((4, 0), (11, 7)):
             gamma = rotation.at(dest, a) @ rotation.at(src, b).T / width**0.5
             assert torch.allclose(gamma, screen.gamma[1, head], atol=1e-5)
-    assert "rotary" in screen.settings["positions"] and screen.settings["distance"] == 4
+    assert "rotary" in screen.settings["positions"] and screen.settings["rotary"] and screen.settings["distance"] == 4
+    assert "distance 4" in svg(screen.plot())
     assert not torch.allclose(qk_screen(model, factors, top=3).gamma, screen.gamma, atol=1e-3)
 
 
@@ -90,7 +91,7 @@ def test_a_screen_shows_itself():
     screen = qk_screen(model, random_factors(model))
     assert "2 layers x 2 heads, 4 with units, top 9 per side" in repr(screen)
     assert len(screen.table(per_head=3)) == 12 and "<svg" in screen._repr_html_()
-    assert "largest |γ|" in svg(screen.plot())
+    assert "largest |γ|" in svg(screen.plot()) and "distance" not in svg(screen.plot())
     assert {"model", "sites", "positions", "top", "distance", "version"} <= screen.settings.keys()
 
 

@@ -157,6 +157,7 @@ def provenance(units: UnitSet, layers: Mapping[int, LayerUnits]) -> dict[str, An
             for site in sorted(sites, key=lambda site: (site.layer, site.kind))
         },
         "positions": _POSITIONS_ENTER[heads.positions],
+        "rotary": heads.positions == "rotary",
         "qk_norm": "weight folded into write vectors" if heads.query_norm is not None else None,
         "soft_cap": heads.soft_cap,
         "version": __version__,

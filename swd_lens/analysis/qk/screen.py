@@ -104,7 +104,7 @@ class QKScreen(Record):
         """Heat map of each head's largest |gamma| (paper, Fig. attention-reconstruction-static-screen, bottom)."""
         n_layers, n_heads, top = self.gamma.shape[:3]
         figure, axes = new_figure(width=1.6 + 0.42 * max(n_heads, 6), height=1.1 + 0.3 * max(n_layers, 4))
-        at = f", distance {self.settings['distance']}" if "rotary" in self.settings["positions"] else ""
+        at = f", distance {self.settings['distance']}" if self.settings["rotary"] else ""
         title = f"Static QK screen: {top} × {top} units per head{at}"
         draw_heads(axes[0, 0], self.strongest, "largest |γ| among the pairs kept", title)
         return figure
