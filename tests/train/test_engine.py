@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.train.engine import Engine
+from swd_lens.train.engine import Engine, normalized, root_mean_square
 from swd_lens.train.finetune import finetune
 from tests.micro import toy_model
 from tests.train.conftest import HELD, ROWS, bits
@@ -201,3 +201,12 @@ def test_kill_9_and_on_with_the_same_bits(toy, whole, tmp_path):
     assert len(log(tmp_path / "run").splitlines()) == 6
     resumed = finetune(model, swd.FactorSet.load(tmp_path / "given"), ROWS, out=tmp_path / "run", **SAME)
     assert bits(resumed) == bits(whole[0]) and log(tmp_path / "run") == log(whole[1])
+
+
+def test_gradients_are_divided_by_their_common_rms():
+    # rms of (3, 4) and (0, 0): sqrt(25 / 4) = 2.5
+    gradients = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
+    got = normalized(gradients, root_mean_square(gradients))
+    torch.testing.assert_close(got[0], torch.tensor([3.0, 4.0]) / 2.50001)
+    tiny = [torch.full((3,), 1e-9)]
+    assert torch.equal(normalized(tiny, root_mean_square(tiny))[0], tiny[0])

@@ -280,6 +280,12 @@ def test_activity_by_hand(model):
     assert {"l0", "dead", "error", "l1"} <= set(units.log.columns)
 
 
+def test_long_runs_log_some_steps_the_first_the_last_and_those_that_are_kept(model, monkeypatch):
+    monkeypatch.setattr("swd_lens.train.baselines.methods._LOG_LINES", 2)  # 7 steps: every third
+    assert train(model, "transcoder", keep=()).log["step"].tolist() == [1, 3, 6, 7]
+    assert train(model, "transcoder", keep=(100,)).log["step"].tolist() == [1, 2, 3, 6, 7]
+
+
 def test_what_is_kept(model):
     assert list(train(model, "transcoder", keep=()).checkpoints) == [350]
     assert list(train(model, "transcoder", keep=(60, 150)).checkpoints) == [100, 150, 350]  # the step that reaches it

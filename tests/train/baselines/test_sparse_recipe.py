@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 from transformers import GPT2LMHeadModel
 
 import swd_lens as swd
@@ -15,7 +15,8 @@ from swd_lens import baselines
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import SparseSpec, TrainError
-from swd_lens.train.baselines.sparse_network import config_of, matrices, new_network, project_
+from swd_lens.train.baselines.sparse_network import budget, config_of, new_network
+from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
 from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
 from tests import families
@@ -26,6 +27,9 @@ TEXT = families.some_tokens(12, 12)
 # Every number another than the default, and large enough to show: a decay of 1e-3 would drown in rounding.
 RECIPE = {"updates": 10, "tokens_per_update": 48, "end_density": 0.1, "warmup": 0.29, "falling_until": 0.7}
 RECIPE |= {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.7, "eps": 0.3, "weight_decay": 0.5, "seed": 3}
+PAPER = SparseSpec()
+BLOCKS = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12
+EMBEDDINGS = [(50257, 768), (1024, 768)]
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
@@ -87,73 +91,6 @@ def keep_first(matrix, order, density):
     kept = torch.zeros(matrix.numel())
     kept[best + rest] = 1
     return matrix * kept.view(matrix.shape)
-
-
-@pytest.mark.parametrize("name", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
-def test_a_row_is_an_output(name):
-    """An output of small weights keeps one; an input of small weights keeps none. Conv1D holds (d_in, d_out)."""
-    network = new_network(config_of(CONFIG), 0)
-    weight = network.get_submodule(f"transformer.h.1.{name}").weight
-    with torch.no_grad():
-        weight[:, 3] *= 1e-4
-        weight[5] *= 1e-4
-    for matrix in matrices(network):
-        project_(matrix, 0.2)
-    assert int((weight[:, 3] != 0).sum()) == 1 and int((weight[5] != 0).sum()) <= 1
-    assert bool((weight != 0).any(0).all())
-
-
-def test_a_row_of_an_embedding_is_a_token_or_a_position():
-    network = new_network(config_of(CONFIG), 0)
-    for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
-        with torch.no_grad():
-            embedding[7] *= 1e-4
-    for matrix in matrices(network):
-        project_(matrix, 0.2)
-    for embedding in (network.transformer.wte.weight, network.transformer.wpe.weight):
-        assert int((embedding[7] != 0).sum()) == 1 and bool((embedding != 0).any(1).all())
-    assert network.lm_head.weight is network.transformer.wte.weight
-
-
-def test_how_the_network_is_drawn():
-    """N(0, .02); what writes to the residual stream over sqrt(2 layers); biases 0, norms 1 and 0."""
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    network = new_network(config_of({**CONFIG, "n_embd": 64}), 3)
-    assert torch.equal(torch.get_rng_state(), before)
-    for name, p in network.named_parameters():
-        if p.ndim == 1:
-            assert torch.equal(p, torch.ones_like(p) if "ln_" in name and "weight" in name else torch.zeros_like(p)), (
-                name
-            )
-        else:
-            wanted = 0.02 / 2 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 * 2 layers) = 2
-            std, mean = float(p.detach().std()), float(p.detach().mean())
-            assert std == pytest.approx(wanted, rel=0.03) and abs(mean) < 0.1 * wanted, name
-    again = dict(new_network(config_of({**CONFIG, "n_embd": 64}), 3).named_parameters())
-    assert all(torch.equal(again[name], p) for name, p in network.named_parameters())
-    three, four = (new_network(config_of(CONFIG), seed).transformer.wte.weight for seed in (3, 4))
-    assert not torch.equal(three, four)
-
-
-@pytest.mark.parametrize("kind", ["hooked", "bridge"])
-def test_the_gelu_is_exact_in_every_host(kind, tmp_path):
-    network = new_network(config_of({**CONFIG, "activation_function": "gelu_new", "resid_pdrop": 0.1}), 0)
-    x = torch.linspace(-4, 4, 101)
-    assert torch.equal(network.transformer.h[0].mlp.act(x), gelu(x))  # torch's, with erf
-    with torch.no_grad():
-        for matrix in matrices(network):
-            matrix *= 20  # where erf and tanh differ
-    network.save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    wanted = network(TEXT).logits
-    assert torch.equal(wanted, network(TEXT).logits)  # no dropout, though in training mode
-    logits = swd.load_host(str(tmp_path), kind)(TEXT)
-    assert float((logits - wanted).abs().max()) < 1e-4
-    network.config.activation_function = "gelu_new"
-    approximate = GPT2LMHeadModel(network.config)
-    approximate.load_state_dict(network.state_dict())
-    assert float((approximate(TEXT).logits - wanted).abs().max()) > 1e-3
 
 
 def test_held_out_text_is_judged_in_float32(tmp_path):
@@ -218,3 +155,51 @@ def test_the_later_of_two_calls_has_the_folder(tmp_path, monkeypatch):
     assert (tmp_path / "both/model/model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
     assert train(tmp_path / "both", checkpoint_every=2).log.equals(whole.log)
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["log.jsonl", "model", "run.json"]
+
+
+# ---------------------------------------------------------------------------------------------- method.md §0.2
+
+
+def test_the_papers_schedule():
+    assert (PAPER.n0 // 131_072, PAPER.n1 // 131_072, PAPER.updates) == (381, 30_516, 38_146)
+    before_22000 = 21_999 * 131_072  # tokens before the 22,000th update
+    assert before_22000 == 2_883_452_928
+    assert PAPER.density(before_22000) == pytest.approx(0.3151944858, abs=5e-11)
+    assert PAPER.density(0) == 1.0 and PAPER.density(PAPER.n1) == 0.2 == PAPER.density(PAPER.tokens)
+
+
+def test_the_papers_preset():
+    """Appendix, "Optimization and sparsification", number by number; stopped at 2,883,584,000 tokens."""
+    paper = SPARSE_PRETRAINS["paper"].as_dict()
+    assert paper == {
+        "updates": 38_146,
+        "tokens_per_update": 131_072,
+        "end_density": 0.2,
+        "learning_rate": 3e-4,
+        "warmup": 0.01,
+        "falling_until": 0.8,
+        "stop_after": 22_000,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 0.1,
+        "weight_decay": 1e-3,
+        "autocast": "bfloat16",
+        "seed": 0,
+    }
+    assert (PAPER.n0, PAPER.n1, PAPER.tokens) == (49_938_432, 3_999_793_152, 4_999_872_512)
+    assert paper["stop_after"] * paper["tokens_per_update"] == 2_883_584_000
+
+
+def test_the_papers_nonzeros():
+    density = PAPER.density(21_999 * 131_072)
+    blocks = sum(budget(a * b, density) for a, b in BLOCKS)
+    assert blocks == 26_770_920
+    assert blocks + sum(budget(a * b, density) for a, b in EMBEDDINGS) == 39_184_479
+
+
+def test_learning_rate():
+    assert PAPER.rate(0) == 0.0
+    assert PAPER.rate(PAPER.n0) == pytest.approx(3e-4)
+    halfway = (PAPER.n0 + PAPER.tokens) // 2
+    assert PAPER.rate(halfway) == pytest.approx(0.5 * 3e-4 / PAPER.density(halfway) ** 0.5, rel=1e-6)
+    assert PAPER.rate(PAPER.tokens) == 0.0
