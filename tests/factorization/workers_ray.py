@@ -28,7 +28,7 @@ def tasks() -> list[SolveTask]:
         weight = torch.randn(size, size, generator=generator)
         inputs = torch.randn(2 * size, size, generator=generator)
         gram = None if i == 2 else inputs.T @ inputs
-        preset = "paper" if i == 3 else "thorough"
+        preset = "paper" if i == 3 else "best"
         made.append(SolveTask(f"blocks.{i}.mlp_out", weight, gram, preset=preset, bytes=10**7))
     return made
 
