@@ -19,6 +19,7 @@ from swd_lens.base.panels import visible
 from swd_lens.circuits import attribute
 from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionTable
 from swd_lens.tasks.task import Task
+from swd_lens.units import UnitSet
 
 # A map is worth showing where its head is rebuilt and where it says what the removal does.
 MAX_DENSE_KL, MIN_AGREEMENT, MIN_SHARE = 0.05, 0.7, 0.3
@@ -43,22 +44,23 @@ def look_inside(
     graph_of, path_of = graph_task or tasks[0].name, path_task or tasks[-1].name
     if missing := [name for name in (graph_of, path_of) if name not in by_name]:
         raise ValueError(f"there is no task {missing[0]!r}; there are {', '.join(by_name)}")
-    view, pairs = _pairs(model, factors, tasks)
-    sections = [pairs, _graph(model, factors, by_name[graph_of]), _paths(model, factors, by_name[path_of])]
+    units = UnitSet.of(model, factors)
+    view, pairs = _pairs(model, units, tasks)
+    sections = [pairs, _graph(model, units, by_name[graph_of]), _paths(model, units, by_name[path_of])]
     return [view], sections
 
 
 # ---------------------------------------------------------------------------------------------- query-key pairs
 
 
-def _pairs(model: Any, factors: Any, tasks: Sequence[Task]) -> tuple[AttentionView, ReportSection]:
-    screen = qk_screen(model, factors)
+def _pairs(model: Any, units: UnitSet, tasks: Sequence[Task]) -> tuple[AttentionView, ReportSection]:
+    screen = qk_screen(model, units)
     prompts = [task.test.examples[0].prompt for task in tasks]
-    scan = qk_scan(model, factors, prompts, screen=screen, progress=False)
-    told = scan.best(1, max_dense_kl=MAX_DENSE_KL, min_agreement=MIN_AGREEMENT, min_share=MIN_SHARE)
-    best = (told or scan.best(1))[0]
-    replay = qk_replay(model, factors, best.pair, prompts[best.prompt])
-    return _pair_view(replay, tasks[best.prompt].name), _pair_section(screen, scan, replay, bool(told))
+    scan = qk_scan(model, units, prompts, screen=screen, progress=False)
+    telling = scan.best(1, max_dense_kl=MAX_DENSE_KL, min_agreement=MIN_AGREEMENT, min_share=MIN_SHARE)
+    best = (telling or scan.best(1))[0]
+    replay = qk_replay(model, units, best.pair, prompts[best.prompt])
+    return _pair_view(replay, tasks[best.prompt].name), _pair_section(screen, scan, replay, bool(telling))
 
 
 def _pair_view(replay: QKReplay, task: str) -> AttentionView:
@@ -82,16 +84,16 @@ def _pair_view(replay: QKReplay, task: str) -> AttentionView:
     )
 
 
-def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, told: bool) -> ReportSection:
+def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, telling: bool) -> ReportSection:
     pair = replay.pair
-    found = (
+    outcome = (
         f"Among {len(scan.frame):,} cases (heads, pairs and prompts) the scan ranked pairs by what happens to the pattern when "
         f"the query unit is taken out of the head's queries. Shown: {pair}. Removal moves the head's pattern by "
         f"{replay.removed_kl:.3g} nats (largest change of a probability {replay.max_change:.2f}); the map alone foretells the "
         f"change with correlation {replay.agreement:.2f}."
     )
-    if not told:
-        found += " No pair met the bars for a map that tells what its removal does; this is the strongest of all."
+    if not telling:
+        outcome += " No pair met the bars for a map that tells what its removal does; this is the strongest of all."
     tokens = [visible(token) for token in replay.tokens]
     pictures = (
         Picture.of(
@@ -127,36 +129,36 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, told: bool) 
     intro = (
         "An attention score is a sum over pairs of query units and key units: z of one, times z of the other, times a fixed "
         "coefficient between their write vectors. So a head can be screened from its weights, and a pair followed on a prompt.",
-        found,
+        outcome,
     )
     return ReportSection("Query-key pairs: what does a head compare?", intro, pictures, (table,), "Query-key pairs")
 
 
 def _largest(screen: QKScreen) -> str:
     strongest = screen.strongest
-    places = torch.nan_to_num(strongest, nan=-1.0).flatten().topk(min(3, strongest.numel())).indices.tolist()
+    entries = torch.nan_to_num(strongest, nan=-1.0).flatten().topk(min(3, strongest.numel())).indices.tolist()
     heads = strongest.shape[1]
     return ", ".join(
-        f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in places
+        f"layer {i // heads} head {i % heads} {float(strongest[i // heads, i % heads]):.3g}" for i in entries
     )
 
 
 # ---------------------------------------------------------------------------------------------- graph and paths
 
 
-def _graph(model: Any, factors: Any, task: Task) -> ReportSection:
-    scores = attribute(model, factors, task.train)
+def _graph(model: Any, units: UnitSet, task: Task) -> ReportSection:
+    scores = attribute(model, units, task.train)
     example = task.test.examples[0]
     graph = unit_graph(
         model,
-        factors,
+        units,
         scores.ranking()[:UNITS_DRAWN],
         prompt=example.prompt,
         attention="frozen",
         answers=[example.answers[0], example.distractors[0]],
         keep=EDGES_DRAWN,
     )
-    said = (
+    intro = (
         f"The {UNITS_DRAWN} best units for {task.name.replace('_', ' ')} on the prompt “{example.prompt}”, in the columns of the "
         f"positions where they act. An edge is the direct path from one unit's write vector to the next one's read vector, with "
         f"this run's norms and attention patterns held; shown are the {EDGES_DRAWN} strongest. Orange and solid adds, blue and "
@@ -168,20 +170,20 @@ def _graph(model: Any, factors: Any, task: Task) -> ReportSection:
         _edges_in_words(graph),
         "Input at the bottom.",
     )
-    return ReportSection("Unit graph: who feeds whom?", (said,), (picture,), (), "Unit graph")
+    return ReportSection("Unit graph: who feeds whom?", (intro,), (picture,), (), "Unit graph")
 
 
 def _edges_in_words(graph: UnitGraph, n: int = 8) -> str:
     names = {row["node"]: row["label"] or row["node"] for row in graph.nodes.to_dict("records")}
-    told = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.table(n).to_dict("records")]
-    return f"Strongest edges: {'; '.join(told)}."
+    edges = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.table(n).to_dict("records")]
+    return f"Strongest edges: {'; '.join(edges)}."
 
 
-def _paths(model: Any, factors: Any, task: Task) -> ReportSection:
-    kinds = {name: f for name, f in factors.items() if name.endswith(".mlp_out")}
+def _paths(model: Any, units: UnitSet, task: Task) -> ReportSection:
+    kinds = {name: f for name, f in units.items() if name.endswith(".mlp_out")}
     scores = attribute(model, kinds, task.train)
     name = task.name.replace("_", " ")
-    said = (
+    intro = (
         f"The best mlp_out units for {name}, two in each of the layers where they rank highest: each reads the layer's MLP "
         "activations and adds its write vector to the residual stream. Ranks are by attribution on training prompts."
     )
@@ -189,4 +191,4 @@ def _paths(model: Any, factors: Any, task: Task) -> ReportSection:
     picture = Picture.of(
         plot_unit_paths(model, kinds, scores), f"Paths of the best units for {name}", f"Best units: {best}."
     )
-    return ReportSection(f"Paths of the best units: {name}", (said,), (picture,), (), "Paths")
+    return ReportSection(f"Paths of the best units: {name}", (intro,), (picture,), (), "Paths")

@@ -13,11 +13,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import nan
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TOLERANCE, TaskComparison
@@ -197,7 +194,7 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
     """Surface -> comparison, from the curves of all surfaces."""
     curves: dict[tuple[str, str], dict[str, CostCurve]] = {}
     for row in values["circuits"]:
-        curves.setdefault((row["surface"], row["task"]), {})[row["method"]] = _curve(row)
+        curves.setdefault((row["surface"], row["task"]), {})[row["method"]] = CostCurve.from_dict(row)
     return {
         surface: Comparison(
             {task: TaskComparison(task, curves.get((surface, task), {}), {}) for task in described["tasks"]},
@@ -208,15 +205,3 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
         )
         for surface, described in values["comparisons"].items()
     }
-
-
-def _curve(row: Mapping[str, Any]) -> CostCurve:
-    rows = pd.DataFrame(row["rows"])
-    # A column of nulls alone has no type; counts are whole numbers, all else was float.
-    rows = rows.astype({column: "int64" if column in ("units", "edges") else "float64" for column in rows})
-    names = ("q_dense", "q_unpruned", "accuracy_dense", "accuracy_unpruned")
-    return CostCurve(rows, row["task"], *(_number(row[name]) for name in names), settings=row["settings"])
-
-
-def _number(value: Any) -> float:
-    return nan if value is None else float(value)

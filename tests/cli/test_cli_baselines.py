@@ -173,6 +173,7 @@ def test_a_trained_baseline_stands_beside_swd_in_circuits_and_report(tmp_path):
     made = run("transcoder", "--out", trained, "--site", "blocks.1.mlp_out", "--set", "width=16", *SMALL)
     assert made.exit_code == 0, made.output
     small = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-train", "12", "--n-test", "8", "--task", "ioi"]
+    small += ["--outer-iterations", "4", "-s", "0.5"]
 
     def circuit(site, *folders):
         beside = [word for folder in folders for word in ("--beside", folder)]

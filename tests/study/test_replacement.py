@@ -58,12 +58,12 @@ def test_the_whole_road_and_its_folder(model, tmp_path):
 
 def test_interrupted_between_the_steps(model, tmp_path, monkeypatch):
     named = {**QUICK, "sparsity": 0.6, "finetune_options": TUNE}
-    whole = swd.replace_model(model, **named)
+    whole = swd.replace_model(model, "mlp_out", **named)
     with monkeypatch.context() as patch:
         patch.setattr(replacement, "finetune_factors", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            swd.replace_model(model, **named, out=tmp_path)
-    resumed = swd.replace_model(model, **named, out=tmp_path)
+            swd.replace_model(model, "mlp_out", **named, out=tmp_path)
+    resumed = swd.replace_model(model, "mlp_out", **named, out=tmp_path)
     assert resumed.as_dict() == whole.as_dict()
 
 
@@ -106,14 +106,14 @@ def test_bad_arguments(model, changed, message):
 
 def test_another_question_makes_another_allocation(model, tmp_path):
     named = {**QUICK, "budgets": "error", "finetune": None}
-    swd.replace_model(model, sparsity=0.6, out=tmp_path, **named)
+    swd.replace_model(model, "mlp_out", sparsity=0.6, out=tmp_path, **named)
     with pytest.raises(swd.ResumeError, match=r"budgets\.json holds budgets of another call: other sparsity\."):
-        swd.replace_model(model, sparsity=0.7, out=tmp_path, **named)
-    swd.replace_model(model, sparsity=0.7, out=tmp_path, overwrite=True, **named)
+        swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
+    swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, overwrite=True, **named)
     assert json.loads((tmp_path / "budgets.json").read_text())["sparsity"] == 0.7
     (tmp_path / "budgets.json").write_text("[1, 2")
     with pytest.raises(swd.ResumeError, match=r"budgets\.json is damaged .*; remove it, or overwrite=True"):
-        swd.replace_model(model, sparsity=0.7, out=tmp_path, **named)
+        swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
 
 
 def test_started_again_and_interrupted_it_goes_on(model, tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "attn_o"}
 
 @pytest.fixture(scope="module")
 def tasks(default_model):
-    return [swd.load_task(name, default_model, n_train=40, n_test=20) for name in ("ioi", "gendered_pronoun")]
+    return [swd.load_task(name, default_model, n_train=24, n_test=12) for name in ("ioi", "gendered_pronoun")]
 
 
 @pytest.fixture(scope="module")
 def run(default_model, tasks):
-    calibration, heldout = swd.text_tokens(2048, split="train"), swd.text_tokens(2048, split="test")
+    calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(1024, split="test")
     return swd.run_study(
         default_model,
         SURFACES,
@@ -26,7 +26,7 @@ def run(default_model, tasks):
         sparsities=(0.5, 0.75),
         calibration_tokens=calibration,
         heldout_tokens=heldout,
-        outer_iterations=8,
+        outer_iterations=4,
     )
 
 
@@ -38,20 +38,20 @@ def test_every_surface_method_and_task_is_there(run):
     as_json = json.loads(json.dumps(plain(run.as_dict()), allow_nan=False))
     assert len(as_json["circuits"]) == 12
     assert as_json["settings"]["tasks"]["ioi"]["example"].endswith("to")
-    assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 8}
+    assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 4}
 
 
 def test_calibration_from_a_stream(default_model, tasks, run):
     """The same rows, streamed: the same factors, and the number of tokens is known."""
-    rows = swd.text_tokens(2048, split="train")
+    rows = swd.text_tokens(1024, split="train")
     streamed = swd.run_study(
         default_model,
         {"blocks.3.mlp_out": "blocks.3.mlp_out"},
         tasks[:1],
         sparsities=(0.5,),
         calibration_tokens=swd.TokenStream(lambda: iter(rows), len(rows)),
-        heldout_tokens=swd.text_tokens(2048, split="test"),
-        outer_iterations=8,
+        heldout_tokens=swd.text_tokens(1024, split="test"),
+        outer_iterations=4,
     )
     assert streamed.settings["calibration tokens"] == run.settings["calibration tokens"] == rows.numel()
     site = "blocks.3.mlp_out"

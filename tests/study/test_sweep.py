@@ -13,7 +13,7 @@ from swd_lens.tasks.task import Task
 from tests.micro import random_split, random_tokens, toy_model
 
 SITES, SPARSITIES = "mlp_out", (0.25, 0.5, 0.75)
-QUICK = {"outer_iterations": 4}
+QUICK = {"preset": "quick", "outer_iterations": 4}
 TASK = Task("toy_task", random_split(), random_split(seed=6, name="test"), "random", False)
 
 
