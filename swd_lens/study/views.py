@@ -78,12 +78,19 @@ class TaskUnit(UnitCard):
         """In logits of margin."""
         return self.tasks[self.task].score
 
+    @property
+    def read_edges(self) -> int:
+        return self.reads.n if self.reads else 0
+
+    @property
+    def write_edges(self) -> int:
+        return self.writes.n if self.writes else 0
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, as run.json holds them."""
+        names = ("task", "surface", "method", "unit", "rank", "score", "read_edges", "write_edges")
         return {
-            **{"task": self.task, "surface": self.surface, "method": self.method, "unit": self.unit},
-            **{"rank": self.rank, "score": self.score},
-            **{"read_edges": self.reads.n if self.reads else 0, "write_edges": self.writes.n if self.writes else 0},
+            **{name: getattr(self, name) for name in names},
             "contexts": [context.as_dict() for context in self.contexts],
             "logits": self.logits and self.logits.as_dict(),
         }
