@@ -3,7 +3,7 @@
 1. `as_dict` gives the fields as plain values (nested records, tensors and tables included), then the properties named in
    `derived`, which readers of the JSON want and `from_dict` passes over. Fields named in `in_memory` stay out.
 2. `from_dict` builds the record again (cattrs): what is missing or of another kind is a ValueError that says where. JSON has null
-   for NaN; where a number is due, null is NaN again.
+   for NaN; where a number is due, null is NaN again. Tensors come back as float32, int64 or bool.
 3. `SavedRecord` adds a file of its own: format number, version, atomic writes, and clear errors for files of others.
 4. `title` and `parts` are what a notebook shows (`_repr_html_`).
 """
@@ -138,6 +138,18 @@ def _structure_number(value: Any, kind: Any) -> float:
     return float(value)
 
 
+def _structure_tensor(value: Any, kind: Any) -> Tensor:
+    tensor = torch.tensor(_with_nan(value))
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _with_nan(value: Any) -> Any:
+    """Nested lists with NaN in place of None."""
+    if isinstance(value, list | tuple):
+        return [_with_nan(item) for item in value]
+    return float("nan") if value is None else value
+
+
 def _structure_exactly(value: Any, kind: Any) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
@@ -159,7 +171,7 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(kind, _structure_exactly)
     converter.register_structure_hook(float, _structure_number)
     converter.register_structure_hook_func(_is_plain_union, _structure_plain_union)
-    converter.register_structure_hook_func(_is_tensor, lambda value, _: torch.tensor(value))
+    converter.register_structure_hook_func(_is_tensor, _structure_tensor)
     converter.register_structure_hook(pd.DataFrame, lambda value, _: pd.DataFrame(value))
     converter.register_unstructure_hook_func(
         lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist

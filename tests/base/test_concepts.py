@@ -215,6 +215,12 @@ def test_null_is_nan_where_a_number_is_due_and_none_where_it_may_be():
     assert Outer.from_dict({"n": 1, "inner": {}, "sequence": [], "z": [], "maybe": None}).maybe is None
 
 
+def test_nan_in_tensors_survives_a_file(tmp_path):
+    record = Outer(3, {}, (), torch.tensor([1.0, math.nan]))
+    record.save(tmp_path / "r.json")
+    torch.testing.assert_close(Outer.load(tmp_path / "r.json").z, record.z, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
