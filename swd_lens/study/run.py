@@ -48,8 +48,8 @@ from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
-from swd_lens.units import UnitSet, matrices_of
-from swd_lens.units.factors import FactorSet, fingerprint
+from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
+from swd_lens.units.factors import FactorSet
 
 CONTROLS = ("svd", "random_b")
 RANDOM_B_SEEDS = 3
@@ -302,7 +302,7 @@ def _settings(
     """What the run was asked for, and on what."""
     cfg, host = model.cfg, host_of(model)
     # One SHA-256 over the fingerprints of every factorizable matrix.
-    weights = hashlib.sha256("".join(fingerprint(host.weight(site)) for site in host.sites()).encode()).hexdigest()
+    weights = hashlib.sha256("".join(weight_fingerprint(host, site) for site in host.sites()).encode()).hexdigest()
     return {
         "swd_lens": __version__,
         "torch": str(torch.__version__),
