@@ -10,7 +10,7 @@ import random
 import re
 
 from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, split_of
+from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, objects_at, split_of
 
 FAMILY = "ioi"
 
@@ -162,7 +162,7 @@ def document(rng: random.Random, split: str) -> str:
         text = example.prompt + example.answers[0] + "."
     if rng.random() < BEFORE:
         text = f"{rng.choice(MIDDLES).format(other=_other_object(rng, ''))} {text}"
-    things = [thing for thing, where in object_places(split) if where == place]
+    things = objects_at(split, place)
     for _ in range(rng.choice((0, 0, 1, 2))):
         giver, receiver = rng.sample(names, 2)
         action = rng.choice(ACTIONS["seen"]).format(s=giver, object=rng.choice(things))

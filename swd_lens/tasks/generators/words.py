@@ -110,6 +110,12 @@ def object_places(split: str) -> tuple[tuple[str, str], ...]:
 
 
 @functools.cache
+def objects_at(split: str, place: str) -> tuple[str, ...]:
+    """The objects that `split` owns at a place."""
+    return tuple(thing for thing, where in object_places(split) if where == place)
+
+
+@functools.cache
 def start_years(split: str) -> tuple[int, ...]:
     """All start years owned by `split`; their last two digits run from 02 to 98, so both sides of a question exist."""
     years = (100 * century + year for century in CENTURIES for year in range(2, 99))
