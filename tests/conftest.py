@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import checked_types
+
+checked_types.install()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
