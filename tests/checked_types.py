@@ -6,6 +6,7 @@ was wrong; it generates code for every function when its module is imported, and
 one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
 """
 
+import builtins
 import dataclasses
 import functools
 from types import CodeType, FunctionType
@@ -16,6 +17,7 @@ from beartype import BeartypeConf, beartype
 
 _jaxtyped = jaxtyping.jaxtyped
 _checking = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+_GLOBALS = {"__name__": __name__, "__builtins__": builtins}
 _generated: dict[CodeType, FunctionType] = {}  # code of a function -> beartype's wrapper of one function with that code
 
 
@@ -35,9 +37,10 @@ def checked(thing: Any = None, *, typechecker: Any) -> Any:
     if isinstance(thing, property):
         steps = (step and checked(step, typechecker=typechecker) for step in (thing.fget, thing.fset, thing.fdel))
         return property(*steps)
-    if isinstance(thing, type) and dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
-        if isinstance(thing.__init__, FunctionType) and not _has_strings(thing.__init__):
-            thing.__init__ = _in_a_scope(thing.__init__)
+    if isinstance(thing, type) and dataclasses.is_dataclass(thing):
+        made = vars(thing).get("__init__")
+        if isinstance(made, FunctionType) and not _has_strings(made):
+            thing.__init__ = _in_a_scope(made)
             return thing
     return _jaxtyped(thing, typechecker=typechecker)
 
@@ -65,13 +68,16 @@ def _in_a_scope(function: FunctionType) -> Any:
 
 
 def _checked_by_beartype(function: FunctionType) -> Any:
-    """beartype's wrapper; that of another function with the same code and annotations (a closure made anew) is taken over."""
+    """beartype's wrapper; that of another function with the same code and annotations (a closure made anew) is taken over.
+
+    Warnings of the function belong to this module then, where pyproject.toml makes them errors.
+    """
     known = _generated.get(function.__code__)
-    if known is not None and known.__wrapped__.__annotations__ == function.__annotations__:
-        call = FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
-        call.__kwdefaults__ = {**known.__kwdefaults__, "__beartype_func": function}
-        return call
-    call = _checking(function)
-    if "__beartype_func" in (getattr(call, "__kwdefaults__", None) or {}):
-        _generated[function.__code__] = call
+    if known is None or known.__wrapped__.__annotations__ != function.__annotations__:
+        known = _checking(function)
+        if "__beartype_func" not in (getattr(known, "__kwdefaults__", None) or {}):
+            return known  # the function itself, where there is nothing to check
+        _generated[function.__code__] = known
+    call = FunctionType(known.__code__, _GLOBALS, known.__name__, known.__defaults__, known.__closure__)
+    call.__kwdefaults__ = {**known.__kwdefaults__, "__beartype_func": function}
     return call
