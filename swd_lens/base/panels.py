@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
+
 POSITIVE, NEGATIVE = "#B34700", "#0072B2"  # as the report colours z
 # Shown as themselves these would be invisible, or would rearrange the line they stand in.
 _VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
@@ -101,10 +103,10 @@ def library() -> str:
     try:
         import circuitsvis
     except ImportError:
-        raise ImportError("interactive panels are drawn by CircuitsVis; pip install circuitsvis") from None
+        raise error("panel-without-circuitsvis") from None
     script = Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js"
     if not script.is_file():
-        raise ImportError(f"{script} is missing; install circuitsvis 1.43 or later again")
+        raise error("panel-without-its-script", script=script)
     text = script.read_text(encoding="utf-8")
     # The one "</script" in it is in a string, where "<\/script" means the same. Its source map is not part of the page, and
     # as a plain script a page that has it already would complain of a second "var".
@@ -141,14 +143,10 @@ def attention_heads(
     n_heads, dest, src = attention.shape
     names = [f"head {i}" for i in range(n_heads)] if names is None else [str(name) for name in names]
     if not (len(tokens) == dest == src and len(names) == n_heads):
-        raise ValueError(
-            f"attention is {tuple(attention.shape)} (head, dest, src), but there are {len(tokens)} tokens and {len(names)} names"
-        )
+        raise error("panel-does-not-fit", shape=tuple(attention.shape), n_tokens=len(tokens), n_names=len(names))
     values = attention.detach().float().cpu()
     if not bool(torch.isfinite(values).all()):
-        raise ValueError(
-            "attention holds values that are not finite (masked scores?); give probabilities or zeros there"
-        )
+        raise error("panel-not-finite")
     shown = [visible(token) for token in tokens]
     causal = bool((values.triu(1) == 0).all())
     scale = float(values.abs().max()) or 1.0 if largest is None else float(largest)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.files import write_json
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
@@ -51,13 +52,15 @@ class PlainRecord:
             ValueError: a field is missing or of another kind; the message names it.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"not the values of a {cls.__name__}: {type(values).__name__} in place of named fields")
+            raise error("record-without-fields", record=cls.__name__, kind=type(values).__name__)
         try:
             return _CONVERTER.structure(values, cls)
-        except Exception as error:
-            raise ValueError(
-                f"not the values of a {cls.__name__}: {'; '.join(cattrs.transform_error(error, '$', _reason))}"
-            ) from error
+        except Exception as cause:
+            raise error(
+                "record-with-other-values",
+                record=cls.__name__,
+                reason="; ".join(cattrs.transform_error(cause, "$", _reason)),
+            ) from cause
 
 
 class Record(PlainRecord):
@@ -102,14 +105,14 @@ class SavedRecord(Record):
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             version = int(values["format"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not {cls.WHAT}, or damaged ({error!r})") from error
+        except (ValueError, KeyError, TypeError) as cause:
+            raise error("record-file-unreadable", path=path, kind=cls.WHAT, reason=cause) from cause
         if version > cls.FORMAT:
-            raise ValueError(f"{path} has format {version}, newer than this swd_lens; update it")
+            raise error("record-of-the-future", path=path, version=version)
         try:
             return cls.from_dict(values)
-        except ValueError as error:
-            raise ValueError(f"{path} is not {cls.WHAT}, or damaged ({error})") from error
+        except ValueError as cause:
+            raise error("record-file-with-other-values", path=path, kind=cls.WHAT, reason=cause) from cause
 
 
 # ---------------------------------------------------------------------------------------------- conversion
@@ -134,7 +137,7 @@ def _structure_number(value: Any, kind: Any) -> float:
     if value is None:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
+        raise error("record-value-not-a-number", value=value)
     return float(value)
 
 
@@ -153,7 +156,7 @@ def _with_nan(value: Any) -> Any:
 def _structure_exactly(value: Any, kind: Any) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    raise error("record-value-of-another-type", value=value, type=kind.__name__)
 
 
 def _structure_plain_union(value: Any, kind: Any) -> Any:
@@ -162,7 +165,7 @@ def _structure_plain_union(value: Any, kind: Any) -> Any:
         return float("nan")
     if isinstance(value, kinds):
         return value
-    raise TypeError(f"{value!r} is not one of {kind}")
+    raise error("record-value-not-a-choice", value=value, types=kind)
 
 
 def _converter() -> cattrs.Converter:

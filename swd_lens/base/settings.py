@@ -17,6 +17,8 @@ from typing import Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 
+from swd_lens.base.errors import error
+
 AnySettings = TypeVar("AnySettings", bound="Settings")
 AUTO = "auto"  # for settings that depend on the matrix: decided by rule
 
@@ -86,17 +88,29 @@ class Settings:
         if bounds.one_of is not None or bool in kinds:
             choices = (True, False) if bounds.one_of is None else bounds.one_of
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-                raise self.error(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+                raise error(
+                    "setting-unknown-choice",
+                    raised_as=self.error,
+                    name=name,
+                    value=value,
+                    choices=", ".join(map(repr, choices)),
+                )
             return
         if isinstance(value, str) and str in kinds:
             if value != AUTO:
-                raise self.error(f'{name}={value!r}: give a number, or "{AUTO}"')
+                raise error("setting-not-a-number", raised_as=self.error, name=name, value=value, auto=AUTO)
             return
         allowed = int if float not in kinds else (int, float)
         number = isinstance(value, allowed) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not bounds.hold(value):  # pyright: ignore[reportArgumentType]
             kind = "a whole number" if allowed is int else "a finite number"
-            raise self.error(f"{name}={value!r}: give {kind} {bounds}".rstrip())
+            raise error(
+                "setting-out-of-range",
+                raised_as=self.error,
+                name=name,
+                value=value,
+                expected=f"{kind} {bounds}".rstrip(),
+            )
 
     def changed(self: AnySettings, overrides: Mapping[str, Any]) -> AnySettings:
         """The same settings with other values; NumPy's numbers, as a sweep gives them, become Python's.
@@ -107,7 +121,13 @@ class Settings:
         known = [each.name for each in fields(self)]
         for name in overrides:
             if name not in known:
-                raise self.error(f"{type(self).__name__} has no setting {name!r}; {nearest(name, known)}")
+                raise error(
+                    "unknown-setting",
+                    raised_as=self.error,
+                    settings=type(self).__name__,
+                    name=name,
+                    hint=nearest(name, known),
+                )
         return replace(self, **{name: _plain_number(value) for name, value in overrides.items()})
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,14 +135,14 @@ class Settings:
         return asdict(self)
 
 
-def preset(presets: Mapping[str, AnySettings], name: str, error: type[Exception]) -> AnySettings:
+def preset(presets: Mapping[str, AnySettings], name: str, raised_as: type[Exception]) -> AnySettings:
     """The settings of this name.
 
     Raises:
-        error: there are none of this name; the nearest names are listed.
+        raised_as: there are none of this name; the nearest names are listed.
     """
     if name not in presets:
-        raise error(f"no preset {name!r}; {nearest(name, presets)}")
+        raise error("unknown-preset", raised_as=raised_as, name=name, hint=nearest(name, presets))
     return presets[name]
 
 

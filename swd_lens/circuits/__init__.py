@@ -1,12 +1,13 @@
 """Circuits: score units on a task, keep or ablate the best of them, and see what that costs and does."""
 
+from swd_lens.base.errors import UndefinedSufficiencyWarning
 from swd_lens.circuits.ablation import intervention_hooks
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.compare import Comparison, TaskComparison, compare
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import Fidelity, fidelity
-from swd_lens.circuits.frontier import UndefinedSufficiencyWarning, evaluate, judge, prefix_grid
+from swd_lens.circuits.frontier import evaluate, judge, prefix_grid
 from swd_lens.circuits.plots import plot_curves
 from swd_lens.circuits.refine import Refinement, refine
 from swd_lens.circuits.scores import UnitScores

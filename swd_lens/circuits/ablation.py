@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, hook_name, parse_unit
-from swd_lens.tasks.task import Bucket, TaskError, TaskSplit
+from swd_lens.tasks.task import Bucket, TaskSplit
 
 MEAN_OVER = ("scoring", "all_tokens", "per_position")
 ABLATIONS = ("mean", "zero", "resample")
@@ -90,9 +91,7 @@ def ablation_values(scores: UnitScores, ablation: str) -> dict[str, Float[Tensor
         ValueError: neither "mean" nor "zero".
     """
     if ablation not in ("mean", "zero"):
-        raise ValueError(
-            f"ablation must be 'mean' or 'zero' here, got {ablation!r} (resampled values belong to prompts: see evaluate)"
-        )
+        raise error("ablation-without-prompts", ablation=ablation)
     return {site: mean if ablation == "mean" else torch.zeros_like(mean) for site, mean in scores.means.items()}
 
 
@@ -121,7 +120,7 @@ class Reference:
 
     def __init__(self, host: Host, sites: Sequence[Site], scores: UnitScores, ablation: str, split: TaskSplit):
         if ablation not in ABLATIONS:
-            raise ValueError(f"ablation must be one of {ABLATIONS}, got {ablation!r}")
+            raise error("unknown-ablation", choices=ABLATIONS, ablation=ablation)
         self.host, self.sites, self.positions = host, list(sites), scores.settings["positions"]
         self.fixed = None if ablation == "resample" else ablation_values(scores, ablation)
         if self.fixed is None:
@@ -153,19 +152,27 @@ def _require_corrupt(split: TaskSplit, positions: str) -> None:
     corrupt = split.corrupt or (None,) * len(split)
     without = [i for i, tokens in enumerate(corrupt) if tokens is None]
     if without:
-        raise TaskError(
-            f"ablation='resample' needs a corrupt prompt for every example; {len(without)} of {len(split)} {split.name} prompts "
-            f"of {split.task!r} have none, the first is {split.examples[without[0]].prompt!r}. Take ablation='mean'"
+        raise error(
+            "resample-without-corrupt",
+            n_without=len(without),
+            n_prompts=len(split),
+            split=split.name,
+            task=split.task,
+            prompt=split.examples[without[0]].prompt,
         )
     if positions == "all":
         lengths = [0 if tokens is None else len(tokens) for tokens in corrupt]
         other = [i for i, length in enumerate(lengths) if length != len(split.tokens[i])]
         if other:
             i = other[0]
-            raise TaskError(
-                f"ablation='resample' at all positions needs corrupt prompts of the same length; {len(other)} of {len(split)} "
-                f"{split.name} prompts of {split.task!r} differ, the first has {len(split.tokens[i])} tokens and its corrupt one "
-                f"{lengths[i]}. Take positions='scoring' or ablation='mean'"
+            raise error(
+                "resample-other-length",
+                n_other=len(other),
+                n_prompts=len(split),
+                split=split.name,
+                task=split.task,
+                n_tokens=len(split.tokens[i]),
+                corrupt_length=lengths[i],
             )
 
 
@@ -184,13 +191,13 @@ def replaced_masks(
         ValueError: a unit that these scores do not cover, or an unknown mode.
     """
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+        raise error("unknown-intervention-mode", choices=MODES, mode=mode)
     members = {site: torch.zeros(len(s), dtype=torch.bool) for site, s in scores.scores.items()}
     for unit in units:
         site, index = parse_unit(unit) if isinstance(unit, str) else unit
         if site not in members or not 0 <= index < len(members[site]):
             has = ", ".join(f"{name} (0 to {len(mask) - 1})" for name, mask in members.items())
-            raise ValueError(f"unit {site}/{index} is not among the scored units: {has}")
+            raise error("unit-not-scored", site=site, index=index, sites=has)
         members[site][index] = True
     return {site: mask if mode == "ablate" else ~mask for site, mask in members.items()}
 

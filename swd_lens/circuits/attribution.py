@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
@@ -96,12 +97,10 @@ def attribute(
     _check("positions", positions, POSITIONS)
     _check("mean_over", mean_over, MEAN_OVER)
     if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+        raise error("no-steps", steps=steps)
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
-        raise TypeError(
-            f"prompts must be a Task or a TaskSplit, got {type(split).__name__}; load_task(name, model) makes one"
-        )
+        raise error("prompts-of-another-type", kind=type(split).__name__)
     split.require_vocabulary(model.cfg.d_vocab)
     require_no_dropout(model)
     host = host_of(model)
@@ -141,7 +140,7 @@ def attribute(
 
 def _check(what: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
-        raise ValueError(f"{what} must be one of {valid}, got {value!r}")
+        raise error("unknown-choice", name=what, choices=valid, value=value)
 
 
 # ---------------------------------------------------------------------------------------------- contributions
@@ -205,10 +204,7 @@ class TrainingPass:
             margins = bucket.margin(logits)
             require_seen(sites, differentiated, "units")
             if not margins.requires_grad:
-                raise ValueError(
-                    "the margin has no gradient by the units: a metric function must be differentiable (argmax or a comparison "
-                    "is not), and torch.inference_mode must be off. score='ablation' needs no gradient"
-                )
+                raise error("metric-without-gradient")
             gradients = torch.autograd.grad(margins.sum(), list(differentiated.values()))
         return seen, {name: g.float() for name, g in zip(differentiated, gradients, strict=True)}
 
@@ -278,15 +274,9 @@ def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
     host, units, last = training.host, training.units, training.host.model.cfg.n_layers
     for site in units.sites:
         if site.kind not in WRITES_RESIDUAL:
-            raise ValueError(
-                f"score='direct_logit' is for sites that write to the residual stream ({', '.join(WRITES_RESIDUAL)}); "
-                f"{site.name} does not. Leave it out, or take score='first_order'"
-            )
+            raise error("direct-logit-elsewhere", kinds=", ".join(WRITES_RESIDUAL), site=site.name)
         if norms_output(host, site):
-            raise ValueError(
-                f"score='direct_logit' follows a write vector to the logits as it is, but in this host a norm stands between "
-                f"{site.name} and the residual stream. Take score='first_order'"
-            )
+            raise error("direct-logit-behind-a-norm", site=site.name)
 
     def contributions(bucket: Bucket) -> PerSite:
         prefix = host.freeze_prefix(bucket.tokens) if training.shortcuts.keeps_prefix else None

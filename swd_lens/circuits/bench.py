@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.divergence import kl as kl_divergence
 from swd_lens.base.divergence import log_probabilities
+from swd_lens.base.errors import error
 from swd_lens.circuits.ablation import Reference
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts
@@ -167,7 +168,10 @@ class Bench:
 def _require_same_beginning(scored: bool | None, split: TaskSplit) -> None:
     if None not in (scored, split.prepend_bos) and scored != split.prepend_bos:
         how = {True: "with", False: "without"}
-        raise ValueError(
-            f"the scores are of prompts {how[bool(scored)]} BOS, the {split.name} prompts of {split.task!r} are "
-            f"{how[bool(split.prepend_bos)]}: their means do not fit; load both with the same prepend_bos"
+        raise error(
+            "scores-with-another-beginning",
+            scored=how[bool(scored)],
+            split=split.name,
+            task=split.task,
+            measured=how[bool(split.prepend_bos)],
         )

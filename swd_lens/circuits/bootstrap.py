@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
+
 _AT_ONCE = 128  # draws: (draws, prompts) weights are held at a time
 
 
@@ -20,7 +22,7 @@ def resampled(values: Float[Tensor, "run prompt"], times: int, seed: int = 0) ->
         ValueError: times below 1.
     """
     if times < 1:
-        raise ValueError(f"the bootstrap needs at least 1 draw of the prompts, got {times}")
+        raise error("no-bootstrap-draws", times=times)
     return torch.cat([weights @ values.T for weights in _draws(values.shape[1], times, seed)])
 
 

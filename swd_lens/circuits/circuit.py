@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.files import atomic, plain
 from swd_lens.base.record import Record
 from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
@@ -63,17 +64,14 @@ class Circuit(Record):
         units_of = sources_by_site(factors)
         for site, source in units_of.items():
             if not isinstance(source, Units):
-                raise TypeError(
-                    f"the units of {site} are a {type(source).__name__}, whose edges are not counted before it is attached; take "
-                    "a circuit from the curve: evaluate(...).circuit(n_units)"
-                )
+                raise error("circuit-of-uncounted-edges", site=site, kind=type(source).__name__)
         require_made_for(units_of, scores.settings, "this ranking")
         pairs = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
         members = [(site, int(index)) for site, index in pairs]  # what a table gives is NumPy's
         replaced_masks(scores, members, "ablate")  # refuses what is not there
         twice = [unit for unit in set(members) if members.count(unit) > 1]
         if twice:
-            raise ValueError(f"unit {twice[0][0]}/{twice[0][1]} is named {members.count(twice[0])} times; name it once")
+            raise error("circuit-unit-twice", site=twice[0][0], index=twice[0][1], count=members.count(twice[0]))
         return cls(tuple(members), scores, active_edges(units_of), provenance)
 
     # ------------------------------------------------------------------ counts
@@ -116,10 +114,7 @@ class Circuit(Record):
         """
         for key in ("units", "factors"):
             if self.scores.settings.get(key) != other.scores.settings.get(key):
-                raise ValueError(
-                    "these circuits are of different factors, so equal numbers do not name equal units; compare circuits that "
-                    "were found with the same FactorSet"
-                )
+                raise error("overlap-of-other-factors")
         shared, either = set(self.units) & set(other.units), set(self.units) | set(other.units)
         edges = {unit: int(self.edges[unit[0]][unit[1]]) for unit in either}
         both, any_ = sum(edges[unit] for unit in shared), sum(edges.values())
@@ -197,20 +192,18 @@ class Circuit(Record):
             ValueError: not a circuit file, or of a later format.
         """
         if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no circuit file {path}")
+            raise error("circuit-file-missing", path=path)
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
                 if header.get("format") != _FORMAT:
-                    raise ValueError(f"{path} is not a circuit file (its format is {header.get('format')!r})")
+                    raise error("not-a-circuit-file", path=path, format=header.get("format"))
                 about = json.loads(header["about"])
                 if about["version"] > _VERSION:
-                    raise ValueError(
-                        f"{path} has circuit format {about['version']}, this swd_lens reads up to {_VERSION}; update swd_lens"
-                    )
+                    raise error("circuit-file-of-the-future", path=path, version=about["version"], known=_VERSION)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a circuit file: {error}") from None
+        except SafetensorError as cause:
+            raise error("circuit-file-unreadable", path=path, reason=cause) from None
         parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
         scores = UnitScores(parts[0], parts[1], about["settings"])
         return cls(tuple((site, unit) for site, unit in about["units"]), scores, parts[2], about["provenance"])

@@ -20,6 +20,7 @@ import pandas as pd
 from torch import nn
 from tqdm.auto import tqdm
 
+from swd_lens.base.errors import error
 from swd_lens.base.record import Record
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve, over_seeds
@@ -302,10 +303,10 @@ def compare(
     measured = dict(fidelities or {})
     if unknown := [name for name in measured if name not in sources]:
         names = ", ".join(map(repr, sources))
-        raise ValueError(f"fidelities are of {', '.join(map(repr, unknown))}, but the curves are called {names}")
+        raise error("comparison-fidelities-of-other-curves", unknown=", ".join(map(repr, unknown)), names=names)
     reference = next(iter(methods)) if reference is None else reference
     if reference not in methods:
-        raise ValueError(f"reference {reference!r} is not among the methods: {', '.join(map(repr, methods))}")
+        raise error("comparison-unknown-reference", reference=reference, methods=", ".join(map(repr, methods)))
     scores: dict[str, dict[str, UnitScores]] = {task.name: {} for task in tasks}
     curves: dict[str, dict[str, CostCurve]] = {task.name: {} for task in tasks}
     for name, source in tqdm(sources.items(), desc="compare", unit="replacement", disable=not progress, leave=False):
@@ -334,17 +335,16 @@ def check_tasks(tasks: Any) -> list[Task]:
     """
     if isinstance(tasks, Mapping | str) or not isinstance(tasks, Iterable | Task):
         hint = "; pass list(tasks.values())" if isinstance(tasks, Mapping) else ""
-        raise TypeError(f"tasks must be a Task or a list of them, got {reprlib.repr(tasks)}{hint}")
+        raise error("comparison-tasks-of-another-type", tasks=reprlib.repr(tasks), hint=hint)
     listed = [tasks] if isinstance(tasks, Task) else list(tasks)
     for task in listed:
         if not isinstance(task, Task):
-            how = "swd_lens.load_task(name, model) or Task.from_prompts(...)"
-            raise TypeError(f"every task must be a Task, got {reprlib.repr(task)}; make one with {how}")
+            raise error("comparison-task-of-another-type", task=reprlib.repr(task))
     names = [task.name for task in listed]
     if not names:
-        raise ValueError("no task to compare on: pass a Task, or several")
+        raise error("comparison-without-tasks")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two tasks are called {', '.join(map(repr, twice))}; results are kept by name: rename one")
+        raise error("comparison-task-twice", names=", ".join(map(repr, twice)))
     return listed
 
 
@@ -354,24 +354,30 @@ def check_options(attribution: Mapping[str, Any] | None, evaluation: Mapping[str
         valid = [p.name for p in signature(of).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
         if unknown := [name for name in options or {} if name not in valid]:
             named = ", ".join(map(repr, unknown))
-            raise TypeError(f"{what}= has no option {named}; {of.__name__} takes {', '.join(valid)}")
+            raise error(
+                "comparison-unknown-option",
+                argument=what,
+                options=named,
+                function=of.__name__,
+                choices=", ".join(valid),
+            )
 
 
 def _sources(methods: Any) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Name of a curve -> factors or what makes them, and the methods that have seeds."""
     if not isinstance(methods, Mapping):
-        raise TypeError(f'methods must be a mapping {{"name": factors, ...}}, got a {type(methods).__name__}')
+        raise error("comparison-methods-of-another-type", kind=type(methods).__name__)
     if not methods:
-        raise ValueError('nothing to compare: pass {"name": factors, ...}')
+        raise error("comparison-without-methods")
     sources: dict[str, Any] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for method, given in methods.items():
         seeded = isinstance(given, list | tuple)
         named = {f"{method}/{seed}": source for seed, source in enumerate(given)} if seeded else {method: given}
         if not named:
-            raise ValueError(f"{method!r} has no seeds: pass its factors, or a list of at least one")
+            raise error("comparison-without-seeds", method=method)
         if twice := sorted(set(named) & set(sources)):
-            raise ValueError(f"two curves are called {', '.join(map(repr, twice))}: rename a method")
+            raise error("comparison-curve-twice", names=", ".join(map(repr, twice)))
         sources |= named
         if seeded:
             groups[method] = tuple(named)

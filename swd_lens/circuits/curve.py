@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.record import Record
 from swd_lens.circuits.bootstrap import resampled
 from swd_lens.circuits.circuit import Circuit
@@ -85,7 +86,7 @@ class CostCurve(Record):
 
     def _reached(self, sufficiency: float | int | None, necessity: float | int | None) -> pd.Series:
         if (sufficiency is None) == (necessity is None):
-            raise ValueError("give exactly one threshold: sufficiency=0.9 or necessity=0.5")
+            raise error("not-one-threshold")
         if sufficiency is not None:
             return self.rows["sufficiency"] >= sufficiency
         whole = self.rows["necessity_drop"].iloc[-1]
@@ -112,7 +113,7 @@ class CostCurve(Record):
         """
         _check_cost(cost)
         if not 0 < level < 1:
-            raise ValueError(f"level must lie in (0, 1), got {level}; 0.95 is a 95 % interval")
+            raise error("confidence-level-outside", level=level)
         self._reached(sufficiency, necessity)  # refuses what cost_at refuses
         self._require("margins", self.margins)
         q = {name: resampled(torch.atleast_2d(values), times, seed) for name, values in self.margins.items()}
@@ -139,9 +140,12 @@ class CostCurve(Record):
         reached = self._reached(sufficiency, necessity)
         if not reached.any():
             of = "sufficiency" if sufficiency is not None else "necessity_drop"
-            raise ValueError(
-                f"no prefix of {self.task!r} reaches {sufficiency if sufficiency is not None else necessity}; the highest "
-                f"{of} is {self.rows[of].max():.3f}"
+            raise error(
+                "prefix-never-reaches",
+                task=self.task,
+                threshold=sufficiency if sufficiency is not None else necessity,
+                measure=of,
+                highest=self.rows[of].max(),
             )
         # Of equal costs (units without edges cost none) the shortest prefix.
         best = self.rows.loc[reached].sort_values(by=[cost, "units"]).iloc[0]
@@ -157,7 +161,7 @@ class CostCurve(Record):
         self._require("scores", self.scores)
         assert self.scores is not None
         if not 0 <= n_units <= self.scores.n_units:
-            raise ValueError(f"n_units must lie in 0 .. {self.scores.n_units}, got {n_units}")
+            raise error("n-units-outside", limit=self.scores.n_units, n_units=n_units)
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance})
 
@@ -174,7 +178,7 @@ class CostCurve(Record):
 
     def _require(self, what: str, value: Any) -> None:
         if not value:
-            raise ValueError(f"this curve carries no {what} (it was made by hand, not by evaluate)")
+            raise error("curve-without-circuit", part=what)
 
     def mib(self, cost: str = "units") -> dict[str, float]:
         """Areas of the circuit track of the Mechanistic Interpretability Benchmark over its ten fractions of all units or edges.
@@ -190,7 +194,7 @@ class CostCurve(Record):
         total = int(rows[cost].iloc[-1])
         empty, full = float(rows["q_keep"].iloc[0]), self.q_unpruned
         if int(rows["units"].iloc[0]) != 0 or self.settings.get("grid") != "mib":
-            raise ValueError('mib() needs the prefixes of its fractions: evaluate(..., grid="mib")')
+            raise error("mib-without-its-prefixes")
         if full == empty:
             return {"CPR": float("nan"), "CMD": float("nan")}
         f = [
@@ -211,7 +215,7 @@ class CostCurve(Record):
         """
         _check_cost(cost)
         if of not in VALUES:
-            raise ValueError(f"of must be one of {VALUES}, got {of!r}")
+            raise error("curve-unknown-value", choices=VALUES, of=of)
         best = self.rows.loc[:, [of, cost]].dropna().sort_values(by=[of, cost], ascending=[False, True])
         # From the highest value down: a prefix counts where none that reaches as much costs less.
         best = best[best[cost] < best[cost].cummin().shift(fill_value=best[cost].max() + 1)]
@@ -233,7 +237,7 @@ class CostCurve(Record):
 
 def _check_cost(cost: str) -> None:
     if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
+        raise error("unknown-cost", choices=COSTS, cost=cost)
 
 
 def _area(values: list[float]) -> float:

@@ -16,10 +16,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base.divergence import Divergence, divergence
+from swd_lens.base.errors import error
 from swd_lens.base.record import Record
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
-from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.tasks.text import as_rows
 from swd_lens.units import attach
 
 
@@ -94,7 +95,7 @@ def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, pro
     rows = as_rows(tokens, model)
     require_no_dropout(model)
     if rows.shape[1] < 2:
-        raise TokenError("fidelity needs rows of at least two tokens: each position predicts the next")
+        raise error("fidelity-of-single-tokens")
     host, total = host_of(model), Divergence()
     with torch.no_grad(), attach(model, factors) as attachment:
         errors, norms = (dict.fromkeys(attachment.factors, torch.zeros((), dtype=torch.float64)) for _ in range(2))

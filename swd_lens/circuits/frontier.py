@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from swd_lens.base.errors import error, warning
 from swd_lens.circuits.bench import Bench, Outcome
 from swd_lens.circuits.bootstrap import interval, resampled
 from swd_lens.circuits.circuit import Circuit
@@ -29,10 +30,6 @@ from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
-
-
-class UndefinedSufficiencyWarning(UserWarning):
-    """The unpruned replacement has no positive margin, so there is nothing that a circuit could keep a part of."""
 
 
 def prefix_grid(n_units: int) -> list[int]:
@@ -81,7 +78,7 @@ def evaluate(
     """
     split = prompts.test if isinstance(prompts, Task) else prompts
     if bootstrap < 0:
-        raise ValueError(f"bootstrap must be 0 or more draws, got {bootstrap}")
+        raise error("negative-bootstrap", bootstrap=bootstrap)
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
@@ -154,10 +151,10 @@ def judge(
     split = prompts.test if isinstance(prompts, Task) else prompts
     named = {"circuit": circuits} if isinstance(circuits, Circuit) else dict(circuits)
     if not named:
-        raise ValueError('nothing to judge: pass a circuit, or {"name": circuit, ...}')
+        raise error("nothing-to-judge")
     scores = next(iter(named.values())).scores
     if not all(_same_scores(circuit.scores, scores) for circuit in named.values()):
-        raise ValueError("these circuits were found with different scores; judge them in separate calls")
+        raise error("judged-with-different-scores")
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     both = [circuit.masks(mode) for mode in ("keep", "ablate") for circuit in named.values()]
@@ -186,7 +183,7 @@ def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mappin
     n_units = scores.n_units
     if isinstance(grid, str):
         if grid != "mib":
-            raise ValueError(f'grid must be prefix lengths, None or "mib", got {grid!r}')
+            raise error("unknown-grid", grid=grid)
         costs = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()]).cumsum(0)
         whole = int(costs[-1])
         by_edges = [int((costs <= fraction * whole).sum()) for fraction in MIB_FRACTIONS]
@@ -195,7 +192,7 @@ def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mappin
         wanted = {*prefix_grid(n_units)} if grid is None else {*map(_length, grid), n_units}
     lengths = sorted(wanted)
     if lengths[0] < 0 or lengths[-1] > n_units:
-        raise ValueError(f"prefix lengths must lie in 0 .. {n_units}, got {lengths[0]} .. {lengths[-1]}")
+        raise error("prefix-lengths-outside", n_units=n_units, first=lengths[0], last=lengths[-1])
     return lengths
 
 
@@ -203,7 +200,7 @@ def _length(k: Any) -> int:
     try:
         return operator.index(k)
     except TypeError:
-        raise ValueError(f"prefix lengths must be whole numbers, got {k!r}") from None
+        raise error("prefix-lengths-not-whole", length=k) from None
 
 
 def _rows(outcome: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: str) -> pd.DataFrame:
@@ -212,12 +209,7 @@ def _rows(outcome: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: 
     keep, ablate = outcome.q[:half], outcome.q[half:]
     q = float(unpruned.q)
     if not q > 0:
-        warnings.warn(
-            f"the unpruned replacement's mean margin on {task!r} is {q:.3f}, not positive: the model does not do this task here, "
-            "so sufficiency is undefined (NaN)",
-            UndefinedSufficiencyWarning,
-            stacklevel=3,
-        )
+        warnings.warn(warning("undefined-sufficiency", task=task, margin=q), stacklevel=3)
     columns: dict[str, Tensor] = {
         "sufficiency": keep / q if q > 0 else torch.full_like(keep, math.nan),
         "necessity_drop": q - ablate,

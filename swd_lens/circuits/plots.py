@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.circuits.curve import COSTS, VALUES, CostCurve, mean_min_cost
 
@@ -63,7 +64,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
         ValueError: an unknown cost.
     """
     if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
+        raise error("unknown-cost", choices=COSTS, cost=cost)
     figure, axes = new_figure(2, len(panels), width=2.7, height=2.3)
     drawn: dict[str, Any] = {}
     for column, (task, methods) in enumerate(panels.items()):

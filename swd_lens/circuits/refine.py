@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.base.errors import error
 from swd_lens.base.record import Record
 from swd_lens.circuits.bench import Bench
 from swd_lens.circuits.circuit import Circuit
@@ -116,7 +117,7 @@ def refine(
             because the unpruned replacement has no positive margin).
     """
     if cost not in COSTS:
-        raise ValueError(f"cost must be one of {COSTS}, got {cost!r}")
+        raise error("unknown-cost", choices=COSTS, cost=cost)
     split = _first(task.train if isinstance(task, Task) else task, max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
@@ -173,10 +174,7 @@ class _Search:
         outcome, unpruned = self.bench.run(len(kept), masks)
         whole = float(unpruned.q)
         if not whole > 0:
-            raise ValueError(
-                f"the unpruned replacement's mean margin on these training prompts is {whole:.3f}, not positive: sufficiency is "
-                "undefined, so there is nothing to refine"
-            )
+            raise error("nothing-to-refine", margin=whole)
         return outcome.q / whole
 
     def best_prefix(self) -> Bool[Tensor, " unit"]:
@@ -185,9 +183,7 @@ class _Search:
         lengths = torch.tensor(prefix_grid(n))
         reached = self.sufficiency(self._prefixes(lengths)) >= self.target
         if not bool(reached.any()):
-            raise ValueError(
-                f"no prefix keeps {self.target:g} of the margin on these training prompts; ask for a lower sufficiency"
-            )
+            raise error("refine-no-prefix", target=self.target)
         first = int(reached.nonzero()[0])
         if first > 0:
             low, high = int(lengths[first - 1]) + 1, int(lengths[first])
@@ -268,6 +264,6 @@ class _Search:
 
 def _first(split: TaskSplit, n: int) -> TaskSplit:
     if n < 1:
-        raise ValueError(f"max_prompts must be at least 1, got {n}")
+        raise error("refine-no-prompts", max_prompts=n)
     per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
     return split if len(split) <= n else dataclasses.replace(split, **{k: getattr(split, k)[:n] for k in per_prompt})

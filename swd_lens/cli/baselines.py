@@ -17,6 +17,7 @@ import pandas as pd
 import typer
 from typer import Option
 
+from swd_lens.base.errors import error
 from swd_lens.circuits import fidelity
 from swd_lens.cli.options import (
     ModelOptions,
@@ -170,9 +171,9 @@ def parsed_settings(texts: Sequence[str] | None, n_tokens: int | None = None) ->
     for text in texts or []:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--set {text}: give NAME=VALUE, such as --set learning_rate=1e-3")
+            raise error("cli-setting-without-value", text=text)
         if name.strip() in settings:
-            raise ValueError(f"--set {text}: {name.strip()} is given twice")
+            raise error("cli-setting-twice", text=text, name=name.strip())
         settings[name.strip()] = _value(value.strip())
     return settings
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Option
 
+from swd_lens.base.errors import error
 from swd_lens.cli.options import (
     HostOption,
     ModelOptions,
@@ -102,13 +103,13 @@ def circuit(
 ) -> None:
     """Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and tasks."""
     if positions not in ("scoring", "all"):
-        raise ValueError(f"--positions must be 'scoring' or 'all', got {positions!r}")
+        raise error("cli-unknown-positions", positions=positions)
     if ablation not in ("mean", "zero"):
-        raise ValueError(f"--ablation must be 'mean' or 'zero', got {ablation!r}")
+        raise error("cli-unknown-ablation", ablation=ablation)
     baselines = _labelled(beside or [])
     exact = [] if controls == "none" else [name.strip() for name in controls.split(",")]
     if unknown := [name for name in exact if name not in CONTROLS]:
-        raise ValueError(f"--controls takes {', '.join(CONTROLS)} or none, got {', '.join(map(repr, unknown))}")
+        raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
     model = model_options.load(sites)
     tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
     tokens, heldout = text.rows(model, model_options)
@@ -137,7 +138,7 @@ def _labelled(folders: Sequence[Path]) -> dict[str, LearnedUnits]:
         units = LearnedUnits.load(folder)
         label = f"{units.provenance['method']} ({folder.resolve().name})"
         if label in by_label:
-            raise ValueError(f"--beside {folder}: another folder gives {label}, too; rename one of them")
+            raise error("cli-beside-label-twice", folder=folder, label=label)
         by_label[label] = units
     return by_label
 

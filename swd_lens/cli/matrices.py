@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import pandas as pd
 from typer import Option
 
+from swd_lens.base.errors import error
 from swd_lens.circuits import fidelity
 from swd_lens.cli import output
 from swd_lens.cli.options import (
@@ -142,7 +143,7 @@ def replace(
     """
     model = model_options.load(sites)
     if finetune != "none" and not (finetune_tokens or text.tokens):
-        raise ValueError("--tokens 0 leaves nothing to fine-tune on; give --finetune-tokens, or --finetune none")
+        raise error("cli-no-finetuning-tokens")
     rows, heldout = text.rows(model, model_options, max(text.tokens, finetune_tokens or 0))
     say(f"replace {', '.join(sites)} at s={sparsity:g}")
     replacement = replace_model(
@@ -216,7 +217,7 @@ def _shapes(texts: list[str]) -> dict[str, tuple[int, int]]:
     for text in texts:
         parts = text.lower().split("x")
         if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"--shape {text!r}: give d_in by d_out, as in 17408x5120")
+            raise error("cli-no-shape", shape=text)
         equal = sum(name.partition(" #")[0] == text for name in shapes)
         shapes[f"{text} #{equal + 1}" if equal else text] = (int(parts[0]), int(parts[1]))
     return shapes

@@ -23,9 +23,10 @@ from rich.markup import escape
 from rich.text import Text
 from typer import Option
 
+from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.base.files import plain
 from swd_lens.cli import new_app, output, status
-from swd_lens.hosts import UnsupportedHostError, find_sites
+from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
 from swd_lens.solver import DEFAULT_PRESET, PRESETS
@@ -101,7 +102,7 @@ class LargeModelOptions(ModelOptions):
 
     def load(self, sites: Any = None, **options: Any) -> Any:
         if self.model == "default" and (self.dtype != "float32" or self.device_map is not None):
-            raise ValueError("--dtype and --device-map are for models of your own; the embedded one is small")
+            raise error("cli-embedded-model-placed")
         return super().load(sites, dtype=self.dtype, device_map=self.device_map, **options)
 
 
@@ -127,15 +128,13 @@ class TextOptions:
         wanted = self.tokens if tokens is None else tokens
         if self.text is None:
             if options.model != "default":
-                raise ValueError(f"--text FILE is needed: {self.purpose}")
+                raise error("cli-text-needed", reason=self.purpose)
             heldout = text_tokens(self.heldout_tokens, split="test")
             return (text_tokens(wanted, split="train") if wanted else None), heldout
         rows = pack_text(model, self.text.read_text(encoding="utf-8"))
         length = rows.shape[1]
         if len(rows) < 2:
-            raise ValueError(
-                f"{self.text} gives {len(rows)} row(s) of {length} tokens; calibration and held-out text need at least one each"
-            )
+            raise error("cli-text-too-short", file=self.text, n_rows=len(rows), per_row=length)
         n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2)
         return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
 

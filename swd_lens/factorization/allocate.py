@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.divergence import kl_sum, log_probabilities
+from swd_lens.base.errors import error
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
 from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
@@ -28,12 +29,12 @@ from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.solver import SparsityError, resolve
+from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges as edges_of
 from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.tasks.text import as_rows
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 
@@ -99,9 +100,9 @@ def allocate(
         AttachError: a site is attached already.
     """
     if by not in BY:
-        raise ValueError(f"by={by!r}: choose one of {', '.join(map(repr, BY))}")
+        raise error("unknown-loss-of-budgets", by=by, choices=", ".join(map(repr, BY)))
     if isinstance(sparsity, Mapping):
-        raise SparsityError("sparsity is a mapping already; allocate needs one number whose total is spent")
+        raise error("allocate-sparsity-mapping")
     multiples = _rising(grid)
     stream = None if tokens is None else as_stream(tokens, model)
     job = Job.of(
@@ -139,10 +140,7 @@ def _rising(grid: Sequence[float | int]) -> tuple[float, ...]:
     multiples = tuple(float(value) for value in grid)
     rising = all(a < b for a, b in itertools.pairwise(multiples))
     if len(multiples) < 2 or not rising or multiples[0] <= 0 or not multiples[0] <= 1 <= multiples[-1]:
-        raise ValueError(
-            f"grid={list(grid)}: give two or more rising multiples of the uniform budget, from at most 1 to at least 1, such as "
-            f"{GRID}"
-        )
+        raise error("grid-without-the-uniform-budget", grid=list(grid), example=GRID)
     return multiples
 
 
@@ -153,9 +151,9 @@ def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "
     elif stream is not None:
         judged = next(stream.batches(max(1, JUDGED // stream.row_length)))
     else:
-        raise ValueError('by="kl" needs tokens= (or judge=) to measure on; by="error" does without')
+        raise error("kl-without-tokens")
     if judged.shape[1] < 2:
-        raise TokenError("KL is measured on rows of at least two tokens: each position predicts the next")
+        raise error("kl-on-single-tokens")
     require_no_dropout(model)
     return judged
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from swd_lens.base.errors import error
 from swd_lens.base.files import write_json
 from swd_lens.base.record import Record
 from swd_lens.hosts.sites import split_name
@@ -53,13 +54,11 @@ class LossCurve(Record):
 
     def __post_init__(self) -> None:
         if not self.edges or any(b <= a for a, b in itertools.pairwise(self.edges)):
-            raise ValueError(f"the budgets of a loss curve must rise, got {self.edges}")
+            raise error("loss-curve-not-rising", edges=self.edges)
         if len(self.losses) != len(self.edges):
-            raise ValueError(
-                f"a loss curve needs one loss per budget: {len(self.edges)} budgets, {len(self.losses)} losses"
-            )
+            raise error("loss-curve-lengths-differ", n_edges=len(self.edges), n_losses=len(self.losses))
         if not all(map(math.isfinite, self.losses)) or max(self.losses) <= 0:
-            raise ValueError(f"a loss curve needs finite losses, a positive one among them, got {self.losses}")
+            raise error("loss-curve-not-finite", losses=self.losses)
 
     @cached_property
     def _lattice(self) -> tuple[np.ndarray, np.ndarray]:
@@ -203,14 +202,12 @@ class Allocation(Record, Mapping[str, float]):
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}); give a file that Allocation.save wrote") from error
+        except ValueError as cause:
+            raise error("allocation-without-json", path=path, reason=cause) from cause
         try:
             return cls.from_dict(values)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: these values are not an Allocation's ({error}); Allocation.save writes them"
-            ) from error
+        except ValueError as cause:
+            raise error("not-an-allocation", path=path, reason=cause) from cause
 
     def title(self) -> str:
         loss, predicted = self._loss, self.predicted
@@ -256,10 +253,7 @@ def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
     """
     least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
     if not least <= total <= most:
-        raise ValueError(
-            f"{total:,} edges cannot be spent: the loss curves reach from {least:,} to {most:,} edges together; give a total "
-            "between these, or curves that reach further (grid=)"
-        )
+        raise error("edges-beyond-the-curves", total=total, least=least, most=most)
     steps = {name: curve.steps for name, curve in curves.items()}
     # Price: what the last edge that can still be paid saves.
     widths = np.concatenate([w for w, _ in steps.values()] or [np.zeros(0)])

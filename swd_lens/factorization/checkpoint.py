@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
+from swd_lens.base.errors import FactorFileError, error
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, read_factors, write_factors
-from swd_lens.units.storage import INDEX, FactorFileError, read_index, write_index
+from swd_lens.units.storage import INDEX, read_index, write_index
 
 Recipe = Mapping[str, Any]
 
@@ -37,14 +38,6 @@ _WORDS = {
     "upstream_sha256": "factors of the earlier sites",
 }
 _SHARDS = "shards"
-
-
-class ResumeError(ValueError):
-    """A folder's finished matrices are not those that this call would make; nothing was changed."""
-
-
-class ShardError(ValueError):
-    """Not a shard, or a factorization that cannot be cut into any."""
 
 
 class Checkpoint:
@@ -83,23 +76,21 @@ class Checkpoint:
         try:
             entries = read_index(self.folder)["sites"]
             if others := [site for site in entries if site not in self.recipes]:
-                raise self._refusal(f"holds {', '.join(others)}, which this call does not factorize")
+                raise error("resume-other-sites", folder=self.folder, others=", ".join(others))
             finished = {
                 site: read_factors(self.folder, site, entries[site]) for site in self.recipes if site in entries
             }
-        except FactorFileError as error:
-            raise ResumeError(f"{error}; or start again with overwrite=True") from error
+        except FactorFileError as cause:
+            raise error("resume-damaged", reason=cause) from cause
         for site, f in finished.items():
             recipe = f.provenance.get("recipe")
             if not isinstance(recipe, dict):
-                raise self._refusal(f"holds {site} without saying how it was made (not by factorize(..., out=...))")
+                raise error("resume-unknown-recipe", folder=self.folder, site=site)
             missing = next((earlier for earlier in self.recipes if earlier not in finished or earlier == site), site)
             if self.chained and missing != site:
-                raise self._refusal(
-                    f"holds {site} without {missing}; sequential calibration would now put {missing} before it"
-                )
+                raise error("resume-earlier-site", folder=self.folder, site=site, missing=missing)
             if changed := differences(recipe, {**self.recipes[site], "upstream_sha256": self._upstream}):
-                raise self._refusal(f"holds {site} made otherwise: {'; '.join(changed)}")
+                raise error("resume-made-otherwise", folder=self.folder, site=site, changed="; ".join(changed))
             self._entries[site] = entries[site]
             self._go_on_behind(site, f)
         return finished
@@ -119,20 +110,19 @@ class Checkpoint:
             for index in sorted((self.folder / _SHARDS).glob(f"*/{INDEX}")):
                 for site, entry in read_index(index.parent)["sites"].items():
                     finished.setdefault(site, []).append((index.parent, entry))
-        except FactorFileError as error:
-            raise ResumeError(f"{error}; or remove that shard's folder to have its matrices made again") from error
+        except FactorFileError as cause:
+            raise error("shard-damaged", reason=cause) from cause
         return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
     def _reader(self, site: str, finished: Sequence[tuple[Path, Mapping[str, Any]]]) -> Callable[[], Factors]:
         """Reads the site from the shard that this call's recipe makes; shards that were cut otherwise may hold others."""
-        refused = ""
+        shard, changed = "", []
         for folder, entry in finished:
             recipe = entry["provenance"].get("recipe", {})
-            changed = differences(recipe, {**self.recipes[site], "upstream_sha256": None})
+            shard, changed = folder.name, differences(recipe, {**self.recipes[site], "upstream_sha256": None})
             if not changed:
                 return partial(read_factors, folder, site, entry)
-            refused = f"holds {site} of shard {folder.name}, made otherwise: {'; '.join(changed)}"
-        raise self._refusal(refused)
+        raise error("shard-made-otherwise", folder=self.folder, site=site, shard=shard, changed="; ".join(changed))
 
     def add(self, site: str, f: Factors) -> Factors:
         """Put a finished matrix into the folder; gives it back with its recipe.
@@ -158,11 +148,6 @@ class Checkpoint:
         if self.chained:
             self._upstream = chain(self._upstream, site, f)
 
-    def _refusal(self, what: str) -> ResumeError:
-        return ResumeError(
-            f"{self.folder} {what}. Call factorize as then to go on, give another folder, or overwrite=True to start again"
-        )
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -178,9 +163,9 @@ class Shard:
         try:
             number, count = (int(part) for part in parts)
         except (TypeError, ValueError):
-            raise ShardError(f"shard={given!r}: give number and count, as in '2/8', the second of eight") from None
+            raise error("no-shard", shard=given) from None
         if not 1 <= number <= count:
-            raise ShardError(f"shard={given!r}: the number must lie between 1 and {max(count, 1)}")
+            raise error("shard-outside", shard=given, count=max(count, 1))
         return cls(number, count)
 
     def of(self, sites: Sequence[Site], flops: Mapping[str, float]) -> list[Site]:
@@ -196,7 +181,7 @@ class Shard:
             if least == self.number - 1:
                 mine.append(site)
         if not mine:
-            raise ShardError(f"shard {self} has nothing to do: there are {len(sites)} matrices; use fewer shards")
+            raise error("shard-without-matrices", shard=self, n_matrices=len(sites))
         return sorted(mine, key=lambda site: execution_key(site.name))
 
     def folder(self, out: Path) -> Path:

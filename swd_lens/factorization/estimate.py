@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
 from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
@@ -21,17 +22,12 @@ from swd_lens.factorization.job import SITE_NAME, Job
 from swd_lens.hosts.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.tasks.streams import as_stream
-from swd_lens.tasks.text import TokenError
 
 _COLUMNS = ("site", "d_in", "d_out", "units", "solver", "calibration", "memory")
 _MOST_LINES = 16  # above this, matrices of one kind and shape share a line
 
 # A host that has every token and any context: for tokens of a model that is not loaded.
 _ANY_HOST = SimpleNamespace(cfg=SimpleNamespace(d_vocab=float("inf"), n_ctx=float("inf")))
-
-
-class DoesNotFitError(MemoryError, ValueError):
-    """A factorization needs more memory than there is; nothing was started."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,11 +78,18 @@ class Estimate(Record):
         if self.fits:
             return
         worst = max(self.rows, key=lambda row: row.held_bytes + row.peak_bytes)
-        raise DoesNotFitError(
-            f"factorizing {_matrices(len(self.rows))} needs {_bytes(self.peak_bytes)} of memory, "
-            f"{_bytes(self.available_bytes)} available. "
-            f"Largest: {worst.site} ({worst.d_in}, {worst.d_out}) with {worst.units} units, {_bytes(worst.peak_bytes)}, while "
-            f"{_bytes(worst.held_bytes)} are held for other sites (their Grams and factors). {self._advice(worst)}"
+        raise error(
+            "does-not-fit",
+            matrices=_matrices(len(self.rows)),
+            needed=_bytes(self.peak_bytes),
+            available=_bytes(self.available_bytes),
+            site=worst.site,
+            d_in=worst.d_in,
+            d_out=worst.d_out,
+            units=worst.units,
+            peak=_bytes(worst.peak_bytes),
+            held=_bytes(worst.held_bytes),
+            advice=self._advice(worst),
         )
 
     def _advice(self, worst: SiteEstimate) -> str:
@@ -192,7 +195,7 @@ def _token_shape(tokens: Any, host: Any) -> tuple[int, int] | None:
         return None
     if isinstance(tokens, int) and not isinstance(tokens, bool):
         if tokens < 0:
-            raise TokenError(f"tokens={tokens}: give how many there are, the (rows, pos) ids, or None for zero-data")
+            raise error("tokens-of-another-type", tokens=tokens)
         pos = int(min(tokens, host.cfg.n_ctx))
         return (-(-tokens // pos), pos) if tokens else None
     stream = as_stream(tokens, host)

@@ -22,8 +22,9 @@ import torch
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes
-from swd_lens.factorization.checkpoint import Checkpoint, Shard, ShardError
+from swd_lens.factorization.checkpoint import Checkpoint, Shard
 from swd_lens.factorization.estimate import Estimate
 from swd_lens.factorization.forecast import SiteEstimate, forecast
 from swd_lens.factorization.job import Job
@@ -118,7 +119,7 @@ def factorize(
         part = Shard.parse(shard)
         job = job.only(part, {row.site: row.flops for row in rows})
         if out is None:
-            raise ShardError(f"shard {part} needs out=: the folder in which the shards are put together")
+            raise error("shard-without-folder", shard=part)
         out = part.folder(Path(out))
 
     # 2. What earlier calls and shards have finished, and whether the rest fits.

@@ -30,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes, plain_float32
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
@@ -97,9 +98,7 @@ def collect_grams(
     if residuals is None:
         residuals = Residuals(model, tokens, batch_size)  # of block 0: nothing is kept
     if before := [site.name for site in sites if site.layer < residuals.layer]:
-        raise ValueError(
-            f"{', '.join(before)} lie before block {residuals.layer}, where the residuals take up; make new Residuals"
-        )
+        raise error("site-before-the-residuals", sites=", ".join(before), layer=residuals.layer)
     double, n_tokens = dtype == "float64", residuals.stream.n_tokens
     sums = _pass(host_of(model), sites, residuals, _Sums(double, share=True), progress)
     if sums.parted:
@@ -201,7 +200,7 @@ def _vectors(h: Tensor, in_double: bool) -> Float[Tensor, "vector d_in"]:
 
 def _require_finite(site: str, total: Float[Tensor, "d_in d_in"]) -> None:
     if not all(rows.isfinite().all() for rows in total.split(_TILE)):
-        raise ValueError(f"activations entering {site} are not finite on these tokens; the host itself is broken there")
+        raise error("activations-not-finite", site=site)
 
 
 def _add_product(total: Float[Tensor, "d_in d_in"], flat: Float[Tensor, "vector d_in"]) -> None:

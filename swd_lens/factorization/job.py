@@ -18,12 +18,13 @@ from typing import Any, Literal
 import torch
 
 from swd_lens.base._version import __version__
-from swd_lens.factorization.checkpoint import Recipe, Shard, ShardError, host_fingerprint
+from swd_lens.base.errors import error, warning
+from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, UnknownSiteError, select_sites
-from swd_lens.solver import SparsityError, resolve
+from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, select_sites
+from swd_lens.solver import resolve
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors
@@ -98,16 +99,13 @@ class Job:
         matrices = _matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
         for site in matrices:
             if site.kind == "mlp":
-                raise UnknownSiteError(
-                    f"{site.name} is a whole MLP, not one matrix; name {', '.join(PACKED['mlp'])} instead (only transcoders "
-                    "stand there)"
-                )
+                raise error("whole-mlp-factorized", site=site.name, kinds=", ".join(PACKED["mlp"]))
         if calibration not in CALIBRATIONS:
-            raise ValueError(f"calibration must be one of {', '.join(map(repr, CALIBRATIONS))}, got {calibration!r}")
+            raise error("unknown-calibration", choices=", ".join(map(repr, CALIBRATIONS)), calibration=calibration)
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
+            raise error("no-rows-per-forward", batch_size=batch_size)
         if gram_dtype not in ("auto", "float32", "float64"):
-            raise ValueError(f"gram_dtype={gram_dtype!r}: give 'auto', 'float32' or 'float64'")
+            raise error("unknown-gram-dtype", gram_dtype=gram_dtype)
         if device is not None:
             _check_device(device)  # before anything is calibrated, not after
         sparsities = sparsity_of_each(matrices, sparsity)
@@ -178,8 +176,7 @@ class Job:
             else f"preset {self.preset!r} applies no shrinkage here, so the factors will fit these tokens only"
         )
         warnings.warn(
-            f"{self.n_tokens} calibration tokens for {widest.name}, which reads {widest.d_in} inputs: its Gram is singular; "
-            f"{remedy}. Give more tokens, or none (zero-data).",
+            warning("few-tokens", n_tokens=self.n_tokens, site=widest.name, d_in=widest.d_in, remedy=remedy),
             stacklevel=3,
         )
 
@@ -190,10 +187,7 @@ class Job:
             ShardError: the matrices wait for each other, or there are fewer than shards.
         """
         if self.chained:
-            raise ShardError(
-                f"shard {shard} with {self.kind} calibration: each matrix waits for those before it. Shard zero-data or "
-                'calibration="dense", or use workers='
-            )
+            raise error("shard-of-a-chain", shard=shard, calibration=self.kind)
         return replace(self, sites=tuple(shard.of(self.sites, flops)), shard=shard)
 
     def provenance(self) -> dict[str, Any]:
@@ -262,17 +256,17 @@ def _matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
         ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
     """
     if sites != "all":
-        raise ValueError(f"sites={sites!r}: every shape given is estimated; leave out those that you do not want")
+        raise error("sites-beside-shapes", sites=sites)
     named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
     if not named:
-        raise ValueError("there are no shapes to estimate; give name -> (d_in, d_out)")
+        raise error("no-shapes")
     return tuple(_matrix(str(name), shape, number) for number, (name, shape) in enumerate(named.items()))
 
 
 def _matrix(name: str, shape: Any, number: int) -> Site:
     pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
-        raise ValueError(f"{name}: {shape!r} is no shape; give (d_in, d_out), two whole numbers of at least 1")
+        raise error("no-shape", name=name, shape=shape)
     match = SITE_NAME.fullmatch(name)
     return Shape(-1 - number, "mlp_out", *pair, label=name) if match is None else Site(int(match[1]), match[2], *pair)
 
@@ -280,9 +274,9 @@ def _matrix(name: str, shape: Any, number: int) -> Site:
 def _check_device(device: str | torch.device) -> None:
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"device={str(device)!r} cannot be used here: {why}. None solves where the host is") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as cause:
+        why = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise error("unusable-device", device=str(device), reason=why) from cause
 
 
 def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
@@ -298,11 +292,9 @@ def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str,
     for pattern, s in sparsity.items():
         for site in _matching(sites, pattern):
             if given.setdefault(site.name, float(s)) != float(s):
-                raise SparsityError(f"{site.name} is given two sparsities, {given[site.name]:g} and {float(s):g}")
+                raise error("site-with-two-sparsities", site=site.name, first=given[site.name], second=float(s))
     if missing := [site.name for site in sites if site.name not in given]:
-        raise SparsityError(
-            f"no sparsity is given for {', '.join(missing)}; name every site, or give one number for all"
-        )
+        raise error("site-without-sparsity", missing=", ".join(missing))
     return given
 
 
@@ -311,5 +303,5 @@ def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:
         return select_sites(sites, pattern)
     matching = [site for site in sites if pattern == "all" or fnmatchcase(site.name, pattern)]
     if not matching:
-        raise UnknownSiteError(f"no matrix matches {pattern!r}; there are {', '.join(site.name for site in sites)}")
+        raise error("sparsity-for-no-matrix", pattern=pattern, sites=", ".join(site.name for site in sites))
     return matching

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.errors import error, warning
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -80,10 +81,7 @@ class Residuals:
         """
         last = len(self.host.model.blocks) - 1
         if not self.layer <= layer <= last:
-            raise ValueError(
-                f"what enters block {self.layer} is kept, and residuals go forward only, to block {last} at most; got "
-                f"layer={layer}. Make new Residuals to start again"
-            )
+            raise error("residuals-go-forward", kept=self.layer, last=last, layer=layer)
         if layer == self.layer or not self.kept:
             return
         with torch.no_grad():
@@ -129,8 +127,13 @@ class Residuals:
             n_tokens = self.stream.n_tokens
             why = f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
             warnings.warn(
-                f"{why} in {self._temporary_folder().parent}; calibration runs every block anew for each stage, which takes "
-                "longer. Free some, set TMPDIR to a larger disk, or give fewer tokens",
+                warning(
+                    "disk-too-small",
+                    n_tokens=n_tokens,
+                    needed=needed / 1e9,
+                    free=free / 1e9,
+                    folder=self._temporary_folder().parent,
+                ),
                 stacklevel=4,
             )
             return why
@@ -171,8 +174,6 @@ class _Kept:
                 rest = memoryview(batch.flatten().view(torch.uint8).numpy().data)
                 while len(rest):
                     if (n := file.readinto(rest)) == 0:
-                        raise OSError(
-                            f"{self.path} ends early: it was changed or cut while it was in use; start this call again"
-                        )
+                        raise error("residuals-cut-short", path=self.path)
                     rest = rest[n:]
                 yield batch.to(self.device)

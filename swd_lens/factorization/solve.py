@@ -18,7 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens import solver
-from swd_lens.solver import DEFAULT_PRESET, OnIteration, SolveInputError
+from swd_lens.base.errors import SolveInputError
+from swd_lens.solver import DEFAULT_PRESET, OnIteration
 from swd_lens.units.factors import Factors
 
 # What torch's own CPU allocations are aligned to.

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from swd_lens.base.errors import error
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
     PACKED,
@@ -28,10 +29,6 @@ from swd_lens.hosts.sites import (
 
 Undo = Callable[[], None]
 Register = Callable[[Undo], object]
-
-
-class UnsupportedHostError(TypeError):
-    """The model is of a kind or shape that swd_lens cannot inject into; the message says what and why."""
 
 
 @dataclass(frozen=True)
@@ -203,10 +200,7 @@ def host_of(model: Any) -> Host:
         from swd_lens.hosts.bridge import BridgeHost
 
         return BridgeHost(model)
-    raise UnsupportedHostError(
-        f"swd_lens works on a transformer_lens HookedTransformer or TransformerBridge; got {type(model).__name__}. Load one "
-        "with swd_lens.load_host(name), TransformerBridge.boot_transformers(name) or HookedTransformer.from_pretrained(name)."
-    )
+    raise error("not-a-host", kind=type(model).__name__)
 
 
 def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
@@ -241,16 +235,14 @@ def norms_output(host: Host, site: Site) -> bool:
 def require_matrix(site: Site) -> None:
     """Raises UnsupportedHostError for a whole MLP."""
     if site.kind == "mlp":
-        raise UnsupportedHostError(
-            f"{site.name} is a whole MLP, not one matrix; its matrices are {', '.join(PACKED['mlp'])}"
-        )
+        raise error("whole-mlp-weight", site=site.name, kinds=", ".join(PACKED["mlp"]))
 
 
 def require_unattached(site: Site, attached: Container[str | None]) -> None:
     """Raises RuntimeError where the site, or one that overlaps it, is among the names of those that are attached."""
     for name in (site.name, *overlapping(site.name)):
         if name in attached:
-            raise RuntimeError(f"{site.name} cannot be attached: {name} is attached already; detach it first")
+            raise error("put-back-over-other-units", site=site.name, attached=name)
 
 
 def drops_out(model: Any) -> bool:
@@ -267,9 +259,7 @@ def drops_out(model: Any) -> bool:
 def require_no_dropout(model: Any) -> None:
     """Raises ValueError where what is about to be measured would be random."""
     if drops_out(model):
-        raise ValueError(
-            "this host is in train mode and drops activations out: what is measured would be random. Call model.eval()"
-        )
+        raise error("measured-under-dropout")
 
 
 def require_before(start: Start | None, layer: int, prefix: Any = None) -> None:
@@ -277,18 +267,13 @@ def require_before(start: Start | None, layer: int, prefix: Any = None) -> None:
     if start is None:
         return
     if start.layer > layer:
-        raise ValueError(
-            f"this run ends before block {layer}, but its start is block {start.layer}; take an earlier start"
-        )
+        raise error("run-ends-before-its-start", layer=layer, start=start.layer)
     if prefix is not None:
-        raise ValueError("what enters a block is computed from a start or with a kept prefix, not with both")
+        raise error("start-beside-a-prefix")
 
 
 def require_kept(prefix: Any, layer: int) -> None:
     """Raises ValueError where a run would start before the first layer that a prefix keeps (`repeat_prefix(..., from_layer)`)."""
     first = getattr(prefix, "from_layer", 0)
     if layer < first:
-        raise ValueError(
-            f"this prefix keeps layers from {first} on only (repeat_prefix with from_layer={first}), but the run starts at "
-            f"layer {layer}; take the whole prefix, or a start at layer {first} or later"
-        )
+        raise error("prefix-of-later-layers", first=first, layer=layer)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.hosts import UnsupportedHostError
+from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
 
@@ -54,13 +54,11 @@ def load_host(
     if device_map is not None:
         if kind == "hooked" or device is not None:
             other = 'kind="hooked"' if kind == "hooked" else f"device={device!r}"
-            raise ValueError(f"device_map lays a TransformerBridge over several devices; it does not go with {other}")
+            raise error("device-map-misplaced", other=other)
         kind = "bridge"
     folder = Path(name) if Path(name).is_dir() else None
     if folder is not None and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} has no config.json; give a Hugging Face checkpoint folder (save_pretrained writes one)"
-        )
+        raise error("no-checkpoint-folder", folder=folder)
     if kind == "bridge":
         return _bridge(name, folder, device, precision, device_map)
     try:
@@ -74,7 +72,7 @@ def load_host(
 def _precision(dtype: torch.dtype | str) -> torch.dtype:
     precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise ValueError(f"dtype={dtype!r}: give a floating dtype, torch.float32, torch.bfloat16 or torch.float16")
+        raise error("unknown-dtype", dtype=dtype)
     return precision
 
 
@@ -91,10 +89,7 @@ def _hooked(name: str, folder: Path | None, device: str | None, dtype: torch.dty
     try:
         from transformer_lens import HookedTransformer
     except ImportError:
-        raise UnsupportedHostError(
-            "this transformer_lens has no HookedTransformer; install 'transformer_lens>=3.9,<4', or load a "
-            'TransformerBridge: kind="bridge"'
-        ) from None
+        raise error("no-hooked-transformer") from None
     config = _config(name, folder, device, dtype)
     if folder is None:
         return HookedTransformer.from_pretrained_no_processing(name, device=device, dtype=dtype).eval()
@@ -105,19 +100,18 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
     """HookedTransformer's configuration of a checkpoint that it can load."""
     from transformer_lens import loading_from_pretrained as loading
 
-    advice = 'Load it as a TransformerBridge: kind="bridge"'
     with nullcontext(name) if folder is None else _readable_config(folder) as where:
         try:
             if folder is None:
                 loading.get_official_model_name(name)
         except ValueError:
-            raise UnsupportedHostError(f"HookedTransformer does not know a model named {name!r}. {advice}") from None
+            raise error("unknown-to-hooked", name=name) from None
         try:
             config = loading.get_pretrained_model_config(where, fold_ln=False, device=device, dtype=dtype)
-        except NotImplementedError as error:
-            raise UnsupportedHostError(f"HookedTransformer cannot load {name}: {error} {advice}") from None
+        except NotImplementedError as cause:
+            raise error("not-loaded-by-hooked", name=name, reason=cause) from None
     if family_of(config.original_architecture).encoder:
-        raise UnsupportedHostError(f"{name} is a {config.original_architecture}, no HookedTransformer. {advice}")
+        raise error("encoder-as-hooked", name=name, architecture=config.original_architecture)
     return config
 
 

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.hosts import Host, Start, UnsupportedHostError
+from swd_lens.base.errors import error
+from swd_lens.hosts import Host, Start
 from swd_lens.hosts.sites import Site
 
 Shown = dict[str, Tensor]
@@ -146,10 +147,7 @@ def require_seen(sites: Iterable[Site], seen: Container[str], what: str) -> None
     """
     silent = [site.name for site in sites if site.name not in seen]
     if silent:
-        raise UnsupportedHostError(
-            f"the forward of this host never showed the {what} of {', '.join(silent)}: it goes by another way there (a fused "
-            "or skipped module, or hooks that were removed). Leave these sites out, and please report the model"
-        )
+        raise error("never-shown", part=what, sites=", ".join(silent))
 
 
 def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_tokens: int) -> None:
@@ -164,7 +162,4 @@ def require_one_per_token(sites: Sequence[Site], vectors: Mapping[str, int], n_t
     require_seen(sites, vectors, "input")
     for site in sites:
         if vectors[site.name] != n_tokens:
-            raise UnsupportedHostError(
-                f"{site.name} read {vectors[site.name]} vectors on {n_tokens} tokens; swd_lens needs one per token (a layer "
-                "that runs several times, or on some tokens only, has no single Gram)"
-            )
+            raise error("input-shown-twice", site=site.name, n_vectors=vectors[site.name], n_tokens=n_tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from swd_lens.base.errors import error
 from swd_lens.hosts.families import module_names
 
 # Execution order within a block: a later kind of the same layer may read what an earlier one wrote.
@@ -41,10 +42,6 @@ _TL_NAMES = {
 }
 _HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.|bert\.|encoder\.|language_model\.)+")
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)$")
-
-
-class UnknownSiteError(ValueError):
-    """A pattern matched no site of the host."""
 
 
 @dataclass(frozen=True, order=False)
@@ -116,9 +113,7 @@ def split_name(site_name: str) -> tuple[int, str]:
     """
     match = _NAME.match(site_name)
     if match is None or match[2] not in KINDS:
-        raise UnknownSiteError(
-            f"{site_name!r} is not a site name; sites are called blocks.{{layer}}.{{{'|'.join(KINDS)}}}"
-        )
+        raise error("not-a-site-name", site_name=site_name, kinds="|".join(KINDS))
     return int(match[1]), match[2]
 
 
@@ -139,7 +134,7 @@ def parse_unit(name: str) -> tuple[str, int]:
     """blocks.8.mlp_out/205 -> ("blocks.8.mlp_out", 205)."""
     site, slash, index = name.rpartition("/")
     if not slash or not index.isdigit():
-        raise ValueError(f"{name!r} is not a unit name; a unit is called like blocks.8.mlp_out/205")
+        raise error("not-a-unit-name", name=name)
     split_name(site)
     return site, int(index)
 
@@ -164,18 +159,18 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
     given = [pattern] if isinstance(pattern, str | Site) else list(pattern)
     patterns = [item.name if isinstance(item, Site) else item for item in given]
     if not patterns:
-        raise UnknownSiteError("no site was named: pass a pattern such as 'mlp_out' or 'blocks.0.mlp_out'")
+        raise error("no-pattern")
     selected: dict[str, Site] = {}
     for name in patterns:
         matching = [site for site in available if matches(site, name)]
         matching = matching or [site for site in alternatives if matches(site, name)]
         if not matching:
-            raise UnknownSiteError(_nothing_matches(name, available))
+            raise _nothing_matches(name, available)
         selected.update({site.name: site for site in matching})
     for name in selected:
         twice = [part for part in overlapping(name) if part in selected]
         if twice:
-            raise UnknownSiteError(f"{name} and {twice[0]} are the same weights; name one or the other")
+            raise error("same-weights-twice", name=name, part=twice[0])
     return sorted(selected.values(), key=lambda site: execution_key(site.name))
 
 
@@ -193,12 +188,9 @@ def _aliases(site: Site) -> list[str]:
     return names
 
 
-def _nothing_matches(pattern: str, available: Sequence[Site]) -> str:
+def _nothing_matches(pattern: str, available: Sequence[Site]) -> Exception:
     names = [site.name for site in available]
     near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.3) or names[:4]
     kinds = sorted({site.kind for site in available}, key=KINDS.index)
     layers = max((site.layer for site in available), default=-1)
-    return (
-        f"no site matches {pattern!r}. Nearest: {', '.join(near)}. "
-        f"This host has blocks.0 to blocks.{layers} with {', '.join(kinds)}; globs such as 'blocks.*.mlp_out' work too."
-    )
+    return error("no-such-site", pattern=pattern, nearest=", ".join(near), last=layers, kinds=", ".join(kinds))

@@ -16,7 +16,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from swd_lens.hosts import Host, Register, UnsupportedHostError
+from swd_lens.base.errors import error
+from swd_lens.hosts import Host, Register
 from swd_lens.hosts.families import is_hooked
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 
@@ -67,9 +68,7 @@ def stored_matrix(host: Host, site: Site) -> Stored:
         UnsupportedHostError: another kind of site.
     """
     if site.kind not in RESIDUAL_MATRICES:
-        raise UnsupportedHostError(
-            f"{site.name} is not kept as one matrix to write to; {', '.join(reversed(RESIDUAL_MATRICES))} are"
-        )
+        raise error("not-writable", site=site.name, kinds=", ".join(reversed(RESIDUAL_MATRICES)))
     block: Any = host.model.blocks[site.layer]
     if is_hooked(host.model):
         module, name = (block.mlp, "W_out") if site.kind == "mlp_out" else (block.attn, "W_O")
@@ -101,7 +100,7 @@ class Refusal(Shadow):
         self.name, self.reason = name, reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self.name} was called {self.reason}")
+        raise error("weights-processed-while-attached", method=self.name, reason=self.reason)
 
 
 def refusals(names: Iterable[str], reason: str) -> dict[str, Callable[[], Shadow]]:

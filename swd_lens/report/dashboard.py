@@ -16,6 +16,7 @@ from markupsafe import Markup
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
 from swd_lens.analysis.audit.drawing import number, printable, unit_style, words_html
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.page import encodable, template
@@ -52,16 +53,13 @@ def dashboard(
     """
     names, profiles, settings = _of(units, only)
     if not names:
-        raise ValueError("there is no unit to show; give an audit that holds some, or profiles")
+        raise error("dashboard-of-nothing")
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
-        raise ValueError(f"{', '.join(twice)} is given twice; a dashboard shows every unit once")
+        raise error("dashboard-of-a-unit-twice", units=", ".join(twice))
     title = printable(title or f"Units of {settings.get('model') or 'a model'}")
     if path is None or Path(path).suffix.lower() in (".html", ".htm"):
         if len(names) > _PAGE_LIMIT:
-            raise ValueError(
-                f"{len(names):,} units are too much for one page (at most {_PAGE_LIMIT}); give the name of a folder, which gets "
-                "a page per unit, or fewer units with only="
-            )
+            raise error("dashboard-too-long", n_units=len(names), limit=_PAGE_LIMIT)
         page = _one_page(names, profiles, settings, title)
         if path is None:
             return page
@@ -79,7 +77,7 @@ def _of(units: Any, only: Iterable[str] | None) -> tuple[list[str], Iterator[Uni
     if only is not None:
         by_name, wanted = {p.unit: p for p in profiles}, list(only)
         if missing := [name for name in wanted if name not in by_name]:
-            raise KeyError(f"{missing[0]} is not among the profiles, which are of {', '.join(by_name)}")
+            raise error("dashboard-without-that-unit", unit=missing[0], units=", ".join(by_name))
         profiles = [by_name[name] for name in wanted]
     return [p.unit for p in profiles], iter(profiles), dict(profiles[0].settings) if profiles else {}
 

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from swd_lens.base.errors import error
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, style, svg
 from swd_lens.base.panels import visible
 from swd_lens.circuits import CostCurve
@@ -189,7 +190,7 @@ def inline_svg(figure: Figure, prefix: str, title: str, description: str) -> str
 def page_svg(text: str, prefix: str, title: str, description: str) -> str:
     """`inline_svg` of a picture that is an SVG already (our own, or checked: see `swd_lens.study.section.drawing`)."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", prefix):
-        raise ValueError(f"an id prefix takes letters, digits and hyphens, got {prefix!r}")
+        raise error("picture-prefix", prefix=prefix)
     described = f" {prefix}-desc" if description else ""
     attributes = f'role="img" aria-labelledby="{prefix}-title{described}"'
     inside = f'<title id="{prefix}-title">{escape(title)}</title>'
@@ -221,5 +222,5 @@ def _page_svg(text: str, prefix: str, attributes: str, inside: str = "") -> str:
 def _size(text: str) -> tuple[str, str]:
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     if found is None:
-        raise ValueError("matplotlib's SVG has no viewBox from 0 0; its size is not known")
+        raise error("figure-without-a-box")
     return found[1], found[2]

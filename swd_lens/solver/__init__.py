@@ -6,6 +6,15 @@
 4. cost.py: how many operations and bytes a call takes.
 """
 
+from swd_lens.base.errors import (
+    BudgetError,
+    GramError,
+    SolveInputError,
+    SparsityError,
+    SpecError,
+    UnitsError,
+    WeightError,
+)
 from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
 from swd_lens.solver.cost import Cost, cost
 from swd_lens.solver.solve import Solution, canonical, solve
@@ -19,15 +28,6 @@ from swd_lens.solver.spec import (
     SolveSpec,
     Step,
     resolve,
-)
-from swd_lens.solver.validate import (
-    BudgetError,
-    GramError,
-    SolveInputError,
-    SparsityError,
-    SpecError,
-    UnitsError,
-    WeightError,
 )
 
 __all__ = [

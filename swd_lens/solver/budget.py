@@ -13,8 +13,8 @@
 import math
 from dataclasses import dataclass
 
+from swd_lens.base.errors import error
 from swd_lens.solver.spec import AnnealSpec, DsfSpec
-from swd_lens.solver.validate import BudgetError
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def plan_budget(d_in: int, d_out: int, sparsity: float | int, spec: DsfSpec) -> 
     reference = spec.rounding == "reference"
     other = int(numel * (1 - sparsity) - square) if reference else edges(d_in, d_out, sparsity) - square
     if other < n:
-        raise BudgetError(_too_small(d_in, d_out, sparsity, square, n))
+        raise _too_small(d_in, d_out, sparsity, square, n)
     return Budget(square, other)
 
 
@@ -62,9 +62,17 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
         feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
         sparser = f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible"
         fewer = f", or give units={total // 2}" if total >= 2 else ""
-        raise BudgetError(
-            f"sparsity={sparsity:g} leaves K={total:,} edges of {numel:,} for a ({d_in}, {d_out}) matrix, but {units:,} "
-            f"units need {2 * units:,}: one read and one write edge each; {sparser}{fewer}"
+        raise error(
+            "too-few-edges-for-units",
+            sparsity=sparsity,
+            edges=total,
+            numel=numel,
+            d_in=d_in,
+            d_out=d_out,
+            units=units,
+            needed=2 * units,
+            advice=sparser,
+            alternative=fewer,
         )
     automatic = n**2 / (2 * (n**2 + total))
     share = automatic if isinstance(spec.square_share, str) else float(spec.square_share)
@@ -74,16 +82,31 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
     return Budget(square, total - square)
 
 
-def _too_small(d_in: int, d_out: int, sparsity: float | int, square: int, n: int) -> str:
+def _too_small(d_in: int, d_out: int, sparsity: float | int, square: int, n: int) -> Exception:
     numel = d_in * d_out
-    start = (
-        f"sparsity={sparsity:g} leaves K={edges(d_in, d_out, sparsity):,} edges of {numel:,} for a "
-        f"({d_in}, {d_out}) matrix, but the square factor takes {square:,} and the other needs {n:,}, one per unit; "
-    )
     largest = int((1 - (square + n) / numel) * 10_000 - 1e-6) / 10_000  # rounded down, so that it is really feasible
     if largest <= 0:
-        return start + "no sparsity is feasible: the matrix is too small for two sparse factors"
-    return start + f"the largest feasible sparsity is {largest:.4f}, or lower square_density_square/_rectangular"
+        return error(
+            "no-feasible-budget",
+            sparsity=sparsity,
+            edges=edges(d_in, d_out, sparsity),
+            numel=numel,
+            d_in=d_in,
+            d_out=d_out,
+            square=square,
+            needed=n,
+        )
+    return error(
+        "budget-too-small",
+        sparsity=sparsity,
+        edges=edges(d_in, d_out, sparsity),
+        numel=numel,
+        d_in=d_in,
+        d_out=d_out,
+        square=square,
+        needed=n,
+        feasible=largest,
+    )
 
 
 def strict_rank(numel: int, budget: float | int, cap: float | int) -> int:

@@ -31,11 +31,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.solver.budget import Budget, strict_rank
 from swd_lens.solver.metric import power_of_two
 from swd_lens.solver.spec import DsfSpec, OnIteration, Step
 from swd_lens.solver.support import keep_above, keep_exactly
-from swd_lens.solver.validate import GramError
 
 # The reference's floor on norms (1e-8) is absolute. While the largest entries lie in this range it is below or near
 # float32 rounding and harmless; outside, W and G are brought inside even under arithmetic="reference".
@@ -217,5 +217,5 @@ def _inverse(
         return torch.linalg.inv(shifted)
     lower, info = torch.linalg.cholesky_ex(shifted)
     if int(info) != 0:
-        raise GramError("gram is not positive semi-definite: give E[h^T h], or add to its diagonal what it lacks")
+        raise error("gram-not-positive")
     return torch.linalg.inv(shifted) if spec.arithmetic == "reference" else torch.cholesky_inverse(lower)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.solver.validate import GramError
+from swd_lens.base.errors import error
 
 # An input is dead when its second moment is below this share of the largest one: float32 could not tell it from zero.
 DEAD = 1e-14
@@ -100,7 +100,7 @@ def _check_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:
     shifted = matrix.clone()
     shifted.diagonal().add_(NEGATIVE_ROUNDING)
     if int(torch.linalg.cholesky_ex(shifted).info) != 0:
-        raise GramError("gram is not positive semi-definite: give E[h^T h], or add to its diagonal what it lacks")
+        raise error("gram-not-positive")
 
 
 def power_of_two(values: Float[Tensor, "*shape"]) -> float:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from swd_lens.base.errors import SpecError, error
 from swd_lens.base.settings import AUTO, Bounds, Settings, nearest, setting
-from swd_lens.solver.validate import SpecError
 
 # Shrinkage "auto" is d_in / tokens, at most this (solver.md, point 6). Real text through an encoder layer, d_in 384 and
 # 1,536: at 1,024, 4,096 and 16,384 tokens it lowers the held-out error by 23, 7 and 1 % (geometric means).
@@ -229,14 +229,16 @@ def resolve(preset: str, overrides: Mapping[str, Any]) -> DsfSpec | AnnealSpec:
         SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
     """
     if preset not in PRESETS:
-        raise SpecError(f"no preset {preset!r}; {nearest(preset, sorted(PRESETS))}")
+        raise error("solver-unknown-preset", preset=preset, hint=nearest(preset, sorted(PRESETS)))
     spec = PRESETS[preset]
     known = sorted(each.name for each in fields(spec))
     for name in overrides:
         if name not in known:
             others = [repr(key) for key, other in PRESETS.items() if name in {each.name for each in fields(other)}]
             elsewhere = f"; preset {' or '.join(others)} has it" if others else ""
-            raise SpecError(f"preset {preset!r} has no setting {name!r}; {nearest(name, known)}{elsewhere}")
+            raise error(
+                "solver-unknown-setting", preset=preset, name=name, hint=nearest(name, known), elsewhere=elsewhere
+            )
     return spec.changed(overrides)
 
 

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
+
 # Brackets the threshold to about 6 % of the matrix (4 sigma).
 SAMPLE = 16_384
 
@@ -36,7 +38,7 @@ def kth_largest(magnitude: Float[Tensor, "rows columns"], k: int) -> Float[Tenso
     flat = magnitude.flatten()
     n = flat.numel()
     if not 1 <= k <= n:
-        raise ValueError(f"k={k}: give a rank from 1 to {n}, the number of entries")
+        raise error("threshold-rank-outside", k=k, n=n)
     if n > 4 * SAMPLE and (kth := _inside_bracket(flat, k, magnitude.shape[1])) is not None:
         return kth
     return flat.kthvalue(n - k + 1).values

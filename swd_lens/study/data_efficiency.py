@@ -20,15 +20,16 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.files import plain, write_json
 from swd_lens.circuits.fidelity import fidelity
-from swd_lens.factorization.checkpoint import ResumeError, differences, host_fingerprint, tokens_fingerprint
+from swd_lens.factorization.checkpoint import differences, host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.study.efficiency import CHECKPOINT, FIT, SINGLE, DataEfficiency, Point
-from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.tasks.text import as_rows
 from swd_lens.train.baselines.units import LearnedUnits
 from swd_lens.units import Units, UnitSet, matrices_of, require_free
 from swd_lens.units.coder import has_pair
@@ -85,17 +86,15 @@ def data_efficiency(
     """
     sites = find_sites(model, site)
     if len(sites) != 1:
-        raise ValueError(
-            f"{site!r} names {len(sites)} sites; data efficiency is measured at one matrix or one whole MLP"
-        )
+        raise error("efficiency-of-several-sites", pattern=site, n_sites=len(sites))
     surface = Surface(model, sites[0])
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
-        raise TokenError("heldout needs rows of at least two tokens: each position predicts the next")
+        raise error("efficiency-on-single-tokens")
     require_no_dropout(model)
     require_free(host_of(model), sites)
     if not methods:
-        raise ValueError('nothing to measure: pass {"SWD": {"sparsity": 0.5}, "Transcoder": units, ...}')
+        raise error("efficiency-of-nothing")
     counts = list(token_counts)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
@@ -186,19 +185,14 @@ def _units_series(name: str, given: Any, surface: Surface, whose: str) -> Series
     if isinstance(given, tuple) and len(given) == 2:
         return _single(name, *given, surface)
     if isinstance(given, Factors | Mapping | nn.Module) or has_pair(given):
-        raise TypeError(
-            f"{whose} a {type(given).__name__}, which does not say how many tokens it took; give both: (units, 60_000_000)"
-        )
-    raise TypeError(
-        f"{whose} a {type(given).__name__}; give LearnedUnits (swd.baselines.transcoder(...)), their folder, a function that "
-        'trains them, (units, tokens), or options for SWD, {"sparsity": 0.5}'
-    )
+        raise error("efficiency-units-without-tokens", subject=whose, kind=type(given).__name__)
+    raise error("efficiency-of-another-kind", subject=whose, kind=type(given).__name__)
 
 
 def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
     """One training run."""
     if (replaced := units.provenance["replaces"]) != surface.site.name:
-        raise ValueError(f"{name!r} replaces {replaced}, not {surface.site.name}")
+        raise error("efficiency-of-another-site", name=name, replaced=replaced, site=surface.site.name)
     about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
     # The same recipe on the same text gives the same bits; the file says which text.
     identity = {**about, "tokens_sha256": units.provenance["tokens_sha256"]}
@@ -208,10 +202,10 @@ def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
 def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
     """Units as they are."""
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ValueError(f"{name!r} says tokens={tokens!r}: give the number of tokens that its units took, 1 or more")
+        raise error("efficiency-tokens-of-units", name=name, tokens=tokens)
     units = UnitSet.of(surface.model, given)
     if set(units) not in ({surface.site.name}, {matrix.name for matrix in surface.matrices}):
-        raise ValueError(f"{name!r} replaces {', '.join(units)}, not {surface.site.name}")
+        raise error("efficiency-of-another-site", name=name, replaced=", ".join(units), site=surface.site.name)
     about = {"method": type(given).__name__, "units": {site: str(of_site) for site, of_site in units.items()}}
     return lambda: iter([Candidate(tokens, SINGLE, about, None, lambda: units)])
 
@@ -219,15 +213,12 @@ def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:
 def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, counts: list[int]) -> Series:
     """SWD, fitted to whole rows, at each count once."""
     if taken := [option for option in options if option in _NOT_OPTIONS]:
-        raise ValueError(
-            f"{name!r} sets {', '.join(map(repr, taken))}: its fits take tokens= and token_counts= of data_efficiency, one fit "
-            "for each count; leave it out"
-        )
+        raise error("efficiency-options-that-are-set", name=name, taken=", ".join(map(repr, taken)))
     if tokens is None:
-        raise TokenError(f"{name!r} is fitted by SWD, which needs tokens=")
+        raise error("efficiency-without-tokens", name=name)
     rows = as_rows(tokens, surface.model)
     if not counts or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in counts):
-        raise ValueError(f"token_counts={counts!r}: give one or more whole numbers above 0")
+        raise error("efficiency-token-counts", counts=counts)
     length = rows.shape[1]
     n_rows = sorted({min(-(-count // length), len(rows)) for count in counts})
     # A bad option is found before anything is fitted or trained.
@@ -267,7 +258,7 @@ class _File:
         self.points: dict[tuple[str, int], tuple[Point, Any]] = {}  # and identities
         self.methods: dict[str, Any] = {}
         if path.is_dir():
-            raise ValueError(f"out={str(path)!r} is a folder; give a file, such as {str(path / 'efficiency.json')!r}")
+            raise error("efficiency-into-a-folder", path=str(path), file=str(path / "efficiency.json"))
         if path.exists() and not overwrite:
             self._read()
 
@@ -276,7 +267,7 @@ class _File:
         saved = json.loads(self.path.read_text(encoding="utf-8"))
         words = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens"}
         if changed := differences(saved.get("recipe", {}), self.recipe, words):
-            raise self._refusal(f"holds another measurement: {'; '.join(changed)}")
+            raise error("efficiency-another-measurement", path=self.path, changed="; ".join(changed))
         self.methods = dict(held.settings["methods"])
         for point, identity in zip(held.points, saved["identities"], strict=True):
             self.points[point.method, point.tokens] = point, identity
@@ -288,7 +279,13 @@ class _File:
         point, identity = self.points[name, candidate.tokens]
         now = json.loads(json.dumps(plain(candidate.identity)))  # as JSON gives it back
         if changed := differences(identity or {}, now, {"tokens_sha256": "its tokens"}):
-            raise self._refusal(f"holds {name!r} at {candidate.tokens:,} tokens, made otherwise: {'; '.join(changed)}")
+            raise error(
+                "efficiency-method-made-otherwise",
+                path=self.path,
+                name=name,
+                tokens=candidate.tokens,
+                changed="; ".join(changed),
+            )
         return point
 
     def add(self, point: Point, candidate: Candidate) -> None:
@@ -298,8 +295,3 @@ class _File:
         points, identities = map(list, zip(*self.points.values(), strict=True))
         values = DataEfficiency(points, {**self.settings, "methods": self.methods}).as_dict()
         write_json(self.path, {"format": 1, **values, "recipe": self.recipe, "identities": identities})
-
-    def _refusal(self, what: str) -> ResumeError:
-        return ResumeError(
-            f"{self.path} {what}. Measure as then to go on, give another file, or overwrite=True to start again"
-        )

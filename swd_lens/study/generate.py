@@ -29,12 +29,13 @@ from rich.text import Text
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord, Record
-from swd_lens.hosts import Host, UnsupportedHostError, host_of, require_no_dropout
+from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import matches
 from swd_lens.tasks.prompt import Prompt
-from swd_lens.tasks.text import TokenError, same_length
+from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
 
 DENSE = "dense"
@@ -199,13 +200,11 @@ def generate(
     """
     for name, n in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if n < 1:
-            raise ValueError(f"{name}={n}: give a whole number of at least 1")
+            raise error("samples-of-no-length", name=name, value=n)
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature={temperature}: give 0 for the likeliest token, or a finite number above it")
+        raise error("samples-at-negative-temperature", temperature=temperature)
     if not facts_of(model).causal:
-        raise UnsupportedHostError(
-            "this host attends both ways, so it cannot write on from a prompt; give a causal one"
-        )
+        raise error("samples-of-an-encoder")
     require_no_dropout(model)
     host = host_of(model)
     replacements = _labelled(host, factors)
@@ -236,10 +235,10 @@ def prompt_rows(model: Any, prompts: Any, prepend_bos: bool | None = None) -> tu
     """
     read = Prompt.several(model, prompts, "generate", prepend_bos=prepend_bos)
     if not read:
-        raise TokenError("there are no prompts to continue; give at least one")
+        raise error("samples-without-prompts")
     for prompt in read:
         if not prompt.ids:
-            raise TokenError(f"prompt {prompt.text!r} has no tokens: there is nothing to continue")
+            raise error("samples-of-an-empty-prompt", prompt=prompt.text)
         prompt.row(model)  # refuses what the context cannot hold
     return [prompt.ids for prompt in read], next((p.prepend_bos for p in read if p.text is not None), None)
 
@@ -253,9 +252,7 @@ def _labelled(host: Host, factors: Any) -> dict[str, Any]:
         several = not named or any(isinstance(units, Mapping) for units in factors.values())
     labelled = {str(label): units for label, units in factors.items()} if several else {"replaced": factors}
     if DENSE in labelled:
-        raise ValueError(
-            f"{DENSE!r} is the host without factors, which is always shown; give your factors another label"
-        )
+        raise error("samples-called-dense", dense=DENSE)
     return labelled
 
 
@@ -269,7 +266,7 @@ def _continue(
     for step in range(min(most, n_ctx - start)):
         values = host.last_logits(tokens).float().cpu()
         if not torch.isfinite(values).all():
-            raise ValueError(f"the host's logits at position {tokens.shape[1] - 1} are not finite; it cannot write on")
+            raise error("samples-not-finite", position=tokens.shape[1] - 1)
         if temperature > 0:
             noise = torch.stack([_gumbel(seed, prompt, step, values.shape[1]) for prompt in batch])
             values = values.double() / temperature + noise

@@ -18,19 +18,20 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.record import Record
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factorization.allocate import BY, allocate
 from swd_lens.factorization.allocation import Allocation
-from swd_lens.factorization.checkpoint import ResumeError, host_fingerprint
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Pattern
-from swd_lens.solver import DEFAULT_PRESET, SparsityError
+from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study.generate import Samples, generate, prompt_rows
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.tasks.text import as_rows
 from swd_lens.train.finetune import finetune as finetune_factors
 from swd_lens.train.finetune.run import is_of_other_factors
 from swd_lens.train.finetune.spec import resolve as resolve_finetuning
@@ -168,15 +169,15 @@ def replace_model(
     if budgets is None:
         budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
     if budgets not in BUDGETS:
-        raise ValueError(f"budgets={budgets!r}: choose one of {', '.join(map(repr, BUDGETS))}")
+        raise error("unknown-budgets", budgets=budgets, choices=", ".join(map(repr, BUDGETS)))
     if given and budgets != "uniform":
-        raise SparsityError(f"sparsity is a mapping already; budgets={budgets!r} needs one number whose total is spent")
+        raise error("budgets-of-a-mapping", budgets=budgets)
     if finetune == DEFAULT:
         finetune = "paper" if paper else "best"
     calibration = calibration or ("sequential" if paper else "corrected")
     tuning, text = dict(finetune_options or {}), tokens if finetune_tokens is None else finetune_tokens
     if finetune is not None and text is None:
-        raise ValueError("fine-tuning needs finetune_tokens= (zero-data factors have no tokens); or finetune=None")
+        raise error("finetuning-without-tokens")
     _check_later_steps(model, heldout, prompts, finetune, tuning)
     asked = dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity)
     settings: dict[str, Any] = {"sites": names, "sparsity": asked}
@@ -244,12 +245,11 @@ def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         then, allocation = values["question"], Allocation.from_dict(values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResumeError(f"{file} is damaged ({error!r}); remove it, or overwrite=True to start again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise error("budgets-file-damaged", file=file, reason=cause) from cause
     if changed := [key for key in question if then.get(key) != question[key]]:
-        raise ResumeError(
-            f"{file} holds budgets of another call: other {', '.join(key.removesuffix('_sha256') for key in changed)}. Call "
-            "replace_model as then to go on, give another folder, or overwrite=True to start again"
+        raise error(
+            "budgets-of-another-call", file=file, changed=", ".join(key.removesuffix("_sha256") for key in changed)
         )
     return allocation
 
@@ -259,14 +259,12 @@ def _check_later_steps(
 ) -> None:
     """What would fail only after the factors are made."""
     if heldout is None:
-        raise TokenError(
-            "heldout=None: give token rows that nothing is fitted on; what is left of the model is measured there"
-        )
+        raise error("nothing-held-out")
     as_rows(heldout, model)
     if len(prompts):
         prompt_rows(model, prompts)
     if own := [name for name in _OWN if name in finetune_options]:
-        raise ValueError(f"finetune_options holds {', '.join(own)}, which replace_model sets itself; leave it out")
+        raise error("finetune-options-that-are-set", options=", ".join(own))
     if finetune is not None:
         recipe = {key: value for key, value in finetune_options.items() if key not in _BESIDE_RECIPE}
         resolve_finetuning(finetune_options.get("preset", finetune), recipe)

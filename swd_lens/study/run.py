@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.files import plain, write_json
 from swd_lens.base.record import Record
 from swd_lens.circuits import Comparison, compare
@@ -156,8 +157,8 @@ class Run(Record):
                 [AttentionView.from_dict(view) for view in values["attention"]],
                 [ReportSection.from_dict(section) for section in values["extras"]],
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{folder / NAME} is not what Run.save writes ({error!r}); run the study again") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as cause:
+            raise error("run-file-with-other-values", path=folder / NAME, reason=cause) from cause
         return replace(run, replacements=with_factors(folder, run.replacements))
 
     def __repr__(self) -> str:
@@ -218,9 +219,9 @@ def run_study(
         ValueError: nothing to do (no surface, task or sparsity), `beside` of another surface, and whatever the steps raise.
     """
     if not surfaces or not tasks or not sparsities:
-        raise ValueError("a study needs at least one surface, one task and one sparsity")
+        raise error("study-of-nothing")
     if unknown := sorted(set(controls) - set(CONTROLS)):
-        raise ValueError(f"no control {', '.join(map(repr, unknown))}; there are {', '.join(CONTROLS)}")
+        raise error("study-unknown-control", unknown=", ".join(map(repr, unknown)), controls=", ".join(CONTROLS))
     began = time.perf_counter()
     for pattern in surfaces.values():
         sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
@@ -290,9 +291,11 @@ def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site])
     host = host_of(model)
     replaced = {matrix.name for site in UnitSet.of(host, units).sites for matrix in matrices_of(host, site)}
     if replaced != {site.name for site in surface}:
-        raise ValueError(
-            f"{label} replaces {', '.join(sorted(replaced))}, this surface is {', '.join(site.name for site in surface)}; "
-            "circuits of different surfaces do not compare"
+        raise error(
+            "study-beside-another-surface",
+            label=label,
+            sites=", ".join(sorted(replaced)),
+            surface=", ".join(site.name for site in surface),
         )
 
 

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from swd_lens.base.errors import error
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
@@ -119,14 +120,11 @@ def with_factors(folder: Path, replacements: Sequence[Replacement]) -> list[Repl
 
 def _factors(folder: Path, name: str, replacement: Replacement) -> FactorSet:
     if not (folder / name / "factors.json").is_file():
-        raise FileNotFoundError(
-            f"{folder / NAME} goes with the factors in {name}, which are not in {folder}; copy the whole folder"
-        )
+        raise error("run-without-its-factors", path=folder / NAME, factors=name, folder=folder)
     factors, edges = FactorSet.load(folder / name), replacement.factors.edges
     if factors.edges != edges or set(factors) != set(replacement.factors):
-        raise ValueError(
-            f"{folder / NAME} is of other factors than those in {folder / name}: {edges:,} edges there, {factors.edges:,} here; "
-            "run the study again"
+        raise error(
+            "run-of-other-factors", path=folder / NAME, factors=folder / name, recorded=edges, edges=factors.edges
         )
     return factors
 
@@ -143,20 +141,22 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     if not path.is_file():
-        writers = "`swd-lens demo`, `swd-lens circuit` or Run.save"
-        raise FileNotFoundError(f"there is no {NAME} in {folder}; give the folder that {writers} wrote")
+        raise error("run-file-missing", file=NAME, folder=folder)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is broken: no JSON ({error}); copy it again, or run the study again") from error
+    except ValueError as cause:
+        raise error("run-file-broken", path=path, reason=cause) from cause
     if not isinstance(values, dict) or not set(_PARTS) <= set(values):
         missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
-        raise ValueError(f"{path} is not what Run.save writes: it lacks {missing}")
+        raise error("run-file-without-a-part", path=path, missing=missing)
     version = values.get("format", 1)
     if not isinstance(version, int) or version > FORMAT:
-        raise ValueError(
-            f"{path} has run format {version!r} (swd_lens {values.get('swd_lens', 'of a later version')}), this swd_lens reads "
-            f"up to {FORMAT}; update swd_lens"
+        raise error(
+            "run-file-of-the-future",
+            path=path,
+            version=version,
+            swd_lens=values.get("swd_lens", "of a later version"),
+            known=FORMAT,
         )
     return _from_format_1(values) if version == 1 else values
 

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.figures import svg
 from swd_lens.base.record import PlainRecord
 
@@ -74,9 +75,9 @@ class AttentionView(PlainRecord):
         n, names = len(self.tokens), len(self.names)
         if len(self.values) != names or any(len(row) != n for head in self.values for row in (head, *head)):
             shape = (len(self.values), *(len(side) for head in self.values[:1] for side in (head, *head[:1])))
-            raise ValueError(f"values are {shape} (head, dest, src), but there are {names} names and {n} tokens")
+            raise error("attention-picture-does-not-fit", shape=shape, n_names=names, n_tokens=n)
         if not all(isfinite(value) for head in self.values for row in head for value in row):
-            raise ValueError("values must be finite; give zeros where nothing is seen")
+            raise error("attention-picture-not-finite")
 
     @classmethod
     def of(
@@ -125,7 +126,7 @@ class SectionTable(PlainRecord):
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
-            raise ValueError(f"a table of {len(self.columns)} columns has rows of other lengths")
+            raise error("table-rows-of-other-lengths", n_columns=len(self.columns))
 
 
 @dataclass(frozen=True)
@@ -153,18 +154,18 @@ def drawing(text: str) -> str:
     """
     # No entities: a few of them could unfold to gigabytes.
     if not text.startswith("<svg") or "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise ValueError(f"a picture is one <svg> element, as swd_lens.base.figures.svg writes it; got {text[:40]!r}")
+        raise error("picture-of-another-kind", text=text[:40])
     try:
         root = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        raise ValueError(f"this picture is no well-formed SVG: {error}") from error
+    except ElementTree.ParseError as cause:
+        raise error("picture-broken", reason=cause) from cause
     try:
         _clean(root)
         cleaned = ElementTree.tostring(root, encoding="unicode")
     except RecursionError:
-        raise ValueError("this picture's elements are nested too deeply for a drawing") from None
+        raise error("picture-nested-too-deeply") from None
     if not re.fullmatch(r"0 0( [0-9]+(\.[0-9]+)?){2}", root.get("viewBox", "")):
-        raise ValueError(f"a picture needs a viewBox from 0 0, got {root.get('viewBox')!r}")
+        raise error("picture-without-a-box", viewBox=root.get("viewBox"))
     return cleaned
 
 
@@ -172,9 +173,9 @@ def _clean(element: ElementTree.Element) -> None:
     """Check an element and all below it; names lose their namespaces."""
     name = element.tag.removeprefix(_NAMESPACE)
     if name not in _ELEMENTS:
-        raise ValueError(f"a picture may not hold <{name}>; it may hold {', '.join(sorted(_ELEMENTS))}")
+        raise error("picture-with-another-element", name=name, elements=", ".join(sorted(_ELEMENTS)))
     if name in _WORDS and len(element):
-        raise ValueError(f"<{name}> of a picture holds text only")
+        raise error("picture-with-a-drawn-title", name=name)
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     for key, value in attributes.items():
         _check_attribute(name, key, value)
@@ -192,9 +193,9 @@ def _check_attribute(element: str, name: str, value: str) -> None:
     # In a page the names are HTML's, where ONLOAD is onload.
     lower = name.lower()
     if lower.startswith("on"):
-        raise ValueError(f"a picture may not act: <{element}> has {name}")
+        raise error("picture-that-acts", element=element, name=name)
     loads_own = value.startswith(_OWN_PART) or (element == "image" and value.startswith(_OWN_PIXELS))
     if lower in _LOADING and not loads_own:
-        raise ValueError(f"a picture may not load anything: <{element}> refers to {value[:60]!r}")
+        raise error("picture-that-loads", element=element, value=value[:60])
     if not lower.startswith("aria-") and _FETCHES.search(value):
-        raise ValueError(f"a picture may not load anything: {name}={value[:60]!r} of <{element}>")
+        raise error("picture-with-a-loading-style", name=name, value=value[:60], element=element)

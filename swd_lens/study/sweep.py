@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.circuits import CostCurve, compare
@@ -210,9 +211,9 @@ def sweep(
     given = {"sparsities": _listed(sparsities), "zero_data": _listed(zero_data)}
     for name, values in given.items():
         if not values or len(set(values)) < len(values):
-            raise ValueError(f"a sweep takes one or more different {name}, got {values}")
+            raise error("sweep-over-nothing", name=name, values=values)
     if tokens is None and not all(given["zero_data"]):
-        raise ValueError("calibrated factors need tokens=; zero_data=True sweeps without calibration alone")
+        raise error("sweep-without-tokens")
     settings = [(float(s), without) for without in given["zero_data"] for s in given["sparsities"]]
     for s, without in settings:
         # Refuses what the solver would refuse, but for every point at once and before the first is made.

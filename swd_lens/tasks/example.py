@@ -23,10 +23,6 @@ class TaskExample:
     meta: Mapping[str, str] = field(default_factory=dict)
 
 
-class TaskError(ValueError):
-    """A task that cannot be used: a bad file, or prompts that this host's tokenizer cannot score. The message says why."""
-
-
 class Unusable(Exception):
     """One example that cannot be scored; it is dropped and counted under `reason`, or refused with the detail."""
 

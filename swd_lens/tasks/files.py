@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swd_lens.tasks.example import TaskError, TaskExample, Unusable
+from swd_lens.base.errors import error
+from swd_lens.tasks.example import TaskExample, Unusable
 
 AUTO_CIRCUIT, EDGE_PRUNING, JSON_LINES = "auto-circuit JSON", "Edge-Pruning folder", "JSONL"
 
@@ -37,13 +38,13 @@ def find_format(path: Path) -> str:
         hint = f" It holds {', '.join(inside)}: pass one of these" if inside else ""
         if (path / "state.json").is_file():
             hint = f" It is one split; pass the folder that holds all of them, perhaps {path.parent}"
-        raise TaskError(f"{path} is not a folder saved by DatasetDict.save_to_disk: it has no dataset_dict.json.{hint}")
+        raise error("task-folder-unknown", path=path, hint=hint)
     if path.suffix in (".jsonl", ".ndjson"):
         return JSON_LINES
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = next((line for line in file if line.strip()), None)
     if first is None:
-        raise TaskError(f"{path} is empty")
+        raise error("task-file-empty", path=path)
     try:
         record = json.loads(first)
     except (ValueError, RecursionError):
@@ -62,11 +63,11 @@ def read_auto_circuit(path: Path) -> list[TaskExample]:
     """
     try:
         prompts = json.loads(path.read_text(encoding="utf-8-sig"))["prompts"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"  # not repr, which holds the whole file where it is not UTF-8
-        raise TaskError(f'{path} is not an auto-circuit task file (JSON with a "prompts" list): {why}') from None
+    except (ValueError, RecursionError, KeyError, TypeError) as cause:
+        why = f"{type(cause).__name__}: {cause}"  # not repr, which holds the whole file where it is not UTF-8
+        raise error("auto-circuit-file-unreadable", path=path, reason=why) from None
     if not isinstance(prompts, list):
-        raise TaskError(f'{path}: "prompts" must be a list, got {type(prompts).__name__}')
+        raise error("auto-circuit-prompts-not-a-list", path=path, kind=type(prompts).__name__)
     return [_example(path, i, prompt) for i, prompt in enumerate(prompts)]
 
 
@@ -74,14 +75,12 @@ def _example(path: Path, i: int, prompt: dict) -> TaskExample:
     try:
         clean, answers, wrong = prompt["clean"], prompt["answers"], prompt["wrong_answers"]
     except (KeyError, TypeError):
-        raise TaskError(f'{path}: prompt {i} lacks "clean", "answers" or "wrong_answers"') from None
+        raise error("auto-circuit-prompt-incomplete", path=path, index=i) from None
     corrupt = prompt.get("corrupt")
     if not isinstance(answers, list) or not isinstance(wrong, list):
-        raise TaskError(f'{path}: "answers" and "wrong_answers" of prompt {i} must be lists of strings')
+        raise error("auto-circuit-answers-not-lists", path=path, index=i)
     if not all(isinstance(text, str) for text in [clean, *answers, *wrong, "" if corrupt is None else corrupt]):
-        raise TaskError(
-            f"{path}: prompt {i} holds token ids instead of strings, which tie it to one tokenizer; not supported"
-        )
+        raise error("auto-circuit-token-ids", path=path, index=i)
     return TaskExample(clean, tuple(answers), tuple(wrong), corrupt, {"file": path.name})
 
 
@@ -117,17 +116,17 @@ def read_jsonl(path: Path, *, inclusive: bool = False) -> tuple[list[TaskExample
 def _text(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{where} is not UTF-8 text ({error}); save the file as UTF-8") from None
+    except UnicodeDecodeError as cause:
+        raise error("task-line-not-utf-8", location=where, reason=cause) from None
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # a ValueError, too, for a number of thousands of digits
-        raise TaskError(f"{where} is not JSON ({error}): {line.strip()[:60]!r}") from None
+    except (ValueError, RecursionError) as cause:  # a ValueError, too, for a number of thousands of digits
+        raise error("task-line-not-json", location=where, reason=cause, line=line.strip()[:60]) from None
     if not isinstance(record, dict):
-        raise TaskError(f"{where} must hold a JSON object, got {line.strip()[:60]!r}")
+        raise error("task-line-not-an-object", location=where, line=line.strip()[:60])
     return record
 
 
@@ -136,17 +135,17 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
         if set(fields) <= set(record):
             return row_example(task, record, where, inclusive)
     if missing := [field for field in OURS if field not in record]:
-        raise TaskError(
-            f"{where} lacks {', '.join(map(repr, missing))}; it has {', '.join(record) or 'no fields'}. A line needs prompt, "
-            "answers and distractors (corrupt is optional), or the fields of one of Edge-Pruning's datasets"
+        raise error(
+            "task-line-incomplete",
+            location=where,
+            missing=", ".join(map(repr, missing)),
+            fields=", ".join(record) or "no fields",
         )
     if inclusive:
-        raise TaskError(
-            f"inclusive=True is about Edge-Pruning's greater-than, but {where} names its distractors itself"
-        )
+        raise error("inclusive-with-distractors", location=where)
     prompt, corrupt = record["prompt"], record.get("corrupt")
     if not isinstance(prompt, str) or not isinstance(corrupt, str | None):
-        raise TaskError(f"{where}: 'prompt' and 'corrupt' must be text")
+        raise error("task-line-not-text", location=where)
     answers, distractors = (_strings(record, field, where) for field in ("answers", "distractors"))
     return TaskExample(prompt, answers, distractors, corrupt, {"file": path.name})
 
@@ -154,7 +153,7 @@ def _line_example(record: dict[str, Any], where: str, path: Path, inclusive: boo
 def _strings(record: dict[str, Any], field: str, where: str) -> tuple[str, ...]:
     value = [record[field]] if isinstance(record[field], str) else record[field]
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise TaskError(f"{where}: {field!r} must be a string or a list of strings, got {record[field]!r}")
+        raise error("task-line-field-not-text", location=where, field=field, value=record[field])
     return tuple(value)
 
 
@@ -207,15 +206,13 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
     import datasets  # half a second, so only where it is needed
 
     if splits is not None and (isinstance(splits, str) or len(splits) != 2):
-        raise TaskError(
-            f"splits={splits!r} must be two names, one to train on and one to test on: splits=(train, test)"
-        )
+        raise error("task-splits-not-two", splits=splits)
     try:
         saved = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise TaskError(f"{path} cannot be read by datasets.load_from_disk: {error}") from None
+    except Exception as cause:
+        raise error("task-folder-unreadable", path=path, reason=cause) from None
     if not isinstance(saved, datasets.DatasetDict):
-        raise TaskError(f"{path} holds one split; pass the folder that holds all of them (with dataset_dict.json)")
+        raise error("task-folder-of-one-split", path=path)
     task = task_of_fields(next(iter(saved.values())).column_names, str(path))
     names, note = _splits(path, task, [str(name) for name in saved], splits)
     rows: dict[str, list[TaskExample]] = {"train": [], "test": []}
@@ -235,9 +232,7 @@ def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) 
     if asked is None and names[0] not in has and "train" in has:
         names, note = ("train", "test"), f" (the paper's {names[0]} is not there)"
     if missing := [name for name in names if name not in has]:
-        raise TaskError(
-            f"{path} has no split {missing[0]!r}; it has {', '.join(has)}. Name two of them: splits=(train, test)"
-        )
+        raise error("task-folder-without-split", path=path, split=missing[0], splits=", ".join(has))
     return (names[0], names[1]), note
 
 
@@ -251,9 +246,7 @@ def task_of_fields(fields: list[str], where: str) -> str:
         if set(needed) <= set(fields):
             return task
     known = "; ".join(f"{task}: {', '.join(needed)}" for task, needed in FIELDS.items())
-    raise TaskError(
-        f"{where} has the fields {', '.join(fields)}, which belong to none of Edge-Pruning's tasks ({known})"
-    )
+    raise error("task-fields-unknown", location=where, fields=", ".join(fields), known=known)
 
 
 def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool = False) -> TaskExample:
@@ -264,17 +257,17 @@ def row_example(task: str, row: Mapping[str, Any], where: str, inclusive: bool =
         Unusable: a row that is in order but cannot be scored.
     """
     if inclusive and task != "greater_than":
-        raise TaskError(f"inclusive=True is about greater-than's start year, but {where} is of {task}")
+        raise error("inclusive-of-another-task", location=where, task=task)
     for field in FIELDS[task]:
         if not isinstance(row[field], str) and field != "digits":
-            raise TaskError(f"{where}: {field!r} must be text, got {row[field]!r}")
+            raise error("task-field-not-text", location=where, field=field, value=row[field])
     meta = {"family": f"edge_pruning_{task}"}
     if task == "greater_than":
         return _greater_than(row, where, inclusive, meta)
     if task == "gendered_pronoun":
         pronoun = row["pronoun"].strip().lower()
         if pronoun not in OTHER_PRONOUN:
-            raise TaskError(f"{where}: 'pronoun' must be he or she, got {row['pronoun']!r}")
+            raise error("task-pronoun-unknown", location=where, pronoun=row["pronoun"])
         return TaskExample(row["prefix"], (f" {pronoun}",), (f" {OTHER_PRONOUN[pronoun]}",), row["corr_prefix"], meta)
     return _ioi(row, where, meta)
 
@@ -283,7 +276,7 @@ def _greater_than(row: Mapping[str, Any], where: str, inclusive: bool, meta: Map
     year = _year(row["digits"])
     if not 0 <= year < 100:
         shown = reprlib.repr(row["digits"])
-        raise TaskError(f"{where}: 'digits' must be the start year's last two digits (0 to 99), got {shown}")
+        raise error("task-digits-outside", location=where, value=shown)
     later, earlier = _LATER[year], _EARLIER[year + 1 if inclusive else year]
     if not later or not earlier:
         raise Unusable("no year on one side of the start year", f"digits {year:02d}")
@@ -303,7 +296,7 @@ def _year(digits: Any) -> int:
 def _ioi(row: Mapping[str, Any], where: str, meta: Mapping[str, str]) -> TaskExample:
     prompt, _, name = row["ioi_sentences"].strip().rpartition(" ")
     if not prompt:
-        raise TaskError(f"{where}: 'ioi_sentences' must end in a name, got {row['ioi_sentences']!r}")
+        raise error("task-ioi-without-name", location=where, ioi_sentences=row["ioi_sentences"])
     said = Counter(word.strip(".,;:!?") for word in prompt.split() if word[:1].isupper())
     twice = [word for word, count in said.items() if count == 2 and word != name]
     if len(twice) != 1 or said[name] != 1:

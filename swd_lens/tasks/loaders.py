@@ -19,7 +19,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from swd_lens.tasks.example import TaskError, TaskExample
+from swd_lens.base.errors import error
+from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.files import (
     AUTO_CIRCUIT,
     EDGE_PRUNING,
@@ -75,15 +76,11 @@ def load_task(
     if kind is None:
         near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise TaskError(f"{str(name)!r} is neither a task family ({', '.join(FAMILIES)}) nor a file or folder.{hint}")
+        raise error("unknown-task", name=str(name), known=", ".join(FAMILIES), hint=hint)
     if splits is not None and kind != EDGE_PRUNING:
-        raise TaskError(
-            f"splits={splits} belongs to Edge-Pruning folders; {str(name)!r} is split by n_train and n_test"
-        )
+        raise error("splits-elsewhere", splits=splits, name=str(name))
     if inclusive and kind in ("generator", AUTO_CIRCUIT):
-        raise TaskError(
-            f"inclusive=True belongs to Edge-Pruning's greater-than; {str(name)!r} names its distractors itself"
-        )
+        raise error("inclusive-elsewhere", name=str(name))
     build = TaskBuilder(path.stem if kind not in ("generator", EDGE_PRUNING) else path.name, model, prepend_bos)
     if kind == EDGE_PRUNING:
         return _from_folder(build, path, splits, inclusive, (n_train, n_test), seed)
@@ -99,9 +96,9 @@ def load_task(
 def _check_numbers(**numbers: Any) -> None:
     for what, n in numbers.items():
         if n is not None and not hasattr(n, "__index__"):
-            raise TaskError(f"{what} must be a whole number, got {n!r}")
+            raise error("task-size-not-whole", name=what, value=n)
         if n is not None and n < 1:
-            raise TaskError(f"a task needs at least one prompt in each split, got {what}={n}")
+            raise error("task-split-of-nothing", name=what, value=n)
 
 
 def _short_of(build: TaskBuilder, asked: tuple[int, int]) -> str:
@@ -139,7 +136,7 @@ def _shuffled(
 ) -> Task:
     different = len({example.prompt for example in examples})
     if different < 2:
-        raise TaskError(f"{source} holds {different} different prompts; a train and a test split need at least two")
+        raise error("task-of-one-prompt", source=source, n_different=different)
     n_train, n_test = asked
     if different < n_train + n_test:
         # Keep the asked proportion rather than leave the test split empty.

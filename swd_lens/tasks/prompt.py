@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.base.errors import error
+from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
 
 
@@ -55,7 +56,7 @@ class Prompt:
             rows = as_rows(given, model)
             return cls(tuple(rows[0].tolist()), n_rows=len(rows))
         if model.tokenizer is None:
-            raise TokenError("this host has no tokenizer, so strings cannot be its prompts; pass token ids")
+            raise error("prompt-without-tokenizer")
         tokenizer = TaskTokenizer(caller, model, prepend_bos)
         ids, unusable = tokenizer.prompt_ids(given)
         return cls(tuple(ids), given, tokenizer.prepend_bos, unusable=None if unusable is None else str(unusable))

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.tasks.example import TaskError, TaskExample
+from swd_lens.base.errors import error
+from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.text import same_length
 
 
@@ -77,16 +78,15 @@ class Bucket:
             return logits
         if logits.shape[-1] != self.d_vocab:
             few = "" if self.token_ids is None else f"the {len(self.token_ids)} of bucket.token_ids, or "
-            raise TaskError(f"logits have {logits.shape[-1]} columns; give {few}the whole vocabulary's {self.d_vocab}")
+            raise error("logits-of-another-width", width=logits.shape[-1], hint=few, d_vocab=self.d_vocab)
         return logits if self.token_ids is None else logits[..., self.token_ids.to(logits.device)]
 
     def _measured(self, values: Any, batch: int) -> Tensor:
         if isinstance(values, Tensor) and values.shape == (batch,) and values.is_floating_point():
             return values.float()
         got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise TaskError(
-            f"metric {getattr(self.metric, '__name__', self.metric)!r} must give one float per prompt, a tensor of shape "
-            f"({batch},); it gave {got}. It is called as metric(logits, examples) with logits (batch, vocab)"
+        raise error(
+            "metric-of-another-shape", metric=getattr(self.metric, "__name__", self.metric), batch=batch, result=got
         )
 
 
@@ -131,10 +131,7 @@ class TaskSplit:
             TaskError: for another one.
         """
         if self.d_vocab != d_vocab:
-            raise TaskError(
-                f"task {self.task!r} was tokenized for a host with {self.d_vocab} tokens, this one has {d_vocab}: its ids mean "
-                "other words here. Load the task for this host: load_task(name, model)"
-            )
+            raise error("prompts-of-another-host", task=self.task, d_vocab=self.d_vocab, host_vocab=d_vocab)
 
     @functools.cached_property
     def token_ids(self) -> Int[Tensor, " answer"] | None:
@@ -146,7 +143,7 @@ class TaskSplit:
     def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
         """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once."""
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+            raise error("no-batch-size", batch_size=batch_size)
         batches = same_length([len(prompt) for prompt in self.tokens], lambda _: batch_size)
         for rows in sorted(batches, key=lambda rows: len(self.tokens[rows[0]])):
             yield self._bucket(rows)

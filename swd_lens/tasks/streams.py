@@ -21,7 +21,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.tasks.text import TokenError, as_rows
+from swd_lens.base.errors import TokenError, error
+from swd_lens.tasks.text import as_rows
 
 # A host that has every token: for streams that were given to none yet.
 _ANY_HOST = SimpleNamespace(cfg=SimpleNamespace(d_vocab=float("inf"), n_ctx=float("inf")))
@@ -55,13 +56,10 @@ class TokenStream:
 
     def __init__(self, source: Any, n_rows: Any, *, row_length: Any = None):
         if not callable(source):
-            raise TokenError(
-                f"TokenStream needs a function that starts the rows anew, got {type(source).__name__}; "
-                "give TokenStream(lambda: ..., n_rows=...)"
-            )
+            raise error("stream-without-function", kind=type(source).__name__)
         for what, number in {"n_rows": n_rows, "row_length": 1 if row_length is None else row_length}.items():
             if not hasattr(number, "__index__") or number < 1:
-                raise TokenError(f"{what} must be a whole number of 1 or more, got {number!r}")
+                raise error("stream-of-no-rows", name=what, value=number)
         self._source = cast(Callable[[], Iterable[Any]], source)
         self._n_rows, self._host = int(n_rows), _ANY_HOST
         self._known = _Known(row_length)
@@ -102,12 +100,12 @@ class TokenStream:
             size = min(batch_size, self.n_rows - start)
             taken = list(itertools.islice(rows, size))
             if len(taken) < size:
-                raise TokenError(self._too_few(start + len(taken)))
+                raise self._too_few(start + len(taken))
             batch = self._checked(taken, start)
             checksum = zlib.crc32(batch.numpy().data, checksum)
             yield batch
         if self._known.checksum not in (None, checksum):
-            raise TokenError(_other_rows("of the same first row, but not of the same rows"))
+            raise _other_rows("of the same first row, but not of the same rows")
         self._known.checksum = checksum
 
     def first_row(self) -> Int[Tensor, " pos"]:
@@ -115,7 +113,7 @@ class TokenStream:
         if self._known.first_row is None:
             taken = list(itertools.islice(iter(self._source()), 1))
             if not taken:
-                raise TokenError(self._too_few(0))
+                raise self._too_few(0)
             self._checked(taken, 0)
         assert self._known.first_row is not None
         return self._known.first_row
@@ -135,15 +133,14 @@ class TokenStream:
         length = self._known.row_length or len(rows[0])
         for i, row in enumerate(rows):
             if len(row) != length:
-                raise TokenError(
-                    f"row {start + i} of the stream has {len(row)} tokens, the others {length}; rows of equal length are needed "
-                    "(swd_lens.stream_rows gives such rows)"
-                )
+                raise error("stream-row-of-another-length", row=start + i, n_tokens=len(row), length=length)
         try:
             batch = as_rows(torch.stack(rows), self._host)
-        except TokenError as error:
+        except TokenError as cause:
             counted = ", counted from 0 here" if start else ""  # as_rows saw this batch alone
-            raise TokenError(f"rows {start} to {start + len(rows) - 1} of the stream{counted}: {error}") from None
+            raise error(
+                "stream-of-another-vocabulary", start=start, last=start + len(rows) - 1, hint=counted, reason=cause
+            ) from None
         if start == 0:
             self._compare_first(batch[0])
         self._known.row_length = length
@@ -153,17 +150,12 @@ class TokenStream:
         if self._known.first_row is None:
             self._known.first_row = row.clone()
         elif not torch.equal(self._known.first_row, row):
-            raise TokenError(_other_rows("of another first row"))
+            raise _other_rows("of another first row")
 
-    def _too_few(self, n: int) -> str:
+    def _too_few(self, n: int) -> Exception:
         if self._known.first_row is not None and n == 0:
-            return (
-                "the stream gave rows once and none now: its function must start the rows anew each time it is called (a "
-                "generator that was made before is used up after one pass)"
-            )
-        return (
-            f"the stream holds {n} rows, where n_rows={self.n_rows} were asked for; give more text or a smaller n_rows"
-        )
+            return error("stream-used-up")
+        return error("stream-too-short", held=n, n_rows=self.n_rows)
 
 
 class _Held(TokenStream):
@@ -191,10 +183,7 @@ def as_stream(tokens: Any, model: Any) -> TokenStream:
     if isinstance(tokens, TokenStream):
         return tokens.bound_to(model)
     if isinstance(tokens, Iterator):
-        raise TokenError(
-            f"tokens are a {type(tokens).__name__}, which can be gone through only once and does not say how many rows to take; "
-            "give TokenStream(lambda: ..., n_rows=...) with the call that makes it"
-        )
+        raise error("tokens-only-once", kind=type(tokens).__name__)
     if isinstance(tokens, np.memmap) and tokens.ndim == 2 and len(tokens):
         rows = _integers(tokens)
         return TokenStream(lambda: iter(rows), len(rows), row_length=rows.shape[1]).bound_to(model)
@@ -206,23 +195,18 @@ def _row(row: Any, number: int) -> Tensor:
         row = torch.from_numpy(_integers(row).astype(np.int64))
     try:
         row = torch.as_tensor(row)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TokenError(f"row {number} of the stream is no row of integers: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise error("stream-row-without-integers", row=number, reason=cause) from None
     if row.ndim != 1 or len(row) == 0:
-        raise TokenError(
-            f"row {number} of the stream has shape {tuple(row.shape)}; a row is (pos,) token ids, and not empty"
-        )
+        raise error("stream-row-of-another-shape", row=number, shape=tuple(row.shape))
     return row
 
 
 def _integers(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind not in "iu":
-        raise TokenError(f"tokens must be integers, got {array.dtype}")
+        raise error("token-array-not-integers", dtype=array.dtype)
     return array
 
 
-def _other_rows(how: str) -> str:
-    return (
-        f"the stream gave other rows than in the pass before: {how}. Its function must start the same rows anew each time it "
-        "is called (no shuffling without a fixed seed, no generator that goes on where it stopped)"
-    )
+def _other_rows(how: str) -> Exception:
+    return error("stream-of-other-rows", difference=how)

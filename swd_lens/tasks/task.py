@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swd_lens.tasks.example import TaskError, TaskExample
+from swd_lens.base.errors import error
+from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 
-__all__ = ["Bucket", "Task", "TaskError", "TaskSplit"]
+__all__ = ["Bucket", "Task", "TaskSplit"]
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,14 @@ class Task:
                 duplicate prompt, and all that `from_examples` refuses.
         """
         if not 0 < test_fraction < 1:
-            raise TaskError(f"test_fraction must lie between 0 and 1, got {test_fraction}")
+            raise error("test-fraction-outside", test_fraction=test_fraction)
         examples = _examples(name, prompts, answers, distractors, corrupt, metric)
         again = 0
         if on_bad == "drop":  # before the split, so that both parts get their share
             different = {example.prompt: example for example in reversed(examples)}
             again, examples = len(examples) - len(different), list(reversed(different.values()))
         if len(examples) < 2:
-            raise TaskError(f"task {name!r} has {len(examples)} prompts; a train and a test split need at least two")
+            raise error("own-task-of-one-prompt", name=name, n_examples=len(examples))
         random.Random(seed).shuffle(examples)
         n_test = min(max(1, round(len(examples) * test_fraction)), len(examples) - 1)
         build = TaskBuilder(name, model, prepend_bos, on_bad=on_bad, metric=metric)
@@ -193,7 +194,7 @@ def _examples(
     metric: Callable[..., Any] | None,
 ) -> list[TaskExample]:
     if metric is None and (answers is None or distractors is None):
-        raise TaskError(f"task {name!r} needs answers and distractors for every prompt, or a metric function")
+        raise error("own-task-without-answers", name=name)
     texts = _listed(name, "prompts", prompts)
     n = len(texts)
     right = [()] * n if answers is None else _listed(name, "answers", answers, n)
@@ -215,16 +216,16 @@ def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any
     """Any iterable as a list, of n entries where n is given."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         got = f"the string {values!r}" if isinstance(values, str) else repr(values)
-        raise TaskError(f"task {name!r}: {what} must be a list with one entry per prompt, got {got}")
+        raise error("own-task-column-not-a-list", name=name, column=what, kind=got)
     values = list(values)
     if n is not None and len(values) != n:
-        raise TaskError(f"task {name!r} has {n} prompts but {len(values)} entries in {what}")
+        raise error("own-task-column-of-another-length", name=name, n_prompts=n, n_entries=len(values), column=what)
     return values
 
 
 def _text(name: str, what: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TaskError(f"task {name!r}: {what} must be a string, got {value!r}")
+        raise error("own-task-entry-not-text", name=name, column=what, value=value)
     return value
 
 
@@ -232,5 +233,5 @@ def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
     """One text, or several, as a tuple."""
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
     if texts is None or not all(isinstance(text, str) for text in texts):
-        raise TaskError(f"task {name!r}: {what} must be a string or a list of strings, got {value!r}")
+        raise error("own-task-entry-not-texts", name=name, column=what, value=value)
     return texts

@@ -23,6 +23,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
+
 # name -> (repository, configuration, split)
 NAMES = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
@@ -33,10 +35,6 @@ NAMES = {
 _BLOCK = 1_000_000  # characters of a file that are tokenized at once: nearly every file whole, none in full memory
 _TITLE = re.compile(r"\s*= [^=\s].*? =\s*")  # of a WikiText article; sections have more equals signs
 _BOM = "\ufeff"  # the mark with which Windows begins a file; it is no text
-
-
-class TokenError(ValueError):
-    """Text or tokens that this host cannot run."""
 
 
 def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
@@ -51,31 +49,28 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
     """
     try:
         rows = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TokenError(
-            f"tokens must be (rows, pos) integers, and this {type(tokens).__name__} cannot be read as that ({error}); strings "
-            "are turned into tokens by swd.pack_text(model, text), or by model.to_tokens(...)"
-        ) from error
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise error("learned-text-unreadable", kind=type(tokens).__name__, reason=cause) from cause
     if rows.is_floating_point() or rows.dtype == torch.bool or rows.is_complex():
-        raise TokenError(
-            f"tokens must be integers, got {rows.dtype}; strings are turned into tokens by model.to_tokens(...)"
-        )
+        raise error("tokens-not-integers", dtype=rows.dtype)
     if rows.ndim == 1:
         rows = rows[None]
     if rows.ndim != 2 or rows.numel() == 0:
-        raise TokenError(f"tokens must be (rows, pos) and not empty, got shape {tuple(rows.shape)}")
+        raise error("tokens-of-another-shape", shape=tuple(rows.shape))
     rows = rows.to("cpu", torch.int64)
     outside = ((rows < 0) | (rows >= model.cfg.d_vocab)).nonzero()
     if len(outside):
         row, pos = outside[0].tolist()
-        raise TokenError(
-            f"token id {int(rows[row, pos])} at row {row}, position {pos} is outside the vocabulary "
-            f"(0 to {model.cfg.d_vocab - 1}); {len(outside)} such ids. Were they made with another model's tokenizer?"
+        raise error(
+            "tokens-outside-vocabulary",
+            token=int(rows[row, pos]),
+            row=row,
+            pos=pos,
+            last=model.cfg.d_vocab - 1,
+            n_outside=len(outside),
         )
     if rows.shape[1] > model.cfg.n_ctx:
-        raise TokenError(
-            f"rows of {rows.shape[1]} tokens do not fit the host's context of {model.cfg.n_ctx}; cut them into shorter rows"
-        )
+        raise error("tokens-beyond-context", n_columns=rows.shape[1], n_ctx=model.cfg.n_ctx)
     return rows
 
 
@@ -124,16 +119,19 @@ def load_text(
     length = _row_length(model, context)
     _check_whole(n_tokens=n_tokens)
     if n_tokens < length:
-        raise TokenError(
-            f"n_tokens={n_tokens} is less than one row of {length}; ask for more, or give a smaller context"
-        )
+        raise error("less-than-one-row", n_tokens=n_tokens, length=length)
     stream = stream_rows(source, model, context=length, separator=separator, skip_tokens=skip_tokens)
     rows = list(itertools.islice(stream, n_tokens // length))
     if len(rows) < n_tokens // length:
         behind = f" behind the {skip_tokens} skipped ones" if skip_tokens else ""
-        raise TokenError(
-            f"{documents_of(source)[1]} holds too few tokens{behind}: {len(rows)} whole rows of {length}, that is "
-            f"{len(rows) * length} tokens, where n_tokens={n_tokens} were asked for"
+        raise error(
+            "text-too-short",
+            source=documents_of(source)[1],
+            hint=behind,
+            n_rows=len(rows),
+            length=length,
+            n_found=len(rows) * length,
+            n_tokens=n_tokens,
         )
     return as_rows(torch.stack(rows), model)
 
@@ -154,18 +152,15 @@ def stream_rows(
     length = _row_length(model, context)
     _check_whole(skip_tokens=skip_tokens)
     if skip_tokens < 0:
-        raise TokenError(f"skip_tokens must not be negative, got {skip_tokens}")
+        raise error("skip-negative", skip_tokens=skip_tokens)
     if skip_tokens and isinstance(source, Iterator):
         # One that was read before goes on where that stopped: other tokens than asked for, and nothing would show it.
-        raise TokenError(
-            f"skip_tokens={skip_tokens} would count from wherever this {type(source).__name__} stands, which cannot be known; "
-            "pass a list, or a dataset that starts anew each time, or skip documents by hand (next, itertools.islice)"
-        )
+        raise error("skip-from-nowhere", skip_tokens=skip_tokens, kind=type(source).__name__)
     if separator not in ("eos", None):
-        raise TokenError(f"separator must be 'eos' or None, got {separator!r}")
+        raise error("unknown-separator", separator=separator)
     joint = None if separator is None else model.tokenizer.eos_token_id
     if separator == "eos" and joint is None:
-        raise TokenError("this tokenizer has no EOS token to join documents with; pass separator=None")
+        raise error("tokenizer-without-eos")
     documents, _ = documents_of(source)
     return _rows(documents, model, length, joint, skip_tokens)
 
@@ -194,17 +189,17 @@ def _rows(
 def _check_whole(**numbers: Any) -> None:
     for what, n in numbers.items():
         if not hasattr(n, "__index__"):
-            raise TokenError(f"{what} must be a whole number, got {n!r}")
+            raise error("token-count-not-whole", name=what, value=n)
 
 
 def _row_length(model: Any, context: int | None) -> int:
     if model.tokenizer is None:
-        raise TokenError("this host has no tokenizer, so text cannot be packed; pass tokens")
+        raise error("text-without-tokenizer")
     n_ctx = int(model.cfg.n_ctx)
     if context is not None:
         _check_whole(context=context)
     if context is not None and not 1 <= context <= n_ctx:
-        raise TokenError(f"context={context} must lie between 1 and the host's context of {n_ctx}")
+        raise error("context-outside", context=context, n_ctx=n_ctx)
     return min(n_ctx, 1024) if context is None else context
 
 
@@ -231,9 +226,7 @@ def pack_text(
             break
     count = min(len(ids), n_tokens or len(ids)) // length
     if count == 0:
-        raise TokenError(
-            f"the text holds {len(ids)} tokens, too few for one row of {length}; give more text or a smaller context"
-        )
+        raise error("text-too-short-for-a-row", n_ids=len(ids), length=length)
     return as_rows(torch.tensor(ids[: count * length]).view(count, length), model)
 
 
@@ -256,22 +249,20 @@ def documents_of(source: Any) -> tuple[Iterator[tuple[bool, str]], str]:
         texts = _articles(lines) if source.startswith("wikitext") else lines
         return ((True, text) for text in texts), f"dataset {source}"
     if isinstance(source, str | Path):
-        raise TokenError(_unknown(str(source)))
+        raise _unknown(str(source))
     if isinstance(source, Mapping):
         keys = ", ".join(map(repr, list(source)[:4]))
-        raise TokenError(f"text source is a {type(source).__name__} with {keys}; pass one split of it, source[...]")
+        raise error("text-of-several-splits", kind=type(source).__name__, keys=keys)
     if not isinstance(source, Iterable) or isinstance(source, bytes):
-        raise TokenError(
-            f"text source must be a file, a name ({', '.join(NAMES)}) or an iterable of documents, got {type(source).__name__}"
-        )
+        raise error("text-of-another-type", known=", ".join(NAMES), kind=type(source).__name__)
     return ((True, text) for text in _texts(source)), f"the {type(source).__name__} that was passed"
 
 
-def _unknown(source: str) -> str:
+def _unknown(source: str) -> Exception:
     shown = source if len(source) <= 60 else source[:57] + "..."
     near = difflib.get_close_matches(source.lower(), NAMES, n=2, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return f"{shown!r} is neither a file nor a known text ({', '.join(NAMES)}); text itself is passed as [text].{hint}"
+    return error("text-unknown", text=shown, known=", ".join(NAMES), hint=hint)
 
 
 def _blocks(path: Path) -> Iterator[tuple[bool, str]]:
@@ -282,19 +273,17 @@ def _blocks(path: Path) -> Iterator[tuple[bool, str]]:
             while lines := file.readlines(_BLOCK):
                 yield first, "".join(lines)
                 first = False
-        except UnicodeDecodeError as error:
-            raise TokenError(f"{path} is not UTF-8 text: {error}") from None
+        except UnicodeDecodeError as cause:
+            raise error("text-not-utf-8", path=path, reason=cause) from None
 
 
 def _texts(documents: Iterable[Any]) -> Iterator[str]:
     for i, document in enumerate(documents):
         if isinstance(document, Mapping) and "text" not in document:
-            raise TokenError(f"document {i} has no 'text'; it has {', '.join(map(repr, document))}")
+            raise error("document-without-text", index=i, fields=", ".join(map(repr, document)))
         text = document["text"] if isinstance(document, Mapping) else document
         if not isinstance(text, str):
-            raise TokenError(
-                f"document {i} must be a string, or a dict with one under 'text', got {type(text).__name__}"
-            )
+            raise error("document-not-text", index=i, kind=type(text).__name__)
         yield text
 
 
@@ -305,15 +294,19 @@ def _streamed(name: str) -> Iterator[Any]:
         import datasets  # half a second, so only where it is needed
 
         yield from datasets.load_dataset(repository, configuration, split=split, streaming=True)
-    except Exception as error:  # every layer below (datasets, hub, http client, sockets) has its own classes
+    except Exception as cause:  # every layer below (datasets, hub, http client, sockets) has its own classes
         offline = [
             key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key) not in (None, "", "0")
         ]
         switch = f"{' and '.join(offline)} is set: unset it, or " if offline else "Check the network, or "
-        raise TokenError(
-            f"text {name!r} is streamed from huggingface.co/datasets/{repository}, and that failed: "
-            f"{type(error).__name__}: {error}. {switch}pass a local text file or a dataset that you have"
-        ) from error
+        raise error(
+            "named-text-unreachable",
+            name=name,
+            dataset=repository,
+            kind=type(cause).__name__,
+            reason=cause,
+            hint=switch,
+        ) from cause
 
 
 def _articles(lines: Iterator[str]) -> Iterator[str]:

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.tasks.example import TaskError, TaskExample, Unusable
+from swd_lens.base.errors import error
+from swd_lens.tasks.example import TaskExample, Unusable
 from swd_lens.tasks.generators import greater_than
 from swd_lens.tasks.split import TaskSplit
 
@@ -39,13 +40,11 @@ class TaskTokenizer:
 
     def __init__(self, task: str, model: Any, prepend_bos: bool | None = None):
         if model.tokenizer is None:
-            raise TaskError(f"task {task!r} needs a host with a tokenizer; set one with model.set_tokenizer(...)")
+            raise error("task-without-tokenizer", task=task)
         if prepend_bos is None:
             prepend_bos = getattr(model.cfg, "model_name", None) in _TRAINED_WITH_BOS
         if prepend_bos and model.tokenizer.bos_token_id is None:
-            raise TaskError(
-                f"task {task!r}: prepend_bos=True, but this tokenizer has no BOS token; pass prepend_bos=False"
-            )
+            raise error("tokenizer-without-bos", task=task)
         self.task, self.prepend_bos = task, prepend_bos
         self.tokenizer, self.n_ctx, self.d_vocab = model.tokenizer, int(model.cfg.n_ctx), int(model.cfg.d_vocab)
         self.single = functools.cache(self._single)
@@ -125,7 +124,7 @@ class Collector:
         metric: Callable[..., Any] | None = None,
     ):
         if on_bad not in ("raise", "drop"):
-            raise ValueError(f"on_bad must be 'raise' or 'drop', got {on_bad!r}")
+            raise error("unknown-on-bad", on_bad=on_bad)
         self.split, self.tokenizer, self.seen, self.on_bad, self.metric = split, tokenizer, seen, on_bad, metric
         self.kept: list[tuple[TaskExample, Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]] = []
         self.dropped: Counter[str] = Counter()
@@ -142,7 +141,7 @@ class Collector:
         except Unusable as why:
             if self.on_bad == "raise":
                 where = f"task {self.tokenizer.task!r}, {self.split} prompt {example.prompt!r}"
-                raise TaskError(f"{where}: {why} (on_bad='drop' leaves such examples out and counts them)") from None
+                raise error("unusable-example", location=where, reason=why) from None
             self.dropped[why.reason] += 1
             return
         self.kept.append((example, *row))
@@ -170,7 +169,7 @@ class Collector:
         dropped = self.dropped + (before or Counter())
         task, name = self.tokenizer.task, self.split
         if not self.kept and not dropped:
-            raise TaskError(f"task {task!r} has no {name} examples; a task needs at least one prompt in each split")
+            raise error("task-split-empty", task=task, split=name)
         if not self.kept:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in dropped.most_common())
             hint = (
@@ -178,7 +177,7 @@ class Collector:
                 if "not one token" in reasons
                 else ""
             )
-            raise TaskError(f"task {task!r} has no usable {name} example with this tokenizer: {reasons}{hint}")
+            raise error("task-split-unusable", task=task, split=name, reasons=reasons, hint=hint)
         examples, tokens, answers, distractors, corrupt = zip(*self.kept, strict=True)
         return TaskSplit(
             name,
@@ -218,11 +217,7 @@ def _refuse_split_years(example: TaskExample, tokenizer: TaskTokenizer) -> None:
     # Not dropped one by one: with such a tokenizer no greater-than prompt is usable, and the user should read why.
     is_year = example.answers[0] in TWO_DIGITS and all(text in TWO_DIGITS for text in example.distractors)
     if is_year and tokenizer.splits_two_digits is not None:
-        raise TaskError(
-            f"task {tokenizer.task!r} asks which two-digit year comes next, and this tokenizer makes several tokens of two "
-            f"digits ({tokenizer.splits_two_digits}), so no answer is one token. The paper leaves greater-than out for Qwen "
-            "for that reason (app. A.4); use ioi, docstring or gendered_pronoun with this host"
-        )
+        raise error("two-digit-years-split", task=tokenizer.task, example=tokenizer.splits_two_digits)
 
 
 def _check_year_tokens(example: TaskExample, tokenizer: TaskTokenizer) -> None:

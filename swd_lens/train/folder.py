@@ -23,8 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.files import atomic, write_json, write_text
-from swd_lens.factorization.checkpoint import ResumeError, differences
+from swd_lens.factorization.checkpoint import differences
 
 RUN, LOG = "run.json", "log.jsonl"
 _CHECKPOINT, _WRITER = "checkpoint.safetensors", ".writer"
@@ -64,14 +65,14 @@ class TrainingFolder:
             recipe = dict(run["recipe"])
         except FileNotFoundError:
             if others := [name for name in (LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
-                raise self._refusal(
-                    f"holds {', '.join(others)} without {RUN}: it is no folder of {self.call}"
+                raise error(
+                    "finetune-into-another-folder", path=self.path, others=", ".join(others), run=RUN, call=self.call
                 ) from None
             return False
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._refusal(f"has a damaged {RUN} ({error})") from error
+        except (ValueError, KeyError, TypeError) as cause:
+            raise error("finetune-damaged-folder", path=self.path, file=RUN, reason=cause, call=self.call) from cause
         if changed := differences(recipe, self.recipe, _HASHES):
-            raise self._refusal(f"holds another run: {'; '.join(changed)}")
+            raise error("finetune-another-run", path=self.path, changed="; ".join(changed), call=self.call)
         return bool(run.get("finished"))
 
     def last_step(self) -> int:
@@ -106,13 +107,10 @@ class TrainingFolder:
         try:
             with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
                 return json.loads(file.metadata()["state"])
-        except Exception as error:  # safetensors has its own kinds of error
-            raise self._refusal(f"has a damaged {_CHECKPOINT} ({error})") from error
-
-    def _refusal(self, what: str) -> ResumeError:
-        return ResumeError(
-            f"{self.path} {what}. Call {self.call} as then to go on, give another folder, or overwrite=True to start again"
-        )
+        except Exception as cause:  # safetensors has its own kinds of error
+            raise error(
+                "finetune-damaged-folder", path=self.path, file=_CHECKPOINT, reason=cause, call=self.call
+            ) from cause
 
     # ------------------------------------------------------------------ writing
 
@@ -158,10 +156,7 @@ class TrainingFolder:
     def _require_own(self) -> None:
         path = self.path / _WRITER
         if not path.is_file() or path.read_text(encoding="utf-8") != self._writer:
-            raise ResumeError(
-                f"another call of {self.call} has taken {self.path} over and goes on from the last checkpoint there, to the same "
-                "bits; this one stops. Give each call a folder of its own"
-            )
+            raise error("learned-taken-over", call=self.call, path=self.path)
 
 
 def without_remains(path: Path) -> None:

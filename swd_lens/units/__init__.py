@@ -1,9 +1,10 @@
 """Injection: units become hooked modules inside a host, and leave again without a trace."""
 
+from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, UnitSourceError
 from swd_lens.units.attach import Attachment, add_probe, attach, is_bare, probe_tokens, require_free
-from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
-from swd_lens.units.match import AttachError, described, matrices_of, weight_fingerprint
-from swd_lens.units.projection import Projection, SiteDidNotRunWarning, UnitProjection
+from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.match import described, matrices_of, weight_fingerprint
+from swd_lens.units.projection import Projection, UnitProjection
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.transport import origin_of, transport_set
 from swd_lens.units.unit_set import UnitSet, as_units

@@ -22,12 +22,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.units.factors import Factors
-from swd_lens.units.match import AttachError, check_units, dtype_of
+from swd_lens.units.match import check_units, dtype_of
 from swd_lens.units.passport import Probe
 from swd_lens.units.projection import Projection, bypassed, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
@@ -79,9 +80,7 @@ class Attachment:
             AttachError: these factors are not attached (any more).
         """
         if not self.attached:
-            raise AttachError(
-                "these factors are not attached (any more); swd_lens.attach(model, factors) attaches them again"
-            )
+            raise error("detached-twice")
         self._undo.run()
 
     @contextmanager
@@ -97,9 +96,7 @@ class Attachment:
     def __enter__(self) -> "Attachment":
         try:
             if not self.attached:
-                raise AttachError(
-                    "this attachment was detached; call swd_lens.attach(model, factors) again for a new one"
-                )
+                raise error("stale-handle")
             return self
         except BaseException:
             # A Ctrl-C in here: the with statement does not leave what it has not entered.
@@ -159,9 +156,7 @@ def require_free(host: Host, sites: Sequence[Site]) -> None:
         for name in (site.name, *overlapping(site.name)):
             if name in everywhere and host.is_swapped(everywhere[name]):
                 shared = "" if name == site.name else f", which shares weights with {site.name},"
-                raise AttachError(
-                    f"{name}{shared} is attached already; detach it first (a site holds one set of units at a time)"
-                )
+                raise error("attached-already", name=name, shared=shared)
 
 
 # ---------------------------------------------------------------------------------------------- probe
@@ -197,13 +192,9 @@ def check_probe(units: UnitSet) -> None:
         f = units.factors[name]
         probe = f.probe
         assert probe is not None
-        error = replace(probe, input=h).error(f.read, f.offsets)
-        if error > tolerance:
-            raise AttachError(
-                f"the probe of {name} fails: on the stored tokens its units give a z that is off by {error:.2g} of its size "
-                f"(allowed {tolerance:g}). The host computes something else than when these factors were made: compare "
-                "model, transformer_lens version and settings (attention, positions, normalization), or factorize again"
-            )
+        difference = replace(probe, input=h).error(f.read, f.offsets)
+        if difference > tolerance:
+            raise error("attached-probe-differs", site=name, difference=difference, tolerance=tolerance)
 
 
 def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, Tensor]:

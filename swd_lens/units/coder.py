@@ -13,11 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from swd_lens.base.errors import error
+
 SIDES = ("input", "output")
-
-
-class UnitSourceError(ValueError):
-    """A unit source does not fit its site, or would compute something else than it seems to."""
 
 
 @runtime_checkable
@@ -87,11 +85,9 @@ class CoderUnits:
     def __post_init__(self) -> None:
         for what, side in (("reads", self.reads), ("writes", self.writes)):
             if side not in SIDES:
-                raise UnitSourceError(f"{what} must be one of {SIDES}, got {side!r}")
+                raise error("unknown-side", name=what, choices=SIDES, side=side)
         if (self.reads, self.writes) == ("output", "input"):
-            raise UnitSourceError(
-                "units cannot read the site's output and write its input; reads='input' or writes='output'"
-            )
+            raise error("output-to-input")
         if self.n_units:  # 0 before a trial has shown the width
             for name in ("edges_per_unit", "valid_units"):
                 self._own(name)
@@ -135,8 +131,8 @@ class CoderUnits:
     def _call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         device, dtype = place_of(self.coder)
         if device != x.device and device is not None:
-            raise UnitSourceError(
-                f"{self.name} is on {device}, the host computes on {x.device}; move it first: coder.to({str(x.device)!r})"
+            raise error(
+                "coder-on-another-device", name=self.name, device=device, host_device=x.device, target=str(x.device)
             )
         return function(x.to(dtype or x.dtype)).to(x.dtype)
 
@@ -180,9 +176,7 @@ class CoderUnits:
             return None
         if not isinstance(own, Tensor) or own.shape != (self.n_units,):
             what = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
-            raise UnitSourceError(
-                f"{self.name}.{name} is {what}; it must be a tensor of one number for each of {self.n_units} units"
-            )
+            raise error("own-counts-do-not-fit", units=self.name, attribute=name, kind=what, n_units=self.n_units)
         return own.detach().cpu()
 
     @property
@@ -213,10 +207,7 @@ class CoderUnits:
     def _known(self, width: int) -> int:
         if not width:
             # Not a ValueError: units that lack a width are no `Units` yet.
-            raise AttributeError(
-                f"{self.name} sees one side of its site only, so it cannot be counted yet; as_units(units, site) fills in "
-                f"the other width (now d_in={self.d_in}, d_out={self.d_out})"
-            )
+            raise error("coder-not-counted-yet", name=self.name, d_in=self.d_in, d_out=self.d_out)
         return width
 
     def __repr__(self) -> str:
@@ -246,16 +237,14 @@ def tried(what: str, function: Callable[[Any], Any], x: Tensor) -> Tensor:
     """function(x), checked: a dense floating tensor on x's device with x's leading axes."""
     try:
         result = function(x)
-    except Exception as error:
-        raise UnitSourceError(f"{what} failed on {x.dtype} of shape {tuple(x.shape)}: {error}") from error
+    except Exception as cause:
+        raise error("coder-fails", method=what, dtype=x.dtype, shape=tuple(x.shape), reason=cause) from cause
     if not isinstance(result, Tensor):
-        raise UnitSourceError(f"{what} gave a {type(result).__name__}, expected one tensor")
+        raise error("coder-gives-no-tensor", method=what, kind=type(result).__name__)
     if not result.is_floating_point() or result.is_sparse:
-        raise UnitSourceError(f"{what} gave {result.dtype} in layout {result.layout}, expected a dense floating tensor")
+        raise error("coder-gives-another-kind", method=what, dtype=result.dtype, layout=result.layout)
     if result.device != x.device:
-        raise UnitSourceError(f"{what} took {x.device} and gave {result.device}; keep the device")
+        raise error("coder-changes-device", method=what, device=x.device, result_device=result.device)
     if result.shape[:-1] != x.shape[:-1]:
-        raise UnitSourceError(
-            f"{what} gave {tuple(result.shape)} for {tuple(x.shape)}; keep the batch and position axes"
-        )
+        raise error("coder-changes-axes", method=what, shape=tuple(result.shape), input_shape=tuple(x.shape))
     return result

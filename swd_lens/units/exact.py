@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.units.factors import Factors
 
 
@@ -59,7 +60,7 @@ def random_b_factors(weight: Float[Tensor, "d_in d_out"], seed: int) -> Factors:
 def _finite(weight: Float[Tensor, "d_in d_out"]) -> Float[Tensor, "d_in d_out"]:
     if not bool(torch.isfinite(weight).all()):
         i, j = (~torch.isfinite(weight)).nonzero()[0].tolist()
-        raise ValueError(f"weight[{i}, {j}] is {float(weight[i, j])}: every entry must be finite")
+        raise error("exact-weight-not-finite", i=i, j=j, value=float(weight[i, j]))
     return weight.detach().double()
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.units.hub import OnHub
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
 from swd_lens.units.storage import StoredSite, read_index, write_index, write_site
@@ -126,10 +127,7 @@ class Factors:
     def _dense(self, weight: Float[Tensor, "d_in d_out"] | None) -> Float[Tensor, "d_in d_out"]:
         dense = self.weight if weight is None else weight
         if dense is None:
-            raise ValueError(
-                "these Factors do not remember their dense weight (factors loaded from a file never do); "
-                "pass it: factors.relmse(gram, weight=site.weight(model))"
-            )
+            raise error("dense-weight-forgotten")
         return dense
 
     # ------------------------------------------------------------------ other
@@ -158,9 +156,7 @@ class Factors:
         """
         matrices = FactorSet.load(folder)
         if len(matrices) != 1:
-            raise ValueError(
-                f"{folder} holds {len(matrices)} matrices ({', '.join(matrices)}); load them with FactorSet.load and take one"
-            )
+            raise error("several-matrices", folder=folder, n_sites=len(matrices), sites=", ".join(matrices))
         return matrices[next(iter(matrices))]
 
     def to(self, device: torch.device | str) -> "Factors":
@@ -213,15 +209,12 @@ class FactorSet(OnHub, _SetBase):
         self._factors: dict[str, Factors | StoredSite] = dict(factors)
         for site, held in self._factors.items():
             if not isinstance(held, Factors | StoredSite):
-                raise TypeError(
-                    f"{site}: a {type(held).__name__} is no Factors, and a FactorSet holds nothing else; attach and save these "
-                    "units as what they are (LearnedUnits.save), or make Factors(read, write)"
-                )
+                raise error("set-of-no-factors", site=site, kind=type(held).__name__)
         self.provenance: dict[str, Any] = dict(provenance or {})
 
     def __getitem__(self, site: str) -> Factors:
         if site not in self._factors:
-            raise KeyError(f"no factors for site {site!r}; this set holds {', '.join(self._factors) or 'nothing'}")
+            raise error("site-not-in-set", site=site, sites=", ".join(self._factors) or "nothing")
         held = self._factors[site]
         if isinstance(held, StoredSite):
             held = self._factors[site] = Factors(**held.parts())
@@ -270,7 +263,7 @@ class FactorSet(OnHub, _SetBase):
         """Both sets together. Raises ValueError where a site is in both."""
         twice = set(self) & set(other)
         if twice:
-            raise ValueError(f"both sets hold factors for {', '.join(sorted(twice))}; drop one of them first")
+            raise error("site-in-both-sets", sites=", ".join(sorted(twice)))
         provenance = {**other.provenance, **self.provenance}
         # What enters a site of one set may pass the other's: neither probe holds for both together.
         return _set_of(

@@ -17,7 +17,8 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from swd_lens.base._version import __version__
-from swd_lens.units.storage import FORMAT_VERSION, INDEX, FactorFileError, files_named_in
+from swd_lens.base.errors import error
+from swd_lens.units.storage import FORMAT_VERSION, INDEX, files_named_in
 
 _Set = TypeVar("_Set", bound="OnHub")
 # Files that `swd_lens.units.storage.write_pair` names: <site>.<12 digits of the hash>.safetensors, and never a model's.
@@ -144,17 +145,14 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
         where: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only, "token": token}
         try:
             index = Path(hf_hub_download(model_id, INDEX, revision=revision, force_download=force_download, **where))
-        except LocalEntryNotFoundError as error:
-            raise LocalEntryNotFoundError(f"no factors of {model_id} on this machine: {error}") from error
-        except EntryNotFoundError as error:
-            raise FactorFileError(
-                f"{model_id} (revision {revision or 'main'}) holds no {INDEX}: it is not a repository of factors; give one "
-                "that FactorSet.push_to_hub wrote"
-            ) from error
-        except HFValidationError as error:
-            raise FileNotFoundError(
-                f"{model_id!r} is neither a folder on this machine nor the name of a repository (user/name)"
-            ) from error
+        except LocalEntryNotFoundError as cause:
+            raise error("not-on-this-machine", model_id=model_id, reason=cause) from cause
+        except EntryNotFoundError as cause:
+            raise error(
+                "repository-without-factors", model_id=model_id, revision=revision or "main", index=INDEX
+            ) from cause
+        except HFValidationError as cause:
+            raise error("neither-folder-nor-repository", model_id=model_id) from cause
         files = sorted({INDEX} | files_named_in(index.parent))
         # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
         folder = snapshot_download(

@@ -28,6 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from swd_lens.base.errors import error
+
 KERNELS = ("auto", "dense", "sparse")
 
 _PRECISIONS = (torch.float32, torch.float64)
@@ -68,7 +70,7 @@ class FactorProduct(nn.Module):
         """
         super().__init__()
         if kernel not in KERNELS:
-            raise ValueError(f"kernel={kernel!r}: choose one of {', '.join(map(repr, KERNELS))}")
+            raise error("unknown-kernel", kernel=kernel, choices=", ".join(map(repr, KERNELS)))
         self.kernel = choose(factor) if kernel == "auto" else kernel
         self.register_buffer("factor", factor.detach(), persistent=False)
         if self.kernel == "sparse":

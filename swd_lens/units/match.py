@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import PACKED, Site
 from swd_lens.units.coder import Units
@@ -23,10 +24,6 @@ from swd_lens.units.passport import Origin
 
 # Dtypes that a host is loaded in for speed; factors carry the fingerprint of W rounded to each.
 ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class AttachError(ValueError):
-    """Units cannot be attached, detached or transported as asked; nothing was changed."""
 
 
 # Host's model -> site -> the state that its matrix was hashed in, and the hashes ("" of W itself, else of W rounded).
@@ -124,9 +121,8 @@ def check_units(host: Host, site: Site, f: Units) -> None:
         AttachError: see the module's docstring.
     """
     if (f.d_in, f.d_out) != (site.d_in, site.d_out):
-        raise AttachError(
-            f"factors for {site.name} are ({f.d_in}, {f.d_out}), the host's matrix is ({site.d_in}, {site.d_out}): "
-            "they belong to another model"
+        raise error(
+            "other-shapes", site=site.name, d_in=f.d_in, d_out=f.d_out, host_d_in=site.d_in, host_d_out=site.d_out
         )
     check_weights(host, site, f)
 
@@ -139,7 +135,7 @@ def check_weights(host: Host, site: Site, f: Units) -> None:
     """
     _check_needs(host, site, f.provenance)
     if not same_weights(host, site, f.provenance) or not same_input(host, site, getattr(f, "origin", None)):
-        raise AttachError(_difference(host, site, f))
+        raise _difference(host, site, f)
 
 
 def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
@@ -149,49 +145,36 @@ def _check_needs(host: Host, site: Site, provenance: Mapping[str, Any]) -> None:
     cfg, folded = host.model.cfg, host.processing()["fold_ln"]
     if provenance.get("needs_folded_ln", folded) != folded:
         needed = provenance["needs_folded_ln"]
-        raise AttachError(
-            f"{site.name}: these units read the LayerNorm's output {'before' if needed else 'after'} its weight and bias, this "
-            f"host has fold_ln={folded}; load it with fold_ln={needed}"
-        )
+        raise error("needs-fold-ln", site=site.name, side="before" if needed else "after", folded=folded, needed=needed)
     if provenance.get("needs_ungated_mlp") and getattr(cfg, "gated_mlp", False):
-        raise AttachError(
-            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which is the gate's output in a gated MLP "
-            "like this host's; they belong to a model without a gate"
-        )
+        raise error("needs-ungated-mlp", site=site.name, hook=provenance.get("hook_name"))
     if provenance.get("needs_no_post_norm") and getattr(cfg, "use_normalization_before_and_after", False):
-        raise AttachError(
-            f"{site.name}: these units were trained on {provenance.get('hook_name')}, which this host normalizes once more "
-            "before it is written (use_normalization_before_and_after); they belong to a model without that norm"
-        )
+        raise error("needs-no-post-norm", site=site.name, hook=provenance.get("hook_name"))
 
 
-def _difference(host: Host, site: Site, f: Units) -> str:
+def _difference(host: Host, site: Site, f: Units) -> Exception:
     recorded, present = f.provenance.get("processing", {}), host.processing()
     common = [key for key in present if key in recorded and key != "compatibility_mode"]
     changed = [key for key in common if recorded[key] != present[key]]
     again = "factorize" if isinstance(f, Factors) else "train them on"
-    start = f"the factors of {site.name} were made from another W than this host has now"
     if changed:
         was, has = (", ".join(f"{key}={flags[key]}" for key in changed) for flags in (recorded, present))
-        return (
-            f"the factors of {site.name} were made under another weight processing: they were made with {was}, this host has "
-            f"{has}. {'Move them exactly with factors.transport(model), or load' if isinstance(f, Factors) else 'Load'} "
-            "the host as it was then (HookedTransformer.from_pretrained_no_processing, or a bridge without "
-            "enable_compatibility_mode, is no processing)"
+        return error(
+            "other-processing",
+            site=site.name,
+            made_with=was,
+            host_has=has,
+            advice="Move them exactly with factors.transport(model), or load" if isinstance(f, Factors) else "Load",
         )
     if f.provenance.get("dtype") not in (None, dtype_of(host)):
-        return (
-            f"{start}: they were made in {f.provenance['dtype']}, this host is {dtype_of(host)}, and its W is not theirs "
-            f"rounded to {dtype_of(host)}. Load the host in {f.provenance['dtype']}, or {again} this one"
+        return error(
+            "other-dtype", site=site.name, dtype=f.provenance["dtype"], host_dtype=dtype_of(host), advice=again
         )
-    error = (
+    difference = (
         f"; relative Frobenius error of the factors against its W: {f.relative_frobenius(host.weight(site)):.3f}"
         if isinstance(f, Factors)
         else ""
     )
     model = f.provenance.get("model")
     whose = f" (they are of {model!r}, this host is {str(host.model.cfg.model_name)!r})" if model else ""
-    return (
-        f"{start}, under the same weight processing{whose}{error}. The usual cause is another checkpoint or further "
-        f"training; attach them to the model they were made from, or {again} this one"
-    )
+    return error("other-checkpoint", site=site.name, models=whose, misfit=difference, advice=again)

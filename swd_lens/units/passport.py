@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
+
 # Rows of W that `sketch` and `Probe.of` turn into float64 at a time, in entries: no second matrix of W's size.
 _TILE = 2**22
 
@@ -84,15 +86,13 @@ class Probe:
             ValueError: k is less than 1, or h gives a z that is not finite.
         """
         if k < 1:
-            raise ValueError(f"a probe looks at k={k} units; give 1 or more")
+            raise error("probe-of-no-units", k=k)
         h = h.detach().to("cpu", torch.float32)
         columns = max(1, _TILE // len(h))  # of read at a time
         everything = torch.arange(read.shape[1])
         z = torch.cat([_z(h, read, units, offsets) for units in everything.split(columns)])
         if not bool(z.isfinite().all()):
-            raise ValueError(
-                f"the probe's z of unit {int((~z.isfinite()).nonzero()[0])} is not finite; give another input"
-            )
+            raise error("probe-not-finite", unit=int((~z.isfinite()).nonzero()[0]))
         units = z.abs().argsort(descending=True, stable=True)[:k]
         return cls(h.clone(), units, z[units].float())
 
@@ -178,7 +178,7 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
     """
     known = {f"{part}.{field.name}" for part, kind in _PARTS.items() for field in fields(kind)}
     if unknown := sorted(set(named) - known):
-        raise ValueError(f"{', '.join(unknown)} is nothing that this swd_lens knows")
+        raise error("passport-unknown-entries", entries=", ".join(unknown))
     sizes = {"d_in": d_in, "units": units, "d_out": d_out}
     for name, tensor in named.items():
         _check(name, tensor, sizes)
@@ -188,7 +188,7 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
         if not any(name in named for name in names.values()):
             continue
         if missing := [name for name in names.values() if name not in named and name not in _OPTIONAL]:
-            raise ValueError(f"{', '.join(missing)} is missing")
+            raise error("passport-entries-missing", entries=", ".join(missing))
         if part == "probe":
             _check_units(named["probe.units"], named["probe.z"], units)
         parts[part] = kind(**{key: named.get(name) for key, name in names.items()})
@@ -198,16 +198,22 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
 def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
     wanted = torch.int64 if name == "probe.units" else torch.float32
     if tensor.ndim != 1 or tensor.dtype != wanted:
-        raise ValueError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it should be a vector of {wanted}")
+        raise error("passport-not-a-vector", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), expected=wanted)
     if name in _LENGTHS and len(tensor) != sizes[_LENGTHS[name]]:
-        raise ValueError(f"{name} has {len(tensor)} values, the factors' {_LENGTHS[name]} is {sizes[_LENGTHS[name]]}")
+        raise error(
+            "passport-of-another-length",
+            name=name,
+            n_values=len(tensor),
+            side=_LENGTHS[name],
+            size=sizes[_LENGTHS[name]],
+        )
     if not bool(tensor.isfinite().all()):
         index = int((~tensor.isfinite()).nonzero()[0])
-        raise ValueError(f"{name}[{index}] is {tensor[index].item()}")
+        raise error("passport-not-finite", name=name, index=index, value=tensor[index].item())
 
 
 def _check_units(indices: Tensor, z: Tensor, units: int) -> None:
     if len(indices) != len(z) or not len(indices):
-        raise ValueError(f"probe.units has {len(indices)} units for {len(z)} values of probe.z")
+        raise error("passport-probe-lengths-differ", n_units=len(indices), n_values=len(z))
     if outside := [unit for unit in indices.tolist() if not 0 <= unit < units]:
-        raise ValueError(f"probe.units names unit {outside[0]}; the factors have {units}")
+        raise error("passport-probe-unit-outside", unit=outside[0], n_units=units)

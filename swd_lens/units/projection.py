@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from swd_lens.base.errors import warning
 from swd_lens.base.undo import Push
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
@@ -160,10 +161,6 @@ def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, Ho
 # ---------------------------------------------------------------------------------------------- sites that did not run
 
 
-class SiteDidNotRunWarning(UserWarning):
-    """Units are attached at a site, the block ran, and the site's product was computed by something else, or not at all."""
-
-
 class _Begin:
     # Objects, not closures: a deep copy of the host then watches its own projections.
     def __init__(self, projections: Mapping[str, Projection]):
@@ -178,12 +175,7 @@ class _End(_Begin):
     def __call__(self, block: nn.Module, args: Any, output: Any = None) -> None:
         idle = [name for name, projection in self.projections.items() if not projection.ran]
         if idle:
-            warnings.warn(
-                f"{', '.join(idle)}: attached, but did not run in this forward; its output was computed without the units, "
-                "and hooks on z did not fire. Something replaced the module or goes round it; detach, and attach again",
-                SiteDidNotRunWarning,
-                stacklevel=2,
-            )
+            warnings.warn(warning("site-did-not-run", sites=", ".join(idle)), stacklevel=2)
 
 
 def watch_block(block: nn.Module, projections: Mapping[str, Projection], push: Push) -> None:

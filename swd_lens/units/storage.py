@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swd_lens.base.errors import FactorFileError, error
 from swd_lens.base.files import atomic, plain, sha256, write_text
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
 
@@ -37,12 +38,7 @@ from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_ten
 PROBE_TOLERANCE = 1e-4
 FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
 INDEX = "factors.json"
-_AGAIN = "copy the folder again, or factorize again"
 _ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
-
-
-class FactorFileError(ValueError):
-    """A folder of factors that cannot be read: damaged, of another format, or not what its index says."""
 
 
 # ---------------------------------------------------------------------------------------------- write
@@ -70,9 +66,8 @@ def write_pair(
         values = flat[index]
         if not bool(values.isfinite().all()):
             row, column = divmod(int(index[~values.isfinite()][0]), matrix.shape[1])
-            raise FactorFileError(
-                f"{site}: {part}[{row}, {column}] is {matrix[row, column].item()}; nothing was saved. Factorize this "
-                "site again, or leave it out"
+            raise error(
+                "saved-not-finite", site=site, part=part, row=row, column=column, value=matrix[row, column].item()
             )
         tensors[f"{part}.index"] = index.to("cpu", torch.int32 if flat.numel() < 2**31 else torch.int64)
         tensors[f"{part}.value"] = values.cpu()
@@ -122,16 +117,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     for site, entry in described["sites"].items():
         file = folder / entry["file"]
         if not file.is_file():
-            raise FactorFileError(
-                f"{file}, the factors of {site}, is missing; copy the folder again, or factorize again"
-            )
+            raise error("missing-file", file=file, site=site)
         if file not in hashes:
             hashes[file] = sha256(file)
         if hashes[file] != entry["sha256"]:
-            raise FactorFileError(
-                f"{file} is not the file that {INDEX} was written with (cut short, damaged or exchanged); copy the folder "
-                "again, or factorize again"
-            )
+            raise error("exchanged-file", file=file, index=INDEX)
     return described
 
 
@@ -148,23 +138,26 @@ def files_named_in(folder: Path) -> set[str]:
 def _parse(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {INDEX}; give the folder that FactorSet.save wrote")
+        raise error("no-factors-there", folder=folder, index=INDEX)
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise FactorFileError(f"{path} is damaged: {error}; {_AGAIN}") from error
+    except ValueError as cause:  # not JSON, or not UTF-8
+        raise error("damaged-index", path=path, reason=cause) from cause
     version = described.get("format") if isinstance(described, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
         newer = isinstance(version, int) and version > FORMAT_VERSION
-        raise FactorFileError(
-            f"{folder} is of factor format {version}, this swd_lens reads 1 to {FORMAT_VERSION}; "
-            + ("update swd_lens" if newer else "factorize again")
+        raise error(
+            "unknown-format",
+            folder=folder,
+            version=version,
+            known=FORMAT_VERSION,
+            advice="update swd_lens" if newer else "factorize again",
         )
     if version == 1:
         described = _from_format_1(described)
     for key in ("provenance", "sites"):
         if not isinstance(described.get(key), dict):
-            raise FactorFileError(f"{path} is damaged: it has no {key!r}; {_AGAIN}")
+            raise error("index-without-part", path=path, key=key)
     for site, entry in described["sites"].items():
         _check_entry(path, site, entry)
     return described
@@ -186,11 +179,9 @@ def _check_entry(path: Path, site: str, entry: Any) -> None:
     for key, kind in _ENTRY.items():
         value = entry.get(key) if isinstance(entry, dict) else None
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            raise FactorFileError(f"{path} is damaged: {key!r} of {site} is {value!r}; {_AGAIN}")
+            raise error("index-with-wrong-entry", path=path, key=key, site=site, value=value)
     if Path(entry["file"]).name != entry["file"]:
-        raise FactorFileError(
-            f"{path} is damaged: the file of {site}, {entry['file']!r}, is not in this folder; {_AGAIN}"
-        )
+        raise error("file-elsewhere", path=path, site=site, file=entry["file"])
 
 
 class StoredPair:
@@ -209,16 +200,14 @@ class StoredPair:
         try:
             self._file = safe_open(str(path), framework="pt")
             self.nonzeros = {part: self._count(part) for part in self.shapes}
-        except SafetensorError as error:
-            raise FactorFileError(
-                f"{path} cannot be read: {error}; copy the folder again, or factorize again"
-            ) from error
+        except SafetensorError as cause:
+            raise error("unreadable-file", path=path, reason=cause) from cause
 
     def _count(self, part: str) -> int:
         (index,) = self._file.get_slice(f"{self._prefix}{part}.index").get_shape()
         (value,) = self._file.get_slice(f"{self._prefix}{part}.value").get_shape()
         if index != value:
-            raise FactorFileError(f"{self.path}: {part} has {index} indices for {value} values; factorize again")
+            raise error("counts-differ", path=self.path, part=part, n_indices=index, n_values=value)
         return index
 
     def dense(self) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
@@ -243,15 +232,13 @@ class StoredPair:
             # Ascending, so that the first and the last say whether all are inside.
             outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)
             if outside is not None:
-                raise FactorFileError(
-                    f"{self.path}: {part} has index {outside}, outside its {rows} x {columns} entries; factorize again"
-                )
+                raise error("edge-outside", path=self.path, part=part, index=outside, rows=rows, columns=columns)
             if not bool((index[1:] > index[:-1]).all()):
-                raise FactorFileError(f"{self.path}: the indices of {part} are not ascending; factorize again")
+                raise error("edges-not-ascending", path=self.path, part=part)
         if not bool(value.isfinite().all()):
             bad = int((~value.isfinite()).nonzero()[0])
             row, column = divmod(int(index[bad]), columns)
-            raise FactorFileError(f"{self.path}: {part}[{row}, {column}] is {value[bad].item()}; factorize again")
+            raise error("value-not-finite", path=self.path, part=part, row=row, column=column, value=value[bad].item())
         # index_add takes the int32 indices as they are mapped; indexing would make an int64 copy of them.
         return torch.zeros(rows * columns).index_add_(0, index, value).view(rows, columns)
 
@@ -277,15 +264,10 @@ def write_site(
     extras = to_tensors(origin, offsets, probe)
     try:
         from_tensors(extras, read.shape[0], read.shape[1], write.shape[1])
-    except ValueError as error:
-        raise FactorFileError(
-            f"{site}: {error}; nothing was saved. Factorize it again, or give origin, offsets or probe that fit"
-        ) from error
+    except ValueError as cause:
+        raise error("saved-passport-misfit", site=site, reason=cause) from cause
     if difference := _difference(probe, read, offsets):
-        raise FactorFileError(
-            f"{site}: read or offsets were changed after the probe was made ({difference}); nothing was saved. Make a new "
-            "one, dataclasses.replace(factors, probe=Probe.of(h, factors.read, factors.offsets)), or give probe=None"
-        )
+        raise error("saved-probe-differs", site=site, difference=difference)
     return write_pair(folder, site, read, write, extras)
 
 
@@ -316,13 +298,10 @@ class StoredSite:
         read, write = self.pair.dense()
         try:
             passport = from_tensors(self.pair.extras(), self.d_in, self.n_units, self.d_out)
-        except ValueError as error:
-            raise FactorFileError(f"{self.pair.path}: {error}; factorize again, or update swd_lens") from error
+        except ValueError as cause:
+            raise error("loaded-passport-misfit", path=self.pair.path, reason=cause) from cause
         if difference := _difference(passport.get("probe"), read, passport.get("offsets")):
-            raise FactorFileError(
-                f"{self.site}: the factors load, but do not compute what they computed when they were saved ({difference}); "
-                f"copy {self.pair.path} again, or factorize again"
-            )
+            raise error("loaded-probe-differs", site=self.site, difference=difference, path=self.pair.path)
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
 
     def __repr__(self) -> str:

@@ -21,10 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units.factors import Factors, FactorSet
-from swd_lens.units.match import AttachError, described, same_input, same_weights
+from swd_lens.units.match import described, same_input, same_weights
 from swd_lens.units.passport import Offsets, Origin, Probe, sketch
 
 # Of sketches: float32 weights through a float32 product of norms agree to 1e-6; another checkpoint is off by order one.
@@ -62,24 +63,22 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
         return f if f.provenance.get("processing") == host.processing() else replace(f, provenance=provenance)
     present = origin_of(host, site, weight)
     if origin is None or present is None:
-        raise AttachError(
-            f"{site.name}: these factors cannot be transported: "
-            + (
+        raise error(
+            "not-transportable",
+            site=site.name,
+            reason=(
                 "they carry no origin (made by solve, by an older version, or where nothing folds)"
                 if origin is None
                 else ""
             )
             + (" and " if origin is None and present is None else "")
-            + ("this host has no foldable normalization in front of it" if present is None else "")
-            + "; factorize this host"
+            + ("this host has no foldable normalization in front of it" if present is None else ""),
         )
     _check_same_origin(site, origin, present)
     ones = torch.ones(f.d_in, dtype=torch.float64)
     old, new = (ones if o.scale is None else o.scale.double() for o in (origin, present))
     if bool((new == 0).any()):
-        raise AttachError(
-            f"{site.name}: this host's normalization has a weight of exactly 0, so nothing leads back; factorize this host"
-        )
+        raise error("transport-through-zero", site=site.name)
     ratio = old / new
     constant = _or_zeros(origin.shift, f.d_in) - ratio * _or_zeros(present.shift, f.d_in)
     read = f.read.detach().cpu()
@@ -110,11 +109,7 @@ def _check_same_origin(site: Site, old: Origin, new: Origin) -> None:
         now = new.right if new.scale is None else new.scale * new.right
     errors = [float((a - b).norm() / b.norm()) for a, b in ((now, before), (now - now.mean(), before - before.mean()))]
     if min(errors) > _TOLERANCE:
-        raise AttachError(
-            f"the factors of {site.name} do not lead to this host's W: a sketch of it differs by {min(errors):.2g} of its "
-            f"size (allowed {_TOLERANCE:g}), with and without centring. It is another checkpoint, or was trained further: "
-            "factorize it"
-        )
+        raise error("transport-elsewhere", site=site.name, difference=min(errors), tolerance=_TOLERANCE)
 
 
 def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:

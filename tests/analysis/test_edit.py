@@ -8,14 +8,15 @@ from safetensors.torch import save_file
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.analysis.edit import Edit, EditError, edit_unit, unit_hooks
+from swd_lens.analysis.edit import Edit, edit_unit, unit_hooks
 from swd_lens.analysis.edit.compare import lora_edits
 from swd_lens.analysis.edit.edited import FORMAT
 from swd_lens.analysis.edit.make import oracle_edit, random_unit, unit_edit
 from swd_lens.analysis.edit.target import find_target
+from swd_lens.base.errors import AttachError, EditError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.weights import stored_matrix
-from swd_lens.units import AttachError, attach
+from swd_lens.units import attach
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
 from tests.hosts.test_interrupts import everything
 from tests.interrupts import run_to_line

@@ -8,12 +8,13 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.analysis.edit import EditComparison, EditError, compare_edits, edit_unit, select_edit_unit, side_effects
+from swd_lens.analysis.edit import EditComparison, compare_edits, edit_unit, select_edit_unit, side_effects
 from swd_lens.analysis.edit.target import find_target
 from swd_lens.base.divergence import kl_per_prediction
+from swd_lens.base.errors import AttachError, EditError
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import parse_unit
-from swd_lens.units import AttachError, attach
+from swd_lens.units import attach
 from swd_lens.units.factors import Factors, FactorSet
 from tests.hosts.test_interrupts import everything
 from tests.micro import identity_factors, micro_model, random_split, random_tokens, toy_model

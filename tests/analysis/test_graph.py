@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import unit_graph
-from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.hosts import host_of
 from swd_lens.train.baselines import svd
 from swd_lens.units.factors import Factors
 from tests.analysis.graph_checks import (

@@ -6,9 +6,9 @@ from transformer_lens import HookedTransformer
 
 from swd_lens import baselines
 from swd_lens.analysis.interactions import difference, unit_interactions
-from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.base.errors import TokenError, UnsupportedHostError
+from swd_lens.hosts import host_of
 from swd_lens.tasks.streams import TokenStream
-from swd_lens.tasks.text import TokenError
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from swd_lens.units.passport import Offsets

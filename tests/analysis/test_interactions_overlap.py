@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from swd_lens.analysis.interactions import unit_overlap
+from swd_lens.base.errors import TokenError
 from swd_lens.hosts import host_of
 from swd_lens.tasks.streams import TokenStream
-from swd_lens.tasks.text import TokenError
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from tests.analysis.test_interactions_finite import sparse_factors

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from swd_lens.analysis.qk import QKError, score_parts
-from swd_lens.hosts import UnsupportedHostError
+from swd_lens.analysis.qk import score_parts
+from swd_lens.base.errors import QKError, UnsupportedHostError
 from tests import families
 from tests.analysis.qk_checks import ROW, check_parts, random_factors
 from tests.micro import toy_model

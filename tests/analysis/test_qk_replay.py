@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from swd_lens.analysis.qk import QKError, QKPair, qk_replay
+from swd_lens.analysis.qk import QKPair, qk_replay
+from swd_lens.base.errors import QKError, TokenError, UnsupportedHostError
 from swd_lens.base.figures import svg
-from swd_lens.hosts import UnsupportedHostError
-from swd_lens.tasks import TokenError
 from swd_lens.train.baselines import svd
 from swd_lens.units import attach
 from tests import families

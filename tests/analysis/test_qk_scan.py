@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from swd_lens.analysis.qk import QKError, QKPair, qk_replay, qk_scan, qk_screen
+from swd_lens.analysis.qk import QKPair, qk_replay, qk_scan, qk_screen
 from swd_lens.analysis.qk import scan as scan_module
 from swd_lens.analysis.qk.replay import NUMBERS
+from swd_lens.base.errors import QKError
 from tests import families
 from tests.analysis.qk_checks import ROW, random_factors, same, snapshot
 from tests.micro import toy_model

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from swd_lens.analysis.qk import QKError, plot_attention_fidelity, qk_screen
+from swd_lens.analysis.qk import plot_attention_fidelity, qk_screen
+from swd_lens.base.errors import QKError, UnsupportedHostError
 from swd_lens.base.figures import svg
-from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.hosts import host_of
 from swd_lens.hosts.attention import heads_of, rotations
 from swd_lens.units.factors import Factors
 from tests import families

@@ -5,7 +5,7 @@ import torch
 
 from swd_lens.analysis.graph import unit_graph
 from swd_lens.analysis.graph.result import records
-from swd_lens.hosts import UnsupportedHostError
+from swd_lens.base.errors import UnsupportedHostError
 from tests import families
 from tests.analysis.graph_checks import all_units, random_factors
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from swd_lens.hosts import Affine, UnsupportedHostError
+from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.hosts import Affine
 from tests import families
 from tests.bridge.conftest import TOKENS, close, fresh, sites_with, snapshot, swap_dense
 

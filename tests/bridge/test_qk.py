@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swd_lens.analysis.qk import QKPair, qk_replay, qk_scan, qk_screen
-from swd_lens.hosts import UnsupportedHostError
+from swd_lens.base.errors import UnsupportedHostError
 from tests import families
 from tests.analysis.qk_checks import ROW, check_parts, intervened, random_factors, same, snapshot
 

@@ -11,7 +11,8 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
-from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
+from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
 from tests import families
 from tests.bridge.conftest import TOKENS, close, fresh, swap_dense

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from swd_lens.hosts import Undo, UnsupportedHostError, host_of
+from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.hosts import Undo, host_of
 from tests.bridge.conftest import TOKENS, DenseUnits, close, fresh, sites_with, snapshot, swap_dense, swap_in
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import AttachError
 from swd_lens.hosts import host_of
-from swd_lens.units import AttachError
 from tests import families
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick

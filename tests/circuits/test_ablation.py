@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from swd_lens.base.errors import TaskError
 from swd_lens.circuits import UnitScores, attribute, evaluate, intervention_hooks
 from swd_lens.circuits.ablation import Reference, ablation_values, aligned
 from swd_lens.hosts import host_of
-from swd_lens.tasks.task import TaskError
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, activations, rows_for
 from tests.contract import swd_zero_data

@@ -8,11 +8,12 @@ import pandas as pd
 import pytest
 import torch
 
-from swd_lens.circuits import Circuit, UndefinedSufficiencyWarning, attribute, evaluate, judge, prefix_grid
+from swd_lens.base.errors import TaskError, UndefinedSufficiencyWarning
+from swd_lens.circuits import Circuit, attribute, evaluate, judge, prefix_grid
 from swd_lens.circuits.ablation import ABLATIONS
 from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths
 from swd_lens.hosts import host_of
-from swd_lens.tasks.task import Task, TaskError
+from swd_lens.tasks.task import Task
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, activations, last_logits, margin_of, margin_with, replacing, rows_for
 from tests.contract import swd_zero_data

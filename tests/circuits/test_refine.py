@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 import torch
 
-from swd_lens.circuits import UndefinedSufficiencyWarning, UnitScores, attribute, evaluate, judge, refine
+from swd_lens.base.errors import UndefinedSufficiencyWarning
+from swd_lens.circuits import UnitScores, attribute, evaluate, judge, refine
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors
 from tests.circuits.slow import able_split

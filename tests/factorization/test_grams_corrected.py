@@ -5,8 +5,9 @@ import torch
 
 import swd_lens as swd
 import swd_lens.factorization.grams
+from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.factorization.grams import RIDGE, corrected
-from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
+from swd_lens.hosts import find_sites, host_of
 from tests.factorization.test_factorize import QUICK, assert_same, bits, count_solves
 from tests.micro import random_tokens, toy_model
 

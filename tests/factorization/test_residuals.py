@@ -9,11 +9,11 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.errors import TokenError
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.tasks.streams import TokenStream
-from swd_lens.tasks.text import TokenError
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(7, 9)

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from swd_lens.factorization.workers import RayMissingError, Solved, SolveTask, WorkerLostError, open_workers, solve_task
+from swd_lens.base.errors import GramError, RayMissingError, SparsityError, WorkerLostError
+from swd_lens.factorization.workers import Solved, SolveTask, open_workers, solve_task
 from swd_lens.factorization.workers.order import Failed, Workers, WorkerTracebackError
 from swd_lens.factorization.workers.parcel import BOOTSTRAP, pack_solved, pack_task, unpack_solved, unpack_task
-from swd_lens.solver import GramError, SparsityError
 
 HERE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ import psutil
 import ray
 import torch
 
+from swd_lens.base.errors import SparsityError
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
-from swd_lens.solver import SparsityError
 
 LONG = "blocks.1.mlp_out"
 

@@ -6,7 +6,8 @@ Bridges of every family: tests/bridge/test_load.py, which also runs on transform
 import pytest
 import torch
 
-from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
+from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.load import load_host
 from tests import families
 

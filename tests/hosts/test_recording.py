@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from swd_lens import baselines
-from swd_lens.hosts import Start, UnsupportedHostError, find_sites, host_of
+from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.hosts import Start, find_sites, host_of
 from swd_lens.hosts.recording import record, recording
 from swd_lens.units import attach
 from tests import families

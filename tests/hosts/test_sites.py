@@ -2,7 +2,8 @@
 
 import pytest
 
-from swd_lens.hosts.sites import Site, UnknownSiteError, hook_name, parse_unit, select_sites
+from swd_lens.base.errors import UnknownSiteError
+from swd_lens.hosts.sites import Site, hook_name, parse_unit, select_sites
 
 SITES = [Site(layer, kind, 8, 8) for layer in range(12) for kind in ("attn_qkv", "attn_o", "mlp_in", "mlp_out")]
 

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.errors import SiteDidNotRunWarning
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Start, host_of
 from swd_lens.hosts.sites import hook_name, split_name
-from swd_lens.units.projection import SiteDidNotRunWarning
 from tests import families
 from tests.hosts.test_families import HAS_HOOKED, HOSTS, relative, shared, svd_of
 from tests.hosts.test_interrupts import everything

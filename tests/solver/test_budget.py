@@ -6,16 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swd_lens.solver import (
-    PRESETS,
-    AnnealSpec,
-    Budget,
-    BudgetError,
-    DsfSpec,
-    plan_budget,
-    plan_shares,
-    realised,
-)
+from swd_lens.base.errors import BudgetError
+from swd_lens.solver import PRESETS, AnnealSpec, Budget, DsfSpec, plan_budget, plan_shares, realised
 
 PAPER = PRESETS["paper"]
 EXACT = DsfSpec(rounding="exact")

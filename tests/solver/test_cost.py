@@ -8,8 +8,9 @@ import sys
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from swd_lens.base.errors import SpecError, UnitsError
 from swd_lens.factorization.solve import solve
-from swd_lens.solver import Cost, SpecError, UnitsError, cost
+from swd_lens.solver import Cost, cost
 from tests.solver.matrices import gram_of, weight_of
 
 OPTIONS = {"best": {"outer_iterations": 4, "refine_rounds": 1}, "paper": {"outer_iterations": 4}}

@@ -14,8 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from swd_lens.base.errors import BudgetError
 from swd_lens.factorization.solve import solve as solve_by
-from swd_lens.solver import BudgetError, DsfSpec, Step, dsf, plan_budget, realised
+from swd_lens.solver import DsfSpec, Step, dsf, plan_budget, realised
 from swd_lens.units.factors import Factors
 from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 

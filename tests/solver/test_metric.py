@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swd_lens.solver import GramError
+from swd_lens.base.errors import GramError
 from swd_lens.solver.metric import Metric
 
 WEIGHT = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])

@@ -5,13 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swd_lens.factorization.solve import solve
-from swd_lens.solver import (
-    DEFAULT_PRESET,
-    PRESETS,
-    AnnealSpec,
+from swd_lens.base.errors import (
     BudgetError,
-    DsfSpec,
     GramError,
     SolveInputError,
     SparsityError,
@@ -19,6 +14,8 @@ from swd_lens.solver import (
     UnitsError,
     WeightError,
 )
+from swd_lens.factorization.solve import solve
+from swd_lens.solver import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec
 from swd_lens.solver.spec import MOST_SHRINKAGE, RHO_END_CALIBRATED, RHO_END_ZERO_DATA
 from swd_lens.solver.validate import check_tokens
 

@@ -14,7 +14,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.factorization.checkpoint import ResumeError
+from swd_lens.base.errors import ResumeError
 from swd_lens.study.data_efficiency import DataEfficiency, Point, data_efficiency
 from tests.contract import saelens_transcoder
 from tests.micro import random_tokens, toy_model

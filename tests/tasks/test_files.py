@@ -5,7 +5,8 @@ import json
 import datasets
 import pytest
 
-from swd_lens.tasks import TaskError, load_task
+from swd_lens.base.errors import TaskError
+from swd_lens.tasks import load_task
 from swd_lens.tasks.files import find_format, read_auto_circuit, read_edge_pruning, row_example
 from tests.tasks.test_task import FakeHost
 

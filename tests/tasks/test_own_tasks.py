@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from swd_lens.tasks import Task, TaskError
+from swd_lens.base.errors import TaskError
+from swd_lens.tasks import Task
 from swd_lens.tasks.task import _examples
 from tests.tasks.test_task import FakeHost
 

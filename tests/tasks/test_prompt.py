@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from swd_lens.base.errors import TokenError
 from swd_lens.tasks.prompt import Prompt, decoded, token_strings
-from swd_lens.tasks.text import TokenError, same_length
+from swd_lens.tasks.text import same_length
 from tests.micro import toy_model
 from tests.tasks.test_task import FakeHost
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import TokenError
 from swd_lens.factorization.checkpoint import tokens_fingerprint
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.text import TokenError
 from tests.micro import random_tokens, toy_model
 
 

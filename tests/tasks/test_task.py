@@ -6,7 +6,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import swd_lens as swd
-from swd_lens.tasks import Task, TaskError, TaskExample, load_task
+from swd_lens.base.errors import TaskError
+from swd_lens.tasks import Task, TaskExample, load_task
 from swd_lens.tasks.loaders import _check_numbers
 from tests.micro import random_split, split_of
 

@@ -7,7 +7,8 @@ import datasets
 import pytest
 import torch
 
-from swd_lens.tasks.text import TokenError, _check_whole, as_rows, load_text, pack_text, stream_rows
+from swd_lens.base.errors import TokenError
+from swd_lens.tasks.text import _check_whole, as_rows, load_text, pack_text, stream_rows
 from tests.micro import random_tokens, toy_model
 from tests.tasks.test_task import FakeHost
 

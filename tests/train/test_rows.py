@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swd_lens.train.finetune import FinetuneError
+from swd_lens.base.errors import FinetuneError
 from swd_lens.train.finetune.run import require_shares
 from swd_lens.train.rows import Processes
 from swd_lens.units.factors import FactorSet

@@ -9,8 +9,9 @@ from transformer_lens.hook_points import HookPoint
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.hosts import UnsupportedHostError, find_sites, host_of
-from swd_lens.units import AttachError, attach
+from swd_lens.base.errors import AttachError, UnsupportedHostError
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.units import attach
 from swd_lens.units.factors import Factors, FactorSet
 from tests import families
 from tests.contract import identity

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import swd_lens.units.factors
+from swd_lens.base.errors import FactorFileError
 from swd_lens.base.files import sha256
 from swd_lens.train.baselines import svd_factors
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
-from swd_lens.units.storage import FactorFileError, StoredPair
+from swd_lens.units.storage import StoredPair
 
 
 def small() -> Factors:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.units import AttachError, CoderUnits
+from swd_lens.units import CoderUnits
 from tests.contract import identity
 from tests.micro import random_split, random_tokens, toy_model
 

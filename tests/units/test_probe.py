@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.units import AttachError
+from swd_lens.base.errors import AttachError
 from tests import families
 from tests.micro import random_tokens, toy_model
 

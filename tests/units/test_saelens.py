@@ -11,8 +11,9 @@ from sae_lens import SAE, saes
 from sae_lens.saes.sae import SAEMetadata
 from torch import nn
 
+from swd_lens.base.errors import UnitSourceError
 from swd_lens.hosts.sites import Site
-from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
+from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
 from tests.micro import random_split, random_tokens, toy_model

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from swd_lens.base.errors import UnitSourceError
 from swd_lens.hosts.sites import Site
-from swd_lens.units.coder import CoderUnits, Units, UnitSourceError
+from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.exact import svd_factors
 from swd_lens.units.factors import Factors
 from swd_lens.units.saelens import from_saelens

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swd_lens.base.errors import FactorFileError
 from swd_lens.base.files import sha256
 from swd_lens.units.factors import Factors, FactorSet, read_factors, write_factors
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint, from_tensors, sketch
-from swd_lens.units.storage import FORMAT_VERSION, FactorFileError, StoredPair, read_index
+from swd_lens.units.storage import FORMAT_VERSION, StoredPair, read_index
 
 GOLDEN = Path(__file__).parents[1] / "golden_files"
 SITES = ["blocks.0.mlp_in", "blocks.0.mlp_out"]

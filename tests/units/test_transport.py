@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.units import AttachError
 from swd_lens.units.factors import Factors, FactorSet
 from tests import families
 from tests.micro import random_tokens, toy_model

@@ -5,8 +5,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.units import AttachError, UnitSet, attach, match, unit_set, weight_fingerprint
+from swd_lens.units import UnitSet, attach, match, unit_set, weight_fingerprint
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.passport import fingerprint
 from tests.micro import toy_model

@@ -25,6 +25,7 @@ from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
 from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
 from swd_lens.analysis.audit.vectors import Ends, Readout
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.machine import plain_float32
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout
@@ -182,7 +183,7 @@ def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
         ValueError: fewer than one.
     """
     if asked is not None and asked < 1:
-        raise ValueError(f"per_row must be 1 or more, got {asked}")
+        raise error("audit-of-no-places", per_row=asked)
     return -(-n // stream.n_rows) if asked is None else asked
 
 
@@ -196,9 +197,7 @@ def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[S
     indices: dict[str, set[int]] = {}
     names = ["all"] if units is None else [units] if isinstance(units, str) else list(units)
     if not names:
-        raise ValueError(
-            "no unit was named: leave units out for all of them, or give names such as 'blocks.2.mlp_out/5'"
-        )
+        raise error("audit-of-no-units")
     for name in names:
         if "/" not in name:
             for site in select_sites(unit_set.sites, name):
@@ -207,7 +206,7 @@ def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[S
         site_name, index = parse_unit(name)
         select_sites(unit_set.sites, site_name)
         if index >= unit_set[site_name].n_units:
-            raise ValueError(f"{name}: {site_name} has {unit_set[site_name].n_units} units, counted from 0")
+            raise error("audit-no-such-unit", name=name, site_name=site_name, n_units=unit_set[site_name].n_units)
         indices.setdefault(site_name, set()).add(index)
     return {site: torch.tensor(sorted(indices[site.name])) for site in unit_set.sites if site.name in indices}
 
@@ -298,7 +297,4 @@ def _require_finite(site: Site, z: Float[Tensor, "rows pos unit"]) -> None:
         return
     bad = ~torch.isfinite(z).flatten(0, 1).all(0)
     if bool(bad.any()):
-        raise ValueError(
-            f"z of {site.name}/{int(bad.nonzero()[0])} is not finite on this text; run the host in float32, or look for the "
-            "tokens at which its activations overflow"
-        )
+        raise error("audit-not-finite", site=site.name, unit=int(bad.nonzero()[0]))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
 from swd_lens.hosts.sites import parse_unit
 
@@ -79,19 +80,17 @@ class UnitLabels(_Base):
             try:
                 entry = json.loads(line)
                 if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
-                    raise ValueError('expected an object with "unit" and "label"')
+                    raise error("not-a-label")
                 unit, label = entry["unit"], _label(entry["unit"], entry, "")
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"line {number} of {path} is no label: {error}") from None
+            except (ValueError, KeyError, TypeError) as cause:
+                raise error("labels-file-with-another-line", number=number, path=path, reason=cause) from None
             if not label.label:
                 continue
             if unit in labels:
-                raise ValueError(f"line {number} of {path} labels {unit} a second time; keep one of the lines")
+                raise error("labels-file-names-a-unit-twice", number=number, path=path, unit=unit)
             site, identity = parse_unit(unit)[0], entry.get("factors", "")
             if identity and factors.setdefault(site, identity) != identity:
-                raise ValueError(
-                    f"line {number} of {path}: {unit} is of other factors than the lines before; keep one file each"
-                )
+                raise error("labels-file-of-two-sets", number=number, path=path, unit=unit)
             labels[unit] = label
         return cls(labels, factors)
 
@@ -122,27 +121,20 @@ class UnitLabels(_Base):
         """
         sites = {parse_unit(unit)[0] for unit in self.labels}
         if sites and not sites & set(identities):
-            raise ValueError(
-                f"the labels are of {', '.join(sorted(sites))}, the audit is of {', '.join(identities)}; no site is in both"
-            )
+            raise error("labels-of-other-sites", sites=", ".join(sorted(sites)), audited=", ".join(identities))
         others = [site for site in sorted(sites & set(identities)) if self._differs(site, identities[site])]
         if others:
-            raise ValueError(
-                f"the labels of {', '.join(others)} were made for other factors (same names, other weights), where unit i is "
-                "another unit; audit the factors that were labelled, or label these anew"
-            )
+            raise error("labels-of-other-factors", sites=", ".join(others))
         for unit in self.labels:
             site, index = parse_unit(unit)
             if index >= n_units.get(site, index + 1):
-                raise ValueError(f"a label names {unit}, but {site} has {n_units[site]} units, counted from 0")
+                raise error("labels-of-units-that-are-not-there", unit=unit, site=site, n_units=n_units[site])
 
     def __or__(self, other: "UnitLabels") -> "UnitLabels":
         """Both; where both name a unit, the right one's label. Raises ValueError where they are of different factors."""
         differ = [site for site, identity in other.factors.items() if self._differs(site, identity)]
         if differ:
-            raise ValueError(
-                f"these labels are of two different sets of factors at {', '.join(differ)}; keep them apart"
-            )
+            raise error("labels-of-two-sets", sites=", ".join(differ))
         return UnitLabels({**self.labels, **other.labels}, {**self.factors, **other.factors})
 
     def text(self, unit: str) -> str:
@@ -182,5 +174,5 @@ def _label(unit: str, value: Any, author: str) -> UnitLabel:
     texts = {key: parts.get(key) or "" for key in ("label", "note", "author")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise ValueError(f"the {key} of {unit} must be text, got {text!r}")
+            raise error("label-without-text", key=key, unit=unit, text=text)
     return UnitLabel(texts["label"].strip(), texts["note"], texts["author"] or author)

@@ -31,6 +31,7 @@ from swd_lens.analysis.audit.vectors import (
     write_vectors,
 )
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.files import atomic, plain
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
@@ -107,7 +108,7 @@ class Audit:
         """Site and index of an audited unit. Raises KeyError where it was not audited."""
         site, index = parse_unit(unit)
         if site not in self.sites or index not in self.sites[site].column:
-            raise KeyError(f"{unit} was not audited; this audit holds {len(self):,} units of {', '.join(self.sites)}")
+            raise error("unit-not-audited", unit=unit, n_units=len(self), sites=", ".join(self.sites))
         return site, index
 
     def contexts(self, site: str, index: int, n: int | None = None) -> list[Context]:
@@ -202,13 +203,11 @@ class Audit:
             ValueError: no scores, or several and none named, or none of that name.
         """
         if not self.scores:
-            raise ValueError(
-                "this audit knows no scores; give audit(..., scores=swd_lens.attribute(model, factors, task))"
-            )
+            raise error("audit-without-scores")
         if task is None and len(self.scores) == 1:
             return next(iter(self.scores))
         if task is None or task not in self.scores:
-            raise ValueError(f"name one of the audit's tasks, {', '.join(self.scores)}; got {task!r}")
+            raise error("audit-of-which-task", tasks=", ".join(self.scores), task=task)
         return task
 
     def table(self) -> pd.DataFrame:

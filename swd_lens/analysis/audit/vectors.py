@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
+from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord
 from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
@@ -226,10 +227,8 @@ def logit_effect(
     """
     site, index = unit
     if split_name(site)[1] not in WRITES_RESIDUAL:
-        raise ValueError(
-            f"{site} does not write to the residual stream; logit_effect takes units of mlp_out and attn_o"
-        )
+        raise error("logit-effect-of-a-reader", site=site)
     write = write_vectors(factors if isinstance(factors, Factors) else factors[site])
     if write is None:
-        raise ValueError(f"the units of {site} show no write vectors, so they have no direct logit effect")
+        raise error("no-direct-logit-effect", site=site)
     return Readout(model).effects(write[index][None], n)[0]

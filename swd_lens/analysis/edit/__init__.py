@@ -11,7 +11,7 @@ from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.effects import SideEffects, side_effects
 from swd_lens.analysis.edit.make import edit_unit, unit_hooks
 from swd_lens.analysis.edit.select import EditSelection, select_edit_unit
-from swd_lens.analysis.edit.target import EditError
+from swd_lens.base.errors import EditError
 
 __all__ = [
     "Delta",

@@ -37,9 +37,10 @@ from swd_lens.analysis.edit.make import (
     unit_edit,
     unit_of,
 )
-from swd_lens.analysis.edit.target import EditError, Target, find_target, require_number
+from swd_lens.analysis.edit.target import Target, find_target, require_number
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.panels import visible
@@ -97,9 +98,7 @@ class EditComparison:
         """
         change = require_number("change", change)
         if change == 0 or of not in _COSTS:
-            raise EditError(
-                f"cost_at takes a change other than 0 and one of the three KL columns, got {change} and {of!r}"
-            )
+            raise error("edits-cost-of-no-change", change=change, column=of)
         costs = [
             {"method": method, "unit": rows["unit"].iloc[0], of: _interpolated(rows, change, of)}
             for method, rows in self.rows.groupby("method", sort=False)
@@ -188,12 +187,12 @@ def compare_edits(
     """
     requested = [require_number("a shift", shift) for shift in shifts]
     if not requested or len(set(requested)) != len(requested):
-        raise EditError(f"shifts must be different numbers, at least one, got {tuple(shifts)}")
+        raise error("edits-at-no-shifts", shifts=tuple(shifts))
     methods = list(dict.fromkeys(methods))
     if not methods or set(methods) - set(METHODS):
-        raise EditError(f"methods must be some of {METHODS}, got {tuple(methods)}")
+        raise error("edits-by-unknown-methods", known=METHODS, methods=tuple(methods))
     if isinstance(other_prompts, str) or not len(other_prompts):
-        raise EditError("other_prompts must be a list of at least one prompt: the cost is what happens to them")
+        raise error("edits-without-other-prompts")
     units = factor_set(factors)
     site, index = unit_of(host_of(model), units, unit)
     target = find_target(model, site, prompt, answer, foil, direction=direction, prepend_bos=prepend_bos)

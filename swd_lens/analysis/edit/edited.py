@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.analysis.edit.target import EditError, Target
+from swd_lens.analysis.edit.target import Target
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.files import atomic
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, host_of, sites_of
@@ -90,10 +91,7 @@ class _Overwritten:
         """Refuse to be taken out where W is neither of the two that this edit knows."""
         require_free(self.host, [self.site])
         if fingerprint(self.stored.matrix()) not in (self.before, self.after):
-            raise EditError(
-                f"the matrix of {self.site.name} has changed since this edit was applied. If another edit came on top, undo "
-                "that one first (edits come off in reverse order); leaving a with block restores W whatever happened"
-            )
+            raise error("edits-undone-out-of-order", site=self.site.name)
 
     def restore(self) -> None:
         self.stored.restore(self.kept)
@@ -207,7 +205,7 @@ class Edit:
         """
         model = self.model if model is None else model
         if model is None:
-            raise EditError("this edit was loaded from a file and has no model of its own; use edit.applied(model)")
+            raise error("edit-without-a-model")
         host = host_of(model)
         if self.factors is None:
             site = sites_of(host, self.site)[0]
@@ -255,7 +253,7 @@ class Edit:
             AttachError: units are attached at the site.
         """
         if not self._standing:
-            raise EditError(f"this edit of {self.site} is not applied (any more); edit.apply(model) applies it")
+            raise error("edit-not-applied", site=self.site)
         self._standing[-1].check()
         self._down_to(len(self._standing) - 1)
 
@@ -298,16 +296,9 @@ class Edit:
     def _require_weight(self, host: Host, site: Site) -> None:
         shape = (self.delta.read.shape[0], self.delta.write.shape[1])
         if shape != (site.d_in, site.d_out):
-            raise EditError(
-                f"this edit of {site.name} is {shape}, the host's matrix is ({site.d_in}, {site.d_out}): it belongs to another "
-                "model"
-            )
+            raise error("edit-of-another-model", site=site.name, shape=shape, d_in=site.d_in, d_out=site.d_out)
         if not same_weights(host, site, self.settings):
-            raise EditError(
-                f"this edit of {site.name} was made for another W than this host has now. Either another edit (or this one) is "
-                "applied already, which edit.undo() takes out, or it is another checkpoint or another weight processing: "
-                "make the edit on this host"
-            )
+            raise error("edit-applied-twice", site=site.name)
 
     # ------------------------------------------------------------------ files and export
 
@@ -322,9 +313,7 @@ class Edit:
             AttachError: units are attached at the site.
         """
         if self.factors is not None:
-            raise EditError(
-                "an edit of a replacement changes no weight of the host; save its factors: edit.factors.save(folder)"
-            )
+            raise error("edit-of-a-replacement-as-weights")
         model = self.model if model is None else model
         is_applied = any(each.host.model is model for each in self._standing)
         host = host_of(model) if is_applied else self.check(model)
@@ -333,7 +322,7 @@ class Edit:
         stored, state = stored_matrix(host, site), dict(host.model.state_dict())
         names = stored.names(state)
         if not names:
-            raise EditError(f"this host's state_dict does not list the matrix of {site.name}; please report the model")
+            raise error("edit-matrix-not-in-state-dict", site=site.name)
         edited = stored.parameter if is_applied else stored.as_stored(self.delta.added_to(stored.matrix()))
         return {**state, **dict.fromkeys(names, edited.detach().clone())}
 
@@ -344,7 +333,7 @@ class Edit:
             EditError: an edit of a replacement; its factors are what to save.
         """
         if self.factors is not None:
-            raise EditError("an edit of a replacement is its factors; save them: edit.factors.save(folder)")
+            raise error("edit-of-a-replacement-saved")
         path = Path(path)
         tensors = (self.delta.read, self.delta.write, self.target.input, self.target.direction)
         header = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
@@ -370,22 +359,18 @@ class Edit:
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}; edit.save(path) writes one")
+            raise error("edit-file-missing", path=path)
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except SafetensorError as error:
-            raise EditError(f"{path} cannot be read as an edit: {error}") from None
+        except SafetensorError as cause:
+            raise error("edit-file-unreadable", path=path, reason=cause) from None
         if metadata.get("format") != FORMAT or set(tensors) != set(_TENSORS):
-            raise EditError(
-                f"{path} is not an edit that this swd_lens wrote (format {metadata.get('format')!r}, not {FORMAT!r})"
-            )
+            raise error("edit-file-of-another-kind", path=path, format=metadata.get("format"), known=FORMAT)
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
-                raise EditError(
-                    f"{path}: {name} holds values that are not finite; copy the file again, or make the edit again"
-                )
+                raise error("edit-file-not-finite", path=path, name=name)
         try:
             header = json.loads(metadata.get("edit", ""))
             return cls(
@@ -397,5 +382,5 @@ class Edit:
                 settings=header["settings"],
                 model=model,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise EditError(f"{path} cannot be read as an edit: {error!r}") from error
+        except (KeyError, TypeError, ValueError) as cause:
+            raise error("edit-file-incomplete", path=path, reason=cause) from cause

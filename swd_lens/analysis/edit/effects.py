@@ -21,17 +21,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.analysis.edit.edited import Edit
-from swd_lens.analysis.edit.target import EditError, ending, read_prompt, shown_text
+from swd_lens.analysis.edit.target import ending, read_prompt, shown_text
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.divergence import kl_per_prediction
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.text import TokenError, same_length
+from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
 
 
@@ -160,7 +161,7 @@ def measure(
     """`side_effects` of several edits: what is "before" is run once for all that share it."""
     require_no_dropout(model)
     if isinstance(prompts, str):
-        raise EditError(f"prompts must be a list, got the one text {prompts!r}; put it in brackets")
+        raise error("edit-measured-on-one-text", prompts=prompts)
     host = host_of(model)
     for edit in edits:
         edit.check(model)
@@ -168,7 +169,7 @@ def measure(
     rows = [prompt.row(model) for prompt in read]
     stream = None if tokens is None else as_stream(tokens, model)
     if stream is not None and stream.row_length < 2:
-        raise TokenError("KL on text needs rows of at least two tokens: each position predicts the next")
+        raise error("edit-measured-on-single-tokens")
     with torch.no_grad(), plain_float32(next(model.parameters()).device):
         before, after = _margins(host, edits)
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)

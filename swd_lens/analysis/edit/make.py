@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.analysis.edit.edited import Delta, Edit
-from swd_lens.analysis.edit.target import EditError, Target, find_target, require_editable, require_number
+from swd_lens.analysis.edit.target import Target, find_target, require_editable, require_number
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.hosts import Host, host_of, norms_output, sites_of
 from swd_lens.hosts.sites import Site, hook_name, parse_unit
 from swd_lens.units import attach
@@ -74,7 +75,7 @@ def edit_unit(
     """
     shift = require_number("shift", shift)
     if base not in BASES:
-        raise EditError(f"base must be one of {BASES}, got {base!r}")
+        raise error("edit-unknown-base", choices=BASES, base=base)
     units = factor_set(factors)
     site, index = unit_of(host_of(model), units, unit)
     # Attached, the other sites' units change what enters this one.
@@ -130,15 +131,12 @@ def random_unit(f: Factors, target: Target, *, seed: int = RANDOM_SEED, but: int
     z = (target.input.double() @ f.read.double().cpu()).abs()
     valid = f.valid_units.cpu()
     if not bool(valid.any()):
-        raise EditError(f"{target.site} has no valid unit to draw a control from")
+        raise error("edit-without-a-control-unit", site=target.site)
     low, high = (torch.quantile(z[valid], share) for share in RANDOM_BAND)
     inside = valid & (z >= low) & (z <= high)
     candidates = [i for i in inside.nonzero().flatten().tolist() if i != but]
     if not candidates:
-        raise EditError(
-            f"{target.site} has no unit whose |z| on {target.prompt!r} lies between the 35th and 85th percentiles; take "
-            "more units"
-        )
+        raise error("edits-without-a-control", site=target.site, prompt=target.prompt)
     return candidates[int(torch.randint(len(candidates), (1,), generator=torch.Generator().manual_seed(seed)))]
 
 
@@ -160,10 +158,7 @@ def calibrated(
     h, d, read = target.input.double(), target.direction.double(), read.detach().float().cpu()
     z = float(h @ read.double()) + offset
     if abs(z) <= _SILENT * float(h.norm() * read.double().norm()):
-        raise EditError(
-            f"{what} is silent on {target.prompt!r}: z = {z:.2g} at the last position, so no write vector moves the margin "
-            "there; take a unit that is active (swd_lens.select_edit_unit finds some)"
-        )
+        raise error("edit-of-a-silent-unit", unit=what, prompt=target.prompt, z=z)
     alpha = shift / (z * float(d.norm()))
     return Delta(read[:, None].clone(), (alpha * d / d.norm()).float()[None]), {"alpha": alpha, "z": z}
 
@@ -215,7 +210,7 @@ def factor_set(factors: Any) -> FactorSet:
     sources = sources_by_site(factors)
     for name, source in sources.items():
         if not isinstance(source, Factors):
-            raise EditError(f"an edit takes Factors; {name} holds a {type(source).__name__}")
+            raise error("edit-of-a-coder", site=name, kind=type(source).__name__)
     return FactorSet(sources, factors.provenance if isinstance(factors, UnitSet) else {})
 
 
@@ -232,9 +227,7 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site
     _require_unit(unit, name, index, factors)
     site, f = sites_of(host, name)[0], factors[name]
     if not bool(f.valid_units[index]):
-        raise EditError(
-            f"unit {unit} is not valid: its read or its write vector is empty, so it does nothing; take another"
-        )
+        raise error("edit-of-an-invalid-unit", unit=unit)
     require_free(host, [site])
     check_weights(host, site, f)
     return site, index
@@ -242,13 +235,13 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site
 
 def _require_unit(unit: str, site: str, index: int, factors: Mapping[str, Any]) -> None:
     if site not in factors:
-        raise EditError(f"unit {unit}: these factors hold {', '.join(factors)}, not {site}")
+        raise error("edit-of-another-site", unit=unit, held=", ".join(factors), site=site)
     _require_index(site, index, factors[site].n_units)
 
 
 def _require_index(site: str, index: int, n_units: int) -> None:
     if index >= n_units:
-        raise EditError(f"unit {site}/{index}: {site} has {n_units} units, 0 to {n_units - 1}")
+        raise error("edit-no-such-unit", site=site, index=index, n_units=n_units, last=n_units - 1)
 
 
 # ---------------------------------------------------------------------------------------------- units at run time
@@ -277,7 +270,7 @@ def unit_hooks(
         ValueError: not a unit's name.
     """
     if not changes:
-        raise EditError('there are no units to change; give {"blocks.2.mlp_out/5": ("scale", 2.0)}')
+        raise error("hooks-without-units")
     where, by_site = _positions(positions), {}
     for unit, change in changes.items():
         site, index = parse_unit(unit)
@@ -285,7 +278,7 @@ def unit_hooks(
             single = {getattr(factors, "provenance", {}).get("site", site): factors}
             _require_unit(unit, site, index, factors if isinstance(factors, Mapping) else single)
         if not isinstance(change, tuple | list) or len(change) != 2 or change[0] not in HOWS:
-            raise EditError(f'unit {unit}: a change is ("scale", factor) or ("clamp", value), got {change!r}')
+            raise error("hooks-unknown-change", unit=unit, change=change)
         how, value = change[0], require_number(f"unit {unit}: the value of {change[0]!r}", change[1])
         by_site.setdefault(site, []).append((index, how, value))
     return [(hook_name(site), _hook(site, of_site, where)) for site, of_site in by_site.items()]
@@ -297,7 +290,7 @@ def _positions(positions: Any) -> slice | list[int]:
         return named[positions]
     listed = [positions] if isinstance(positions, int) else [] if isinstance(positions, str) else list(positions)
     if not listed or not all(isinstance(position, int) for position in listed):
-        raise EditError(f'positions must be "all", "scoring" or position numbers, got {positions!r}')
+        raise error("hooks-unknown-positions", positions=positions)
     return listed
 
 

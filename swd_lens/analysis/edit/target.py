@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
@@ -27,10 +28,6 @@ from swd_lens.tasks.tokenize import TaskTokenizer
 DIRECTIONS = ("unembedding", "through_norm")
 # Sites whose output is added to the residual stream and that have one matrix to change.
 EDITABLE = RESIDUAL_MATRICES
-
-
-class EditError(ValueError):
-    """An edit that cannot be made, applied or undone as asked; the host was not changed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +93,9 @@ def read_prompt(model: Any, given: Any, prepend_bos: bool | None = None) -> Prom
     """
     prompt = Prompt.of(model, given, "edit", prepend_bos=prepend_bos)
     if prompt.n_rows != 1:
-        raise EditError(f"a prompt is one row of token ids, got {prompt.n_rows} rows; give them one by one")
+        raise error("edit-of-several-prompts", n_rows=prompt.n_rows)
     if prompt.unusable is not None:
-        raise EditError(f"prompt {given!r}: {prompt.unusable}; give a shorter one, or one that is not empty")
+        raise error("edit-of-an-empty-prompt", prompt=given, reason=prompt.unusable)
     return prompt
 
 
@@ -121,19 +118,19 @@ def _word(model: Any, given: str | int, role: str) -> tuple[str, int]:
     if isinstance(given, int):
         d_vocab = int(model.cfg.d_vocab)
         if not 0 <= given < d_vocab:
-            raise EditError(f"{role} {given} is no token of this host; ids go from 0 to {d_vocab - 1}")
+            raise error("edit-answer-outside", role=role, token=given, last=d_vocab - 1)
         return decoded(model, [given]), given
     try:
         return given, TaskTokenizer("edit", model).single(given, role)
     except Unusable as why:
-        raise EditError(f"{why}. An edit moves the logits of single tokens; mind the leading space") from None
+        raise error("edit-answer-of-several-tokens", reason=why) from None
 
 
 def require_editable(site: Site | str) -> None:
     """Raises ValueError where a site does not write to the residual stream (its output has no direct effect on logits)."""
     name = site if isinstance(site, str) else site.name
     if split_name(name)[1] not in EDITABLE:
-        raise EditError(f"{name} does not write to the residual stream; an edit takes units of mlp_out and attn_o")
+        raise error("edit-of-a-reader", unit=name)
 
 
 def require_number(what: str, value: Any) -> float:
@@ -141,9 +138,9 @@ def require_number(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise EditError(f"{what} must be a number, got {value!r}") from None
+        raise error("edit-number-of-another-type", name=what, value=value) from None
     if not math.isfinite(number):
-        raise EditError(f"{what} must be a finite number (neither infinite nor nan), got {number}")
+        raise error("edit-without-a-number", name=what, value=number)
     return number
 
 
@@ -174,7 +171,7 @@ def find_target(
     require_editable(site)
     require_no_dropout(model)
     if direction not in DIRECTIONS:
-        raise EditError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+        raise error("edit-unknown-direction", choices=DIRECTIONS, direction=direction)
     host, read = host_of(model), read_prompt(model, prompt, prepend_bos)
     (answer, answer_id), (foil, foil_id) = _word(model, answer, "an answer"), _word(model, foil, "a foil")
     norm, unembedding = host.readout()
@@ -182,9 +179,7 @@ def find_target(
     if norm is not None and direction == "through_norm":
         d = d * norm.cpu()
     if answer_id == foil_id or not bool(d.any()):
-        raise EditError(
-            f"answer {answer!r} and foil {foil!r} have the same unembedding; there is no margin to move between them"
-        )
+        raise error("edit-without-a-margin", answer=answer, foil=foil)
     tokens = read.row(model)
     with plain_float32(next(model.parameters()).device):
         seen = record(host, tokens[None], inputs=[site], run="last")

@@ -18,6 +18,7 @@ from swd_lens.analysis.graph.frozen import FrozenRun, freeze, read_norms
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import NODES, UnitGraph, table
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.panels import visible
 from swd_lens.circuits import Circuit, UnitScores
@@ -87,20 +88,18 @@ def unit_graph(
         ("normalize", normalize, ("none", "cosine")),
     ):
         if setting not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {setting!r}")
+            raise error("unknown-choice", name=name, choices=choices, value=setting)
     if prompt is None and attention == "frozen":
-        raise ValueError("attention='frozen' holds the attention patterns of a prompt: give one, prompt='...'")
+        raise error("graph-frozen-without-a-prompt")
     if prompt is not None and tokens is not None:
-        raise ValueError("with a prompt the norms' scales are those of its run: leave `tokens` out")
+        raise error("graph-of-a-prompt-and-tokens")
     if prompt is not None and normalize != "none":
-        raise ValueError(
-            "with a prompt weights are contributions per unit of z; normalize='cosine' is for graphs without one"
-        )
+        raise error("graph-of-a-prompt-as-cosines")
     for name, most in (("keep", keep), ("per_node", per_node)):
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ValueError(f"{name}={most}: give a whole number of at least 1, or None for all edges")
+            raise error("graph-keeps-nothing", name=name, value=most)
     if not min_weight >= 0:
-        raise ValueError(f"min_weight={min_weight}: give a number of at least 0")
+        raise error("graph-negative-weight", min_weight=min_weight)
 
     attached = UnitSet.of(model, factors)
     drawn, scores = _drawn_units(attached, units)
@@ -119,11 +118,7 @@ def unit_graph(
     if not bool(kinds.any()):
         names = ", ".join(site.name for site in drawn)
         more = "" if ids is not None else ", name answers=[...] so that their logits can be reached, or give a prompt"
-        raise ValueError(
-            f"no unit of {names} can speak to another one directly: an edge needs a site that writes the residual stream "
-            "(attn_o, mlp_out) before one that reads it (attn_q, attn_k, attn_v, attn_qkv, mlp_in, mlp_gate). Add units of such "
-            f"sites{more}"
-        )
+        raise error("graph-without-a-path", sites=names, hint=more)
     settings = {
         "model": str(getattr(model.cfg, "model_name", "")),
         "n_layers": len(model.blocks),
@@ -152,10 +147,7 @@ def _drawn_units(attached: UnitSet, units: Any) -> tuple[dict[Site, list[int]], 
     """The drawn units by site, in execution order, and the scores of a circuit."""
     if attached.coders:
         name, coder = next(iter(attached.coders.items()))
-        raise TypeError(
-            f"the units of {name} are a {type(coder).__name__}: an encode/decode pair has no read and write vectors "
-            "whose products could be edges; take factors, or baselines"
-        )
+        raise error("graph-of-a-coder", site=name, kind=type(coder).__name__)
     scores = None
     if isinstance(units, Circuit):
         attached.require_made_for(units.scores.settings, "this circuit")
@@ -165,12 +157,12 @@ def _drawn_units(attached: UnitSet, units: Any) -> tuple[dict[Site, list[int]], 
         name, index = parse_unit(unit) if isinstance(unit, str) else (unit[0], int(unit[1]))
         if name not in attached or not 0 <= index < attached[name].n_units:
             has = ", ".join(f"{site} (0 to {n_units - 1})" for site, n_units in attached.sizes.items())
-            raise ValueError(f"unit {name}/{index} is not among these factors' units: {has}")
+            raise error("graph-no-such-unit", site=name, index=index, sites=has)
         if index in drawn.setdefault(name, []):
-            raise ValueError(f"unit {name}/{index} is named twice; name it once")
+            raise error("graph-unit-twice", site=name, index=index)
         drawn[name].append(index)
     if not drawn:
-        raise ValueError("there are no units: a graph needs some; take a larger circuit")
+        raise error("graph-without-units")
     return {site: sorted(drawn[site.name]) for site in attached.sites if site.name in drawn}, scores
 
 
@@ -179,12 +171,12 @@ def _drawn_units(attached: UnitSet, units: Any) -> tuple[dict[Site, list[int]], 
 
 def _read_prompt(model: Any, given: Any) -> Prompt:
     if isinstance(given, str) and model.tokenizer is None:
-        raise ValueError("this host has no tokenizer, so a text cannot be its prompt; pass token ids")
+        raise error("graph-text-without-tokenizer")
     prompt = Prompt.of(model, given, "unit_graph")
     if prompt.n_rows != 1:
-        raise ValueError(f"a graph is of one prompt, got {prompt.n_rows}; make one graph for each")
+        raise error("graph-of-several-prompts", n_rows=prompt.n_rows)
     if prompt.unusable is not None:
-        raise ValueError(f"this prompt cannot be run: {prompt.unusable}; give a shorter one, or one that is not empty")
+        raise error("graph-prompt-cannot-be-run", reason=prompt.unusable)
     return prompt
 
 
@@ -203,23 +195,21 @@ def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
         answers = [] if logits is None else 3
     if isinstance(answers, int):
         if logits is None or isinstance(answers, bool) or answers < 0:
-            raise ValueError(
-                f"answers={answers}: the likeliest tokens are those of a prompt; name tokens, or give a prompt"
-            )
+            raise error("graph-likeliest-without-a-prompt", answers=answers)
         return logits.topk(min(answers, len(logits))).indices.tolist()
     ids: list[int] = []
     for answer in [answers] if isinstance(answers, str) else answers:
         if isinstance(answer, str):
             if model.tokenizer is None:
-                raise ValueError("this host has no tokenizer; give answers as token ids")
+                raise error("graph-answer-without-tokenizer")
             try:
                 answer = TaskTokenizer("unit_graph", model, False).single(answer, "answer")
-            except Unusable as error:
-                raise ValueError(f"{error}; give a token id, or text that is one token") from None
+            except Unusable as cause:
+                raise error("graph-answer-of-several-tokens", reason=cause) from None
         if not 0 <= int(answer) < model.cfg.d_vocab:
-            raise ValueError(f"answer {answer} is no token id of this host; ids go from 0 to {model.cfg.d_vocab - 1}")
+            raise error("graph-answer-outside", answer=answer, last=model.cfg.d_vocab - 1)
         if int(answer) in ids:
-            raise ValueError(f"answer {answer} is named twice; name it once")
+            raise error("graph-answer-twice", answer=answer)
         ids.append(int(answer))
     return ids
 

@@ -26,7 +26,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head, final_reading, norm_before
-from swd_lens.hosts import UnsupportedHostError, sites_of
+from swd_lens.base.errors import error
+from swd_lens.hosts import sites_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units import UnitSet
@@ -125,10 +126,7 @@ def layout_of(
         groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, tuple(answers), read))
     n_nodes = groups[-1].nodes.stop
     if n_nodes > _MOST_NODES:
-        raise ValueError(
-            f"this graph would have {n_nodes:,} nodes ({positions} positions), and can have {_MOST_NODES:,}; take fewer units, a "
-            "shorter prompt, or attention='none'"
-        )
+        raise error("graph-too-large", n_nodes=n_nodes, positions=positions, limit=_MOST_NODES)
     return Layout(groups, run, static, int(host.model.cfg.n_heads), _matrices(units, pairs, drawn, run), cosine)
 
 
@@ -159,10 +157,7 @@ def _answer_vectors(
     """What the answers' logits, less the mean over the vocabulary, read of the residual stream."""
     cap = facts_of(units.host.model).logit_cap
     if cap is not None:
-        raise UnsupportedHostError(
-            f"a unit graph needs logits that are linear in the residual stream, and this host caps them (at {cap}); take "
-            "answers=0 with a prompt, and none without"
-        )
+        raise error("graph-to-capped-logits", cap=cap)
     _, unembedding = units.host.readout()
     columns = (unembedding[:, list(answers)] - unembedding.mean(1, keepdim=True)).float().cpu()
     reading = final_reading(units.host, run.leaving[-1:])

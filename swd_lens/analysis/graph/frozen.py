@@ -20,7 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.hosts import Affine, Host, Start, UnsupportedHostError, norms_output
+from swd_lens.base.errors import error
+from swd_lens.hosts import Affine, Host, Start, norms_output
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import Recording, record
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site
@@ -180,27 +181,16 @@ def freeze(
 def _require_followable(host: Host, slopes: Sequence[int], patterns: Sequence[int]) -> None:
     for site in host.sites():
         if site.kind in RESIDUAL_MATRICES and norms_output(host, site):
-            raise UnsupportedHostError(
-                f"a unit graph needs blocks whose matrices write straight to the residual stream; in this host a norm stands "
-                f"behind {site.name}"
-            )
+            raise error("graph-behind-a-norm", site=site.name)
         if norm_before(site.kind) and host.affine(site) is None:
-            raise UnsupportedHostError(
-                f"a unit graph needs to know what {site.name} reads; this host's adapter does not say how its norm is applied "
-                "(linear attention, or norms that follow the matrices)"
-            )
+            raise error("graph-of-an-unknown-reader", site=site.name)
     facts = facts_of(host.model)
     if slopes and facts.mixes_neurons:
-        raise UnsupportedHostError(
-            f"the activation function {facts.activation} mixes neurons, so it has no slope per neuron; take units of "
-            "attention, or a graph without a prompt"
-        )
+        raise error("graph-through-mixed-neurons", act=facts.activation)
     for layer in patterns:
         name = _pattern_hook(layer)
         if name not in host.model.hook_dict:
-            raise UnsupportedHostError(
-                f"this host has no {name}: attention of layer {layer} cannot be frozen; take attention='none'"
-            )
+            raise error("graph-attention-not-frozen", name=name, layer=layer)
 
 
 def _pattern_hook(layer: int) -> str:
@@ -244,14 +234,11 @@ def _fitted(host: Host, site: Site, residuals: Mapping[bool, Tensor], h: Tensor)
     # What the host's settings say is tried first: on centred residuals both norms fit.
     for centred in (layer_norm, not layer_norm):
         fits = {attended: _fit(x, h, affine, centred) for attended, x in residuals.items()}
-        attended, (inverse, error) = min(fits.items(), key=lambda fit: fit[1][1])
-        if error < tolerance:
+        attended, (inverse, difference) = min(fits.items(), key=lambda fit: fit[1][1])
+        if difference < tolerance:
             return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), attended)
-        errors.append(error)
-    raise UnsupportedHostError(
-        f"what {site.name} reads is no LayerNorm or RMSNorm of this host's residual stream (off by {min(errors):.1%}), so a "
-        "unit graph cannot follow it; if hooks change it, remove them with model.reset_hooks()"
-    )
+        errors.append(difference)
+    raise error("graph-of-a-changed-reading", site=site.name, difference=min(errors))
 
 
 def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Float[Tensor, " row"], float]:
@@ -280,17 +267,12 @@ def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> Reading:
 def _checked_pattern(host: Host, layer: int, shown: Recording) -> Float[Tensor, "head dest src"]:
     """A pattern, once it is known to be all that lies between the values and attn_o."""
     if _pattern_hook(layer) not in shown.hooks or f"blocks.{layer}.attn_v" not in shown.outputs:
-        raise UnsupportedHostError(
-            f"this host's forward never showed the attention pattern of layer {layer}; take attention='none'"
-        )
+        raise error("graph-pattern-never-shown", layer=layer)
     pattern, z = _rows(shown.hooks[_pattern_hook(layer)]), _rows(shown.inputs[f"blocks.{layer}.attn_o"])
     v = by_head(_rows(shown.outputs[f"blocks.{layer}.attn_v"]), pattern.shape[0], z.shape[-1])
     mixed = torch.einsum("hds,she->dhe", pattern, v).flatten(1)
     if float((mixed - z).norm()) > 1e-3 * float(z.norm()) and dtype_of(host) in ("float32", "float64"):
-        raise UnsupportedHostError(
-            f"in layer {layer} more than an attention pattern lies between the values and attn_o (a gate, a sink, or a "
-            "hook), so frozen attention does not describe it; take attention='none'"
-        )
+        raise error("graph-of-changed-values", layer=layer)
     return pattern
 
 

@@ -24,6 +24,7 @@ import pandas as pd
 
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.files import write_json
 from swd_lens.base.record import Record
 from swd_lens.hosts.sites import KINDS, split_name
@@ -115,17 +116,13 @@ class UnitGraph(Record):
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"there is no graph file {path}; UnitGraph.to_json writes one")
+            raise error("graph-file-missing", path=path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))["metadata"]["swd_lens"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path} is not a graph that swd_lens wrote (it has no metadata.swd_lens); give a file of UnitGraph.to_json"
-            ) from None
+            raise error("graph-file-of-another-tool", path=path) from None
         if values["version"] > _VERSION:
-            raise ValueError(
-                f"{path} has graph format {values['version']}, this swd_lens reads up to {_VERSION}; update swd_lens"
-            )
+            raise error("graph-file-of-the-future", path=path, version=values["version"], known=_VERSION)
         return cls.from_dict(values)
 
     def parts(self) -> tuple[Any, ...]:

@@ -40,8 +40,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.machine import plain_float32
-from swd_lens.hosts import Host, UnsupportedHostError
+from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site
 
 Activation = Callable[[Tensor], Tensor]
@@ -262,11 +263,7 @@ def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post
         except (TypeError, RuntimeError, IndexError):  # a module of that name that is no function of one tensor
             continue
     between = "activation(pre)" if up is None else "activation(gate) * up"
-    raise UnsupportedHostError(
-        f"the MLP of blocks.{site.layer} does not feed {between} into mlp_out: another step stands there, such as the LayerNorm "
-        "of solu_ln or a softmax over channels, or its activation was not found in the host. Pair interactions need an "
-        "activation that acts on each channel by itself"
-    )
+    raise error("interactions-of-mixed-channels", layer=site.layer, between=between)
 
 
 def _candidates(host: Host, site: Site) -> Iterator[tuple[str, Any]]:

@@ -30,9 +30,10 @@ from swd_lens.analysis.interactions.site import (
     strongest,
     text_of,
 )
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
 from swd_lens.base.machine import plain_float32
-from swd_lens.hosts import UnsupportedHostError, host_of
+from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern, Site
 
 # R that the paper counts pairs above.
@@ -193,11 +194,11 @@ def unit_interactions(
     neighbours = {other.kind: other for other in host.sites() if other.layer == named.layer}
     _require_activated(named, gated="mlp_gate" in neighbours)
     if isinstance(top, bool) or not isinstance(top, int) or top < 2:
-        raise ValueError(f"top must be a whole number of 2 or more (a pair needs two units), got {top!r}")
+        raise error("interactions-of-one", top=top)
     stream = text_of(model, tokens, batch_size, 1, "the sums need")
     with attached(host, factors, named, stream, batch_size) as run:
         if "mlp_out" not in neighbours:
-            raise UnsupportedHostError(f"blocks.{named.layer} has no mlp_out: where {named.name} leads to is not known")
+            raise error("pairs-without-a-reader", layer=named.layer, site=named.name)
         energy = _energies(run, neighbours["mlp_out"], progress)
         units = energy.argsort(descending=True, stable=True)[: min(top, int(run.units.valid_units.sum()))]
         up = neighbours["mlp_in"] if named.kind == "mlp_gate" else None
@@ -216,15 +217,9 @@ def unit_interactions(
 def _require_activated(site: Site, gated: bool) -> None:
     """Raises ValueError unless the site's output goes through the activation."""
     if site.kind == "mlp_in" and gated:
-        raise ValueError(
-            f"the MLP of blocks.{site.layer} is gated: units of {site.name} enter activation(gate) * up linearly, so no pair of "
-            f"them interacts. Take blocks.{site.layer}.mlp_gate, whose units pass the activation"
-        )
+        raise error("interactions-of-the-ungated-branch", layer=site.layer, site=site.name)
     if site.kind not in ("mlp_in", "mlp_gate"):
-        raise ValueError(
-            f"{site.name} is summed after the activation, not before: its units cannot interact there. unit_interactions takes "
-            "mlp_in (gated MLPs: mlp_gate); unit_overlap measures the units of any site"
-        )
+        raise error("interactions-behind-the-activation", site=site.name)
 
 
 def _energies(run: SiteRun, out: Site, progress: bool) -> Float[Tensor, " unit"]:

@@ -19,13 +19,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE
 from swd_lens.base.record import Record
 from swd_lens.hosts import Host, require_no_dropout, sites_of
 from swd_lens.hosts.recording import Recording, record
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.tasks.text import TokenError
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
 from swd_lens.units.match import weight_fingerprint
@@ -43,9 +43,11 @@ def site_named(host: Host, pattern: Pattern) -> Site:
     """
     sites = sites_of(host, pattern)
     if len(sites) > 1:
-        raise ValueError(
-            f"{pattern!r} names {len(sites)} sites ({', '.join(site.name for site in sites[:3])} ...); pairs are taken "
-            "within one site: name one"
+        raise error(
+            "pairs-of-several-sites",
+            pattern=pattern,
+            n_sites=len(sites),
+            sites=", ".join(site.name for site in sites[:3]),
         )
     return sites[0]
 
@@ -58,11 +60,11 @@ def text_of(model: Any, tokens: Any, batch_size: Any, least: int, why: str) -> T
         TokenError: fewer tokens than `least`; and see `as_stream`.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}: give how many rows run in one forward, 1 or more")
+        raise error("no-rows-per-forward", batch_size=batch_size)
     require_no_dropout(model)
     stream = as_stream(tokens, model)
     if stream.n_tokens < least:
-        raise TokenError(f"got {stream.n_tokens} token; {why} at least {least} positions: give more text")
+        raise error("pairs-without-enough-tokens", n_tokens=stream.n_tokens, reason=why, least=least)
     return stream
 
 
@@ -114,10 +116,7 @@ class SiteRun:
                 keep=lambda tensor: tensor.detach().flatten(0, 1),
             )
             if not bool(seen.units[self.site.name].isfinite().all()):
-                raise ValueError(
-                    f"the units of {self.site.name} are not finite on these tokens: activations overflow, or the factors are "
-                    "damaged; run the host in float32, or factorize the site again"
-                )
+                raise error("pairs-not-finite", site=self.site.name)
             yield seen
 
     def provenance(self, **choices: Any) -> dict[str, Any]:
@@ -147,20 +146,12 @@ def attached(host: Host, factors: Any, site: Site, stream: TokenStream, batch_si
     with attach(host.model, factors) as attachment:
         by_site = attachment.factors
         if site.name not in by_site:
-            raise ValueError(
-                f"these factors hold nothing for {site.name}; they are for {', '.join(by_site)}. Factorize the site, or "
-                "name one of those"
-            )
+            raise error("pairs-of-a-site-without-factors", site=site.name, sites=", ".join(by_site))
         units = by_site[site.name]
         if not isinstance(units, Factors):
-            raise ValueError(
-                f"{site.name} holds {type(units).__name__}, which shows no write vectors; pairs of units need Factors"
-            )
+            raise error("pairs-of-a-coder", site=site.name, kind=type(units).__name__)
         if (valid := int(units.valid_units.sum())) < 2:
-            raise ValueError(
-                f"{site.name} has {valid} valid units (units with a read and a write edge); a pair needs two. Factorize it at a "
-                "lower sparsity"
-            )
+            raise error("pairs-without-two-units", site=site.name, n_valid=valid)
         yield SiteRun(host, site, units, by_site, stream, batch_size)
 
 

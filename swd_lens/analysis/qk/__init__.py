@@ -8,8 +8,8 @@ parts.py takes a head's scores apart to the last bias.
 from swd_lens.analysis.qk.parts import ScoreParts, score_parts
 from swd_lens.analysis.qk.replay import QKReplay, qk_replay
 from swd_lens.analysis.qk.scan import QKCase, QKScan, qk_scan
-from swd_lens.analysis.qk.scores import QKError
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, plot_attention_fidelity, qk_screen
+from swd_lens.base.errors import QKError
 
 __all__ = [
     "QKCase",

@@ -16,16 +16,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from swd_lens.analysis.qk.replay import draw_map, map_size
-from swd_lens.analysis.qk.scores import (
-    LayerScores,
-    QKError,
-    attended_row,
-    layer_units,
-    provenance,
-    run_layers,
-    units_of_head,
-)
+from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers, units_of_head
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
@@ -87,7 +80,9 @@ class ScoreParts:
         """One pair's part. Raises QKError where a unit is not there."""
         for name, unit, side in (("q_unit", q_unit, self.run.units.q), ("k_unit", k_unit, self.run.units.k)):
             if not 0 <= unit < side.n_units:
-                raise QKError(f"{name} is {unit}, but {side.site.name} has units 0 to {side.n_units - 1}")
+                raise error(
+                    "qk-no-such-unit-of-parts", side=name, unit=unit, site=side.site.name, last=side.n_units - 1
+                )
         device = self.run.mask.device
         with torch.no_grad():
             case = (torch.tensor([i], device=device) for i in (self.head, q_unit, k_unit))
@@ -101,7 +96,7 @@ class ScoreParts:
         """
         size = len(self.tokens)
         if not (0 <= dest < size and 0 <= src < size and bool(self.mask[dest, src])):
-            raise QKError(f"destination {dest} does not look at source {src} (positions 0 to {size - 1})")
+            raise error("qk-masked-position", dest=dest, src=src, last=size - 1)
         heads = self.run.heads
         queries, keys = self.run.q.at(self.head, dest), self.run.k.at(heads.key_head(self.head), src)
         contributions = (queries @ keys.mT * heads.scale).cpu()

@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
-from swd_lens.analysis.qk.scores import LayerScores, QKError, attended_row, layer_units, provenance, run_layers
+from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
+from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.record import Record
@@ -171,10 +172,10 @@ def qk_scan(
     units = UnitSet.of(model, factors)
     require_removal(remove)
     if screen is not None and pairs is not None:
-        raise QKError("give pairs or a screen to take them from, not both")
+        raise error("qk-pairs-and-a-screen")
     rows = [attended_row(model, prompt) for prompt in Prompt.several(model, prompts, "qk")]
     if not rows:
-        raise QKError("there are no prompts; give at least one")
+        raise error("qk-no-prompts")
     layers = layer_units(units)
     choice: dict[str, Any] = {"pairs": "given"}
     if pairs is None:
@@ -183,7 +184,7 @@ def qk_scan(
         choice |= {name: screen.settings[name] for name in ("top", "distance")}
         pairs = screen.pairs(per_head)
     if not pairs:
-        raise QKError("there are no pairs to replay: every coefficient of the screen is zero, or the list is empty")
+        raise error("qk-no-pairs")
     by_layer: dict[int, list[QKPair]] = {}
     for pair in pairs:
         by_layer.setdefault(pair.layer, []).append(with_gamma(layers, pair))

@@ -24,8 +24,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.base.machine import plain_float32
-from swd_lens.hosts import UnsupportedHostError, require_no_dropout
+from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.attention import HeadNorm, Heads, Rotation, heads_of, rotations
 from swd_lens.hosts.recording import Recording, record
 from swd_lens.hosts.sites import Site
@@ -44,10 +45,6 @@ _POSITIONS_ENTER = {
     "alibi": "ALiBi: a bias added to scores; gamma and z do not see it",
     "none": "not at all (no positions)",
 }
-
-
-class QKError(ValueError):
-    """A pair, prompt or set of factors that cannot be studied; the message says what was wrong and what to do."""
 
 
 # ---------------------------------------------------------------------------------------------- units
@@ -98,10 +95,7 @@ def layer_units(units: UnitSet) -> dict[int, LayerUnits]:
     sites = [site for site in units.sites if site.kind in ("attn_qkv", "attn_q", "attn_k")]
     for site in sites:
         if not isinstance(units[site.name], Factors):
-            raise UnsupportedHostError(
-                f"{site.name} holds an encode/decode pair; QK coefficients are products of write vectors, so its units must be "
-                "read and write factors"
-            )
+            raise error("qk-of-a-coder", site=site.name)
     layers = {}
     for layer in sorted({site.layer for site in sites}):
         kinds = {site.kind: site for site in sites if site.layer == layer}
@@ -111,10 +105,7 @@ def layer_units(units: UnitSet) -> dict[int, LayerUnits]:
             query, key = _side(heads, q, units.factors[q.name], True), _side(heads, k, units.factors[k.name], False)
             layers[layer] = LayerUnits(heads, query, key)
     if not layers:
-        raise QKError(
-            f"no layer has units on its queries and its keys; these factors are of {', '.join(units)}. Factorize attn_qkv, or "
-            "attn_q and attn_k"
-        )
+        raise error("qk-without-both-sides", sites=", ".join(units))
     return layers
 
 
@@ -136,12 +127,10 @@ def units_of_head(layers: Mapping[int, LayerUnits], layer: int, head: int) -> La
         QKError: a layer without Q and K units, or a head that is not there.
     """
     if layer not in layers:
-        raise QKError(
-            f"layer {layer} has no units on its queries and keys; layers with both: {', '.join(map(str, layers))}"
-        )
+        raise error("qk-no-such-layer", layer=layer, layers=", ".join(map(str, layers)))
     units = layers[layer]
     if not 0 <= head < units.heads.n_heads:
-        raise QKError(f"layer {layer} has heads 0 to {units.heads.n_heads - 1}, not {head}")
+        raise error("qk-no-such-head", layer=layer, last=units.heads.n_heads - 1, head=head)
     return units
 
 
@@ -172,12 +161,12 @@ def attended_row(model: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
         TokenError: more tokens than the context holds.
     """
     if not prompt.ids:
-        raise QKError("the prompt has no tokens; attention needs at least two")
+        raise error("qk-empty-prompt")
     if prompt.n_rows != 1:
-        raise QKError(f"a prompt is one row of tokens, got {prompt.n_rows}; qk_scan takes a list of prompts")
+        raise error("qk-prompt-of-several-rows", n_rows=prompt.n_rows)
     row = prompt.row(model)
     if len(row) < 2:
-        raise QKError("a prompt of one token attends to itself whatever its scores; give at least two tokens")
+        raise error("qk-prompt-of-one-token")
     return row
 
 
@@ -320,11 +309,7 @@ class LayerScores:
         shown, ours = self.shown[..., self.mask], self.capped(self.scores)[..., self.mask]
         off, largest = float((shown - ours).abs().max()), float(shown.abs().max())
         if not off <= _TOLERANCE.get(dtype, _COARSE) * max(largest, 1e-6):
-            raise UnsupportedHostError(
-                f"layer {self.heads.layer}: queries and keys give scores that differ by {off:.3g} from those the host shows "
-                f"(largest {largest:.3g}). It does something to queries, keys or scores that is not known here, or a hook "
-                "changes them; remove hooks with model.reset_hooks(), else please report it with the model's name"
-            )
+            raise error("qk-scores-changed", layer=self.heads.layer, difference=off, largest=largest)
 
 
 def run_layers(
@@ -366,8 +351,5 @@ def run_layers(
 
 def _shown(recording: Recording, hook: str) -> Tensor:
     if hook not in recording.hooks:
-        raise UnsupportedHostError(
-            f"{hook} saw nothing in a forward of this host, so its attention scores cannot be compared; a TransformerBridge that "
-            "leaves attention to transformers does not show them"
-        )
+        raise error("qk-scores-never-shown", name=hook)
     return recording.hooks[hook]

@@ -24,7 +24,8 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.qk.scores import LayerUnits, QKError, Side, layer_units, provenance
+from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance
+from swd_lens.base.errors import error
 from swd_lens.base.figures import heatmap, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.circuits.fidelity import Fidelity
@@ -83,7 +84,7 @@ class QKScreen(Record):
             QKError: per_head is not positive.
         """
         if per_head < 1:
-            raise QKError(f"per_head={per_head}: give a whole number of at least 1")
+            raise error("qk-none-per-head", per_head=per_head)
         pairs, width = [], self.gamma.shape[-1]
         for layer, of_layer in enumerate(self.gamma):
             for head, gamma in enumerate(of_layer):
@@ -142,9 +143,9 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
     """
     units = UnitSet.of(model, factors)
     if top < 1:
-        raise QKError(f"top={top}: give a whole number of at least 1")
+        raise error("qk-screen-of-nothing", top=top)
     if not 0 <= distance < int(model.cfg.n_ctx):
-        raise QKError(f"distance={distance}: give 0 to {int(model.cfg.n_ctx) - 1}, the host's context less one")
+        raise error("qk-screen-too-far", distance=distance, last=int(model.cfg.n_ctx) - 1)
     with torch.no_grad():
         layers = layer_units(units)
         heads = [of_layer.heads for of_layer in layers.values()]
@@ -204,14 +205,12 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
         QKError: none of its sites is an attention matrix.
     """
     kinds: dict[str, dict[int, float]] = {}
-    for name, error in fidelity.relmse.items():
+    for name, difference in fidelity.relmse.items():
         layer, kind = split_name(name)
         if kind in _MATRICES:
-            kinds.setdefault(kind, {})[layer] = float(error)
+            kinds.setdefault(kind, {})[layer] = float(difference)
     if not kinds:
-        raise QKError(
-            f"this fidelity is of {', '.join(fidelity.relmse)}; factorize attn_qkv and attn_o to see how well attention is kept"
-        )
+        raise error("qk-fidelity-of-other-sites", sites=", ".join(fidelity.relmse))
     layers = sorted({layer for errors in kinds.values() for layer in errors})
     figure, axes = new_figure(width=1.6 + 0.34 * max(len(layers), 8), height=2.6)
     ax = axes[0, 0]

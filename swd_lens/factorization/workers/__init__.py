@@ -15,15 +15,12 @@ from contextlib import contextmanager
 
 import torch
 
+from swd_lens.base.errors import RayMissingError, WorkerLostError, error
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task
-from swd_lens.factorization.workers.order import Backend, WorkerLostError, Workers
+from swd_lens.factorization.workers.order import Backend, Workers
 from swd_lens.factorization.workers.pool import Pool
 
 __all__ = ["RayMissingError", "SolveTask", "Solved", "WorkerLostError", "Workers", "open_workers", "solve_task"]
-
-
-class RayMissingError(ImportError, ValueError):
-    """workers="ray" was asked for where Ray is not installed."""
 
 
 @contextmanager
@@ -47,11 +44,11 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
             installed; RAY_ADDRESS answers not; no node has as many CPUs as `threads`.
     """
     if workers != "ray" and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise ValueError(f"workers={workers!r}: give 1 (this process), a number of processes, or 'ray'")
+        raise error("no-workers", workers=workers)
     if threads is not None and threads < 1:
-        raise ValueError(f"threads={threads}: a solve takes at least 1 CPU thread; None leaves the choice to swd_lens")
+        raise error("no-threads", threads=threads)
     if retries < 0:
-        raise ValueError(f"retries={retries}: give how often a task whose worker died is tried again, 0 for never")
+        raise error("negative-retries", retries=retries)
     if workers == 1:
         yield Workers(None, threads)
         return
@@ -69,8 +66,8 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
 def _ray(threads: int, retries: int) -> Backend:
     try:
         import ray  # noqa: F401
-    except ImportError as error:
-        raise RayMissingError("workers='ray' needs Ray, which is not installed: pip install 'swd-lens[ray]'") from error
+    except ImportError as cause:
+        raise error("ray-missing") from cause
     from swd_lens.factorization.workers.cluster import Cluster
 
     return Cluster(threads, retries)

@@ -22,6 +22,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from swd_lens.base.errors import error, warning
 from swd_lens.factorization.solve import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
@@ -44,7 +45,7 @@ class Cluster:
         widest = max((_offered(node, "CPU") for node in _nodes()), default=0)
         if threads > widest:
             self.close()
-            raise ValueError(f"threads={threads}: no node of the Ray cluster has more than {widest:g} CPUs; give fewer")
+            raise error("more-threads-than-the-cluster", threads=threads, widest=widest)
 
     @property
     def n_workers(self) -> int:
@@ -101,9 +102,13 @@ class Cluster:
         if stored.attempts > self._retries:
             return lost(stored.task, stored.attempts, how)
         warnings.warn(
-            f"the Ray worker that solved {stored.task.site} died ({how}); "
-            f"trying again ({stored.attempts} of {self._retries} retries)",
-            RuntimeWarning,
+            warning(
+                "ray-worker-replaced",
+                site=stored.task.site,
+                reason=how,
+                attempts=stored.attempts,
+                retries=self._retries,
+            ),
             stacklevel=4,
         )
         self._start(stored)
@@ -143,10 +148,8 @@ def _check_that_somebody_answers(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ValueError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start it, or unset it"
-        ) from error
+    except OSError as cause:
+        raise error("no-ray-cluster", address=address, reason=cause) from cause
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -162,9 +165,6 @@ def _requested_memory(task: SolveTask) -> int:
     most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
     if task.bytes > most:
         warnings.warn(
-            f"{task.site} is estimated to need {task.bytes / 1e9:.3g} GB; the largest node of the Ray cluster offers "
-            f"{most / 1e9:.3g} GB and gets it alone",
-            RuntimeWarning,
-            stacklevel=5,
+            warning("larger-than-a-ray-node", site=task.site, needed=task.bytes / 1e9, offered=most / 1e9), stacklevel=5
         )
     return min(task.bytes, most)

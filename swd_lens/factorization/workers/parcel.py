@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.factorization.solve import Solved, SolveTask, solve_task
 from swd_lens.units.factors import Factors
 
@@ -131,7 +132,7 @@ def _exactly(pipe: IO[bytes], n: int) -> memoryview:
     while at < n:
         got = pipe.readinto(into[at:])  # type: ignore[attr-defined]
         if not got:
-            raise EOFError(f"the other process is gone, {n - at} bytes before the end")
+            raise error("other-process-gone", missing=n - at)
         at += got
     return into
 

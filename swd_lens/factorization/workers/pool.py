@@ -28,6 +28,7 @@ from typing import IO
 
 import torch
 
+from swd_lens.base.errors import warning
 from swd_lens.base.machine import available_bytes
 from swd_lens.factorization.solve import SolveTask
 from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
@@ -108,9 +109,13 @@ class Pool:
         if assignment.attempts > self._retries:
             return lost(assignment.task, assignment.attempts, how)
         warnings.warn(
-            f"the worker process that solved {assignment.task.site} {how}; "
-            f"trying again ({assignment.attempts} of {self._retries} retries)",
-            RuntimeWarning,
+            warning(
+                "worker-replaced",
+                site=assignment.task.site,
+                event=how,
+                attempts=assignment.attempts,
+                retries=self._retries,
+            ),
             stacklevel=4,
         )
         self._waiting.appendleft(assignment)

@@ -20,15 +20,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 
-from swd_lens.hosts import (
-    Affine,
-    Host,
-    Register,
-    UnsupportedHostError,
-    is_centered,
-    require_matrix,
-    require_unattached,
-)
+from swd_lens.base.errors import error, warning
+from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.bridge.leaves import (
     Packed,
     leaves_of_block,
@@ -56,10 +49,7 @@ class BridgeHost(BridgeRuns, Host):
     def __init__(self, model: Any):
         self.model = model
         if not isinstance(model._modules.get("blocks"), nn.ModuleList):
-            raise UnsupportedHostError(
-                f"this {type(model).__name__} ({type(model.adapter).__name__}) has no list of blocks called `blocks`; "
-                "swd_lens reads sites off decoder-only and BERT-style models"
-            )
+            raise error("bridge-without-blocks", bridge=type(model).__name__, adapter=type(model.adapter).__name__)
         blocks = self.blocks()
         if _ACCEPTED.get(model) != blocks:
             self._require_matrices(blocks)
@@ -69,14 +59,19 @@ class BridgeHost(BridgeRuns, Host):
         """No matrix is left out silently: say which are not sites; raise if none is one."""
         others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
         if not any(block.shapes for block in blocks):
-            raise UnsupportedHostError(
-                f"found no matrix to factorize in this bridge ({type(self.model.adapter).__name__}); its blocks have "
-                f"{', '.join(others[:4]) or 'no matrices'}, and swd_lens needs plain nn.Linear or Conv1D projections"
+            raise error(
+                "bridge-without-sites",
+                adapter=type(self.model.adapter).__name__,
+                parts=", ".join(others[:4]) or "no matrices",
             )
         if others:
             warnings.warn(
-                f"{len(others)} parts of this bridge hold matrices that are no sites: {', '.join(others[:4])}"
-                f"{' ...' if len(others) > 4 else ''}; 'all' leaves them out",
+                warning(
+                    "bridge-other-matrices",
+                    n_parts=len(others),
+                    parts=", ".join(others[:4]),
+                    more=" ..." if len(others) > 4 else "",
+                ),
                 stacklevel=4,
             )
 
@@ -164,10 +159,7 @@ class BridgeHost(BridgeRuns, Host):
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
         unembed, norm = self.model._modules.get("unembed"), self.model._modules.get("ln_final")
         if unembed is None or not facts_of(self.model).reads_out:
-            raise UnsupportedHostError(
-                f"{type(self.model.adapter).__name__}: this model does not read next-token logits off its last block, so a write "
-                "vector has no direct effect on them; take a decoder-only model"
-            )
+            raise error("no-next-token-logits", adapter=type(self.model.adapter).__name__)
         scale = scale_of(norm) if isinstance(norm, NormalizationBridge) else None
         return scale, unembed.W_U.detach().float()
 
@@ -211,10 +203,7 @@ class BridgeHost(BridgeRuns, Host):
             flags = ("use_split_qkv_input", "use_attn_in")
         for flag in flags:
             if getattr(self.model.cfg, flag, False):
-                raise UnsupportedHostError(
-                    f"cfg.{flag} is on: {site.name} would be computed head by head instead of as one vector per position. "
-                    f"Call model.set_{flag}(False) first."
-                )
+                raise error("head-setting-on-bridge", flag=flag, site=site.name)
 
 
 # ---------------------------------------------------------------------------------------------- helpers
@@ -233,10 +222,7 @@ class _StackedWeights(Shadow):
         for block in self.model.blocks:
             leaf = leaves_of_block(block)[0].get(kind) if parameter.startswith("W_") else None
             if leaf is not None and mounted_site(leaf) is not None:
-                raise RuntimeError(
-                    f"model.{parameter} was read while {mounted_site(leaf)} is attached: its dense weight is not in use, and "
-                    "the stack would lack that layer. Detach first"
-                )
+                raise error("stacked-weights-read", parameter=parameter, site=mounted_site(leaf))
         return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
 
 

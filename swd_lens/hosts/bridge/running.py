@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from swd_lens.base.errors import error
 from swd_lens.hosts import Start, require_before, require_kept
 from swd_lens.hosts.bridge.cache import is_known, repeated, to_run_on
 from swd_lens.hosts.families import facts_of
@@ -46,9 +47,7 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
         RuntimeError: it is called from within such a run: what stands in there would stand in here, too.
     """
     if any(type(module) in _PLAIN for module in (*model.blocks, _unembedding(model))):
-        raise RuntimeError(
-            "a hook ran this host in the middle of one of its runs; run it before or after, or run a copy"
-        )
+        raise error("run-within-a-run")
     plain = [(module, type(module)) for module, _ in stand_ins]
     # Twice, because an interruption may hit the inner one. (Not a context manager: it could hit contextlib's lines.)
     try:
@@ -217,7 +216,7 @@ class BridgeRuns:
             with_stand_ins(self.model, stopping(self.model, layer, start), run)
         except Reached as reached:
             return reached.args[0]
-        raise RuntimeError(f"this {type(self.model.adapter).__name__} did not run block {layer}; please report it")
+        raise error("block-did-not-run", adapter=type(self.model.adapter).__name__, layer=layer)
 
     def last_logits(
         self,

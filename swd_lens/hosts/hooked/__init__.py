@@ -21,7 +21,8 @@ from transformer_lens.components import GatedMLP
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from swd_lens.hosts import Affine, Host, Register, UnsupportedHostError, is_centered, require_matrix, require_unattached
+from swd_lens.base.errors import error
+from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
 from swd_lens.hosts.hooked.running import HookedRuns
@@ -243,22 +244,14 @@ def _refuse_unsupported(model: Any) -> None:
     """Name what stands in the way, before anything is touched."""
     cfg = model.cfg
     if getattr(cfg, "load_in_4bit", False):
-        raise UnsupportedHostError(
-            "cfg.load_in_4bit is on: quantized weights are not supported. Load the model without it."
-        )
+        raise error("quantized-weights")
     if getattr(cfg, "positional_embedding_type", "") == "shortformer":
-        raise UnsupportedHostError(
-            "cfg.positional_embedding_type is 'shortformer': it feeds Q and K another input than V, so attn_qkv has no single "
-            "input. Take a model with other positions"
-        )
+        raise error("shortformer-positions")
     for where in ("attn",) if cfg.attn_only else ("attn", "mlp"):
         component = type(getattr(model.blocks[0], where))
         if component not in PLAIN_TO_FACTORED and component not in FACTORED_TO_PLAIN:
             known = ", ".join(plain.__name__ for plain in PLAIN_TO_FACTORED)
-            raise UnsupportedHostError(
-                f"blocks.0.{where} is a {component.__name__}; swd_lens injects into {known}. A TransformerBridge leaves such "
-                'parts out: load_host(name, kind="bridge")'
-            )
+            raise error("unknown-module", part=where, kind=component.__name__, known=known)
 
 
 def _refuse_settings(cfg: Any, site: Site) -> None:
@@ -270,4 +263,4 @@ def _refuse_settings(cfg: Any, site: Site) -> None:
         flags["use_split_qkv_input"] = flags["use_attn_in"] = "would read another input from head to head"
     for flag, why in flags.items():
         if getattr(cfg, flag, False):
-            raise UnsupportedHostError(f"cfg.{flag} is on: {site.name} {why}. Switch it off: model.set_{flag}(False).")
+            raise error("head-setting-on", flag=flag, site=site.name, reason=why)

@@ -21,6 +21,8 @@ from transformer_lens.components import MLP, Attention, GatedMLP, GroupedQueryAt
 from transformer_lens.utilities.addmm import batch_addmm
 from transformer_lens.utilities.attention import simple_attn_linear
 
+from swd_lens.base.errors import error
+
 
 def _project(module: Any, kind: str, h: Tensor, bias: Tensor | None, dense: Callable[[Tensor], Tensor]) -> Tensor:
     """The projection mounted at a kind, else the dense product."""
@@ -90,18 +92,13 @@ def _with_units(plain: Any, name: str) -> type:
             if "attn_o" not in self.unit_projections:
                 return super().forward(*args, **kwargs)
             if self.cfg.use_attn_result:
-                raise RuntimeError(
-                    "cfg.use_attn_result was switched on while attn_o is attached; detach first, or switch it off: "
-                    "model.set_use_attn_result(False)"
-                )
+                raise error("attn-result-switched-on")
             try:
                 super().forward(*args, **kwargs)
             except _LeaveAtZ as left:
                 h = left.args[0].flatten(-2)
                 return _project(self, "attn_o", h, self.b_O, lambda h: F.linear(h, self.W_O.flatten(0, 1).T, self.b_O))
-            raise RuntimeError(
-                "attention finished without asking for z: this transformer_lens differs from 3.9; please report it"
-            )
+            raise error("attention-without-z")
 
         def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
             z = super().calculate_z_scores(v, pattern)
@@ -128,10 +125,7 @@ def _qkv(attn: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (batch, pos, head, d_head), hooked and normalized as upstream does."""
     if inputs[0].ndim != 3:
         flag = "use_attn_in" if attn.cfg.use_attn_in else "use_split_qkv_input"
-        raise RuntimeError(
-            f"cfg.{flag} was switched on while units read the attention's input; detach first, or switch it off: "
-            f"model.set_{flag}(False)"
-        )
+        raise error("split-inputs-switched-on", flag=flag)
     q, k, v = _packed(attn, inputs[0]) if "attn_qkv" in attn.unit_projections else _apart(attn, inputs)
     if isinstance(attn, GroupedQueryAttention) and attn.cfg.ungroup_grouped_query_attention:
         k, v = (x.repeat_interleave(attn.repeat_kv_heads, dim=2) for x in (k, v))

@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from swd_lens.base.errors import error
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi
 from swd_lens.tasks.generators.words import SPLITS
@@ -38,10 +39,12 @@ def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "s
             than the split has.
     """
     if n < 1:
-        raise ValueError(f"n is {n}; ask for at least 1 prompt")
+        raise error("no-prompts-asked", n=n)
     examples = list(itertools.islice(stream(family, split, seed, templates), n))
     if len(examples) < n:
-        raise ValueError(f"{family}/{split}/{templates} has about {len(examples)} different prompts; n is {n}")
+        raise error(
+            "too-few-different-prompts", family=family, split=split, templates=templates, n_different=len(examples), n=n
+        )
     return examples
 
 
@@ -92,4 +95,4 @@ def training_document(family: str, rng: random.Random, split: str = "train") -> 
 
 def _check(what: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
-        raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(valid)}")
+        raise error("unknown-prompt-choice", name=what, value=value, choices=", ".join(valid))

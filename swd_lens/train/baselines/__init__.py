@@ -4,11 +4,12 @@
 2. What the paper trains: transcoders, VPD by local reconstruction or by KL (methods.py), sparse pretraining (sparse_training.py).
 """
 
+from swd_lens.base.errors import TrainError
 from swd_lens.train.baselines.activity import Activity
 from swd_lens.train.baselines.exact import channels_of, random_b, random_b_seeds, svd
 from swd_lens.train.baselines.methods import transcoder, vpd_kl, vpd_recon
 from swd_lens.train.baselines.sparse_training import SparsePretrained, SparseSpec, sparse_pretrain
-from swd_lens.train.baselines.spec import TrainError, TranscoderSpec, VpdSpec
+from swd_lens.train.baselines.spec import TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.units import LearnedUnits
 from swd_lens.units.exact import random_b_factors, svd_factors
 

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.factorization.factorize import stamp
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Pattern, Site
@@ -66,7 +67,7 @@ def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10))
     """
     different = list(seeds)
     if not different or len(set(different)) < len(different):
-        raise ValueError(f"Random-B takes one or more different seeds, got {different}")
+        raise error("random-seeds-not-different", seeds=different)
     find_sites(model, sites)
     return [partial(random_b, model, sites, seed) for seed in different]
 
@@ -118,9 +119,7 @@ def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]
     """
     host, matrices = host_of(model), find_sites(model, sites)
     if other := [site.name for site in matrices if site.kind != "mlp_out"]:
-        raise ValueError(
-            f"channels are units of mlp_out, not of {', '.join(other)}; sites='mlp_out' names every layer's"
-        )
+        raise error("channels-of-another-matrix", sites=", ".join(other))
     return {site.name: _channels(host, site) for site in matrices}
 
 

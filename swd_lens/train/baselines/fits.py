@@ -18,12 +18,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.divergence import kl, log_probabilities
+from swd_lens.base.errors import error
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.train.baselines.coders import Coder
 from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
-from swd_lens.train.baselines.spec import TrainError
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast, frozen
@@ -66,9 +66,7 @@ class CoderFit(Fit):
         if math.isfinite(loss):
             return
         kept = "" if folder is None else f" {folder.path} keeps {folder.kept('step')}."
-        raise TrainError(
-            f"step {step} of {self.spec.steps}: the loss is {loss}, at learning rate {rate:.3g}.{kept} Lower learning_rate"
-        )
+        raise error("learned-not-finite", step=step, steps=self.spec.steps, loss=loss, rate=rate, hint=kept)
 
     def keep(self, tokens: int) -> None:
         self._before_step()  # what is kept is as the next step would find it

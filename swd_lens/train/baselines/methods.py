@@ -17,20 +17,12 @@ import pandas as pd
 import torch
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
-from swd_lens.train.baselines.spec import (
-    DEFAULT,
-    TRANSCODERS,
-    VPD_KLS,
-    VPD_RECONS,
-    TrainError,
-    TrainSpec,
-    VpdSpec,
-    recipe,
-)
+from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine, gradients_on
 from swd_lens.train.folder import TrainingFolder
@@ -173,17 +165,14 @@ def _single_site(model: Any, pattern: Pattern) -> Site:
     sites = find_sites(model, pattern)
     if len(sites) != 1:
         some = ", ".join(site.name for site in sites[:4]) + (", ..." if len(sites) > 4 else "")
-        raise TrainError(
-            f"{pattern!r} names {len(sites)} sites ({some}); a baseline is trained on one: a matrix, or a whole MLP such as "
-            "'blocks.0.mlp'"
-        )
+        raise error("learned-several-sites", pattern=pattern, n_sites=len(sites), sites=some)
     return sites[0]
 
 
 def _require_fidelity(spec: VpdSpec, fidelity: str, function: str) -> None:
     if spec.fidelity != fidelity:
         other = {"kl": "vpd_kl", "recon": "vpd_recon"}[spec.fidelity]
-        raise TrainError(f"{function} trains fidelity={fidelity!r}; for fidelity={spec.fidelity!r} call {other}")
+        raise error("learned-other-fidelity", function=function, wanted=fidelity, fidelity=spec.fidelity, other=other)
 
 
 # ---------------------------------------------------------------------------------------------- the way of all three
@@ -201,7 +190,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         how: see `transcoder`, which also says what is raised.
     """
     if not isinstance(how.checkpoint_every, int) or isinstance(how.checkpoint_every, bool) or how.checkpoint_every < 1:
-        raise TrainError(f"checkpoint_every={how.checkpoint_every!r}: give a whole number, 1 or more")
+        raise error("learned-checkpoints-between", checkpoint_every=how.checkpoint_every)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
     rows_per_step = _rows_per_step(spec, rows)
@@ -210,9 +199,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     parts = matrices_of(host, site) if spec.per_matrix else [site]
     require_free(host, parts)
     if spec.inside(site.kind) and any(p.is_inference() for p in model.parameters()):
-        raise TrainError(
-            "this host was made under torch.inference_mode(), and no gradient passes its weights; load it outside of it"
-        )
+        raise error("learned-host-of-inference-mode")
     device = next(model.parameters()).device
     provenance = {
         "method": method,
@@ -275,14 +262,19 @@ def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:
     """
     n_rows, left = divmod(spec.tokens_per_step, rows.row_length)
     if left:
-        raise TrainError(
-            f"tokens_per_step={spec.tokens_per_step} is no multiple of the rows' {rows.row_length} tokens; "
-            f"take {max(1, n_rows) * rows.row_length}"
+        raise error(
+            "learned-rows-do-not-divide",
+            tokens_per_step=spec.tokens_per_step,
+            row_length=rows.row_length,
+            nearest=max(1, n_rows) * rows.row_length,
         )
     if rows.n_rows < n_rows:
-        raise TrainError(
-            f"tokens has {rows.n_rows} rows of {rows.row_length} tokens, a step of tokens_per_step={spec.tokens_per_step} takes "
-            f"{n_rows}; give more text, or a smaller tokens_per_step"
+        raise error(
+            "learned-text-too-short",
+            n_rows=rows.n_rows,
+            row_length=rows.row_length,
+            tokens_per_step=spec.tokens_per_step,
+            wanted=n_rows,
         )
     return n_rows
 
@@ -299,5 +291,5 @@ def kept_steps(spec: TrainSpec, keep: Iterable[int] | int | None) -> frozenset[i
     for tokens in counts:
         whole = isinstance(tokens, int) and not isinstance(tokens, bool)
         if not whole or not 0 < tokens <= spec.steps * spec.tokens_per_step:
-            raise TrainError(f"keep={counts!r}: give token counts from 1 to n_tokens={spec.n_tokens}, not {tokens!r}")
+            raise error("learned-keep", counts=counts, n_tokens=spec.n_tokens, tokens=tokens)
     return frozenset({-(-tokens // spec.tokens_per_step) for tokens in counts} | {spec.steps})

@@ -27,6 +27,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import TrainError, error
 from swd_lens.base.machine import plain_float32
 from swd_lens.base.settings import Settings, setting
 from swd_lens.hosts.load import load_host
@@ -40,7 +41,7 @@ from swd_lens.train.baselines.sparse_network import (
     require_rows,
     save,
 )
-from swd_lens.train.baselines.spec import DEFAULT, TrainError, recipe
+from swd_lens.train.baselines.spec import DEFAULT, recipe
 from swd_lens.train.engine import Engine, Fit, autocast, gradients_on, normalized, root_mean_square
 from swd_lens.train.folder import RUN, TrainingFolder
 from swd_lens.train.rows import Rows, rows_of
@@ -79,11 +80,9 @@ class SparseSpec(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stop_after is not None and self.stop_after > self.updates:
-            raise TrainError(f"stop_after={self.stop_after}: the schedule has {self.updates} updates")
+            raise error("sparse-stops-after-the-end", stop_after=self.stop_after, updates=self.updates)
         if self.warmup > self.falling_until:
-            raise TrainError(
-                f"warmup={self.warmup} ends after falling_until={self.falling_until}; density falls between"
-            )
+            raise error("sparse-warm-up-too-long", warmup=self.warmup, falling_until=self.falling_until)
 
     @property
     def last(self) -> int:
@@ -195,10 +194,10 @@ def sparse_pretrain(
         ("eval_every", 1 if eval_every is None else eval_every),
     ):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrainError(f"{name}={every!r}: give a whole number, 1 or more")
+            raise error("learned-steps-between", name=name, value=every)
     tokenizer = getattr(config, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
-        raise TrainError("tokenizer= is needed: a checkpoint folder without one cannot be loaded as a host")
+        raise error("sparse-without-tokenizer")
     shape = config_of(config)
     limits = SimpleNamespace(cfg=SimpleNamespace(d_vocab=shape.vocab_size, n_ctx=shape.n_positions))
     rows = rows_of(tokens, limits)
@@ -231,18 +230,18 @@ def sparse_pretrain(
 def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
     n_rows, left = divmod(spec.tokens_per_update, rows.row_length)
     if left or n_rows > rows.n_rows or rows.row_length < 2:
-        raise TrainError(
-            f"tokens_per_update={spec.tokens_per_update} cannot be made of these {rows.n_rows} rows of {rows.row_length} tokens; "
-            "give a multiple of the row length (2 or more), and at least as many rows as one update takes"
+        raise error(
+            "sparse-rows-do-not-make-an-update",
+            tokens_per_update=spec.tokens_per_update,
+            n_rows=rows.n_rows,
+            row_length=rows.row_length,
         )
     return n_rows
 
 
 def _finished(folder: TrainingFolder) -> SparsePretrained:
     if not (folder.path / MODEL / "config.json").is_file():
-        raise TrainError(
-            f"{folder.path / MODEL} is missing; copy the folder again, or give overwrite=True to train again"
-        )
+        raise error("sparse-model-missing", path=folder.path / MODEL)
     run = json.loads((folder.path / RUN).read_text(encoding="utf-8"))
     provenance = {"method": "sparse_pretrain", "settings": run["recipe"], **run["result"]}
     return SparsePretrained(folder.path / MODEL, pd.DataFrame(folder.lines()), provenance)
@@ -279,9 +278,8 @@ class SparseFit(Fit):
 
     def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
         if folder is not None and not math.isfinite(loss):
-            raise TrainError(
-                f"update {step}: the loss is {loss}, at learning rate {rate:.3g}. {folder.path} keeps {folder.kept('update')}. "
-                "Lower learning_rate, or train without autocast"
+            raise error(
+                "sparse-not-finite", update=step, loss=loss, rate=rate, path=folder.path, kept=folder.kept("update")
             )
 
     def adjust_gradients(self, step: int) -> dict[str, float]:

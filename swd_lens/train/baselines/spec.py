@@ -13,15 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from swd_lens.base.errors import TrainError, error
 from swd_lens.base.settings import AnySettings, Settings, preset, setting
 
 DEFAULT = "small"
 SCHEDULES = ("constant", "linear", "cosine")
 _MULTIPLE = re.compile(r"^(\d+(?:\.\d+)?)x$")
-
-
-class TrainError(ValueError):
-    """A baseline cannot be trained like this, or its training failed; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,7 @@ class TrainSpec(Settings):
         if isinstance(self.width, str) and (multiple := _MULTIPLE.match(self.width)) and float(multiple[1]) > 0:
             return max(1, round(float(multiple[1]) * max(d_in, d_out)))
         if not isinstance(self.width, int) or isinstance(self.width, bool) or self.width < 1:
-            raise TrainError(
-                f'width={self.width!r}: give a number of units, or "4x" for four times the larger side of the matrix'
-            )
+            raise error("learned-width", width=self.width)
         return self.width
 
     def warmup(self) -> int:
@@ -184,10 +179,7 @@ class VpdSpec(TrainSpec):
         if self.fidelity == "recon":
             for name, without in (("routing", "all"), ("masks", "continuous"), ("adversarial", 0)):
                 if getattr(self, name) != without:
-                    raise TrainError(
-                        f"{name}={getattr(self, name)!r} is for fidelity='kl': by reconstruction the masks are the importances "
-                        f"themselves; leave {name} out, or call vpd_kl"
-                    )
+                    raise error("learned-masks-of-the-kl", name=name, value=getattr(self, name))
 
     def inside(self, kind: str) -> bool:
         return self.fidelity == "kl" or kind == "mlp"

@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from swd_lens.base.display import card
+from swd_lens.base.errors import error
 from swd_lens.base.files import atomic, write_json, write_text
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
-from swd_lens.train.baselines.spec import TrainError, TrainSpec, TranscoderSpec, VpdSpec
+from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd
 from swd_lens.train.folder import LOG, RUN, without_remains
 from swd_lens.units.coder import CoderUnits
@@ -69,7 +70,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         """
         path = self._path(tokens)
         if not path.is_file():
-            raise TrainError(f"{path} is missing; copy the folder again, or train again")
+            raise error("learned-missing-weights", path=path)
         self._points[tokens] = path
 
     def _path(self, tokens: int) -> Path:
@@ -83,8 +84,8 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         try:
             with safe_open(point, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-        except (OSError, SafetensorError) as error:
-            raise TrainError(f"{point} cannot be read ({error}); copy the folder again, or train again") from error
+        except (OSError, SafetensorError) as cause:
+            raise error("learned-unreadable-weights", path=point, reason=cause) from cause
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._points))
@@ -137,7 +138,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
 
     def __getitem__(self, site: str) -> CoderUnits:
         if site not in self._units:
-            raise KeyError(f"no units for site {site!r}; these are of {', '.join(self._units)}")
+            raise error("learned-no-units-for-site", site=site, units=", ".join(self._units))
         return self._units[site]
 
     def __iter__(self) -> Iterator[str]:
@@ -167,7 +168,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         kept = [n for n in self.checkpoints if n == tokens]  # 1e6 is 1,000,000
         if not kept:
             counts = ", ".join(f"{n:,}" for n in self.checkpoints)
-            raise TrainError(f"no weights were kept at {tokens:,} tokens; there are {counts}")
+            raise error("learned-not-kept-there", tokens=tokens, kept=counts)
         return LearnedUnits(self.checkpoints, self.provenance, self.log, tokens=kept[0], device=self.device)
 
     def to(self, device: "str | torch.device") -> "LearnedUnits":
@@ -219,9 +220,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         folder, source = Path(folder), self.checkpoints.folder
         if source is None or folder.resolve() != source.resolve():
             if (folder / RUN).exists():
-                raise TrainError(
-                    f"{folder} holds a run ({RUN}); units saved there would pass for its result. Give another folder"
-                )
+                raise error("learned-saved-into-a-run", folder=folder, run=RUN)
             if (folder / INDEX).exists():
                 forget(folder)
         copied = Trajectory(folder, self.provenance)
@@ -244,15 +243,11 @@ class LearnedUnits(Mapping[str, CoderUnits]):
             version, provenance = int(index["format"]), dict(index["provenance"])
             counts = [int(tokens) for tokens in index["tokens"]]
         except (FileNotFoundError, NotADirectoryError):
-            raise TrainError(
-                f"{folder} holds no {INDEX}: no learned units, or their training is not finished"
-            ) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise TrainError(
-                f"{folder / INDEX} is damaged ({error!r}); copy the folder again, or train again"
-            ) from error
+            raise error("learned-no-units-there", folder=folder, index=INDEX) from None
+        except (ValueError, KeyError, TypeError) as cause:
+            raise error("learned-damaged-index", path=folder / INDEX, reason=cause) from cause
         if version > _FORMAT:
-            raise TrainError(f"{folder / INDEX} has format {version}, newer than this swd_lens; update it")
+            raise error("learned-newer-format", path=folder / INDEX, version=version)
         checkpoints = Trajectory(folder, provenance)
         for tokens in counts:
             checkpoints.take_over(tokens)
@@ -281,10 +276,8 @@ def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.Module
     try:
         settings, coder = METHODS[provenance["method"]]
         spec = settings(**provenance["settings"])
-    except (KeyError, TypeError) as error:
-        raise TrainError(
-            f"these units have settings that this swd_lens does not know ({error}); update swd_lens"
-        ) from error
+    except (KeyError, TypeError) as cause:
+        raise error("learned-settings-of-the-future", reason=cause) from cause
     with torch.device("meta" if meta else "cpu"):
         return nn.ModuleDict(
             {site["kind"]: coder(site["d_in"], site["d_out"], spec) for site in provenance["sites"].values()}

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from swd_lens.base.errors import error
 from swd_lens.hosts.embedded import load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
 from swd_lens.tasks.text import pack_text
@@ -89,14 +90,14 @@ def _text(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     """Training and held-out rows that share no token."""
     if args.text is None:
         if args.model != "default":
-            raise ValueError("--text FILE is needed for a host of your own")
+            raise error("cli-finetune-text-needed")
         # Rows of another seed than calibration's, so that training text is text that the solver has not seen.
         heldout = text_tokens(args.heldout_tokens, split="validation")
         return text_tokens(args.tokens, split="train", seed=1), heldout
     rows = pack_text(model, args.text.read_text(encoding="utf-8"))
     n = min(-(-args.heldout_tokens // rows.shape[1]), len(rows) // 2)
     if n == 0:
-        raise ValueError(f"{args.text} gives {len(rows)} row(s) of {rows.shape[1]} tokens; two or more are needed")
+        raise error("cli-finetune-text-too-short", file=args.text, n_rows=len(rows), n_tokens=rows.shape[1])
     return rows[:-n][: -(-args.tokens // rows.shape[1])], rows[-n:]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.recording import record
@@ -22,7 +23,7 @@ from swd_lens.tasks.streams import TokenStream
 from swd_lens.train.engine import Engine, gradients_on
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
 from swd_lens.train.finetune.mount import mounted, trainable
-from swd_lens.train.finetune.spec import FinetuneError, resolve
+from swd_lens.train.finetune.spec import resolve
 from swd_lens.train.folder import RUN, TrainingFolder
 from swd_lens.train.rows import Processes, Rows, rows_of
 from swd_lens.units import probe_tokens
@@ -87,9 +88,9 @@ def finetune(
         ("checkpoint_every", checkpoint_every),
     ):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise FinetuneError(f"{name}={every!r}: give a whole number of steps, 1 or more")
+            raise error("finetune-steps-between", name=name, value=every)
     if spec.keep == "best" and heldout is None:
-        raise FinetuneError('keep="best" needs heldout= tokens to tell which values are best')
+        raise error("finetune-best-of-nothing")
     rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
     heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
     require_no_dropout(model)
@@ -140,13 +141,10 @@ def finetune(
 
 def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
     if rows.row_length < 2:
-        raise FinetuneError(
-            f"{what} has rows of one token: each position predicts the next, so rows of two or more are needed"
-        )
+        raise error("finetune-on-single-tokens", name=what)
     if rows.n_rows < batch_size:
-        raise FinetuneError(
-            f"{what} has {rows.n_rows} rows of {rows.row_length} tokens, too few for one batch of batch_size={batch_size}; "
-            "give more text, shorter rows or a smaller batch_size"
+        raise error(
+            "finetune-text-too-short", name=what, n_rows=rows.n_rows, row_length=rows.row_length, batch_size=batch_size
         )
     return rows
 
@@ -154,13 +152,10 @@ def _checked_rows(rows: Rows, batch_size: int, what: str) -> Rows:
 def require_shares(processes: Processes, model_device: torch.device, batch_size: int) -> None:
     """Raises FinetuneError where a process has no row of a batch, or its host on another process's device."""
     if processes.n > batch_size:
-        raise FinetuneError(
-            f"batch_size={batch_size} has no row for each of {processes.n} processes; give {processes.n} or more, or launch fewer"
-        )
+        raise error("finetune-more-processes-than-rows", batch_size=batch_size, n_processes=processes.n)
     if processes.n > 1 and model_device.type == "cuda" and processes.device != model_device:
-        raise FinetuneError(
-            f"process {processes.index} has its host on {model_device}, but {processes.device} is its device: "
-            "load the host with device=accelerate.PartialState().device"
+        raise error(
+            "finetune-host-on-another-device", index=processes.index, model_device=model_device, device=processes.device
         )
 
 

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from swd_lens.base.errors import FinetuneError
 from swd_lens.base.settings import Settings, preset, setting
-
-
-class FinetuneError(ValueError):
-    """Fine-tuning cannot start or go on as asked; the host is what it was."""
 
 
 @dataclass(frozen=True)

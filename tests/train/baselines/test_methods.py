@@ -9,7 +9,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.train.baselines import LearnedUnits, TrainError
+from swd_lens.base.errors import TrainError
+from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
 from tests import families

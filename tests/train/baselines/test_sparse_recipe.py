@@ -12,9 +12,10 @@ from transformers import GPT2LMHeadModel
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.errors import TrainError
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
-from swd_lens.train.baselines import SparseSpec, TrainError
+from swd_lens.train.baselines import SparseSpec
 from swd_lens.train.baselines.sparse_network import budget, config_of, new_network
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
 from swd_lens.train.engine import Engine

@@ -9,10 +9,11 @@ from transformers import GPT2LMHeadModel
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.errors import TrainError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
-from swd_lens.train.baselines import SparseSpec, TrainError
+from swd_lens.train.baselines import SparseSpec
 from swd_lens.train.baselines.sparse_network import budget, config_of, matrices, new_network, nonzeros
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
 from swd_lens.train.engine import Engine, normalized, root_mean_square

@@ -2,15 +2,8 @@
 
 import pytest
 
-from swd_lens.train.baselines.spec import (
-    TRANSCODERS,
-    VPD_KLS,
-    VPD_RECONS,
-    TrainError,
-    TranscoderSpec,
-    VpdSpec,
-    recipe,
-)
+from swd_lens.base.errors import TrainError
+from swd_lens.train.baselines.spec import TRANSCODERS, VPD_KLS, VPD_RECONS, TranscoderSpec, VpdSpec, recipe
 
 
 def test_schedules():

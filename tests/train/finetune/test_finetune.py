@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import FinetuneError
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.train import engine
-from swd_lens.train.finetune import FinetuneError, finetune
+from swd_lens.train.finetune import finetune
 from swd_lens.train.finetune import fit as fit_module
 from swd_lens.train.finetune.fit import FinetuneFit
 from swd_lens.train.finetune.mount import SMALLEST

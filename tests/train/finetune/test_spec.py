@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from swd_lens.train.finetune import PRESETS, FinetuneError, FinetuneSpec
+from swd_lens.base.errors import FinetuneError
+from swd_lens.train.finetune import PRESETS, FinetuneSpec
 from swd_lens.train.finetune.spec import resolve
 
 

@@ -1,4 +1,4 @@
-"""Triggers of the section "Learned baselines" of swd_lens/ERRORS.md; tests/test_errors.py runs them.
+"""Triggers of the section "Learned baselines" of swd_lens/ERRORS.md.
 
 The host is a small bridge, which every transformer_lens has.
 """
@@ -15,15 +15,10 @@ from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from tests import families
+from tests.errors.triggers import TRIGGERS, trigger
 from tests.units.test_sources import Coder
 
 SITE, MLP = "blocks.0.mlp_out", "blocks.0.mlp"
-TRIGGERS = {}
-
-
-def trigger(function):
-    TRIGGERS[function.__name__.replace("_", "-")] = function
-    return function
 
 
 @cache

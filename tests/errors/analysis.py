@@ -1,11 +1,10 @@
-"""Triggers of the section "Looking inside" of swd_lens/ERRORS.md, but for edits and files; tests/test_errors.py runs them.
+"""Triggers of the section "Looking inside" of swd_lens/ERRORS.md, but for edits and files.
 
 1. Hosts are small bridges, which every transformer_lens has; factors are random and stand for no matrix.
 2. Short ones stand in tables (id -> call); a trigger that needs more than one line is a function.
 """
 
 import json
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,22 +21,10 @@ from tests.analysis.audit_models import made_scores, sparse_factors
 from tests.analysis.graph_checks import all_units
 from tests.analysis.graph_checks import random_factors as unit_factors
 from tests.analysis.qk_checks import random_factors
+from tests.errors.triggers import TRIGGERS, on_hooked, trigger
 
 ROW = [9, 11, 8, 12, 10]
 SITE, WRITES = "blocks.0.mlp_in", "blocks.0.mlp_out"
-TRIGGERS: dict[str, Callable[..., Any]] = {}
-NEEDS_HOOKED: set[str] = set()
-
-
-def trigger(function):
-    TRIGGERS[function.__name__.replace("_", "-")] = function
-    return function
-
-
-def on_hooked(function):
-    """A trigger on a HookedTransformer."""
-    NEEDS_HOOKED.add(function.__name__.replace("_", "-"))
-    return trigger(function)
 
 
 @cache

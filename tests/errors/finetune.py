@@ -1,6 +1,6 @@
 """Triggers for the rows of swd_lens/ERRORS.md about repairing whole models: budgets, replace_model, samples, fine-tuning.
 
-tests/test_errors.py collects them; what is shared stands in errors_whole.py.
+What is shared stands in factorization.py.
 """
 
 import json
@@ -14,17 +14,9 @@ from swd_lens import baselines
 from swd_lens.factorization.allocation import LossCurve, spend
 from swd_lens.units.factors import Factors
 from tests import families
-from tests.errors_whole import QUICK, SITE, factorized, model, tokens
+from tests.errors.factorization import QUICK, SITE, factorized, model, tokens
+from tests.errors.triggers import trigger
 from tests.units.test_sources import Coder
-
-TRIGGERS = {}
-NEEDS_HOOKED: set[str] = set()
-
-
-def trigger(function):
-    TRIGGERS[function.__name__.replace("_", "-")] = function
-    return function
-
 
 # ---------------------------------------------------------------------------------------------- budgets
 

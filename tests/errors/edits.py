@@ -1,12 +1,11 @@
-"""Triggers of the section "Looking inside" of swd_lens/ERRORS.md: edits, saved runs, pictures; tests/test_errors.py runs them.
+"""Triggers of the section "Looking inside" of swd_lens/ERRORS.md: edits, saved runs, pictures.
 
-Host and helpers are those of errors_inside.py; an edit asks whose its factors are, so these are of the host. What is edited,
+Host and helpers are those of analysis.py; an edit asks whose its factors are, so these are of the host. What is edited,
 saved or patched comes from a call of its own, so that triggers do not see each other.
 """
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -26,15 +25,8 @@ from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import Picture
 from tests import families
 from tests.analysis.audit_models import made_scores
-from tests.errors_inside import ROW, SITE, WRITES, Pair, audited_factors, model, tokens
-
-TRIGGERS: dict[str, Callable[..., Any]] = {}
-
-
-def trigger(function):
-    TRIGGERS[function.__name__.replace("_", "-")] = function
-    return function
-
+from tests.errors.analysis import ROW, SITE, WRITES, Pair, audited_factors, model, tokens
+from tests.errors.triggers import TRIGGERS, trigger
 
 # ---------------------------------------------------------------------------------------------- edits
 

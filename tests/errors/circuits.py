@@ -1,4 +1,4 @@
-"""Triggers of the section "Circuits" of swd_lens/ERRORS.md; tests/test_errors.py runs them."""
+"""Triggers of the section "Circuits" of swd_lens/ERRORS.md."""
 
 import dataclasses
 import json
@@ -13,17 +13,9 @@ from swd_lens import baselines
 from swd_lens.hosts import Start, host_of
 from swd_lens.tasks.task import Task
 from tests import families
+from tests.errors.triggers import TRIGGERS, on_hooked
 
 SITE, OTHER = "blocks.0.mlp_out", "blocks.1.mlp_out"
-TRIGGERS = {}
-NEEDS_HOOKED: set[str] = set()
-
-
-def trigger(function):
-    name = function.__name__.replace("_", "-")
-    TRIGGERS[name] = function
-    NEEDS_HOOKED.add(name)
-    return function
 
 
 @cache
@@ -44,26 +36,26 @@ def other_factors(model):
     return baselines.random_b(model, SITE, seed=1)
 
 
-@trigger
+@on_hooked
 def ranking_of_other_sites(folder, patch):
     model, factors, task, scores = setting()
     swd.evaluate(model, factors[OTHER], task, scores)
 
 
-@trigger
+@on_hooked
 def ranking_of_other_factors(folder, patch):
     model, _, task, scores = setting()
     swd.evaluate(model, other_factors(model), task, scores)
 
 
-@trigger
+@on_hooked
 def circuit_of_other_factors(folder, patch):
     model, factors, _, scores = setting()
     with swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"]).attach(model, other_factors(model)):
         pass
 
 
-@trigger
+@on_hooked
 def overlap_of_other_factors(folder, patch):
     model, factors, task, scores = setting()
     other = other_factors(model)
@@ -71,7 +63,7 @@ def overlap_of_other_factors(folder, patch):
     ours.overlap(swd.Circuit.of(other, swd.attribute(model, other, task), [f"{SITE}/0"]))
 
 
-@trigger
+@on_hooked
 def unit_not_scored(folder, patch):
     _, factors, _, scores = setting()
     swd.Circuit.of(factors[SITE], scores, [f"{SITE}/999"])
@@ -83,37 +75,37 @@ def reversed_task():
     return model, factors[SITE], dataclasses.replace(task.test, **swapped), scores
 
 
-@trigger
+@on_hooked
 def undefined_sufficiency(folder, patch):
     model, factors, split, scores = reversed_task()
     swd.evaluate(model, factors, split, scores, grid=[0])
 
 
-@trigger
+@on_hooked
 def nothing_to_refine(folder, patch):
     model, factors, split, scores = reversed_task()
     swd.refine(model, factors, split, scores)
 
 
-@trigger
+@on_hooked
 def prefix_never_reaches(folder, patch):
     model, factors, task, scores = setting()
     swd.evaluate(model, factors[SITE], task, scores, grid=[0]).circuit_at(sufficiency=99.0)
 
 
-@trigger
+@on_hooked
 def mib_without_its_prefixes(folder, patch):
     model, factors, task, scores = setting()
     swd.evaluate(model, factors[SITE], task, scores).mib()
 
 
-@trigger
+@on_hooked
 def resample_without_corrupt(folder, patch):
     model, factors, task, scores = setting()
     swd.evaluate(model, factors[SITE], task, scores, ablation="resample")
 
 
-@trigger
+@on_hooked
 def resample_other_length(folder, patch):
     model, factors, task, _ = setting()
     longer = tuple(torch.cat([tokens, tokens[-1:]]) for tokens in task.test.tokens)
@@ -121,33 +113,33 @@ def resample_other_length(folder, patch):
     swd.evaluate(model, factors[SITE], dataclasses.replace(task.test, corrupt=longer), scores, ablation="resample")
 
 
-@trigger
+@on_hooked
 def direct_logit_elsewhere(folder, patch):
     model, _, task, _ = setting()
     swd.attribute(model, baselines.svd(model, "blocks.0.mlp_in"), task, score="direct_logit")
 
 
-@trigger
+@on_hooked
 def direct_logit_behind_a_norm(folder, patch):
     split = dataclasses.replace(setting()[2].train, d_vocab=families.D_VOCAB)
     model = families.bridge("gemma2")
     swd.attribute(model, baselines.svd(model, SITE), split, score="direct_logit")
 
 
-@trigger
+@on_hooked
 def prompts_of_another_host(folder, patch):
     model, factors, task, _ = setting()
     swd.attribute(model, factors[SITE], dataclasses.replace(task.train, d_vocab=999))
 
 
-@trigger
+@on_hooked
 def scores_with_another_beginning(folder, patch):
     model, factors, task, _ = setting()
     scores = swd.attribute(model, factors[SITE], dataclasses.replace(task.train, prepend_bos=True))
     swd.evaluate(model, factors[SITE], dataclasses.replace(task.test, prepend_bos=False), scores)
 
 
-@trigger
+@on_hooked
 def metric_without_gradient(folder, patch):
     model, factors, task, _ = setting()
 
@@ -157,13 +149,13 @@ def metric_without_gradient(folder, patch):
     swd.attribute(model, factors[SITE], dataclasses.replace(task.train, metric=right))
 
 
-@trigger
+@on_hooked
 def not_a_circuit_file(folder, patch):
     save_file({"x": torch.zeros(1)}, folder / "x.safetensors")
     swd.Circuit.load(folder / "x.safetensors")
 
 
-@trigger
+@on_hooked
 def circuit_file_of_the_future(folder, patch):
     _, factors, _, scores = setting()
     path = folder / "circuit.safetensors"
@@ -176,7 +168,7 @@ def circuit_file_of_the_future(folder, patch):
     swd.Circuit.load(path)
 
 
-@trigger
+@on_hooked
 def prefix_of_later_layers(folder, patch):
     model, *_ = setting()
     host, tokens = host_of(model), torch.tensor([[1, 2, 3]])

@@ -1,4 +1,4 @@
-"""Triggers of the section "Whole models" of swd_lens/ERRORS.md; tests/test_errors.py runs them.
+"""Triggers of the section "Whole models" of swd_lens/ERRORS.md.
 
 The host is a small bridge, which every transformer_lens has.
 """
@@ -11,21 +11,16 @@ from types import SimpleNamespace
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import WorkerLostError
 from swd_lens.factorization.residuals import Residuals
-from swd_lens.factorization.workers import SolveTask, WorkerLostError, open_workers
+from swd_lens.factorization.workers import SolveTask, open_workers
 from swd_lens.hosts import Start, find_sites, host_of
 from tests import families
+from tests.errors.triggers import trigger
 
 SITE, OTHER = "blocks.0.mlp_out", "blocks.1.mlp_out"
 BOTH = [SITE, OTHER]
 QUICK = {"preset": "paper", "outer_iterations": 4, "progress": False}
-TRIGGERS = {}
-NEEDS_HOOKED: set[str] = set()
-
-
-def trigger(function):
-    TRIGGERS[function.__name__.replace("_", "-")] = function
-    return function
 
 
 @cache

@@ -1,0 +1,212 @@
+"""What swd_lens raises and warns with: the classes, and `error`, which makes one by its name.
+
+1. Class, message and remedy of every error stand once, in the errors.toml of the room that raises it:
+
+       [naming-sites.no-such-site]
+       raises = "UnknownSiteError"
+       message = "no site matches {pattern!r}. Nearest: {nearest}."
+       remedy = "A typing error, or a layer that the host does not have."
+
+   The outer name is the section of ERRORS.md, which tests/catalogue.py makes of all that have a remedy.
+2. Code says `raise error("no-such-site", pattern=pattern, nearest=names)`, or `warnings.warn(warning("few-tokens", ...))`.
+3. The files are read when the first message is made. Making one never fails, so that nothing hides what was wrong; that every
+   raise site names the fields of its message is tested (tests/test_errors.py).
+"""
+
+import builtins
+import importlib
+import string
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# ---------------------------------------------------------------------------------------------- hosts, sites and units
+
+
+class UnknownSiteError(ValueError):
+    """A pattern matched no site of the host."""
+
+
+class UnsupportedHostError(TypeError):
+    """The model is of a kind or shape that swd_lens cannot inject into; the message says what and why."""
+
+
+class AttachError(ValueError):
+    """Units cannot be attached, detached or transported as asked; nothing was changed."""
+
+
+class UnitSourceError(ValueError):
+    """A unit source does not fit its site, or would compute something else than it seems to."""
+
+
+class FactorFileError(ValueError):
+    """A folder of factors that cannot be read: damaged, of another format, or not what its index says."""
+
+
+class SiteDidNotRunWarning(UserWarning):
+    """Units are attached at a site, the block ran, and the site's product was computed by something else, or not at all."""
+
+
+# ---------------------------------------------------------------------------------------------- tasks and text
+
+
+class TaskError(ValueError):
+    """A task that cannot be used: a bad file, or prompts that this host's tokenizer cannot score. The message says why."""
+
+
+class TokenError(ValueError):
+    """Text or tokens that this host cannot run."""
+
+
+# ---------------------------------------------------------------------------------------------- solving and factorizing
+
+
+class SolveInputError(ValueError):
+    """Any argument that `solve` refuses; the subclasses say which."""
+
+
+class WeightError(SolveInputError):
+    """The weight is not a finite, non-zero, floating-point matrix."""
+
+
+class GramError(SolveInputError):
+    """The Gram does not fit the weight or is not a Gram matrix."""
+
+
+class SparsityError(SolveInputError):
+    """The sparsity is not a number inside (0, 1)."""
+
+
+class BudgetError(SolveInputError):
+    """The sparsity leaves too few edges for the factors."""
+
+
+class UnitsError(SolveInputError):
+    """The asked number of units is not one the preset can make."""
+
+
+class SpecError(SolveInputError):
+    """An unknown preset or setting, or a setting outside its range."""
+
+
+class DoesNotFitError(MemoryError, ValueError):
+    """A factorization needs more memory than there is; nothing was started."""
+
+
+class ResumeError(ValueError):
+    """A folder's finished matrices are not those that this call would make; nothing was changed."""
+
+
+class ShardError(ValueError):
+    """Not a shard, or a factorization that cannot be cut into any."""
+
+
+class WorkerLostError(RuntimeError):
+    """The worker of a task died at every attempt."""
+
+
+class RayMissingError(ImportError, ValueError):
+    """workers="ray" was asked for where Ray is not installed."""
+
+
+# ---------------------------------------------------------------------------------------------- training, circuits, analysis
+
+
+class FinetuneError(ValueError):
+    """Fine-tuning cannot start or go on as asked; the host is what it was."""
+
+
+class TrainError(ValueError):
+    """A baseline cannot be trained like this, or its training failed; the message says why and what to do."""
+
+
+class UndefinedSufficiencyWarning(UserWarning):
+    """The unpruned replacement has no positive margin, so there is nothing that a circuit could keep a part of."""
+
+
+class QKError(ValueError):
+    """A pair, prompt or set of factors that cannot be studied; the message says what was wrong and what to do."""
+
+
+class EditError(ValueError):
+    """An edit that cannot be made, applied or undone as asked; the host was not changed."""
+
+
+# ---------------------------------------------------------------------------------------------- declarations
+
+
+def error(name: str, /, *, raised_as: type[Exception] | None = None, **values: Any) -> Exception:
+    """The error declared under this name, its message filled with values; to be raised by the caller.
+
+    Args:
+        raised_as: the class, where the declaration leaves a choice (settings raise their own class's error).
+    """
+    declaration = declarations().get(name, {})
+    message = _Template().vformat(declaration.get("message", f"{name}: {values}"), (), values)
+    return (raised_as or class_named(declaration.get("raises", "RuntimeError")))(message)
+
+
+def warning(name: str, /, **values: Any) -> Warning:
+    """The warning declared under this name, to be given to `warnings.warn`."""
+    message = error(name, **values)
+    return message if isinstance(message, Warning) else UserWarning(str(message))
+
+
+@cache
+def declarations() -> dict[str, Mapping[str, Any]]:
+    """All rooms' declarations: name -> "raises", "message", "remedy" (if it has one), "section" and "room"."""
+    return {
+        name: {**entry, "section": section, "room": room}
+        for room, sections in _files().items()
+        for section, entries in sections.items()
+        for name, entry in entries.items()
+        if isinstance(entry, Mapping)
+    }
+
+
+@cache
+def section_texts() -> dict[str, dict[str, str]]:
+    """Section -> its "title" and, if it has one, "about"."""
+    return {
+        section: {key: text for key, text in entries.items() if isinstance(text, str)}
+        for sections in _files().values()
+        for section, entries in sections.items()
+        if "title" in entries
+    }
+
+
+def class_named(name: str) -> type[Exception]:
+    """An exception or warning class: of this module, of Python, or "package.module.Name"."""
+    module, _, last = name.rpartition(".")
+    if module:
+        return getattr(importlib.import_module(module), last)
+    return globals().get(name) or getattr(builtins, name)
+
+
+@cache
+def _files() -> dict[str, dict[str, Any]]:
+    """Room -> what its errors.toml says."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    package = Path(__file__).parents[1]
+    return {
+        file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(package.glob("*/errors.toml"))
+    }
+
+
+class _Template(string.Formatter):
+    """str.format that shows a field without a value as its name, and a value that its format does not suit as it is."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        return kwargs.get(key, f"{{{key}}}") if isinstance(key, str) else f"{{{key}}}"
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        try:
+            return super().format_field(value, format_spec)
+        except (TypeError, ValueError):
+            return str(value)
