@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
+from swd_lens.circuits import shortcuts as shortcuts_module
 from swd_lens.circuits.shortcuts import Runner, Shortcuts, find_shortcuts
-from swd_lens.hosts import host_of
+from swd_lens.hosts import Start, host_of
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, last_logits, replacing
 from tests.contract import swd_zero_data
@@ -120,18 +121,17 @@ def test_the_shortest_road_is_taken(model, every, positions, sites, layer, known
 
 
 def lie(monkeypatch, model, name):
-    """A host whose `name` gives something else than it should."""
+    """A host that gives runs something else to take up from than it should: another residual stream, or another prefix."""
     kind = type(host_of(model))
-    honest = getattr(kind, name)
+    honest = kind.freeze_prefix
 
-    def residual(self, *arguments, **options):
-        found = honest(self, *arguments, **options)
-        return found + 0.1 * torch.arange(found.shape[-1])  # not a constant, which layer norm would take out
+    def start(layer, residual):  # not a constant, which layer norm would take out
+        return Start(layer, residual + 0.1 * torch.arange(residual.shape[-1]))
 
-    def freeze_prefix(self, tokens):
-        return honest(self, (tokens + 1) % 20)
-
-    monkeypatch.setattr(kind, name, {"residual": residual, "freeze_prefix": freeze_prefix}[name])
+    if name == "residual":  # where it is taken up: the host's plain runs go through its own `residual`, too
+        monkeypatch.setattr(shortcuts_module, "Start", start)
+    else:
+        monkeypatch.setattr(kind, name, lambda self, tokens: honest(self, (tokens + 1) % 20))
 
 
 @pytest.mark.parametrize("name", ["residual", "freeze_prefix"])
