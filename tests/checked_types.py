@@ -3,16 +3,18 @@
 jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. That wrapper binds the arguments to the
 signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
 was wrong; it generates code for every function when its module is imported, and for a function within a function each time that
-one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
+one is made. Here the same checks are made once per call, and code is generated once per function, at its first call. Generators keep jaxtyping's wrapper: their arguments are checked when they are made, not when they first run.
 """
 
 import builtins
 import dataclasses
 import functools
+import inspect
 from types import CodeType, FunctionType
 from typing import Any
 
 import jaxtyping
+import torch
 from beartype import BeartypeConf, beartype
 
 _jaxtyped = jaxtyping.jaxtyped
@@ -30,7 +32,7 @@ def checked(thing: Any = None, *, typechecker: Any) -> Any:
     """In place of `jaxtyping.jaxtyped(typechecker=...)`."""
     if thing is None:
         return functools.partial(checked, typechecker=typechecker)
-    if isinstance(thing, FunctionType) and not _has_strings(thing):
+    if isinstance(thing, FunctionType) and not (_has_strings(thing) or inspect.isgeneratorfunction(thing)):
         return _in_a_scope(thing)
     if isinstance(thing, classmethod | staticmethod):
         return type(thing)(checked(thing.__func__, typechecker=typechecker))
@@ -59,6 +61,8 @@ def _in_a_scope(function: FunctionType) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal call
+        if torch.compiler.is_compiling():  # a graph is traced: its tensors were checked in eager runs
+            return function(*args, **kwargs)
         if call is None:
             call = _checked_by_beartype(function)
         with scope:
