@@ -3,7 +3,8 @@
 jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. That wrapper binds the arguments to the
 signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
 was wrong; it generates code for every function when its module is imported, and for a function within a function each time that
-one is made. Here the same checks are made once per call, and code is generated once per function, at its first call. Generators keep jaxtyping's wrapper: their arguments are checked when they are made, not when they first run.
+one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
+Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
 """
 
 import builtins
