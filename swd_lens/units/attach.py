@@ -93,6 +93,8 @@ class Attachment:
         with bypassed(self._projections.values()):
             yield
 
+    suspended = dense  # its former name
+
     def __enter__(self) -> "Attachment":
         try:
             if not self.attached:
