@@ -1,0 +1,250 @@
+"""Forty bugs of one line, spread over the rooms: wrong signs, off by one, swapped arguments, dropped checks.
+
+Each is found by its text, which must stand exactly once in its file; where a line is gone, choose another and say so here.
+"""
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """In `file` (below swd_lens), `old` becomes `new`; `first` are the test files (below tests) that are tried first."""
+
+    file: str
+    old: str
+    new: str
+    first: str
+
+
+BUGS = [
+    # base
+    Bug(
+        "base/divergence.py",
+        "return (log_p.exp() * (log_p - log_q)).sum(-1)",
+        "return (log_p.exp() * (log_q - log_p)).sum(-1)",
+        "base",
+    ),
+    Bug(
+        "base/divergence.py",
+        "tokens[:, chunk.start + 1 : chunk.stop + 1]",
+        "tokens[:, chunk.start : chunk.stop]",
+        "base circuits/test_fidelity.py",
+    ),
+    Bug(
+        "base/settings.py",
+        "self.above is None or value > self.above",
+        "self.above is None or value >= self.above",
+        "base solver/test_validate.py",
+    ),
+    # solver
+    Bug(
+        "solver/support.py",
+        "return flat.kthvalue(n - k + 1).values",
+        "return flat.kthvalue(max(n - k, 1)).values",
+        "solver/test_support.py",
+    ),
+    Bug(
+        "solver/support.py",
+        "kept[ties[: k - int(kept.count_nonzero())]] = True",
+        "kept[ties[: k - int(kept.count_nonzero()) + 1]] = True",
+        "solver/test_support.py",
+    ),
+    Bug("solver/refine.py", "step = norm / curvature", "step = curvature / norm", "solver/test_refine.py"),
+    Bug(
+        "solver/metric.py",
+        "return read / torch.where(self.scale > 0, self.scale, 1.0)",
+        "return read * torch.where(self.scale > 0, self.scale, 1.0)",
+        "solver/test_metric.py solver/test_anneal.py",
+    ),
+    Bug(
+        "solver/metric.py",
+        "matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)",
+        "matrix.mul_(shrinkage).diagonal().add_(1 - shrinkage)",
+        "solver/test_metric.py solver/test_anneal.py",
+    ),
+    Bug(
+        "solver/anneal.py",
+        "block.dual *= rho_before / phase.rho",
+        "block.dual *= phase.rho / rho_before",
+        "solver/test_anneal.py",
+    ),
+    Bug(
+        "solver/budget.py",
+        "return int(round(d_in * d_out * (1 - sparsity), 6))",
+        "return int(d_in * d_out * (1 - sparsity))",
+        "solver/test_budget.py",
+    ),
+    # tasks and hosts
+    Bug(
+        "tasks/split.py", "(self.answers - self.distractors)", "(self.distractors - self.answers)", "tasks/test_task.py"
+    ),
+    Bug(
+        "tasks/text.py",
+        "((rows < 0) | (rows >= model.cfg.d_vocab))",
+        "((rows < 0) | (rows > model.cfg.d_vocab))",
+        "tasks/test_text.py test_errors.py",
+    ),
+    Bug(
+        "tasks/streams.py",
+        "size = min(batch_size, self.n_rows - start)",
+        "size = min(batch_size, self.n_rows - start + 1)",
+        "tasks/test_streams.py",
+    ),
+    Bug(
+        "hosts/attention.py",
+        "flipped = torch.cat([-second, first], -1)",
+        "flipped = torch.cat([second, -first], -1)",
+        "analysis/test_qk_parts.py analysis/test_qk_replay.py bridge/test_qk.py",
+    ),
+    Bug(
+        "hosts/attention.py",
+        "scale, cap = d_head**-0.5, None",
+        "scale, cap = d_head**0.5, None",
+        "analysis/test_qk_parts.py bridge/test_qk.py",
+    ),
+    # units
+    Bug(
+        "units/factors.py",
+        "return (self.read != 0).sum(0) + (self.write != 0).sum(1)",
+        "return (self.read != 0).sum(0) - (self.write != 0).sum(1)",
+        "units/test_factors.py",
+    ),
+    Bug(
+        "units/factors.py",
+        "return 1.0 - self.edges / (self.d_in * self.d_out)",
+        "return self.edges / (self.d_in * self.d_out)",
+        "units/test_factors.py",
+    ),
+    Bug(
+        "units/match.py",
+        "if (f.d_in, f.d_out) != (site.d_in, site.d_out):",
+        "if (f.d_in, f.d_in) != (site.d_in, site.d_in):",
+        "test_errors.py units/test_attach.py",
+    ),
+    Bug(
+        "units/transport.py",
+        "((probe.input.double() - constant) / ratio)",
+        "((probe.input.double() + constant) / ratio)",
+        "units/test_transport.py units/test_probe.py",
+    ),
+    Bug(
+        "units/transport.py",
+        "if min(errors) > _TOLERANCE:",
+        "if min(errors) < 0:",
+        "test_errors.py units/test_transport.py",
+    ),
+    Bug(
+        "units/passport.py",
+        "return z if offsets is None else z + offsets",
+        "return z if offsets is None else z - offsets",
+        "units/test_probe.py units/test_transport.py",
+    ),
+    # factorization
+    Bug(
+        "factorization/grams.py",
+        "(gram / n_tokens, cross / n_tokens)",
+        "(gram / n_tokens, cross)",
+        "factorization/test_targets.py factorization/test_calibration.py",
+    ),
+    Bug(
+        "factorization/checkpoint.py",
+        "if not 1 <= number <= count:",
+        "if not 0 <= number <= count:",
+        "factorization/test_shards.py",
+    ),
+    Bug(
+        "factorization/allocate.py",
+        "total / (rows.shape[0] * (rows.shape[1] - 1))",
+        "total / (rows.shape[0] * rows.shape[1])",
+        "factorization/test_allocate.py",
+    ),
+    # circuits
+    Bug(
+        "circuits/curve.py",
+        'return self.rows["sufficiency"] >= sufficiency',
+        'return self.rows["sufficiency"] > sufficiency',
+        "circuits/test_curve.py circuits/test_micro.py",
+    ),
+    Bug(
+        "circuits/curve.py",
+        "_area([abs(1.0 - value) for value in f])",
+        "_area([1.0 - value for value in f])",
+        "circuits/test_curve.py",
+    ),
+    Bug(
+        "circuits/attribution.py",
+        "(difference.double() * total / steps)",
+        "(difference.double() * total / (steps + 1))",
+        "circuits/test_attribution.py",
+    ),
+    Bug("circuits/refine.py", "return outcome.q / whole", "return whole / outcome.q", "circuits/test_refine.py"),
+    Bug(
+        "circuits/fidelity.py",
+        "return self.ce - self.ce_dense",
+        "return self.ce_dense - self.ce",
+        "circuits/test_fidelity.py",
+    ),
+    # train
+    Bug(
+        "train/baselines/coders.py",
+        "return torch.relu((x - self.b_dec) @ self.W_enc + self.b_enc)",
+        "return torch.relu((x + self.b_dec) @ self.W_enc + self.b_enc)",
+        "train/baselines",
+    ),
+    Bug(
+        "train/finetune/spec.py",
+        "left = (steps - step + 1) / (steps - warm)",
+        "left = (steps - step) / (steps - warm)",
+        "train/finetune",
+    ),
+    Bug(
+        "train/finetune/fit.py",
+        '"ce+kl": ce + self.spec.kl_weight * kl',
+        '"ce+kl": ce - self.spec.kl_weight * kl',
+        "train/finetune",
+    ),
+    Bug(
+        "train/engine.py",
+        "return math.sqrt(total / sum(t.numel() for t in tensors))",
+        "return total / sum(t.numel() for t in tensors)",
+        "train",
+    ),
+    # analysis
+    Bug(
+        "analysis/qk/replay.py",
+        "without = intact - contribution",
+        "without = intact + contribution",
+        "analysis/test_qk_replay.py",
+    ),
+    Bug(
+        "analysis/qk/screen.py",
+        "key_head = head // heads.group",
+        "key_head = head % heads.group",
+        "analysis/test_qk_screen.py bridge/test_qk.py",
+    ),
+    Bug(
+        "analysis/graph/pruning.py",
+        "rest = z - contribution.sum(0)",
+        "rest = z + contribution.sum(0)",
+        "analysis/test_graph.py",
+    ),
+    # study, report, cli
+    Bug(
+        "study/replacement.py",
+        "return 1.0 - self.after.ce_delta / self.before.ce_delta",
+        "return 1.0 - self.before.ce_delta / self.after.ce_delta",
+        "study/test_replacement.py",
+    ),
+    Bug(
+        "study/generate.py",
+        "values = values.double() / temperature + noise",
+        "values = values.double() * temperature + noise",
+        "study/test_samples.py",
+    ),
+    Bug("report/wording.py", "fixed(100 * value, digits)", "fixed(value, digits)", "report"),
+    Bug(
+        "cli/options.py",
+        "return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]",
+        "return first_rows(rows, wanted), rows[-n_heldout:]",
+        "cli",
+    ),
+]
