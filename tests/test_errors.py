@@ -25,8 +25,7 @@ from tests.errors.triggers import ALSO, NEEDS_HOOKED, TRIGGERS
 HOOKED = int(metadata.version("transformer_lens").split(".")[0]) < 4
 PACKAGE = Path(swd.__file__).parent
 for _file in sorted((Path(__file__).parent / "errors").glob("[a-z]*.py")):
-    if HOOKED or _file.stem not in ("hooked",):
-        importlib.import_module(f"tests.errors.{_file.stem}")
+    importlib.import_module(f"tests.errors.{_file.stem}")
 
 # Messages outside of the declarations: what Python's protocol of module attributes asks for, an error that carries another one's
 # words, and the reasons for which one example of a task is left out (TaskError quotes them).
