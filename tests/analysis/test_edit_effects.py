@@ -79,6 +79,14 @@ def test_no_shift_changes_nothing(model, factors):
     assert found.change == 0 and set(found.kl_prompts) == {0.0} and found.kl_text == 0
 
 
+def test_the_figure_has_a_bar_for_every_prompt(model, factors):
+    effects = side_effects(model, edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 2), OTHERS)
+    (ax,) = effects.plot().axes
+    assert [bar.get_width() for bar in ax.patches] == list(effects.per_prompt()["KL"])
+    assert len(ax.get_yticklabels()) == len(OTHERS) and "margin" in ax.get_title(loc="left")
+    assert f"KL on {len(OTHERS)} other prompts {effects.mean_kl:.2g})" in repr(effects)
+
+
 def test_an_applied_edit_cannot_be_measured(model, factors):
     edit = edit_unit(model, factors, "blocks.0.mlp_out/1", PROMPT, 3, 5, 1)
     with edit, pytest.raises(EditError, match=r"another W .* \(or this one\) is applied already"):

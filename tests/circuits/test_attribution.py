@@ -10,7 +10,7 @@ from swd_lens import baselines
 from swd_lens.circuits import attribute
 from swd_lens.circuits.ablation import MEAN_OVER
 from swd_lens.circuits.attribution import POSITIONS, SCORES, SIGNS
-from swd_lens.hosts import host_of
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import hook_name
 from swd_lens.units import attach
 from tests.circuits.slow import activations, margin_of, margin_with, rows_for, slow_contributions, slow_means
@@ -258,6 +258,24 @@ def test_bad_options_are_refused_before_anything_is_attached(model, few, every):
     with pytest.raises(ValueError, match=r"write to the residual stream .*; blocks\.0\.attn_qkv does not"):
         attribute(model, every, SPLIT, score="direct_logit")
     assert not any(hasattr(block, "hook_mlp_out_unit") for block in model.blocks)
+
+
+def test_direct_logit_of_a_coder_is_that_of_the_same_factors(model):
+    site = find_sites(model, "blocks.0.mlp_out")[0]
+    factors = baselines.svd(model, site.name)[site.name]
+    bias = model.blocks[0].mlp.b_out.detach()
+
+    class Pair:
+        def encode(self, x):
+            return x @ factors.read
+
+        def decode(self, z):
+            return z @ factors.write + bias
+
+    expected = attribute(model, {site.name: factors}, SPLIT, score="direct_logit").scores[site.name]
+    coder = attribute(model, {site.name: Pair()}, SPLIT, score="direct_logit").scores[site.name]
+    torch.testing.assert_close(coder, expected, atol=1e-6, rtol=1e-5)
+    assert float(expected.abs().max()) > 1e-3
 
 
 def test_units_that_no_hook_sees_are_an_error(model, every, monkeypatch):
