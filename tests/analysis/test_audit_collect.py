@@ -137,7 +137,7 @@ def live_bytes():
 def test_memory_does_not_grow_with_the_text(model, factors, monkeypatch):
     add, seen, held = Statistics.add, [], []
     row = random_tokens(1, 8)[0]
-    for n_rows in (8, 160):
+    for n_rows in (8, 8, 160):  # the first run fills what is kept once per process
 
         def watched(self, z, last=n_rows // 4):
             add(self, z)
@@ -150,7 +150,7 @@ def test_memory_does_not_grow_with_the_text(model, factors, monkeypatch):
         seen.clear()
         audit(model, factors, stream, n=4, batch_size=4, progress=False)
     # 38 batches more: their tokens alone would be 9,728 bytes, their z 116,736.
-    assert len(held) == 2 and abs(held[1] - held[0]) < 4096
+    assert len(held) == 3 and abs(held[2] - held[1]) < 4096
 
 
 def test_single_units_and_patterns(model, factors):
