@@ -134,6 +134,17 @@ class EditError(ValueError):
     """An edit that cannot be made, applied or undone as asked; the host was not changed."""
 
 
+# ---------------------------------------------------------------------------------------------- files
+
+
+class FolderInUseError(OSError):
+    """Another call writes this folder; the message says which and since when. Nothing was changed."""
+
+
+class UnsealedFileWarning(UserWarning):
+    """A file of an earlier version, which carries no hash: changes on the disk are not noticed."""
+
+
 # ---------------------------------------------------------------------------------------------- declarations
 
 

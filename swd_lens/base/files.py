@@ -1,25 +1,55 @@
-"""Files are written whole or not at all: `atomic` gives a path beside the wanted one and renames it at the end."""
+"""Files are written whole or not at all: `atomic` gives a path beside the wanted one and renames it at the end.
 
+What a killed process left beside a file is removed by the next writer of that file; what a living one is writing is not touched.
+"""
+
+import glob
 import hashlib
 import json
 import math
 import os
+import re
+import shutil
+import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+_HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it replaces `path`, on any exception (Ctrl-C too) it is removed."""
+    """Yield a temporary path; on success its file replaces `path`, on any exception (Ctrl-C too) it is removed.
+
+    It lies in a folder of its own beside `path`, because libraries put temporary files beside what they write. The file gets the
+    mode that the user's umask gives, whatever the library that writes it would choose.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    remove_remains(path.parent, path.name)
+    workplace = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
+        workplace.mkdir()
+        temporary = workplace / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode & 0o777
         yield temporary
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+def remove_remains(folder: Path, name: str = "*") -> None:
+    """Remove what `atomic` began to write for a file (or any file) of the folder in a process of this machine that is dead."""
+    for part in folder.glob(f".{glob.escape(name) if name != '*' else name}.*.part"):
+        made_by = re.search(r"\.([^.]+)\.(\d+)\.[0-9a-f]{8}\.part$", part.name)
+        if made_by and made_by[1] == _HOST and not psutil.pid_exists(int(made_by[2])):
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,11 +4,10 @@
    `derived`, which readers of the JSON want and `from_dict` passes over. Fields named in `in_memory` stay out.
 2. `from_dict` builds the record again (cattrs): what is missing or of another kind is a ValueError that says where. JSON has null
    for NaN; where a number is due, null is NaN again. Tensors come back as float32, int64 or bool.
-3. `SavedRecord` adds a file of its own: format number, version, atomic writes, and clear errors for files of others.
+3. `SavedRecord` adds a file of its own: format number, version, hash (sealed.py), and clear errors for files of others.
 4. `title` and `parts` are what a notebook shows (`_repr_html_`).
 """
 
-import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields
@@ -24,7 +23,7 @@ from torch import Tensor
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
-from swd_lens.base.files import write_json
+from swd_lens.base.sealed import read_sealed, write_sealed
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
 AnySaved = TypeVar("AnySaved", bound="SavedRecord")
@@ -92,7 +91,7 @@ class SavedRecord(Record):
 
     def save(self, path: str | Path) -> None:
         """Write everything to a JSON file, whole or not at all."""
-        write_json(Path(path), {"format": self.FORMAT, "swd_lens": __version__, **self.as_dict()})
+        write_sealed(Path(path), {"format": self.FORMAT, "swd_lens": __version__, **self.as_dict()})
 
     @classmethod
     def load(cls: type[AnySaved], path: str | Path) -> AnySaved:
@@ -102,11 +101,10 @@ class SavedRecord(Record):
             FileNotFoundError: there is no such file.
             ValueError: it is not such a file, damaged, or of a later format.
         """
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            version = int(values["format"])
-        except (ValueError, KeyError, TypeError) as cause:
-            raise error("record-file-unreadable", path=path, kind=cls.WHAT, reason=cause) from cause
+        values = read_sealed(Path(path), cls.WHAT)
+        version = values.get("format")
+        if type(version) is not int:
+            raise error("record-file-with-other-values", path=path, kind=cls.WHAT, reason="no format")
         if version > cls.FORMAT:
             raise error("record-of-the-future", path=path, version=version)
         try:

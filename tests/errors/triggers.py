@@ -53,7 +53,7 @@ ALSO = {
     "learned-unknown-preset": "unknown-preset",
     "finetune-unknown-setting": "unknown-setting",
     "learned-unknown-setting": "unknown-setting",
-    "efficiency-file-of-something-else": "record-file-unreadable",
+    "efficiency-file-of-something-else": "file-unreadable",
     "efficiency-newer-format": "record-of-the-future",
     "learned-mlp-of-another-host": "other-checkpoint",
 }

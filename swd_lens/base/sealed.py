@@ -1,0 +1,192 @@
+"""Sealed files: what is written and read again carries its hash, so that a changed file is refused and never read as if whole.
+
+1. JSON: `write_sealed` puts a SHA-256 over all values into the file, under "sha256"; `read_sealed` checks it. `seal` and `unseal`
+   do so to values that stand inside of a larger file.
+2. Tensors: `write_tensors` puts a SHA-256 over names, dtypes, shapes, bytes and metadata into the metadata of a safetensors file;
+   `read_tensors` checks it.
+3. Whole files of a folder: `hashes_of` and `require_hashes`, for a finished folder that knows its result.
+4. A file without a hash, of an earlier version, is read with one UnsealedFileWarning.
+5. Whatever a reader raises on a damaged file (not UTF-8, nested too deep, a number too long, ...) is one error, of the class that
+   the caller's kind of file has, with the path and the reason.
+
+The hash is of the values, not of their layout: a JSON file that an editor indented otherwise is the same.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swd_lens.base.errors import error, warning
+from swd_lens.base.files import atomic, plain, sha256, write_text
+
+SEAL = "sha256"
+
+# ---------------------------------------------------------------------------------------------- JSON
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON has them (NaN and infinities are null), and their hash under "sha256"."""
+    values = plain({name: value for name, value in values.items() if name != SEAL})
+    return {**values, SEAL: _digest(values)}
+
+
+def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
+    """The values without their hash, which is checked; a missing hash is warned of.
+
+    Args:
+        path: where they were read, for messages.
+        what: the kind of file, with its article: "a circuit".
+        raised_as: the class that damaged files of this kind have.
+
+    Raises:
+        raised_as: no mapping, or other values than were written.
+    """
+    if not isinstance(values, Mapping):
+        raise error("file-unreadable", raised_as=raised_as, path=path, what=what, reason=f"{type(values).__name__}")
+    rest = {name: value for name, value in values.items() if name != SEAL}
+    if SEAL not in values:
+        warn_of_missing_seal(path)
+    elif values[SEAL] != _digest(rest):
+        raise error("file-changed", raised_as=raised_as, path=path, what=what)
+    return rest
+
+
+def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+    """Write values and their hash as JSON, atomically."""
+    write_text(path, json.dumps(seal(values), indent=1, allow_nan=False))
+
+
+def read_sealed(path: Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
+    """What `write_sealed` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        raised_as: it is not JSON, or not what was written; see `unseal` for the arguments.
+    """
+    return unseal(read_json(path, what, raised_as), path, what, raised_as)
+
+
+def read_json(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
+    """The values of any JSON file, sealed or not; the seal is left in.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        raised_as: it is not JSON.
+    """
+    with readable(path, what, raised_as):
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+@contextmanager
+def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> Iterator[None]:
+    """Whatever is raised while a damaged file is read becomes one error; a missing file stays a FileNotFoundError.
+
+    What `raised_as` and its subclasses say already (other than ValueError itself) is let through.
+    """
+    try:
+        yield
+    except (FileNotFoundError, KeyboardInterrupt):
+        raise
+    except Exception as cause:  # what a parser raises on bytes that nobody foresaw has no common class
+        if isinstance(cause, raised_as) and raised_as is not ValueError:
+            raise
+        reason = str(cause) or type(cause).__name__
+        raise error("file-unreadable", raised_as=raised_as, path=path, what=what, reason=reason) from cause
+
+
+def warn_of_missing_seal(path: str | Path) -> None:
+    """Say that a file carries no hash; Python shows it once for a file."""
+    warnings.warn(warning("file-without-hash", path=path), stacklevel=4)
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with its hash, atomically.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; the path is named and nothing is left behind.
+    """
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic(path) as temporary:
+        try:
+            save_file(on_cpu, str(temporary), {**metadata, SEAL: tensor_digest(on_cpu, metadata)})
+        except SafetensorError as cause:
+            raise error("file-not-written", path=path, reason=cause) from cause
+
+
+def read_tensors(
+    path: Path, what: str, raised_as: type[Exception] = ValueError
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of what `write_tensors` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        raised_as: it is not a safetensors file, or not what was written; see `unseal` for the arguments.
+    """
+    with readable(path, what, raised_as), safe_open(str(path), "pt") as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    expected = metadata.pop(SEAL, None)
+    if expected is None:
+        warn_of_missing_seal(path)
+    elif expected != tensor_digest(tensors, metadata):
+        raise error("file-changed", raised_as=raised_as, path=path, what=what)
+    return tensors, metadata
+
+
+def tensor_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """SHA-256 over tensors on the CPU (name, dtype, shape, bytes) and over metadata, whatever their order."""
+    digest = hashlib.sha256(json.dumps(dict(metadata or {}), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- files of a folder
+
+
+def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Relative name -> SHA-256 of each file; of a folder among the names, of every file in it."""
+    hashes: dict[str, str] = {}
+    for name in names:
+        path = folder / name
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        hashes |= {file.relative_to(folder).as_posix(): sha256(file) for file in files if not _passing(file)}
+    return hashes
+
+
+def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as: type[Exception] = ValueError) -> None:
+    """Do nothing if the folder holds these files as they were written.
+
+    Raises:
+        raised_as: one is missing or has other bytes.
+    """
+    for name, expected in hashes.items():
+        path = folder / name
+        if not path.is_file():
+            raise error("file-gone", raised_as=raised_as, path=path, what=what)
+        if sha256(path) != expected:
+            raise error("file-changed", raised_as=raised_as, path=path, what=what)
+
+
+def _passing(file: Path) -> bool:
+    """What stands in a folder only while it is written."""
+    return file.name.startswith(".")

@@ -1,0 +1,147 @@
+"""One writer per folder: `writing` holds a folder for one call, and says who holds it to every other.
+
+1. `require_writable` looks, before any work, whether the folder can be made and written, and whether the disk has room.
+2. `writing` takes a lock (filelock: the system frees it when a process dies, however it dies), writes who holds the folder since
+   when to `.writer`, and removes both at the end. The same thread may take a folder that it holds again: a study that
+   saves factors into the folder of its own run.
+3. Another call, of this process or another one, gets a FolderInUseError with the holder's name. Readers need no lock: what they
+   read is replaced by renames.
+"""
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from swd_lens.base.errors import error
+from swd_lens.base.files import remove_remains
+
+LOCK, HOLDER = ".writer.lock", ".writer"
+_PATIENCE = 0.3  # seconds: between the end of one holder and the lock of the next nobody is refused
+# Folder -> the thread that holds it, and how often it took it.
+_held: dict[Path, tuple[int, int]] = {}
+_guard = threading.Lock()
+
+
+@contextmanager
+def writing(folder: str | Path, call: str, n_bytes: int = 0) -> Iterator[Path]:
+    """Hold a folder, which is made if it is not there, for as long as the block runs.
+
+    Args:
+        folder: what is written into.
+        call: the function that writes, as others are told: "factorize".
+        n_bytes: about how much it will write; refused where the disk has less.
+
+    Raises:
+        FolderInUseError: another call holds the folder; who and since when is said.
+        OSError: the folder cannot be made or written, or its disk is too small; nothing was made.
+    """
+    folder = Path(folder)
+    require_writable(folder, n_bytes)
+    made = _make(folder)
+    place = folder.resolve()
+    try:
+        if _taken_again(place):
+            try:
+                yield folder
+            finally:
+                _given_back(place)
+            return
+        with _locked(place, call):
+            remove_remains(folder)
+            yield folder
+    finally:
+        for path in made:  # what nothing was written into goes again
+            with suppress(OSError):
+                path.rmdir()
+
+
+def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
+    """Do nothing if the folder can be made and written and its disk has room for so many bytes.
+
+    Raises:
+        OSError: it is a file, lies below one, cannot be written, or the disk is too small.
+    """
+    folder = Path(folder)
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise error("out-is-no-folder", folder=folder, file=there)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as cause:
+        raise error("out-not-writable", folder=folder, reason=cause.strerror or cause) from cause
+    free = shutil.disk_usage(there).free
+    if n_bytes > free:
+        raise error("out-on-a-full-disk", folder=folder, needed=n_bytes / 1e9, free=free / 1e9)
+
+
+@contextmanager
+def _locked(folder: Path, call: str) -> Iterator[None]:
+    """The folder's lock, for one thread of one process."""
+    lock = FileLock(folder / LOCK, timeout=_PATIENCE, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise _in_use(folder) from None
+    try:
+        with _guard:
+            _held[folder] = (threading.get_ident(), 1)
+        holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": _now()}
+        (folder / HOLDER).write_text(json.dumps(holder), encoding="utf-8")
+        yield
+    finally:
+        with _guard:
+            _held.pop(folder, None)
+        # Before the lock is free, so that the next holder's files are never removed; filelock opens a lock that is gone anew.
+        for name in (HOLDER, LOCK):
+            with suppress(OSError):
+                (folder / name).unlink()
+        lock.release()
+
+
+def _in_use(folder: Path) -> Exception:
+    """Who holds the folder, in words; nobody is named where the holder has not said so yet."""
+    try:
+        holder = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
+        who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another call"
+    return error("folder-in-use", folder=folder, who=who, lock=LOCK)
+
+
+def _taken_again(folder: Path) -> bool:
+    """Whether this thread holds the folder; if so it now holds it once more."""
+    with _guard:
+        thread, times = _held.get(folder, (0, 0))
+        if thread != threading.get_ident():
+            return False
+        _held[folder] = (thread, times + 1)
+        return True
+
+
+def _given_back(folder: Path) -> None:
+    with _guard:
+        thread, times = _held[folder]
+        _held[folder] = (thread, times - 1)
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make the folder; returns what had to be made, the innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

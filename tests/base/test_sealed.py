@@ -1,0 +1,133 @@
+"""Sealed files: every changed byte is refused with the documented error, files of earlier versions are read with a warning."""
+
+import json
+import os
+import random
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from swd_lens.base.errors import EditError, UnsealedFileWarning
+from swd_lens.base.files import atomic, remove_remains, write_text
+from swd_lens.base.sealed import (
+    hashes_of,
+    read_sealed,
+    read_tensors,
+    require_hashes,
+    seal,
+    unseal,
+    write_sealed,
+    write_tensors,
+)
+
+VALUES = {
+    "units": [["a", 1], ["b", 2]],
+    "share": 0.1,
+    "none": float("nan"),
+    "text": "naïve 😀 \ud83d \u2028",
+    "large": 2**70,
+}
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(2).bfloat16()}
+
+
+def test_values_come_back_as_json_has_them(tmp_path):
+    write_sealed(tmp_path / "x.json", VALUES)
+    assert read_sealed(tmp_path / "x.json", "a thing") == {**VALUES, "units": [["a", 1], ["b", 2]], "none": None}
+
+
+def test_tensors_and_metadata_come_back(tmp_path):
+    write_tensors(tmp_path / "x.safetensors", TENSORS, {"format": "thing"})
+    tensors, metadata = read_tensors(tmp_path / "x.safetensors", "a thing")
+    assert metadata == {"format": "thing"} and tensors.keys() == TENSORS.keys()
+    assert all(
+        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_no_changed_byte_is_read_as_other_values(tmp_path, kind):
+    path = tmp_path / f"x.{kind}"
+    write, read = (write_sealed, read_sealed) if kind == "json" else (write_tensors, read_tensors)
+    write(path, *((VALUES,) if kind == "json" else (TENSORS, {"format": "thing"})))
+    whole, original = path.read_bytes(), repr(read(path, "a thing", EditError))
+    dice, refused = random.Random(0), 0
+    for _ in range(300):
+        changed = bytearray(whole)
+        for _ in range(dice.choice([1, 1, 2, 8])):
+            changed[dice.randrange(len(changed))] = dice.randrange(256)
+        path.write_bytes(bytes(changed[: dice.choice([len(changed)] * 3 + [dice.randrange(len(changed))])]))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                same = repr(read(path, "a thing", EditError)) == original
+        except (EditError, UnsealedFileWarning) as refusal:
+            refused += 1
+            assert str(path) in str(refusal)
+        else:
+            assert same
+    assert refused > 200
+
+
+def test_a_file_without_hash_is_read_with_a_warning_that_names_it(tmp_path):
+    write_text(tmp_path / "x.json", json.dumps({"a": 1}))
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    for read, name in ((read_sealed, "x.json"), (read_tensors, "x.safetensors")):
+        with pytest.warns(UnsealedFileWarning, match=name):
+            read(tmp_path / name, "a thing")
+
+
+def test_a_part_of_a_larger_file_can_be_sealed(tmp_path):
+    part = json.loads(json.dumps(seal({"a": 1})))
+    assert unseal(part, "x", "a thing") == {"a": 1}
+    with pytest.raises(EditError, match=r"x: not what was written there as a thing"):
+        unseal({**part, "a": 2}, "x", "a thing", EditError)
+
+
+def test_damage_of_every_sort_is_the_error_of_its_kind(tmp_path):
+    path = tmp_path / "x.json"
+    for content in (b"", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"nul"):
+        path.write_bytes(content)
+        with pytest.raises(EditError, match=r"x\.json is not a thing, or damaged"):
+            read_sealed(path, "a thing", EditError)
+    with pytest.raises(FileNotFoundError):
+        read_sealed(tmp_path / "y.json", "a thing", EditError)
+
+
+def test_a_finished_folder_knows_its_files(tmp_path):
+    write_text(tmp_path / "out" / "a.txt", "a")
+    write_text(tmp_path / "out" / "sub" / "b.txt", "b")
+    hashes = hashes_of(tmp_path / "out", ["a.txt", "sub"])
+    assert list(hashes) == ["a.txt", "sub/b.txt"]
+    require_hashes(tmp_path / "out", hashes, "a run")
+    (tmp_path / "out" / "sub" / "b.txt").write_text("c")
+    with pytest.raises(EditError, match=r"b\.txt: not what was written"):
+        require_hashes(tmp_path / "out", hashes, "a run", EditError)
+    (tmp_path / "out" / "sub" / "b.txt").unlink()
+    with pytest.raises(EditError, match=r"b\.txt is missing"):
+        require_hashes(tmp_path / "out", hashes, "a run", EditError)
+
+
+# ---------------------------------------------------------------------------------------------- atomic
+
+
+def test_modes_are_those_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_sealed(tmp_path / "x.json", VALUES)
+        write_tensors(tmp_path / "x.safetensors", TENSORS, {})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    with atomic(tmp_path / "x.json") as living:
+        dead = tmp_path / living.parent.name.replace(f".{os.getpid()}.", f".{2**22 + 1}.")
+        dead.mkdir()
+        (dead / ".tmpAbCdEf").touch()
+        remove_remains(tmp_path)
+        assert living.exists() and not dead.exists()
+        living.write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

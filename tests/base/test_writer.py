@@ -1,0 +1,84 @@
+"""One writer per folder: the second is told who holds it, a dead one's lock is free, an impossible folder is refused at once."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from swd_lens.base.errors import FolderInUseError
+from swd_lens.base.writer import HOLDER, LOCK, require_writable, writing
+
+HOLD = """
+import sys, time
+from swd_lens.base.writer import writing
+with writing(sys.argv[1], "factorize"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_made_held_and_left_without_a_trace(tmp_path):
+    with writing(tmp_path / "a" / "b", "factorize") as folder:
+        assert json.loads((folder / HOLDER).read_text())["process"] == os.getpid()
+        with writing(folder, "save"):  # the same thread
+            (folder / "x").touch()
+        assert (folder / LOCK).exists()
+    assert [path.name for path in folder.iterdir()] == ["x"]
+
+
+def test_a_call_that_writes_nothing_leaves_no_folder(tmp_path):
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "a" / "b", "factorize"):
+        raise ZeroDivisionError
+    assert not (tmp_path / "a").exists()
+
+
+def test_another_thread_is_refused_and_told_who_holds_the_folder(tmp_path):
+    refusals = []
+
+    def second():
+        try:
+            with writing(tmp_path, "finetune"):
+                pass
+        except FolderInUseError as refusal:
+            refusals.append(str(refusal))
+
+    with writing(tmp_path, "factorize"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert len(refusals) == 1 and f"is written by factorize (process {os.getpid()} on " in refusals[0]
+    second()
+    assert len(refusals) == 1
+
+
+def test_another_process_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(FolderInUseError, match=rf"factorize \(process {holder.pid} on .*, since 20"),
+            writing(tmp_path, "x"),
+        ):
+            pass
+        holder.kill()
+        holder.wait()
+        with writing(tmp_path, "x"):
+            assert json.loads((tmp_path / HOLDER).read_text())["call"] == "x"
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_impossible_folder_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"file is no folder"), writing(tmp_path / "file" / "out", "factorize"):
+        pass
+    with pytest.raises(OSError, match=r"GB will be written"), writing(tmp_path / "out", "factorize", 10**18):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="/proc is the folder that nobody can write")
+def test_a_folder_that_cannot_be_written_is_refused():
+    with pytest.raises(PermissionError, match=r"/proc/out cannot be written"):
+        require_writable("/proc/out")

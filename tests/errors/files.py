@@ -1,0 +1,82 @@
+"""Triggers of the section "Files and folders" of swd_lens/ERRORS.md."""
+
+import json
+import threading
+
+from safetensors import SafetensorError
+
+import swd_lens.base.sealed as sealed
+from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed, write_tensors
+from swd_lens.base.writer import require_writable, writing
+from tests.errors.triggers import trigger
+
+
+@trigger
+def file_unreadable(folder, patch):
+    (folder / "x.json").write_text("{")
+    read_sealed(folder / "x.json", "a circuit")
+
+
+@trigger
+def file_changed(folder, patch):
+    write_sealed(folder / "x.json", {"a": 1})
+    values = json.loads((folder / "x.json").read_text())
+    (folder / "x.json").write_text(json.dumps({**values, "a": 2}))
+    read_sealed(folder / "x.json", "a circuit")
+
+
+@trigger
+def file_gone(folder, patch):
+    (folder / "x").touch()
+    hashes = hashes_of(folder, ["x"])
+    (folder / "x").unlink()
+    require_hashes(folder, hashes, "a run")
+
+
+@trigger
+def file_not_written(folder, patch):
+    def full(*args):
+        raise SafetensorError("No space left on device")
+
+    patch.setattr(sealed, "save_file", full)
+    write_tensors(folder / "x.safetensors", {}, {})
+
+
+@trigger
+def file_without_hash(folder, patch):
+    (folder / "x.json").write_text("{}")
+    read_sealed(folder / "x.json", "a circuit")
+
+
+@trigger
+def folder_in_use(folder, patch):
+    refused = []
+
+    def second():
+        try:
+            with writing(folder, "finetune"):
+                pass
+        except OSError as refusal:
+            refused.append(refusal)
+
+    with writing(folder, "factorize"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    raise refused[0]
+
+
+@trigger
+def out_is_no_folder(folder, patch):
+    (folder / "x").touch()
+    require_writable(folder / "x")
+
+
+@trigger
+def out_not_writable(folder, patch):
+    require_writable("/proc/out")
+
+
+@trigger
+def out_on_a_full_disk(folder, patch):
+    require_writable(folder, 10**18)
