@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from swd_lens.base.errors import error
+
 _HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
 
 
@@ -28,6 +30,9 @@ def atomic(path: Path) -> Iterator[Path]:
 
     It lies in a folder of its own beside `path`, because libraries put temporary files beside what they write. The file gets the
     mode that the user's umask gives, whatever the library that writes it would choose.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; the path is named.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_remains(path.parent, path.name)
@@ -40,6 +45,12 @@ def atomic(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(mode)
         os.replace(temporary, path)
+    except OSError as cause:
+        if cause.filename is not None or cause.errno is None:
+            raise
+        refusal: Any = error("file-not-written", path=path, reason=cause.strerror)  # a full disk names no file
+        refusal.errno = cause.errno
+        raise refusal from cause
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
 

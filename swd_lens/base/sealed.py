@@ -3,7 +3,7 @@
 1. JSON: `write_sealed` puts a SHA-256 over all values into the file, under "sha256"; `read_sealed` checks it. `seal` and `unseal`
    do so to values that stand inside of a larger file.
 2. Tensors: `write_tensors` puts a SHA-256 over names, dtypes, shapes, bytes and metadata into the metadata of a safetensors file;
-   `read_tensors` checks it.
+   `read_tensors` checks it. Equal tensors and metadata are equal files, to the byte.
 3. Whole files of a folder: `hashes_of` and `require_hashes`, for a finished folder that knows its result.
 4. A file without a hash, of an earlier version, is read with one UnsealedFileWarning.
 5. Whatever a reader raises on a damaged file (not UTF-8, nested too deep, a number too long, ...) is one error, of the class that
@@ -128,12 +128,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             save_file(on_cpu, str(temporary), {**metadata, SEAL: tensor_digest(on_cpu, metadata)})
         except SafetensorError as cause:
             raise error("file-not-written", path=path, reason=cause) from cause
+        _order_metadata(temporary)
 
 
 def read_tensors(
-    path: Path, what: str, raised_as: type[Exception] = ValueError
+    path: Path, what: str, raised_as: type[Exception] = ValueError, expected: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of what `write_tensors` wrote.
+
+    Args:
+        expected: the `tensor_digest` that it must have, where somebody knows it: a file that was exchanged is refused, too.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -142,10 +146,11 @@ def read_tensors(
     with readable(path, what, raised_as), safe_open(str(path), "pt") as file:
         metadata = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    expected = metadata.pop(SEAL, None)
-    if expected is None:
+    sealed_as = metadata.pop(SEAL, None)
+    known = {digest for digest in (sealed_as, expected) if digest is not None}
+    if not known:
         warn_of_missing_seal(path)
-    elif expected != tensor_digest(tensors, metadata):
+    elif known != {tensor_digest(tensors, metadata)}:
         raise error("file-changed", raised_as=raised_as, path=path, what=what)
     return tensors, metadata
 
@@ -158,6 +163,18 @@ def tensor_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | N
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _order_metadata(path: Path) -> None:
+    """Sort what safetensors writes in an order that it draws anew each time."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 # ---------------------------------------------------------------------------------------------- files of a folder

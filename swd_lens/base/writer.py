@@ -9,6 +9,7 @@
 """
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -32,13 +33,14 @@ _guard = threading.Lock()
 
 
 @contextmanager
-def writing(folder: str | Path, call: str, n_bytes: int = 0) -> Iterator[Path]:
+def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = False) -> Iterator[Path]:
     """Hold a folder, which is made if it is not there, for as long as the block runs.
 
     Args:
         folder: what is written into.
         call: the function that writes, as others are told: "factorize".
         n_bytes: about how much it will write; refused where the disk has less.
+        wait: until the folder is free, where another call holds it.
 
     Raises:
         FolderInUseError: another call holds the folder; who and since when is said.
@@ -55,7 +57,7 @@ def writing(folder: str | Path, call: str, n_bytes: int = 0) -> Iterator[Path]:
             finally:
                 _given_back(place)
             return
-        with _locked(place, call):
+        with _locked(place, call, math.inf if wait else _PATIENCE):
             remove_remains(folder)
             yield folder
     finally:
@@ -87,9 +89,9 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, call: str) -> Iterator[None]:
-    """The folder's lock, for one thread of one process."""
-    lock = FileLock(folder / LOCK, timeout=_PATIENCE, thread_local=False)
+def _locked(folder: Path, call: str, patience: float) -> Iterator[None]:
+    """The folder's lock, for one thread of one process; patience: seconds."""
+    lock = FileLock(folder / LOCK, timeout=patience, thread_local=False)
     try:
         lock.acquire()
     except Timeout:

@@ -1,8 +1,10 @@
 """Sealed files: every changed byte is refused with the documented error, files of earlier versions are read with a warning."""
 
+import errno
 import json
 import os
 import random
+import resource
 import warnings
 
 import pytest
@@ -17,6 +19,7 @@ from swd_lens.base.sealed import (
     read_tensors,
     require_hashes,
     seal,
+    tensor_digest,
     unseal,
     write_sealed,
     write_tensors,
@@ -44,6 +47,40 @@ def test_tensors_and_metadata_come_back(tmp_path):
     assert all(
         torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items()
     )
+
+
+def test_equal_tensors_are_equal_files(tmp_path):
+    """safetensors writes its metadata in an order drawn anew each time: of four names one in 24 would be the same."""
+    metadata = {"b": "naïve \u2028 \n", "a": "1", "c": "{}"}
+    for number in range(5):
+        write_tensors(tmp_path / str(number), TENSORS, metadata)
+    assert len({(tmp_path / str(number)).read_bytes() for number in range(5)}) == 1
+    assert read_tensors(tmp_path / "0", "a thing")[1] == metadata
+
+
+def test_a_whole_file_in_place_of_another_is_refused(tmp_path):
+    write_tensors(tmp_path / "x", TENSORS, {})
+    read_tensors(tmp_path / "x", "a thing", expected=tensor_digest(TENSORS))
+    write_tensors(tmp_path / "x", {**TENSORS, "c": torch.zeros(2)}, {})
+    for unsealed in (False, True):
+        if unsealed:
+            save_file({**TENSORS, "c": torch.zeros(2)}, tmp_path / "x")
+        with pytest.raises(ValueError, match=r"x: not what was written there as a thing"):
+            read_tensors(tmp_path / "x", "a thing", expected=tensor_digest(TENSORS))
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    """No file may become larger than 100 bytes: writing fails in the same way, with another number."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"x\.json was not written \(File too large\)") as json_error:
+            write_sealed(tmp_path / "x.json", VALUES)
+        with pytest.raises(OSError, match=r"x\.safetensors was not written \(.*File too large"):
+            write_tensors(tmp_path / "x.safetensors", TENSORS, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert json_error.value.errno == errno.EFBIG and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])

@@ -62,9 +62,8 @@ def test_another_process_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_pat
             writing(tmp_path, "x"),
         ):
             pass
-        holder.kill()
-        holder.wait()
-        with writing(tmp_path, "x"):
+        threading.Timer(1, holder.kill).start()
+        with writing(tmp_path, "x", wait=True):
             assert json.loads((tmp_path / HOLDER).read_text())["call"] == "x"
     assert not list(tmp_path.iterdir())
 
