@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from swd_lens.base.visible import visible_lines
+
 # ---------------------------------------------------------------------------------------------- hosts, sites and units
 
 
@@ -211,13 +213,16 @@ def _files() -> dict[str, dict[str, Any]]:
 
 
 class _Template(string.Formatter):
-    """str.format that shows a field without a value as its name, and a value that its format does not suit as it is."""
+    """str.format that shows a field without a value as its name, and a value that its format does not suit as it is.
+
+    Values come from files and users: what is invisible in them is shown (visible.py).
+    """
 
     def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
         return kwargs.get(key, f"{{{key}}}") if isinstance(key, str) else f"{{{key}}}"
 
     def format_field(self, value: Any, format_spec: str) -> str:
         try:
-            return super().format_field(value, format_spec)
+            return visible_lines(super().format_field(value, format_spec))
         except (TypeError, ValueError):
-            return str(value)
+            return visible_lines(str(value))

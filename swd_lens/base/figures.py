@@ -12,6 +12,8 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from swd_lens.base.visible import visible_lines
+
 # Okabe and Ito's palette, darkest first; curves also differ in line style, so that print in grey still reads.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
@@ -104,5 +106,5 @@ def heatmap(
 
 
 def literal(text: Any) -> str:
-    """Text in which matplotlib finds no formula."""
-    return str(text).replace("$", r"\$")
+    """Text in which matplotlib finds no formula, and a reader everything that is in it."""
+    return visible_lines(str(text)).replace("$", r"\$")

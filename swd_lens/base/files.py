@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import SafetensorError
 
 from swd_lens.base.errors import error
 
@@ -32,7 +33,7 @@ def atomic(path: Path) -> Iterator[Path]:
     mode that the user's umask gives, whatever the library that writes it would choose.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; the path is named.
+        OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_remains(path.parent, path.name)
@@ -51,6 +52,8 @@ def atomic(path: Path) -> Iterator[Path]:
         refusal: Any = error("file-not-written", path=path, reason=cause.strerror)  # a full disk names no file
         refusal.errno = cause.errno
         raise refusal from cause
+    except SafetensorError as cause:
+        raise error("file-not-written", path=path, reason=cause) from cause
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
 

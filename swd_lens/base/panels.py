@@ -23,10 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.visible import visible, visible_token
 
 POSITIVE, NEGATIVE = "#B34700", "#0072B2"  # as the report colours z
-# Shown as themselves these would be invisible, or would rearrange the line they stand in.
-_VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _DIGITS = 4  # of a pattern's entries: finer than any screen shows
 # CircuitsVis labels heads in white on a colour of their own, some too light to read.
 _STYLE = ".swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
@@ -141,13 +140,13 @@ def attention_heads(
         ValueError: tokens, names and attention do not fit each other, or an entry is not finite.
     """
     n_heads, dest, src = attention.shape
-    names = [f"head {i}" for i in range(n_heads)] if names is None else [str(name) for name in names]
+    names = [f"head {i}" for i in range(n_heads)] if names is None else [visible(str(name)) for name in names]
     if not (len(tokens) == dest == src and len(names) == n_heads):
         raise error("panel-does-not-fit", shape=tuple(attention.shape), n_tokens=len(tokens), n_names=len(names))
     values = attention.detach().float().cpu()
     if not bool(torch.isfinite(values).all()):
         raise error("panel-not-finite")
-    shown = [visible(token) for token in tokens]
+    shown = [visible_token(token) for token in tokens]
     causal = bool((values.triu(1) == 0).all())
     scale = float(values.abs().max()) or 1.0 if largest is None else float(largest)
     props = {
@@ -161,17 +160,7 @@ def attention_heads(
         "maskUpperTri": causal,
     }
     words = _in_words(shown, values, names, strongest)
-    return Panel(_element("AttentionHeads", props, title, words, later))
-
-
-def visible(token: str) -> str:
-    """A token alone: every space shown as a dot, line ends, control and invisible characters as signs or by number."""
-    return "".join(_VISIBLE.get(c, c if c.isprintable() else _sign(c)) for c in token) or "∅"
-
-
-def _sign(character: str) -> str:
-    # Bidirectional overrides, zero-width characters, lone surrogates, private use: by number.
-    return chr(0x2400 + ord(character)) if ord(character) < 32 else f"⟨U+{ord(character):04X}⟩"
+    return Panel(_element("AttentionHeads", props, visible(title), words, later))
 
 
 def _element(name: str, props: dict[str, Any], title: str, words: str, later: bool) -> str:

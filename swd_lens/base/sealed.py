@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -124,10 +124,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as temporary:
-        try:
-            save_file(on_cpu, str(temporary), {**metadata, SEAL: tensor_digest(on_cpu, metadata)})
-        except SafetensorError as cause:
-            raise error("file-not-written", path=path, reason=cause) from cause
+        save_file(on_cpu, str(temporary), {**metadata, SEAL: tensor_digest(on_cpu, metadata)})
         _order_metadata(temporary)
 
 

@@ -4,6 +4,7 @@
 2. `writing` takes a lock (filelock: the system frees it when a process dies, however it dies), writes who holds the folder since
    when to `.writer`, and removes both at the end. The same thread may take a folder that it holds again: a study that
    saves factors into the folder of its own run.
+   `writing_file` does the same for one file that is written again and again.
 3. Another call, of this process or another one, gets a FolderInUseError with the holder's name. Readers need no lock: what they
    read is replaced by renames.
 """
@@ -27,7 +28,7 @@ from swd_lens.base.files import remove_remains
 
 LOCK, HOLDER = ".writer.lock", ".writer"
 _PATIENCE = 0.3  # seconds: between the end of one holder and the lock of the next nobody is refused
-# Folder -> the thread that holds it, and how often it took it.
+# Folder or file -> the thread that holds it, and how often it took it.
 _held: dict[Path, tuple[int, int]] = {}
 _guard = threading.Lock()
 
@@ -48,18 +49,52 @@ def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = Fal
     """
     folder = Path(folder)
     require_writable(folder, n_bytes)
+    with _held_for(folder, "", call, folder, math.inf if wait else _PATIENCE):
+        yield folder
+
+
+@contextmanager
+def writing_file(path: str | Path, call: str) -> Iterator[Path]:
+    """`writing` of a single file: others may write other files of the folder.
+
+    Raises:
+        FolderInUseError: another call writes this file.
+        OSError: it cannot be written; see `require_writable_file`.
+    """
+    path = Path(path)
+    require_writable_file(path)
+    with _held_for(path.parent, f".{path.name}", call, path, _PATIENCE):
+        yield path
+
+
+def require_writable_file(path: str | Path) -> None:
+    """Do nothing if this file can be written into its folder.
+
+    Raises:
+        OSError: it is a folder, or its folder cannot be made or written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise error("out-is-a-folder", path=path)
+    require_writable(path.parent)
+
+
+@contextmanager
+def _held_for(folder: Path, prefix: str, call: str, target: Path, patience: float) -> Iterator[None]:
+    """The folder is made, and the target (itself, or a file of it) held; locks of files begin with their names."""
     made = _make(folder)
-    place = folder.resolve()
+    target = target.resolve()
     try:
-        if _taken_again(place):
+        if _taken_again(target):
             try:
-                yield folder
+                yield
             finally:
-                _given_back(place)
+                _given_back(target)
             return
-        with _locked(place, call, math.inf if wait else _PATIENCE):
-            remove_remains(folder)
-            yield folder
+        with _locked(target, folder / f"{prefix}{LOCK}", folder / f"{prefix}{HOLDER}", call, patience):
+            if target.is_dir():
+                remove_remains(target)
+            yield
     finally:
         for path in made:  # what nothing was written into goes again
             with suppress(OSError):
@@ -89,53 +124,53 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, call: str, patience: float) -> Iterator[None]:
-    """The folder's lock, for one thread of one process; patience: seconds."""
-    lock = FileLock(folder / LOCK, timeout=patience, thread_local=False)
+def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patience: float) -> Iterator[None]:
+    """The target's lock, for one thread of one process; patience: seconds."""
+    lock = FileLock(lock_file, timeout=patience, thread_local=False)
     try:
         lock.acquire()
     except Timeout:
-        raise _in_use(folder) from None
+        raise _in_use(target, lock_file, holder_file) from None
     try:
         with _guard:
-            _held[folder] = (threading.get_ident(), 1)
+            _held[target] = (threading.get_ident(), 1)
         holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": _now()}
-        (folder / HOLDER).write_text(json.dumps(holder), encoding="utf-8")
+        holder_file.write_text(json.dumps(holder), encoding="utf-8")
         yield
     finally:
         with _guard:
-            _held.pop(folder, None)
+            _held.pop(target, None)
         # Before the lock is free, so that the next holder's files are never removed; filelock opens a lock that is gone anew.
-        for name in (HOLDER, LOCK):
+        for path in (holder_file, lock_file):
             with suppress(OSError):
-                (folder / name).unlink()
+                path.unlink()
         lock.release()
 
 
-def _in_use(folder: Path) -> Exception:
-    """Who holds the folder, in words; nobody is named where the holder has not said so yet."""
+def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
+    """Who holds the target, in words; nobody is named where the holder has not said so yet."""
     try:
-        holder = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
+        holder = json.loads(holder_file.read_text(encoding="utf-8"))
         who = f"{holder['call']} (process {holder['process']} on {holder['machine']}, since {holder['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another call"
-    return error("folder-in-use", folder=folder, who=who, lock=LOCK)
+    return error("folder-in-use", folder=target, who=who, lock=lock_file)
 
 
-def _taken_again(folder: Path) -> bool:
-    """Whether this thread holds the folder; if so it now holds it once more."""
+def _taken_again(target: Path) -> bool:
+    """Whether this thread holds it; if so it now holds it once more."""
     with _guard:
-        thread, times = _held.get(folder, (0, 0))
+        thread, times = _held.get(target, (0, 0))
         if thread != threading.get_ident():
             return False
-        _held[folder] = (thread, times + 1)
+        _held[target] = (thread, times + 1)
         return True
 
 
-def _given_back(folder: Path) -> None:
+def _given_back(target: Path) -> None:
     with _guard:
-        thread, times = _held[folder]
-        _held[folder] = (thread, times - 1)
+        thread, times = _held[target]
+        _held[target] = (thread, times - 1)
 
 
 def _make(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from swd_lens.base.errors import error
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, style, svg
-from swd_lens.base.panels import visible
+from swd_lens.base.visible import visible_token
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, cost_axis, draw_curves
 from swd_lens.study.run_file import Replacement
@@ -122,7 +122,7 @@ def pattern_grid(view: AttentionView) -> str:
     """All heads of a view, destinations down, sources across: an <svg> element without title, see `page_svg`."""
     values = view.tensor().numpy()
     largest = float(np.abs(values).max()) or 1.0
-    labels = [visible(token) for token in view.tokens] if len(view.tokens) <= _LABELLED else []
+    labels = [visible_token(token) for token in view.tokens] if len(view.tokens) <= _LABELLED else []
     left = _LABELS if labels else 0.0
     across = min(_ACROSS, len(view.names))
     down = -(-len(view.names) // across)

@@ -16,7 +16,7 @@ import torch
 from swd_lens.analysis.graph import UnitGraph, plot_unit_paths, unit_graph
 from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
 from swd_lens.base.errors import error
-from swd_lens.base.panels import visible
+from swd_lens.base.visible import visible_token
 from swd_lens.circuits import attribute
 from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionTable
 from swd_lens.tasks.task import Task
@@ -95,7 +95,7 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, telling: boo
     )
     if not telling:
         outcome += " No pair met the bars for a map that tells what its removal does; this is the strongest of all."
-    tokens = [visible(token) for token in replay.tokens]
+    tokens = [visible_token(token) for token in replay.tokens]
     pictures = (
         Picture.of(
             screen.plot(),

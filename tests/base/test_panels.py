@@ -3,11 +3,16 @@
 import json
 import re
 
+import pandas as pd
 import pytest
 import torch
 
 from swd_lens.analysis.audit.drawing import running_token
-from swd_lens.base.panels import Panel, attention_heads, library, visible
+from swd_lens.base.display import card
+from swd_lens.base.errors import error
+from swd_lens.base.figures import literal
+from swd_lens.base.panels import Panel, attention_heads, library
+from swd_lens.base.visible import visible, visible_lines, visible_token
 
 TOKENS = ["<|bos|>", "</script>", "<!--", "\n", " Mary", ""]
 PATTERN = torch.eye(6).repeat(2, 1, 1)
@@ -66,7 +71,14 @@ def test_a_page_may_have_panels_drawn_later():
 
 
 def test_every_token_can_be_seen():
-    assert [visible(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == ["a", "·a·", "⇥", "␍↵", "⟨U+202E⟩", "∅"]
+    assert [visible_token(t) for t in ("a", " a ", "\t", "\r\n", "\u202e", "")] == [
+        "a",
+        "·a·",
+        "⇥",
+        "␍↵",
+        "⟨U+202E⟩",
+        "∅",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,4 +97,18 @@ def test_every_token_can_be_seen():
     ],
 )
 def test_tokens_show_what_is_invisible(raw: str, alone: str, running: str) -> None:
-    assert (visible(raw), "".join(running_token(raw))) == (alone, running)
+    assert (visible_token(raw), "".join(running_token(raw))) == (alone, running)
+
+
+def test_text_is_seen_as_it_is_and_nothing_turns_it():
+    odd = "a b\x1b[31m\x00\u202e\u2066\ud83d\x7f\x9b\t"
+    assert visible(odd) == "a b␛[31m␀⟨U+202E⟩⟨U+2066⟩⟨U+D83D⟩␡⟨U+009B⟩⇥" == visible(visible(odd))
+    assert visible("naïve 漢 😀") == "naïve 漢 😀" and visible("a\r\nb") == "a␍↵b"
+    assert visible_lines("a\x1b\nb\u2028") == "a␛\nb⟨U+2028⟩"
+
+
+def test_errors_and_cards_and_figures_show_what_is_invisible():
+    assert "x␛⟨U+202E⟩" in str(error("no-such-site", pattern="y", nearest="x\x1b\u202e"))
+    shown = card("t\x1b", "p\x00", pd.DataFrame({"c\x1b": ["v\u202e"]}))
+    assert all(text in shown for text in ("t␛", "p␀", "c␛", "v⟨U+202E⟩")) and "\x1b" not in shown
+    assert literal("$\x00") == r"\$␀"

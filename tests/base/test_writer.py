@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from swd_lens.base.errors import FolderInUseError
-from swd_lens.base.writer import HOLDER, LOCK, require_writable, writing
+from swd_lens.base.writer import HOLDER, LOCK, require_writable, require_writable_file, writing, writing_file
 
 HOLD = """
 import sys, time
@@ -81,3 +81,30 @@ def test_an_impossible_folder_is_refused_before_anything_is_made(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(PermissionError, match=r"/proc/out cannot be written"):
         require_writable("/proc/out")
+
+
+def test_one_writer_per_file_and_others_beside_it(tmp_path):
+    refusals = []
+
+    def write(name):
+        try:
+            with writing_file(tmp_path / "new" / name, "data_efficiency") as path:
+                path.touch()
+        except FolderInUseError as refusal:
+            refusals.append(str(refusal))
+
+    with writing_file(tmp_path / "new" / "a.json", "data_efficiency"):
+        for name in ("a.json", "b.json"):
+            thread = threading.Thread(target=write, args=(name,))
+            thread.start()
+            thread.join()
+    assert len(refusals) == 1 and "a.json is written by data_efficiency (process" in refusals[0]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(IsADirectoryError, match="give the name of a file in it"):
+        require_writable_file(tmp_path)
+    with pytest.raises(NotADirectoryError), writing_file(tmp_path / "file" / "x.json", "data_efficiency"):
+        pass

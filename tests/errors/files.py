@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 import swd_lens.base.sealed as sealed
 from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed, write_tensors
-from swd_lens.base.writer import require_writable, writing
+from swd_lens.base.writer import require_writable, require_writable_file, writing
 from tests.errors.triggers import trigger
 
 
@@ -70,6 +70,11 @@ def folder_in_use(folder, patch):
 def out_is_no_folder(folder, patch):
     (folder / "x").touch()
     require_writable(folder / "x")
+
+
+@trigger
+def out_is_a_folder(folder, patch):
+    require_writable_file(folder)
 
 
 @trigger

@@ -20,7 +20,7 @@ from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.unit import UnitCard, UnitProfile
 from swd_lens.analysis.audit.vectors import Edges
 from swd_lens.base.figures import INK, PALETTE, NotebookFigure, literal
-from swd_lens.base.panels import visible
+from swd_lens.base.visible import visible_token
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
 
 Link = Callable[[str], "str | None"]  # unit -> where its page is, if there is one
@@ -89,7 +89,7 @@ def words_html(context: Context, largest: float) -> str:
 
 def running_token(token: str) -> tuple[str, str]:
     """A token within a text: (the space before a word, the word), with all else that is invisible shown."""
-    return (" ", visible(token[1:])) if token[:1] == " " and token[1:].strip() else ("", visible(token))
+    return (" ", visible_token(token[1:])) if token[:1] == " " and token[1:].strip() else ("", visible_token(token))
 
 
 def histogram_svg(profile: UnitProfile) -> str:
@@ -190,7 +190,7 @@ def _logits(unit: UnitCard, level: int, legend: bool) -> str:
         return f'{heading}<p class="soft">None: {why}.</p>'
     largest = max((abs(v) for _, v in (*effect.promoted, *effect.suppressed)), default=0.0)
     sides = "".join(
-        f"<div>{_heading(level + 1, 'side', name)}{_bars([(visible(t), v) for t, v in tokens], largest)}</div>"
+        f"<div>{_heading(level + 1, 'side', name)}{_bars([(visible_token(t), v) for t, v in tokens], largest)}</div>"
         for name, tokens in (("promotes", effect.promoted), ("suppresses", effect.suppressed))
     )
     note = '<p class="soft">Centred logits per unit of z; where z is negative the sides swap.</p>' if legend else ""

@@ -43,8 +43,8 @@ from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
-from swd_lens.base.panels import visible
 from swd_lens.base.undo import Undo
+from swd_lens.base.visible import visible_token
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.units.attach import require_free
@@ -132,7 +132,7 @@ class EditComparison:
             _label_ends(ax, line, of, style(index)["color"])
         _kl_axis(ax, self.rows[of])
         ax.margins(y=0.12)
-        answer, foil = visible(self.target.answer), visible(self.target.foil)
+        answer, foil = visible_token(self.target.answer), visible_token(self.target.foil)
         ax.set_xlabel(_COSTS[of].format(n=len(self.prompts)), fontsize=9, color=INK)
         ax.set_ylabel(literal(f"change of the margin {answer} − {foil} (logits)"), fontsize=9, color=INK)
         ax.set_title("numbers at the ends: requested shift (logits)", fontsize=8, color=INK, loc="right")

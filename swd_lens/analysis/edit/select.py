@@ -26,8 +26,8 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.machine import plain_float32
-from swd_lens.base.panels import visible
 from swd_lens.base.record import Record
+from swd_lens.base.visible import visible_token
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
@@ -68,7 +68,7 @@ class EditSelection(Record):
         ax = axes[0, 0]
         for index, (_, rows) in enumerate(self.rows.groupby(_case_names(self.rows), sort=False)):
             prompt, answer, foil = (str(rows.iloc[0][name]) for name in ("prompt", "answer", "foil"))
-            label = f"{ending(prompt, 34)} ({visible(answer)} over {visible(foil)})"
+            label = f"{ending(prompt, 34)} ({visible_token(answer)} over {visible_token(foil)})"
             ax.scatter(
                 rows["z"],
                 rows["alignment"],

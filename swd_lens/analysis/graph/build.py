@@ -20,7 +20,7 @@ from swd_lens.analysis.graph.result import NODES, UnitGraph, table
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.machine import plain_float32
-from swd_lens.base.panels import visible
+from swd_lens.base.visible import visible_token
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site, parse_unit
@@ -218,7 +218,7 @@ def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
 
 
 def _label(model: Any, token: int) -> str:
-    return visible(model.tokenizer.decode([token])) if model.tokenizer else str(token)
+    return visible_token(model.tokenizer.decode([token])) if model.tokenizer else str(token)
 
 
 def _nodes(

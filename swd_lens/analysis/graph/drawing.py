@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swd_lens.base.figures import GRID, INK, PALETTE
 from swd_lens.base.files import write_text
-from swd_lens.base.panels import visible
+from swd_lens.base.visible import visible_token
 from swd_lens.hosts.sites import KINDS, execution_key
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _grid_svg(grid: _Grid, graph: "UnitGraph") -> str:
         if tokens is not None and column not in drawn:
             shapes.append(
                 f'<text x="{(begin + end) / 2:.1f}" y="{grid.bottom + 13:.1f}" text-anchor="middle" fill="#666666">'
-                f"{escape(visible(str(tokens[column])))}</text>"
+                f"{escape(visible_token(str(tokens[column])))}</text>"
             )
     return "".join(shapes)
 

@@ -29,8 +29,9 @@ from swd_lens.analysis.qk.scores import (
 from swd_lens.analysis.qk.screen import QKPair
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
-from swd_lens.base.panels import Panel, attention_heads, visible
+from swd_lens.base.panels import Panel, attention_heads
 from swd_lens.base.record import Record
+from swd_lens.base.visible import visible_token
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 
@@ -319,7 +320,7 @@ def draw_map(
     """A head's map on a prompt, with the tokens at both axes; grey where attention does not look."""
     heatmap(ax, values.masked_fill(~mask, float("nan")), label=label, signed=signed, largest=largest, bar=bar)
     positions = range(0, len(tokens), max(1, -(-len(tokens) // _MOST_LABELS)))
-    names = [literal(visible(tokens[i])) for i in positions]
+    names = [literal(visible_token(tokens[i])) for i in positions]
     size = 7 if len(names) <= 22 else 5.5
     ax.set_xticks(list(positions), names, rotation=90, fontsize=size)
     ax.set_yticks(list(positions), names, fontsize=size)
