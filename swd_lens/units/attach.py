@@ -4,8 +4,8 @@
    no site (nor one that shares its weights) is attached already.
 2. List the swaps, then do them; each leaves an undo step. If one fails, those done are undone. Methods that rewrite
    weights are refused from here on, and sites that do not run are reported (projection.py).
-3. Whenever a loaded set is attached whole to a host with nothing else in it, its probe is run: tokens whose z was stored with
-   the factors (`add_probe`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
+3. Whenever a loaded set is attached whole to a host with nothing else in it, its probe is run: tokens whose z and y were stored
+   with the factors (`add_probe`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
    error instead of in a paper. Parts of a set, sets put together, nested attachments and hooks of the user's change what
    enters a site: there it is not asked.
 4. While `dense` is open, the units hand over to the host's own products.
@@ -176,32 +176,31 @@ def add_probe(f: Factors, model: Any, site: Site, tokens: list[int]) -> Factors:
     """The factors with a probe of what enters the site on these tokens in the host as it is now; none under dropout."""
     if drops_out(model):
         return f
-    h = _inputs(host_of(model), [site], tokens)[site.name]
-    return replace(f, probe=Probe.of(h, f.read, f.offsets))
+    run = record(host_of(model), torch.tensor([tokens]), inputs=[site], keep=lambda h: h[0, -1].float().cpu())
+    h = run.inputs[site.name]
+    return replace(f, probe=Probe.of(h, f.read, f.write, f.offsets))
 
 
 def check_probe(units: UnitSet) -> None:
     """Run the probe of a set that has just been attached as a whole, to a host without dropout, hooks or other units.
 
     Raises:
-        AttachError: a site does not give the stored z.
+        AttachError: a site does not give the stored z or y.
     """
     host = units.host
     if not _is_as_it_was_made(units):
         return
     tolerance = _TOLERANCE.get(dtype_of(host), _ROUNDED_TOLERANCE)
-    for name, h in _inputs(host, units.sites, units.provenance["probe_tokens"]).items():
+    tokens = torch.tensor([units.provenance["probe_tokens"]])
+    # z as the mounted units compute it: the kernel is tried, too, and y is one product with a few columns.
+    run = record(host, tokens, units=units.sites, keep=lambda z: z[0, -1].double().cpu())
+    for name, z in run.units.items():
         f = units.factors[name]
         probe = f.probe
         assert probe is not None
-        difference = replace(probe, input=h).error(f.read, f.offsets)
+        what, difference = probe.misfit(z, f.write, f.offsets)
         if difference > tolerance:
-            raise error("attached-probe-differs", site=name, difference=difference, tolerance=tolerance)
-
-
-def _inputs(host: Host, sites: Sequence[Site], tokens: list[int]) -> dict[str, Tensor]:
-    """What enters each site at the last position of the tokens."""
-    return record(host, torch.tensor([tokens]), inputs=sites, keep=lambda h: h[0, -1].float().cpu()).inputs
+            raise error("attached-probe-differs", site=name, what=what, difference=difference, tolerance=tolerance)
 
 
 def _is_as_it_was_made(units: UnitSet) -> bool:

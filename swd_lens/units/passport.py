@@ -3,12 +3,12 @@
 1. `Origin` says what the factors were made from: what of the site's input could be folded, and two random sketches of the
    dense matrix (`sketch`). Whoever holds W, or a matrix that follows from it linearly, can compare.
 2. `Offsets` are the constants that transported factors add: z = h @ read + unit; y = z @ write + bias + out.
-3. `Probe` is one input of the site with the z it must give on some units: whether loaded factors still compute what they
-   computed when they were saved.
+3. `Probe` is one input of the site with the z and the y it must give on some units and outputs: whether loaded factors still
+   compute what they computed when they were saved. The y take all units, so that read and write are both covered.
 4. `to_tensors` and `from_tensors` turn them into named tensors for a file, and back.
 
 `fingerprint` names a dense matrix exactly, where a sketch compares it roughly. All tensors here are float32 on the CPU
-(the units of a probe are int64); only the offsets follow the factors to another device, because they take part in z.
+(the indices of a probe are int64); only the offsets follow the factors to another device, because they take part in z.
 """
 
 import hashlib
@@ -64,57 +64,122 @@ class Offsets:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One activation vector that entered the site, and what z must be on k units.
+    """One activation vector that entered the site, what z must be on k units, and what y must be on k outputs.
 
     Attributes:
         input: (d_in,) the vector h.
         units: (k,) int64, the units that are looked at, the largest |z| first.
         z: (k,) h @ read[:, units], plus the offsets of these units where there are any.
+        outputs: (k,) int64, the outputs that are looked at, the largest |y| first; None in probes of older files.
+        y: (k,) z @ write[:, outputs] over all units, plus the offsets of these outputs where there are any; None likewise.
     """
 
     input: Float[Tensor, " d_in"]
     units: Int[Tensor, " k"]
     z: Float[Tensor, " k"]
+    outputs: Int[Tensor, " m"] | None = None
+    y: Float[Tensor, " m"] | None = None
 
     @classmethod
     def of(
-        cls, h: Float[Tensor, " d_in"], read: Float[Tensor, "d_in unit"], offsets: Offsets | None = None, k: int = 4
+        cls,
+        h: Float[Tensor, " d_in"],
+        read: Float[Tensor, "d_in unit"],
+        write: Float[Tensor, "unit d_out"],
+        offsets: Offsets | None = None,
+        k: int = 4,
     ) -> "Probe":
-        """The probe of input h on the k units (all of them, if there are fewer) that it moves most; ties go to the first.
+        """The probe of input h on the k units and the k outputs (all of them, if there are fewer) that it moves most; ties go to
+        the first.
 
         Raises:
-            ValueError: k is less than 1, or h gives a z that is not finite.
+            ValueError: k is less than 1, or h gives a z or y that is not finite.
         """
         if k < 1:
             raise error("probe-of-no-units", k=k)
         h = h.detach().to("cpu", torch.float32)
-        columns = max(1, _TILE // len(h))  # of read at a time
-        everything = torch.arange(read.shape[1])
-        z = torch.cat([_z(h, read, units, offsets) for units in everything.split(columns)])
-        if not bool(z.isfinite().all()):
-            raise error("probe-not-finite", unit=int((~z.isfinite()).nonzero()[0]))
-        units = z.abs().argsort(descending=True, stable=True)[:k]
-        return cls(h.clone(), units, z[units].float())
+        z = _z(h, read, offsets)
+        y = _product(z, write)
+        y = y if offsets is None else y + offsets.out.detach().cpu().double()
+        for what, values in (("z of unit", z), ("y of output", y)):
+            if not bool(values.isfinite().all()):
+                raise error("probe-not-finite", what=what, index=int((~values.isfinite()).nonzero()[0]))
+        units, outputs = (v.abs().argsort(descending=True, stable=True)[:k] for v in (z, y))
+        return cls(h.clone(), units, z[units].float(), outputs, y[outputs].float())
 
-    def found(self, read: Float[Tensor, "d_in unit"], offsets: Offsets | None = None) -> Float[Tensor, " k"]:
-        """(k,) float64: z of the probe's units by this read factor; computed in float64."""
-        return _z(self.input, read, self.units, offsets)
+    def computed(
+        self, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
+    ) -> tuple[Float[Tensor, " k"], Float[Tensor, " m"] | None]:
+        """z of the probe's units and y of its outputs by these factors, float64; an old probe has no y."""
+        if self.outputs is None:
+            return _z(self.input, read, offsets, self.units), None
+        z = _z(self.input, read, offsets)
+        return z[self.units], self._y(z, write, offsets)
 
-    def error(self, read: Float[Tensor, "d_in unit"], offsets: Offsets | None = None) -> float:
-        """max |found - expected| / max |expected|: 0.0 where all agree, infinite where zeros were expected and not found."""
-        difference = float((self.found(read, offsets) - self.z.double()).abs().max())
-        expected = float(self.z.abs().max())
-        if expected == 0.0:
-            return 0.0 if difference == 0.0 else float("inf")
-        return difference / expected
+    def misfit(
+        self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
+    ) -> tuple[str, float]:
+        """("z" or "y", how far it is from what it must be) when a host computed this z of all units; the worse of the two."""
+        of_z = _relative(z.cpu()[self.units], self.z)
+        if self.outputs is None or self.y is None:
+            return "z", of_z
+        # Relative to the terms of the sum: where they cancel, the rounding of a bfloat16 host's z does not.
+        columns = write.detach()[:, self.outputs.to(write.device)].cpu().double()
+        terms = (z.cpu().double().square() @ columns.square()).sqrt()
+        of_y = _relative(self._y(z, write, offsets), self.y, max(float(terms.max()), float(self.y.abs().max())))
+        return ("z", of_z) if of_z >= of_y else ("y", of_y)
+
+    def _y(
+        self, z: Float[Tensor, " unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None
+    ) -> Float[Tensor, " m"]:
+        """(m,) float64 on the CPU: what the probe's outputs are when this is z."""
+        assert self.outputs is not None
+        y = z.cpu().double() @ write.detach()[:, self.outputs.to(write.device)].cpu().double()
+        return y if offsets is None else y + offsets.out.detach().cpu().double()[self.outputs]
+
+    def error(
+        self, read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"], offsets: Offsets | None = None
+    ) -> float:
+        """max |computed - expected| / max |expected| of z or of y, the larger of the two; 0.0 where all agree, infinite where
+        zeros were expected and something else was computed."""
+        z, y = self.computed(read, write, offsets)
+        of_z = _relative(z, self.z)
+        return of_z if y is None or self.y is None else max(of_z, _relative(y, self.y))
+
+
+def _relative(computed: Float[Tensor, " k"], expected: Float[Tensor, " k"], size: float | None = None) -> float:
+    """max |computed - expected| / size; infinite where something differs from a size of 0, or is not a number.
+
+    Args:
+        size: what differences are relative to; None = max |expected|.
+    """
+    difference = float((computed.double() - expected.double()).abs().max())
+    size = float(expected.abs().max()) if size is None else size
+    if difference != difference or size == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return difference / size
 
 
 def _z(
-    h: Float[Tensor, " d_in"], read: Float[Tensor, "d_in unit"], units: Int[Tensor, " k"], offsets: Offsets | None
-) -> Float[Tensor, " k"]:
-    """(k,) float64 on the CPU: h @ read[:, units] + offsets.unit[units]."""
-    z = h.double() @ read.detach()[:, units.to(read.device)].cpu().double()
-    return z if offsets is None else z + offsets.unit.detach().cpu().double()[units]
+    h: Float[Tensor, " d_in"],
+    read: Float[Tensor, "d_in unit"],
+    offsets: Offsets | None,
+    units: Int[Tensor, " k"] | None = None,
+) -> Float[Tensor, " _k"]:
+    """(k,) float64 on the CPU: h @ read[:, units] + offsets.unit[units]; units None: of all of them."""
+    z = _product(h, read) if units is None else h.double() @ read.detach()[:, units.to(read.device)].cpu().double()
+    if offsets is None:
+        return z
+    constant = offsets.unit.detach().cpu().double()
+    return z + (constant if units is None else constant[units])
+
+
+def _product(vector: Float[Tensor, " rows"], matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, " columns"]:
+    """vector @ matrix in float64 on the CPU, some rows at a time."""
+    step, total = max(1, _TILE // matrix.shape[1]), torch.zeros(matrix.shape[1], dtype=torch.float64, device="cpu")
+    for start in range(0, len(vector), step):
+        total += vector[start : start + step].double() @ matrix.detach()[start : start + step].cpu().double()
+    return total
 
 
 def sketch(weight: Float[Tensor, "d_in d_out"]) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]:
@@ -146,7 +211,8 @@ def fingerprint(weight: Float[Tensor, "d_in d_out"]) -> str:
 # ---------------------------------------------------------------------------------------------- named tensors
 
 _PARTS = {"origin": Origin, "offsets": Offsets, "probe": Probe}
-_OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted"}
+_OPTIONAL = {"origin.scale", "origin.shift", "origin.shifted", "probe.outputs", "probe.y"}
+_INDICES = {"probe.units", "probe.outputs"}
 _LENGTHS = {
     "origin.scale": "d_in",
     "origin.shift": "d_in",
@@ -160,13 +226,14 @@ _LENGTHS = {
 
 
 def to_tensors(origin: Origin | None, offsets: Offsets | None, probe: Probe | None) -> dict[str, Tensor]:
-    """Name -> tensor ("origin.right", "probe.units", ...), on the CPU, float32 (int64 the units); what is None is left out."""
+    """Name -> tensor ("origin.right", "probe.units", ...), on the CPU, float32 (int64 the indices); what is None is left out."""
     named: dict[str, Tensor] = {}
     for part, holder in (("origin", origin), ("offsets", offsets), ("probe", probe)):
         for field in fields(holder) if holder is not None else ():
             if (value := getattr(holder, field.name)) is not None:
-                dtype = torch.int64 if field.name == "units" else torch.float32
-                named[f"{part}.{field.name}"] = value.detach().to("cpu", dtype).contiguous()
+                name = f"{part}.{field.name}"
+                dtype = torch.int64 if name in _INDICES else torch.float32
+                named[name] = value.detach().to("cpu", dtype).contiguous()
     return named
 
 
@@ -190,13 +257,15 @@ def from_tensors(named: Mapping[str, Tensor], d_in: int, units: int, d_out: int)
         if missing := [name for name in names.values() if name not in named and name not in _OPTIONAL]:
             raise error("passport-entries-missing", entries=", ".join(missing))
         if part == "probe":
-            _check_units(named["probe.units"], named["probe.z"], units)
+            _check_indices(named, "units", "z", units)
+            if not named.keys().isdisjoint({"probe.outputs", "probe.y"}):
+                _check_indices(named, "outputs", "y", d_out)
         parts[part] = kind(**{key: named.get(name) for key, name in names.items()})
     return parts
 
 
 def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
-    wanted = torch.int64 if name == "probe.units" else torch.float32
+    wanted = torch.int64 if name in _INDICES else torch.float32
     if tensor.ndim != 1 or tensor.dtype != wanted:
         raise error("passport-not-a-vector", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), expected=wanted)
     if name in _LENGTHS and len(tensor) != sizes[_LENGTHS[name]]:
@@ -212,8 +281,14 @@ def _check(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> None:
         raise error("passport-not-finite", name=name, index=index, value=tensor[index].item())
 
 
-def _check_units(indices: Tensor, z: Tensor, units: int) -> None:
-    if len(indices) != len(z) or not len(indices):
-        raise error("passport-probe-lengths-differ", n_units=len(indices), n_values=len(z))
-    if outside := [unit for unit in indices.tolist() if not 0 <= unit < units]:
-        raise error("passport-probe-unit-outside", unit=outside[0], n_units=units)
+def _check_indices(named: Mapping[str, Tensor], which: str, values: str, size: int) -> None:
+    """Of a probe: as many values as indices, and every index inside."""
+    if missing := [name for name in (f"probe.{which}", f"probe.{values}") if name not in named]:
+        raise error("passport-entries-missing", entries=", ".join(missing))
+    indices, n_values = named[f"probe.{which}"], len(named[f"probe.{values}"])
+    if len(indices) != n_values or not n_values:
+        raise error(
+            "passport-probe-lengths-differ", which=which, n_indices=len(indices), n_values=n_values, values=values
+        )
+    if outside := [index for index in indices.tolist() if not 0 <= index < size]:
+        raise error("passport-probe-index-outside", which=which, index=outside[0], size=size)

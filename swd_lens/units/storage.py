@@ -34,7 +34,7 @@ from swd_lens.base.errors import FactorFileError, error
 from swd_lens.base.files import atomic, plain, sha256, write_text
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
 
-# Largest |z found - z expected| / |z expected| of a probe. z is float32 summed in float64: agreement is to 1e-7.
+# Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.
 PROBE_TOLERANCE = 1e-4
 FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
 INDEX = "factors.json"
@@ -266,7 +266,7 @@ def write_site(
         from_tensors(extras, read.shape[0], read.shape[1], write.shape[1])
     except ValueError as cause:
         raise error("saved-passport-misfit", site=site, reason=cause) from cause
-    if difference := _difference(probe, read, offsets):
+    if difference := _difference(probe, read, write, offsets):
         raise error("saved-probe-differs", site=site, difference=difference)
     return write_pair(folder, site, read, write, extras)
 
@@ -300,7 +300,7 @@ class StoredSite:
             passport = from_tensors(self.pair.extras(), self.d_in, self.n_units, self.d_out)
         except ValueError as cause:
             raise error("loaded-passport-misfit", path=self.pair.path, reason=cause) from cause
-        if difference := _difference(passport.get("probe"), read, passport.get("offsets")):
+        if difference := _difference(passport.get("probe"), read, write, passport.get("offsets")):
             raise error("loaded-probe-differs", site=self.site, difference=difference, path=self.pair.path)
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
 
@@ -309,9 +309,22 @@ class StoredSite:
         return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={self.sparsity:.4f}, in its file)"
 
 
-def _difference(probe: Probe | None, read: Float[Tensor, "d_in unit"], offsets: Offsets | None) -> str:
-    """Expected and found z of every unit of the probe; "" where they agree (or there is no probe)."""
-    if probe is None or probe.error(read, offsets) <= PROBE_TOLERANCE:
+def _difference(
+    probe: Probe | None,
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    offsets: Offsets | None,
+) -> str:
+    """Expected and computed z and y of every unit and output of the probe; "" where they agree (or there is no probe)."""
+    if probe is None or probe.error(read, write, offsets) <= PROBE_TOLERANCE:
         return ""
-    each = zip(probe.units.tolist(), probe.z.tolist(), probe.found(read, offsets).tolist(), strict=True)
-    return "z of its probe: " + ", ".join(f"unit {unit} expected {z:.6g}, found {found:.6g}" for unit, z, found in each)
+    z, y = probe.computed(read, write, offsets)
+    pairs = [("unit", probe.units, probe.z, z)]
+    if probe.outputs is not None and probe.y is not None and y is not None:
+        pairs.append(("output", probe.outputs, probe.y, y))
+    each = (
+        f"{what} {index} expected {expected:.6g}, found {value:.6g}"
+        for what, *columns in pairs
+        for index, expected, value in zip(*(column.tolist() for column in columns), strict=True)
+    )
+    return "its probe: " + ", ".join(each)

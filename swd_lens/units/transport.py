@@ -95,7 +95,7 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
         weight=weight,
         origin=present,
         offsets=None if nothing else offsets.to(f.read.device),
-        probe=_moved_probe(f.probe, ratio, constant),
+        probe=_moved_probe(f, ratio, constant, offsets),
         provenance=provenance,
     )
 
@@ -116,8 +116,16 @@ def _or_zeros(vector: Tensor | None, length: int) -> Float[Tensor, " length"]:
     return torch.zeros(length, dtype=torch.float64) if vector is None else vector.double()
 
 
-def _moved_probe(probe: Probe | None, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"]) -> Probe | None:
-    """The same z from the input that the new host has; None where a scale of 0 hid part of it."""
+def _moved_probe(
+    f: Factors, ratio: Float[Tensor, " d_in"], constant: Float[Tensor, " d_in"], offsets: Offsets
+) -> Probe | None:
+    """The same z from the input that the new host has, and y with the new offsets; None where a scale of 0 hid part of it."""
+    probe = f.probe
     if probe is None or bool((ratio == 0).any()):
         return None
-    return replace(probe, input=((probe.input.double() - constant) / ratio).float())
+    moved = ((probe.input.double() - constant) / ratio).float()
+    if probe.outputs is None or probe.y is None:
+        return replace(probe, input=moved)
+    before = 0.0 if f.offsets is None else f.offsets.out.cpu().double()[probe.outputs]
+    y = probe.y.double() - before + offsets.out.double()[probe.outputs]
+    return replace(probe, input=moved, y=y.float())

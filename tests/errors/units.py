@@ -239,7 +239,7 @@ def load_with_tensors(folder: Path, f: Factors | None = None, **exchanged: torch
 
 def probed() -> Factors:
     f = small()
-    return replace(f, probe=Probe.of(torch.tensor([1.0, 2.0]), f.read))
+    return replace(f, probe=Probe.of(torch.tensor([1.0, 2.0]), f.read, f.write))
 
 
 @trigger
@@ -365,12 +365,12 @@ def several_matrices(folder, _):
 
 @trigger
 def probe_of_no_units(*_):
-    Probe.of(torch.ones(2), small().read, k=0)
+    Probe.of(torch.ones(2), small().read, small().write, k=0)
 
 
 @trigger
 def probe_not_finite(*_):
-    Probe.of(torch.tensor([torch.nan, 1.0]), small().read)
+    Probe.of(torch.tensor([torch.nan, 1.0]), small().read, small().write)
 
 
 @trigger

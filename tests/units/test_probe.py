@@ -1,6 +1,7 @@
 """The probe: tokens that must give the stored z on every host that a loaded set is attached to."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,16 @@ def test_a_whole_set_runs_its_probe_wherever_it_is_attached(model, tokens, tmp_p
         with pytest.raises(AttachError, match=r"the probe of blocks\.1\.mlp_in fails: .* off by .* of its size"):
             swd.attach(host, loaded)
         assert list(host.hook_dict) == hooks
+
+
+def test_the_probe_of_an_attached_set_covers_write(model):
+    factors = factorized(model)
+    changed = dict(factors)
+    f = changed[SITES[1]]
+    changed[SITES[1]] = replace(f, probe=replace(f.probe, y=f.probe.y * 1.01))
+    with pytest.raises(AttachError, match=r"the probe of blocks\.1\.mlp_out fails: .* give a y that is off by 0\.0"):
+        swd.attach(model, swd.FactorSet(changed, factors.provenance))
+    assert list(model.hook_dict) == list(toy_model().hook_dict)
 
 
 def test_where_something_else_changes_what_enters_a_site_no_probe_is_asked(model):

@@ -193,7 +193,7 @@ def travelling() -> Factors:
         write,
         origin=Origin(torch.ones(3), None, None, *sketch(read @ write)),
         offsets=offsets,
-        probe=Probe.of(torch.tensor([1.0, 2.0, 3.0]), read, offsets),
+        probe=Probe.of(torch.tensor([1.0, 2.0, 3.0]), read, write, offsets),
     )
 
 
@@ -211,6 +211,8 @@ def test_passport_survives(tmp_path):
     f = travelling()
     # z = (1 * 1 + 0.5, 2 * 2 + 0): unit 1 first.
     assert f.probe.units.tolist() == [1, 0] and f.probe.z.tolist() == [4.0, 1.5]
+    # y = (1.5 * 1 + 0, 4 * 1 - 1).
+    assert f.probe.outputs.tolist() == [1, 0] and f.probe.y.tolist() == [3.0, 1.5]
     f.save(tmp_path)
     g = Factors.load(tmp_path)
     assert passport_of(g) == passport_of(f) and set(passport_of(g)) == {
@@ -222,6 +224,8 @@ def test_passport_survives(tmp_path):
         "probe.input",
         "probe.units",
         "probe.z",
+        "probe.outputs",
+        "probe.y",
     }
     assert torch.equal(g.product(), f.read @ f.write)  # offsets are no part of it
     described = read_index(tmp_path)["sites"]
@@ -256,6 +260,28 @@ def test_a_changed_read_factor_is_noticed_when_it_is_read(tmp_path):
     FactorSet.load(tmp_path)["matrix"]
 
 
+def test_a_changed_write_factor_is_noticed_when_it_is_read(tmp_path):
+    travelling().save(tmp_path)
+    rewrite(tmp_path, write__value=torch.tensor([1.0, 1.5]))
+    with pytest.raises(FactorFileError, match=r"output 1 expected 3, found 5, output 0 expected 1\.5, found 1\.5"):
+        FactorSet.load(tmp_path)["matrix"]
+    travelling().save(tmp_path)
+    rewrite(tmp_path, offsets__out=torch.tensor([0.0, -0.5]))
+    with pytest.raises(FactorFileError, match=r"output 1 expected 3, found 3\.5, output 0 expected 1\.5, found 1\.5"):
+        FactorSet.load(tmp_path)["matrix"]
+
+
+def test_a_probe_of_an_older_file_looks_at_read_alone(tmp_path):
+    travelling().save(tmp_path)
+    rewrite(tmp_path, probe__outputs=None, probe__y=None)
+    loaded = FactorSet.load(tmp_path)["matrix"]
+    assert loaded.probe.outputs is None and loaded.probe.z.tolist() == [4.0, 1.5]
+    loaded.save(tmp_path / "again")
+    assert passport_of(Factors.load(tmp_path / "again")) == passport_of(loaded)
+    rewrite(tmp_path, write__value=torch.tensor([1.0, 1.5]))
+    FactorSet.load(tmp_path)["matrix"]  # nothing in such a file says what write was
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -265,9 +291,13 @@ def test_a_changed_read_factor_is_noticed_when_it_is_read(tmp_path):
         ({"origin__scale": torch.tensor([1.0, torch.nan, 1.0])}, "origin.scale[1] is nan"),
         ({"offsets__unit": None}, "offsets.unit is missing"),
         ({"origin__spin": torch.ones(2)}, "origin.spin is nothing that this swd_lens knows"),
-        ({"probe__units": torch.tensor([1, 2])}, "probe.units names unit 2; the factors have 2"),
-        ({"probe__units": torch.tensor([1, -1])}, "probe.units names unit -1; the factors have 2"),
-        ({"probe__z": torch.ones(3)}, "probe.units has 2 units for 3 values of probe.z"),
+        ({"probe__units": torch.tensor([1, 2])}, "probe.units names number 2; the factors have 2"),
+        ({"probe__units": torch.tensor([1, -1])}, "probe.units names number -1; the factors have 2"),
+        ({"probe__z": torch.ones(3)}, "probe.units has 2 indices for 3 values of probe.z"),
+        ({"probe__outputs": torch.tensor([0, 2])}, "probe.outputs names number 2; the factors have 2"),
+        ({"probe__y": torch.ones(3)}, "probe.outputs has 2 indices for 3 values of probe.y"),
+        ({"probe__y": None}, "probe.y is missing"),
+        ({"probe__outputs": None}, "probe.outputs is missing"),
         ({"probe__units": torch.tensor([1.0, 0.0])}, "probe.units is torch.float32"),
     ],
 )
@@ -282,8 +312,8 @@ def test_a_passport_that_does_not_fit(tmp_path, changed, message):
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     f = travelling()
     for changed, message in (
-        ({"read": f.read * 2}, "read or offsets were changed after the probe was made"),
-        ({"offsets": None}, r"unit 0 expected 1\.5, found 1\)"),
+        ({"read": f.read * 2}, "the probe is of other factors"),
+        ({"offsets": None}, r"unit 0 expected 1\.5, found 1, "),
         ({"origin": Origin(None, None, None, torch.ones(2), torch.ones(2))}, r"origin\.right has 2 values"),
         ({"offsets": Offsets(torch.tensor([torch.inf, 0.0]), torch.zeros(2))}, r"offsets\.unit\[0\] is inf"),
     ):
@@ -328,34 +358,54 @@ def test_sketch_is_linear_and_fixed(monkeypatch):
 
 def test_probe_by_hand(monkeypatch):
     read = torch.tensor([[1.0, 0.0, -3.0, 0.5], [0.0, 1.0, 0.0, 0.5]])
+    write = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
     h = torch.tensor([1.0, 2.0])
-    probe = Probe.of(h, read, k=2)  # z = (1, 2, -3, 1.5)
+    probe = Probe.of(h, read, write, k=2)  # z = (1, 2, -3, 1.5), y = (1 - 6, 2 + 3)
     assert probe.units.tolist() == [2, 1] and probe.z.tolist() == [-3.0, 2.0]
-    assert probe.error(read) == 0.0
+    assert probe.outputs.tolist() == [0, 1] and probe.y.tolist() == [-5.0, 5.0]
+    assert probe.error(read, write) == 0.0
     changed = read.clone()
-    changed[1, 1] = 1.25  # unit 1: 2.5 instead of 2; relative to the largest, 3
-    assert probe.error(changed) == pytest.approx(0.5 / 3)
-    assert probe.error(read, Offsets(torch.tensor([9.0, 0.0, 0.3, 9.0]), torch.zeros(1))) == pytest.approx(0.1)
-    assert Probe.of(h, read, k=9).units.tolist() == [2, 1, 3, 0]
-    monkeypatch.setattr("swd_lens.units.passport._TILE", 2)  # one column at a time
-    assert Probe.of(h, read, k=9).z.tolist() == [-3.0, 2.0, 1.5, 1.0]
-    # Zeros that are expected and found, and zeros that are not found; equal |z| in the order of the units.
-    nothing = Probe.of(torch.zeros(2), read, k=2)
-    assert nothing.units.tolist() == [0, 1] and nothing.error(read) == 0.0
-    shifted = Offsets(torch.ones(4), torch.zeros(1))
-    assert nothing.error(read, shifted) == float("inf")
-    assert not probe.error(read * float("nan")) <= 1e-4
+    changed[1, 1] = 1.25  # unit 1: 2.5 instead of 2; relative to the largest, 3. y_1: 5.5 instead of 5
+    assert probe.error(changed, write) == pytest.approx(0.5 / 3)
+    assert probe.error(read, write, Offsets(torch.tensor([9.0, 0.0, 0.3, 9.0]), -probe.y)) > 1
+    changed = write.clone()
+    changed[3, 1] = 3.0  # y_1: 6.5 instead of 5, by a unit that the probe does not look at
+    assert probe.error(read, changed) == pytest.approx(1.5 / 5)
+    whole = Probe.of(h, read, write, k=9)
+    assert whole.units.tolist() == [2, 1, 3, 0] and whole.outputs.tolist() == [0, 1]
+    monkeypatch.setattr("swd_lens.units.passport._TILE", 2)  # one row at a time
+    tiled = Probe.of(h, read, write, k=9)
+    assert tiled.z.tolist() == [-3.0, 2.0, 1.5, 1.0] and tiled.y.tolist() == [-5.0, 5.0]
+    # Zeros that are expected and computed, and zeros that are not; equal |z| in the order of the units.
+    nothing = Probe.of(torch.zeros(2), read, write, k=2)
+    assert nothing.units.tolist() == [0, 1] and nothing.error(read, write) == 0.0
+    shifted = Offsets(torch.ones(4), torch.zeros(2))
+    assert nothing.error(read, write, shifted) == float("inf")
+    assert not probe.error(read * float("nan"), write) <= 1e-4
+    assert not probe.error(read, write * float("nan")) <= 1e-4
     with pytest.raises(ValueError, match="looks at k=0 units"):
-        Probe.of(h, read, k=0)
+        Probe.of(h, read, write, k=0)
     with pytest.raises(ValueError, match="z of unit 0 is not finite"):
-        Probe.of(torch.tensor([torch.inf, 0.0]), read)
+        Probe.of(torch.tensor([torch.inf, 0.0]), read, write)
+    with pytest.raises(ValueError, match="y of output 1 is not finite"):
+        Probe.of(h, read, torch.tensor([[1.0, torch.nan]] * 4))
+
+
+def test_a_host_s_z_against_the_probe_by_hand():
+    read, write = torch.eye(2), torch.tensor([[1.0, 3.0], [-1.0, 4.0]])
+    probe = Probe.of(torch.tensor([1.0, 1.0]), read, write, k=2)  # z = (1, 1), y = (0, 7): output 1 first
+    assert probe.misfit(torch.tensor([1.0, 1.0]), write) == ("z", 0.0)
+    # Unit 1 is off by .1: z by a tenth of 1; y_1 by .4 and y_0 by .1, of 7.
+    assert probe.misfit(torch.tensor([1.0, 1.1]), write) == ("z", pytest.approx(0.1))
+    assert probe.misfit(torch.tensor([1.0, 1.0]), write * 2) == ("y", pytest.approx(7 / 10))  # terms 6 and 8: 10
+    assert probe.misfit(torch.tensor([1.0, torch.nan]), write)[1] == float("inf")
 
 
 def test_a_probe_does_not_change_with_its_input():
     h = torch.tensor([1.0, 2.0])
-    probe = Probe.of(h, torch.eye(2))
+    probe = Probe.of(h, torch.eye(2), torch.eye(2))
     h.zero_()
-    assert probe.input.tolist() == [1.0, 2.0] and probe.error(torch.eye(2)) == 0.0
+    assert probe.input.tolist() == [1.0, 2.0] and probe.error(torch.eye(2), torch.eye(2)) == 0.0
 
 
 def test_fingerprint_is_one_of_float32_values():

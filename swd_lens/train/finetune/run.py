@@ -195,7 +195,7 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
     for site in units.sites:
         f = units.factors[site.name]
         read, write = fit.mounted.projections[site.name].factors(f)
-        new = replace(f, read=read, write=write, probe=Probe.of(inputs[site.name], read.cpu(), f.offsets))
+        new = replace(f, read=read, write=write, probe=Probe.of(inputs[site.name], read, write, f.offsets))
         error = new.relative_frobenius(units.host.weight(site).to(read.device))
         tuned[site.name] = replace(
             new, provenance={**_renamed(f.provenance), "relative_frobenius": error, "finetune": entry}
