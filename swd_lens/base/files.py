@@ -43,19 +43,27 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary = workplace / path.name
         temporary.touch()
         mode = temporary.stat().st_mode & 0o777
-        yield temporary
+        with naming(path):
+            yield temporary
         temporary.chmod(mode)
         os.replace(temporary, path)
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A failed write whose error names no file, as that of a full disk, becomes an OSError that names this path."""
+    try:
+        yield
     except OSError as cause:
         if cause.filename is not None or cause.errno is None:
             raise
-        refusal: Any = error("file-not-written", path=path, reason=cause.strerror)  # a full disk names no file
+        refusal: Any = error("file-not-written", path=path, reason=cause.strerror)
         refusal.errno = cause.errno
         raise refusal from cause
     except SafetensorError as cause:
         raise error("file-not-written", path=path, reason=cause) from cause
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)
 
 
 def remove_remains(folder: Path, name: str = "*") -> None:

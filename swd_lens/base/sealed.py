@@ -29,6 +29,8 @@ from swd_lens.base.errors import error, warning
 from swd_lens.base.files import atomic, plain, sha256, write_text
 
 SEAL = "sha256"
+# Begins every hash: that a file has one is seen also where the name that it stands under is damaged.
+_MARK = "swd_lens "
 
 # ---------------------------------------------------------------------------------------------- JSON
 
@@ -36,7 +38,7 @@ SEAL = "sha256"
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as JSON has them (NaN and infinities are null), and their hash under "sha256"."""
     values = plain({name: value for name, value in values.items() if name != SEAL})
-    return {**values, SEAL: _digest(values)}
+    return {**values, SEAL: _MARK + _digest(values)}
 
 
 def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] = ValueError) -> dict[str, Any]:
@@ -53,9 +55,9 @@ def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] 
     if not isinstance(values, Mapping):
         raise error("file-unreadable", raised_as=raised_as, path=path, what=what, reason=f"{type(values).__name__}")
     rest = {name: value for name, value in values.items() if name != SEAL}
-    if SEAL not in values:
+    if SEAL not in values and not _marked(rest):
         warn_of_missing_seal(path)
-    elif values[SEAL] != _digest(rest):
+    elif values.get(SEAL) != _MARK + _digest(rest):
         raise error("file-changed", raised_as=raised_as, path=path, what=what)
     return rest
 
@@ -108,8 +110,12 @@ def warn_of_missing_seal(path: str | Path) -> None:
     warnings.warn(warning("file-without-hash", path=path), stacklevel=4)
 
 
+def _marked(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, str) and value.startswith(_MARK) for value in values.values())
+
+
 def _digest(values: Any) -> str:
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))  # what was damaged may hold NaN
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -124,7 +130,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as temporary:
-        save_file(on_cpu, str(temporary), {**metadata, SEAL: tensor_digest(on_cpu, metadata)})
+        save_file(on_cpu, str(temporary), {**metadata, SEAL: _MARK + tensor_digest(on_cpu, metadata)})
         _order_metadata(temporary)
 
 
@@ -144,10 +150,10 @@ def read_tensors(
         metadata = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     sealed_as = metadata.pop(SEAL, None)
-    known = {digest for digest in (sealed_as, expected) if digest is not None}
-    if not known:
+    known = {sealed_as, None if expected is None else _MARK + expected} - {None}
+    if not known and not _marked(metadata):
         warn_of_missing_seal(path)
-    elif known != {tensor_digest(tensors, metadata)}:
+    elif known != {_MARK + tensor_digest(tensors, metadata)}:
         raise error("file-changed", raised_as=raised_as, path=path, what=what)
     return tensors, metadata
 

@@ -14,21 +14,20 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Bool, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.files import atomic, plain
+from swd_lens.base.files import plain
 from swd_lens.base.record import Record
+from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units import Attachment, Units, attach
 from swd_lens.units.unit_set import active_edges, require_made_for, sources_by_site
 
-_FORMAT, _VERSION = "swd_lens circuit", 1
+_FORMAT, _VERSION, _WHAT = "swd_lens circuit", 1, "a circuit file"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -164,7 +163,11 @@ class Circuit(Record):
     # ------------------------------------------------------------------ files
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, whole or not at all."""
+        """Write one safetensors file with its hash, whole or not at all.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
         tensors = {f"scores/{site}": value for site, value in self.scores.scores.items()}
         tensors |= {f"means/{site}": value for site, value in self.scores.means.items()}
         tensors |= {f"edges/{site}": value.to(torch.int64) for site, value in self.edges.items()}
@@ -176,12 +179,7 @@ class Circuit(Record):
             "settings": dict(self.scores.settings),
             "provenance": dict(self.provenance),
         }
-        with atomic(Path(path)) as temporary:
-            save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()},
-                temporary,
-                {"format": _FORMAT, "about": json.dumps(plain(about))},
-            )
+        write_tensors(Path(path), tensors, {"format": _FORMAT, "about": json.dumps(plain(about))})
 
     @classmethod
     def load(cls, path: str | Path) -> "Circuit":
@@ -189,21 +187,23 @@ class Circuit(Record):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: not a circuit file, or of a later format.
+            ValueError: not a circuit file, of a later format, or not what was written.
         """
-        if not Path(path).is_file():
+        path = Path(path)
+        if not path.is_file():
             raise error("circuit-file-missing", path=path)
-        try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
-                if header.get("format") != _FORMAT:
-                    raise error("not-a-circuit-file", path=path, format=header.get("format"))
-                about = json.loads(header["about"])
-                if about["version"] > _VERSION:
-                    raise error("circuit-file-of-the-future", path=path, version=about["version"], known=_VERSION)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as cause:
-            raise error("circuit-file-unreadable", path=path, reason=cause) from None
-        parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
-        scores = UnitScores(parts[0], parts[1], about["settings"])
-        return cls(tuple((site, unit) for site, unit in about["units"]), scores, parts[2], about["provenance"])
+        tensors, header = read_tensors(path, _WHAT)
+        if header.get("format") != _FORMAT:
+            raise error("not-a-circuit-file", path=path, format=header.get("format"))
+        with readable(path, _WHAT):
+            about = json.loads(header["about"])
+            version = int(about["version"])
+        if version > _VERSION:
+            raise error("circuit-file-of-the-future", path=path, version=version, known=_VERSION)
+        with readable(path, _WHAT):  # files without a hash may hold anything
+            parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
+            scores = UnitScores(parts[0], parts[1], dict(about["settings"]))
+            units = tuple((str(site), int(unit)) for site, unit in about["units"])
+            circuit = cls(units, scores, parts[2], dict(about["provenance"]))
+            circuit.frame()  # every unit is there
+        return circuit

@@ -115,6 +115,18 @@ def test_a_file_without_hash_is_read_with_a_warning_that_names_it(tmp_path):
             read(tmp_path / name, "a thing")
 
 
+def test_a_damaged_name_of_the_hash_does_not_make_a_file_of_an_earlier_version(tmp_path):
+    path = tmp_path / "x"
+    for write, read in (
+        (lambda: write_sealed(path, VALUES), read_sealed),
+        (lambda: write_tensors(path, TENSORS, {}), read_tensors),
+    ):
+        write()
+        path.write_bytes(path.read_bytes().replace(b"sha256", b"sha257"))
+        with pytest.raises(ValueError, match=r"x: not what was written there"):
+            read(path, "a thing")
+
+
 def test_a_part_of_a_larger_file_can_be_sealed(tmp_path):
     part = json.loads(json.dumps(seal({"a": 1})))
     assert unseal(part, "x", "a thing") == {"a": 1}

@@ -5,11 +5,11 @@ import json
 from functools import cache
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.hosts import Start, host_of
 from swd_lens.tasks.task import Task
 from tests import families
@@ -160,11 +160,8 @@ def circuit_file_of_the_future(folder, patch):
     _, factors, _, scores = setting()
     path = folder / "circuit.safetensors"
     swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"]).save(path)
-    with safe_open(path, "pt") as file:
-        header = dict(file.metadata())
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    header["about"] = json.dumps({**json.loads(header["about"]), "version": 99})
-    save_file(tensors, path, header)
+    tensors, header = read_tensors(path, "a circuit file")
+    write_tensors(path, tensors, {**header, "about": json.dumps({**json.loads(header["about"]), "version": 99})})
     swd.Circuit.load(path)
 
 
