@@ -61,8 +61,8 @@ def load_task(
             Edge-Pruning folder's splits. A smaller file is split in the same proportion.
         seed: of the generator (default 0) or of a file's shuffle (default 42, auto-circuit's); a folder is shuffled only
             where a seed is given.
-        prepend_bos: None = BOS for the embedded model, which was trained with it, and none for every other host (method.md
-            6.4). Hosts such as Llama and Gemma, which were trained with BOS as well, want True.
+        prepend_bos: whether prompts begin with BOS; None = as the host's tokenizer does (`swd_lens.tasks.bos`): with BOS for the
+            embedded model, Llama and Gemma, without for GPT-2, Qwen and SmolLM2. It stands in every result.
         splits: an Edge-Pruning folder's train and test split by name; None = the paper's.
         inclusive: Edge-Pruning's greater-than: the start year itself is among the distractors.
 

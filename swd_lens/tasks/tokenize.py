@@ -19,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.tasks.bos import adds_bos
 from swd_lens.tasks.example import TaskExample, Unusable
 from swd_lens.tasks.generators import greater_than
 from swd_lens.tasks.split import TaskSplit
@@ -26,13 +27,12 @@ from swd_lens.tasks.split import TaskSplit
 TWO_DIGITS = dict.fromkeys(f"{number:02d}" for number in range(100))  # in order, and quick to look up
 DUPLICATE = "duplicate prompt"
 
-# Hosts whose training documents began with BOS. Everyone else gets none by default: Hugging Face's GPT-2 and Edge-Pruning
-# add none (method.md 6.4).
-_TRAINED_WITH_BOS = {"swd-lens-default"}
-
 
 class TaskTokenizer:
     """A host's tokenizer as tasks need it; answers that come again and again are looked up once.
+
+    Args:
+        prepend_bos: whether prompts begin with BOS; None = as the tokenizer's files say (bos.py).
 
     Raises:
         TaskError: the host has no tokenizer, or a BOS is asked of a tokenizer that has none.
@@ -42,7 +42,7 @@ class TaskTokenizer:
         if model.tokenizer is None:
             raise error("task-without-tokenizer", task=task)
         if prepend_bos is None:
-            prepend_bos = getattr(model.cfg, "model_name", None) in _TRAINED_WITH_BOS
+            prepend_bos = adds_bos(model.tokenizer)
         if prepend_bos and model.tokenizer.bos_token_id is None:
             raise error("tokenizer-without-bos", task=task)
         self.task, self.prepend_bos = task, prepend_bos

@@ -130,6 +130,10 @@ def export(network: Network, out: Path, notes: dict[str, object]) -> None:
     """Write model.safetensors (fp16), config.json and the tokenizer; check what was written; write scores.json."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(str(out))
+    # Every document began with BOS: transformers does not write this entry, swd_lens.tasks.bos reads it.
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    text = json.dumps({"add_bos_token": True, **config}, indent=2) + "\n"
+    _replace(out / "tokenizer_config.json", lambda path: path.write_text(text))
     half = {name: value.half() for name, value in hooked_state(network).items()}
     _replace(out / "model.safetensors", lambda path: save_file(half, path))
     _replace(out / "config.json", lambda path: path.write_text(json.dumps(asdict(network.shape), indent=1) + "\n"))

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -481,3 +482,29 @@ def activations_not_finite(*_):
     with torch.no_grad():
         model.blocks[0].mlp.W_in.fill_(torch.nan)
     swd.collect_grams(model, find_sites(model, SITE), random_tokens(2, 8))
+
+
+# ---------------------------------------------------------------------------------------------- GGUF files
+
+
+@trigger
+def model_wheel_missing(_, monkeypatch):
+    monkeypatch.setattr("swd_lens.hosts.gguf.find_spec", lambda package: None)
+    swd.load_host("smollm2")
+
+
+@trigger
+def gguf_reader_missing(folder, monkeypatch):
+    _no_gguf_model(folder, monkeypatch, reader=False)
+
+
+@trigger
+def gguf_unreadable(folder, monkeypatch):
+    _no_gguf_model(folder, monkeypatch, reader=True)
+
+
+def _no_gguf_model(folder: Path, monkeypatch: pytest.MonkeyPatch, reader: bool) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF of another world")
+    monkeypatch.setenv("SWD_LENS_CACHE", str(folder / "cache"))
+    monkeypatch.setattr("transformers.utils.is_gguf_available", lambda: reader)
+    swd.load_host(str(folder / "model.gguf"))

