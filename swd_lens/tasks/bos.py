@@ -1,7 +1,7 @@
 """Whether prompts of a host begin with BOS: its tokenizer's files say so, for every kind of host.
 
-1. The tokenizer in a host cannot be asked: transformer_lens loads every tokenizer again with add_bos_token=True. So the files that
-   it came from are (its name_or_path; what the hub's cache holds; never the network).
+1. The tokenizer in a host cannot be asked: transformer_lens loads every tokenizer again with add_bos_token=True. So the
+   files that it came from are (its name_or_path; what the hub's cache holds; never the network).
 2. `add_bos_token` in tokenizer_config.json counts first, then what the tokenizer as it was saved puts before a text.
 3. Without files (a tokenizer made in memory) the one at hand is asked; without BOS, or files that are gone, the answer is no.
 """
