@@ -1,0 +1,415 @@
+"""Damage cases: a thing on disk, damaged, is read as users read it; it ends in the original numbers or in its documented error.
+
+1. `KINDS`: what is written and read again. `build` makes it (version 1: the same thing with other numbers), `read` reads it or
+   makes the same call again, `errors` are the classes that damage of this kind may have.
+2. A case is a number below a seed: it chooses kind and damage, so that it can be replayed alone.
+3. An error is documented if it has one of the classes, a message that errors.toml declares, and the path in it.
+   FileNotFoundError is right for whatever was removed.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import string
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import swd_lens as swd
+from swd_lens.base.errors import UnsealedFileWarning, declarations
+from swd_lens.factorization.checkpoint import Checkpoint
+from swd_lens.factorization.residuals import Residuals
+from swd_lens.tasks import load_task
+from swd_lens.train.engine import Engine
+from tests.fuzz import calls
+from tests.fuzz.damages import damage
+from tests.fuzz.values import Values, difference, values_of
+
+GOLDEN = Path(__file__).parents[1] / "golden_files"
+SECONDS = 20  # of a case; it takes 0.2 at most
+# What a case can end in. "other values" is no fault: its hashes were made again, or a kind without hashes.
+OUTCOMES = ("original", "documented error", "other values", "silent", "other exception", "hang", "lost")
+FAULTS = OUTCOMES[3:]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file or folder.
+
+    Attributes:
+        build: makes version 0 or 1 in a folder.
+        read: what a user does with it: load, or the same call again.
+        errors: names of the classes that say it is damaged.
+        weight: how often it is tried.
+        sealed: whether it carries hashes; files that users write, and those of earlier versions, do not.
+        names: pattern of the files that are damaged.
+        live: `read` is a generator: the damage is done at its yield, and its return value is what counts.
+    """
+
+    build: Callable[[Path, int], Any]
+    read: Callable[[Path], Any]
+    errors: tuple[str, ...] = ("ValueError",)
+    weight: float = 3.0
+    sealed: bool = True
+    names: str = "**/*"
+    live: bool = False
+
+
+class _Stop(BaseException):
+    """The interruption that leaves a half-done folder."""
+
+
+def _interrupted(call: Callable[..., Any], owner: Any, name: str, after: int) -> Callable[[Path, int], None]:
+    """Makes a folder with the call, stopped at the n-th call of a method."""
+
+    def build(folder: Path, version: int) -> None:
+        whole, count = getattr(owner, name), 0
+
+        def stopping(*args: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > after:
+                raise _Stop
+            return whole(*args, **named)
+
+        with mock.patch.object(owner, name, stopping), contextlib.suppress(_Stop):
+            call(folder, *([version] if version else []))
+        assert count > after, "never reached"
+
+    return build
+
+
+def _version(call: Callable[..., Any]) -> Callable[[Path, int], None]:
+    return lambda folder, version: call(folder, *([version] if version else []))
+
+
+def _saved(name: str, *errors: str, weight: float = 3.0) -> Kind:
+    saved = calls.SAVES[name]
+    return Kind(
+        lambda folder, version: saved.save(folder / saved.name, version),
+        lambda folder: saved.load(folder / saved.name),
+        errors or ("ValueError",),
+        weight,
+    )
+
+
+def _shards(folder: Path, version: int) -> None:
+    settings = {**calls.QUICK, "tokens": calls.random_tokens(12, 10, seed=version), "calibration": "dense"}
+    for shard in ("1/2", "2/2"):
+        swd.factorize(calls.host(), "all", shard=shard, out=folder, **settings)
+
+
+def _residuals(folder: Path) -> Iterator[Any]:
+    with Residuals(calls.host(), calls.TEXT, batch_size=4, folder=folder) as kept:
+        kept.advance(1)
+        yield
+        rows = [(tokens, None if start is None else start.residual) for tokens, start in kept.batches()]
+        return rows
+
+
+def _rows(folder: Path, version: int) -> None:
+    lines = [
+        {"prompt": f"the {noun}", "answers": "sat", "distractors": ["ran"], "corrupt": "the dog"}
+        for noun in ("cat", "dog", "he", "she")
+    ]
+    (folder / "task.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def _auto_circuit(folder: Path, version: int) -> None:
+    prompt = {"corrupt": "the dog", "answers": ["sat"], "wrong_answers": ["ran"]}
+    prompts = [{**prompt, "clean": f"the {noun}"} for noun in ("cat", "dog", "he", "she")]
+    (folder / "task.json").write_text(json.dumps({"prompts": prompts}))
+
+
+def _edge_pruning(folder: Path, version: int) -> None:
+    import datasets
+
+    def split(nouns: str) -> Any:
+        row = {"corr_prefix": "the dog", "pronoun": "he", "corr_pronoun": "she"}
+        return datasets.Dataset.from_list([{**row, "prefix": f"the {noun}"} for noun in nouns.split()])
+
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"train": split("cat he"), "test": split("dog she")}).save_to_disk(str(folder / "task"))
+
+
+@cache
+def _word_host() -> Any:
+    from tests.tasks.test_task import FakeHost
+
+    return FakeHost()
+
+
+def _task(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        task = load_task(folder / name, _word_host())
+        return [(e.prompt, e.answers, e.distractors) for split in (task.train, task.test) for e in split.examples]
+
+    return read
+
+
+def _golden(name: str) -> Kind:
+    return Kind(
+        lambda folder, version: shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True),
+        swd.FactorSet.load,
+        ("FactorFileError",),
+        1,
+        sealed=False,
+    )
+
+
+_RUN, _FACTORS, _UNITS = "ResumeError", "FactorFileError", "TrainError"
+KINDS: dict[str, Kind] = {
+    "factors": Kind(calls.SAVES["factors"].save, swd.FactorSet.load, (_FACTORS,), 8),
+    "factors, format 1": _golden("factors_v1"),
+    "factors, format 2": _golden("factors_v2"),
+    "factors, format 3": _golden("factors_v3"),
+    "factorize, finished": Kind(_version(calls.factorize_calibrated), calls.factorize_calibrated, (_RUN,), 3),
+    "factorize, interrupted": Kind(
+        _interrupted(calls.factorize_calibrated, Checkpoint, "add", 2), calls.factorize_calibrated, (_RUN,), 1
+    ),
+    "factorize, shards": Kind(_shards, calls.factorize_shards, (_RUN,), 2),
+    "circuit": _saved("circuit", weight=4),
+    "transcoder units": _saved("transcoder units", _UNITS),
+    "VPD units": _saved("VPD units", _UNITS),
+    "transcoder, finished": Kind(_version(calls.transcoder), calls.transcoder, (_RUN, _UNITS)),
+    "transcoder, interrupted": Kind(
+        _interrupted(calls.transcoder, Engine, "advance", 3), calls.transcoder, (_RUN, _UNITS)
+    ),
+    "vpd_recon, finished": Kind(_version(calls.vpd_recon), calls.vpd_recon, (_RUN, _UNITS), 2),
+    "vpd_recon, interrupted": Kind(
+        _interrupted(calls.vpd_recon, Engine, "advance", 3), calls.vpd_recon, (_RUN, _UNITS), 1
+    ),
+    "vpd_kl, interrupted": Kind(_interrupted(calls.vpd_kl, Engine, "advance", 3), calls.vpd_kl, (_RUN, _UNITS), 1),
+    "finetune, finished": Kind(_version(calls.finetune), calls.finetune, (_RUN, _FACTORS)),
+    "finetune, interrupted": Kind(_interrupted(calls.finetune, Engine, "advance", 3), calls.finetune, (_RUN,), 2),
+    "sparse_pretrain, finished": Kind(_version(calls.sparse_pretrain), calls.sparse_pretrain, (_RUN, _UNITS)),
+    "sparse_pretrain, interrupted": Kind(
+        _interrupted(calls.sparse_pretrain, Engine, "advance", 3), calls.sparse_pretrain, (_RUN, _UNITS), 1
+    ),
+    "replace_model": Kind(_version(calls.replace_model), calls.replace_model, (_RUN, _FACTORS), 1),
+    "residuals in use": Kind(lambda folder, version: None, _residuals, ("OSError", "ValueError"), 1, live=True),
+    "study": _saved("study", "ValueError", _FACTORS, weight=4),
+    "allocation": _saved("allocation"),
+    "efficiency": _saved("efficiency"),
+    "data_efficiency, resumed": Kind(_version(calls.data_efficiency), calls.data_efficiency, ("ValueError", _RUN), 1),
+    "graph": _saved("graph"),
+    "edit": _saved("edit", "EditError"),
+    "labels": _saved("labels"),
+    "units.jsonl": _saved("units.jsonl"),
+    "task, JSON lines": Kind(_rows, _task("task.jsonl"), ("TaskError",), 2, sealed=False),
+    "task, auto-circuit": Kind(_auto_circuit, _task("task.json"), ("TaskError",), 2, sealed=False),
+    "task, Edge-Pruning": Kind(_edge_pruning, _task("task"), ("TaskError",), 0.5, sealed=False),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        number, kind, damage: which case it was; `damage` in words.
+        outcome: one of OUTCOMES.
+        text: what came out, where it is a fault.
+    """
+
+    number: int
+    kind: str
+    damage: str
+    outcome: str
+    text: str = ""
+
+
+class Fixtures:
+    """Every kind built once, with the values that it gives undamaged. A context manager: the folder goes at its end.
+
+    Args:
+        kinds: names of KINDS that cases are drawn from.
+        keep: where damaged things are kept, by number.
+    """
+
+    def __init__(self, kinds: Sequence[str] = tuple(KINDS), keep: Path | None = None):
+        self.kinds, self.keep = list(kinds), keep
+
+    def __enter__(self) -> "Fixtures":
+        memory = Path("/dev/shm")
+        parent = memory if os.access(memory, os.W_OK) else None
+        self.folder = Path(tempfile.mkdtemp(prefix="swd-fuzz-", dir=parent))
+        self.originals: dict[str, Values] = {}
+        for name in self.kinds:
+            kind = KINDS[name]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for version in (0, 1):
+                    (self.path(name, version)).mkdir(parents=True)
+                    kind.build(self.path(name, version), version)
+                self.originals[name] = self._original(name)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def path(self, kind: str, version: int) -> Path:
+        return self.folder / "built" / f"{self.kinds.index(kind)}.{version}"
+
+    def _original(self, name: str) -> Values:
+        kind, case = KINDS[name], self.folder / "original"
+        shutil.copytree(self.path(name, 0), case)
+        try:
+            if not kind.live:
+                return values_of(kind.read(case))
+            return values_of(_finish(kind.read(case), lambda: None))
+        finally:
+            shutil.rmtree(case)
+
+    # ------------------------------------------------------------------ cases
+
+    def drawn(self, seed: int, number: int) -> tuple[str, random.Random]:
+        """The kind of a case, and the generator that draws its damage."""
+        rng = random.Random(f"{seed}/{number}")
+        return rng.choices(self.kinds, [KINDS[name].weight for name in self.kinds])[0], rng
+
+    def try_case(self, seed: int, number: int) -> Outcome:
+        """Try one case; to be called in a forked child, whose memory is limited."""
+        name, rng = self.drawn(seed, number)
+        kind, jail = KINDS[name], self.folder / f"case.{os.getpid()}"
+        case, done = jail / "task", []
+        shutil.copytree(self.path(name, 0), case)
+
+        def harm() -> None:
+            files = sorted(
+                f.relative_to(case).as_posix() for f in case.glob(kind.names) if f.is_file() and f.name[0] != "."
+            )
+            others = case if kind.live else self.path(name, 1)
+            done.append(damage(rng, case, others, files, kind.sealed))
+            if self.keep is not None:
+                shutil.copytree(case, self.keep / str(number), symlinks=True)
+
+        def ended(outcome: str, text: str = "") -> Outcome:
+            return Outcome(number, name, done[0].text if done else "", outcome, text[:500])
+
+        _limit_memory()
+        try:
+            with warnings.catch_warnings(record=True) as warned, _time_limit():
+                warnings.simplefilter("always")
+                try:
+                    if kind.live:
+                        value = values_of(_finish(kind.read(case), harm))
+                    else:
+                        harm()
+                        value = values_of(kind.read(case))
+                except _TooLong:
+                    return ended("hang", "no end")
+                except Exception as raised:
+                    gone = done[0].removed if done else False
+                    fault = undocumented(raised, kind.errors, case, gone, not name.startswith("task"))
+                    return ended("other exception", fault) if fault else ended("documented error")
+            if outside := sorted(path.name for path in jail.iterdir() if path != case):
+                return ended("other exception", f"wrote outside of the folder: {outside}")
+            if not (changed := difference(self.originals[name], value)):
+                return ended("original")
+            if done[0].rehashed or not kind.sealed:
+                return ended("other values")
+            unsealed = any(issubclass(each.category, UnsealedFileWarning) for each in warned)
+            return ended("silent", ("warned that there is no hash; " if unsealed else "") + changed)
+        finally:
+            shutil.rmtree(jail, ignore_errors=True)
+
+
+def _finish(steps: Iterator[Any], between: Callable[[], None]) -> Any:
+    """A generator's return value; `between` is done at its one yield."""
+    next(steps)
+    between()
+    try:
+        next(steps)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("two yields")
+
+
+class _TooLong(BaseException):
+    """A case did not end."""
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise _TooLong
+
+    former = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def _limit_memory(more: int = 3 << 30) -> None:
+    """No case may take more than this beyond what the process has: a damaged number must not fill the machine."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_AS, (now + more, hard))
+
+
+# ---------------------------------------------------------------------------------------------- documented errors
+
+
+def undocumented(
+    raised: BaseException, classes: Sequence[str], path: Path, gone: bool = False, by_path: bool = True
+) -> str:
+    """ "" if this is a documented error of one of the classes that names the path; else what it is, with its place.
+
+    Args:
+        gone: whether a file is no longer there, or a folder stands in its place.
+        by_path: whether the message holds the whole path; of the files of tasks it may be the name.
+    """
+    kind, message = type(raised).__name__, str(raised)
+    known = kind in classes or (gone and isinstance(raised, OSError))
+    # What the system says of a file that is not there, or is a folder, is clear enough.
+    declared = (gone and isinstance(raised, OSError)) or any(
+        kind in each and pattern.fullmatch(message) for each, pattern in _patterns()
+    )
+    if known and declared and (str(path) in message or (not by_path and path.name in message)):
+        return ""
+    reason = "" if known else "of another class: " if declared else ""
+    reason = reason or ("" if declared else "not declared: ") or "without the path: "
+    frames = [f for f in traceback.extract_tb(raised.__traceback__) if "/swd_lens/" in f.filename]
+    spot = f" at {frames[-1].filename.rpartition('/swd_lens/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{reason}{kind}{spot}: {message[:300]}"
+
+
+@cache
+def _patterns() -> list[tuple[tuple[str, ...], re.Pattern[str]]]:
+    """Classes and the pattern of the message of every error that is declared."""
+    patterns = []
+    for entry in declarations().values():
+        raises = entry.get("raises", "RuntimeError")
+        classes = tuple(raises) if isinstance(raises, list) else (raises,)
+        parts = [
+            re.escape(text) + (".*" if field is not None else "")
+            for text, field, _, _ in string.Formatter().parse(entry["message"])
+        ]
+        patterns.append((tuple(each.rpartition(".")[2] for each in classes), re.compile("".join(parts), re.DOTALL)))
+    return patterns
+
+
+def prepare() -> None:
+    """Make what all forked children share."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*deprecated.*")
+    calls.host()

@@ -1,0 +1,437 @@
+"""Damages of files: what disks, copying, editors, other tools and ill will do to them, drawn from a random generator.
+
+1. Bytes: bits flipped, ends cut, bytes appended, blocks zeroed, swapped or doubled; a file emptied, removed, or replaced by
+   another of its folder, by its namesake of another set, or by a folder.
+2. JSON values (of a .json file, of each line of a .jsonl file, of the header and the metadata of a safetensors file): a value
+   changed, a key dropped, renamed or doubled, another type, deep nesting, huge numbers, NaN, hostile names.
+3. Tensors of a safetensors file: a value, a shape, a dtype, a name.
+4. Half of 2. and 3. are rehashed with the package's own hash, and so is every file that names the changed one by its hash:
+   whoever does this may write other numbers, but the reader may not fall over.
+"""
+
+import json
+import random
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from swd_lens.base.files import sha256
+from swd_lens.base.sealed import SEAL, _digest, tensor_digest
+
+HOSTILE = (
+    "../../outside", "/etc/passwd", "a/../b", "", ".", "\x00", "\x1b[31m", "\u202eabc", "\ud800", "a" * 5000, "</script>",
+    "blocks.-1.mlp_out", "blocks.1.mlp_out/99999", "blocks.99.mlp_out", "CON", "*", "%s{x}", "nan", "sha256", "__class__",
+)  # fmt: skip
+# Literals that Python's json reads, and others do not.
+_LITERALS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "1" * 5000,
+    "-0",
+    "[" * 100_000 + "]" * 100_000,
+    '{"a":' * 5000 + "1" + "}" * 5000,
+)
+_NUMBERS = (0, -1, 1, 2, 2**31, 2**63, -(2**63) - 1, 10**30, 0.5, -0.5, 1e308, 1e-300, True)
+_TYPES = (None, [], {}, "x", 0, True, 1.5, [[]], {"a": None}, [None])
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What was done.
+
+    Attributes:
+        text: in words, with the file.
+        removed: whether a file is no longer there (then "no such file" is a documented answer).
+        rehashed: whether the hashes were made again, so that other numbers are no fault.
+    """
+
+    text: str
+    removed: bool = False
+    rehashed: bool = False
+
+
+def damage(rng: random.Random, folder: Path, others: Path, files: list[str], sealed: bool = True) -> Damage:
+    """Do one thing to one of the files.
+
+    Args:
+        folder: of the case, a copy that may be destroyed.
+        others: the same kind of thing with other numbers; its files have the same names, or other hashes in them.
+        files: names, relative to the folder, that may be damaged.
+        sealed: whether the kind carries hashes at all; files that users write do not.
+    """
+    name = rng.choice(files)
+    path = folder / name
+    kinds: list[tuple[int, Callable[..., Damage | None]]] = [(8, _bytes), (4, _whole_file), (3, _swapped)]
+    if path.suffix in (".json", ".jsonl"):
+        kinds.append((12, _json))
+    elif _is_safetensors(path):
+        kinds.append((12, _tensors))
+    for _ in range(20):
+        weights = [weight for weight, _ in kinds]
+        done = rng.choices([kind for _, kind in kinds], weights)[0](rng, folder, others, name, sealed)
+        if done is not None:
+            return done
+    raise AssertionError(f"no damage of {name}")
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+
+def _bytes(rng: random.Random, folder: Path, others: Path, name: str, sealed: bool) -> Damage | None:
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    if not data:
+        return None
+    n, how = len(data), rng.randrange(8)
+    at, size = rng.randrange(n), rng.randint(1, max(1, n // 4))
+    if how == 0:
+        data[at] ^= 1 << rng.randrange(8)
+        text = f"bit flipped in byte {at}"
+    elif how == 1:
+        count = rng.randint(2, 20)
+        for _ in range(count):
+            data[rng.randrange(n)] = rng.randrange(256)
+        text = f"{count} random bytes"
+    elif how == 2:
+        del data[at:]
+        text = f"cut to {at} bytes"
+    elif how == 3:
+        data += rng.randbytes(rng.randint(1, 64)) if rng.random() < 0.7 else rng.choice((b"\n", b" ", b"}", b"\0"))
+        text = f"{len(data) - n} bytes appended"
+    elif how == 4:
+        data[at : at + size] = bytes(len(data[at : at + size]))
+        text = f"{size} zeros from {at}"
+    elif how == 5:
+        data[at:at] = data[at : at + size]
+        text = f"{size} bytes from {at} doubled"
+    elif how == 6:
+        del data[at : at + size]
+        text = f"{size} bytes from {at} taken out"
+    else:
+        data[at : at + 1] = rng.choice((b'"', b"0", b"9", b"-", b"}", b"\xff", b"e", b","))
+        text = f"byte {at} is now {bytes(data[at : at + 1])!r}"
+    path.write_bytes(data)
+    return Damage(f"{name}: {text}")
+
+
+# ---------------------------------------------------------------------------------------------- whole files
+
+
+def _whole_file(rng: random.Random, folder: Path, others: Path, name: str, sealed: bool) -> Damage | None:
+    path, how = folder / name, rng.randrange(5)
+    path_is_gone = Damage(f"{name}: removed", removed=True)
+    if how == 0:
+        path.write_bytes(b"")
+        return Damage(f"{name}: emptied")
+    path.unlink()
+    if how == 1:
+        path.mkdir()
+        return Damage(f"{name}: a folder in its place", removed=True)
+    if how == 2:
+        path.symlink_to(path.parent / "nowhere")
+        return Damage(f"{name}: a dangling link in its place", removed=True)
+    if how == 3:
+        path.write_bytes(
+            rng.choice((b"{}", b"[]", b"null", b"\n", b"\xef\xbb\xbf{}", b"PK\x03\x04", b'"x"', b"\0" * 64))
+        )
+        return Damage(f"{name}: holds {path.read_bytes()!r}")
+    return path_is_gone
+
+
+def _swapped(rng: random.Random, folder: Path, others: Path, name: str, sealed: bool) -> Damage | None:
+    """Another file of the folder, or the file of the same place in the other set."""
+    path = folder / name
+    if rng.random() < 0.3:
+        mates = [each for each in folder.rglob("*") if each.is_file() and each != path and each.suffix == path.suffix]
+        if not mates:
+            return None
+        mate = rng.choice(mates)
+        shutil.copyfile(mate, path)
+        return Damage(f"{name}: is now {mate.relative_to(folder)}")
+    mates = sorted(
+        each for each in others.rglob("*") if each.is_file() and _place(each, others) == _place(path, folder)
+    )
+    n_files = sum(1 for each in folder.rglob("*") if each.is_file())
+    # Of a single file the other set's is a thing of its own.
+    if not mates or n_files == 1 or mates[0].read_bytes() == path.read_bytes():
+        return None
+    shutil.copyfile(mates[0], path)
+    return Damage(f"{name}: is now that of another set")
+
+
+def _place(path: Path, folder: Path) -> str:
+    """The relative name without the hash in it."""
+    return re.sub(r"\.[0-9a-f]{12}\.", ".", path.relative_to(folder).as_posix())
+
+
+# ---------------------------------------------------------------------------------------------- JSON
+
+
+def _json(rng: random.Random, folder: Path, others: Path, name: str, sealed: bool) -> Damage | None:
+    path = folder / name
+    text = path.read_text(encoding="utf-8")
+    lines = text.split("\n") if path.suffix == ".jsonl" else [text]
+    written = [i for i, line in enumerate(lines) if line.strip()]
+    if not written:
+        return None
+    i, rehash = rng.choice(written), sealed and rng.random() < 0.5
+    try:
+        changed, what = _mutated_text(rng, lines[i], rehash)
+    except ValueError:
+        return None
+    if path.suffix == ".jsonl" and len(written) > 1 and rng.random() < 0.2:
+        changed, what = rng.choice(
+            ((None, "dropped"), (lines[i] + "\n" + lines[i], "twice"), (lines[i - 1], "another"))
+        )
+    former = sha256(path)
+    lines[i : i + 1] = [] if changed is None else [changed]
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    if rehash:
+        _propagate(folder, {former: sha256(path)}, {path})
+    where = f" line {i + 1}" if len(lines) > 1 else ""
+    return Damage(f"{name}{where}: {what}{', rehashed' if rehash else ''}", rehashed=rehash)
+
+
+def _mutated_text(rng: random.Random, text: str, rehash: bool) -> tuple[str, str]:
+    """JSON text with one value changed, and the change in words. Raises ValueError where it is no JSON."""
+    values = json.loads(text)
+    seals = list(_sealed_places(values, ())) if rehash else []
+    spots = list(_spots(values, ()))
+    # Where hashes are made again, other things than the hash itself are changed.
+    spots = [spot for spot in spots if not (rehash and spot[-1:] == (SEAL,))] or [()]
+    # Whole numbers and names decide more than the many floats of a table.
+    spot = min((rng.choice(spots) for _ in range(rng.randint(1, 3))), key=len)
+    values, what, literal = _mutate(rng, values, spot)
+    for place in sorted(seals, key=len, reverse=True):  # the innermost first
+        with suppress(KeyError, IndexError, TypeError, ValueError):
+            held = _at(values, place)
+            held[SEAL] = _digest({key: value for key, value in held.items() if key != SEAL})
+    try:
+        written = json.dumps(values, indent=1 if "\n" in text.strip() else None)
+    except RecursionError:
+        raise ValueError from None
+    if literal is not None:
+        written = written.replace('"@literal@"', literal)
+    return written, f"{'.'.join(map(str, spot)) or 'all'} {what}"
+
+
+def _mutate(rng: random.Random, values: Any, spot: tuple[Any, ...]) -> tuple[Any, str, str | None]:
+    """Change the value at a spot; returns all values, words, and what stands for "@literal@"."""
+    if not spot:
+        new = rng.choice((*_TYPES, [values]))
+        return new, f"became {type(new).__name__}", None
+    holder, key = _at(values, spot[:-1]), spot[-1]
+    held, how = holder[key], rng.randrange(8)
+    if how == 0:
+        del holder[key]
+        return values, "dropped", None
+    if how == 1 and isinstance(holder, dict):
+        name = rng.choice((f"{key}x", str(key).upper(), *HOSTILE[:8]))
+        holder[name] = holder.pop(key)
+        return values, f"renamed to {name[:20]!r}", None
+    if how == 2:
+        literal = rng.choice(_LITERALS)
+        holder[key] = "@literal@"
+        return values, f"became {literal[:12]}", literal
+    if how == 3:
+        holder[key] = rng.choice(_TYPES)
+        return values, f"became {holder[key]!r}", None
+    if how == 4:
+        holder[key] = rng.choice(HOSTILE)
+        return values, f"became {holder[key][:20]!r}", None
+    if isinstance(held, bool) or held is None or isinstance(held, str):
+        other = {True: False, False: True, None: 1}.get(held) if not isinstance(held, str) else _other_text(rng, held)
+        holder[key] = other
+        return values, f"became {str(other)[:20]!r}", None
+    if isinstance(held, int | float):
+        holder[key] = rng.choice((held + 1, held - 1, -held, held * 2, held * (1 + 1e-6), *_NUMBERS))
+        return values, f"became {holder[key]!r}", None
+    if isinstance(held, list) and held:
+        n = len(held)
+        holder[key] = rng.choice((held[:-1], [*held, held[0]], held[::-1], held[: n // 2], held * 2))
+        return values, f"list of {n} became one of {len(holder[key])}", None
+    holder[key] = [held]
+    return values, "put into a list", None
+
+
+def _other_text(rng: random.Random, text: str) -> str:
+    if len(text) == 64 and re.fullmatch("[0-9a-f]+", text):
+        return "0" * 64
+    return rng.choice(
+        (f"{text}x", text[:-1], text.upper(), "other", text.replace("1", "0"), text.replace("mlp", "attn"))
+    )
+
+
+def _spots(values: Any, path: tuple[Any, ...]) -> Any:
+    inside = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in inside:
+        yield (*path, key)
+        yield from _spots(value, (*path, key))
+
+
+def _sealed_places(values: Any, path: tuple[Any, ...]) -> Any:
+    """Places of mappings that hold their own hash."""
+    if isinstance(values, dict):
+        with suppress(ValueError):
+            rest = {key: value for key, value in values.items() if key != SEAL}
+            if SEAL in values and values[SEAL] == _digest(rest):
+                yield path
+    for spot in _spots(values, ()):
+        held = _at(values, spot)
+        if isinstance(held, dict) and isinstance(held.get(SEAL), str):
+            with suppress(ValueError):
+                if held[SEAL] == _digest({key: value for key, value in held.items() if key != SEAL}):
+                    yield (*path, *spot)
+
+
+def _at(values: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+# ---------------------------------------------------------------------------------------------- safetensors
+
+
+def _is_safetensors(path: Path) -> bool:
+    with suppress(OSError, struct.error), open(path, "rb") as file:
+        (n,) = struct.unpack("<Q", file.read(8))
+        return n < 10_000_000 and file.read(1) == b"{"
+    return False
+
+
+def _tensors(rng: random.Random, folder: Path, others: Path, name: str, sealed: bool) -> Damage | None:
+    path, former = folder / name, sha256(folder / name)
+    rehash = rng.random() < 0.5
+    if not rehash:
+        what = _header(rng, path)
+        return None if what is None else Damage(f"{name}: header {what}")
+    with safe_open(str(path), "pt") as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - no mapping
+    before = metadata.get(SEAL)
+    texts = [key for key in metadata if key != SEAL and metadata[key][:1] in ("{", "[")]
+    if texts and rng.random() < 0.5:
+        key = rng.choice(texts)
+        try:
+            metadata[key], what = _mutated_text(rng, metadata[key], True)
+            metadata[key].encode()
+        except ValueError:
+            return None
+        what = f"metadata {key} {what}"
+    else:
+        what = _other_tensor(rng, tensors, metadata)
+    metadata.pop(SEAL, None)
+    try:
+        after = tensor_digest(tensors, metadata)
+        save_file(tensors, str(path), {**metadata, **({SEAL: after} if before else {})})
+    except Exception:  # what safetensors cannot write is no damage
+        return None
+    _propagate(folder, {former: sha256(path), **({before: after} if before else {})}, {path})
+    return Damage(f"{name}: {what}, rehashed", rehashed=True)
+
+
+def _other_tensor(rng: random.Random, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    if not tensors or (metadata and rng.random() < 0.15):
+        key = rng.choice(sorted(metadata) or ["format"])
+        metadata[key] = rng.choice((*HOSTILE[:7], "9" * 30, "1.5"))
+        return f"metadata {key} became {metadata[key][:20]!r}"
+    key = rng.choice(sorted(tensors))
+    tensor, how = tensors[key], rng.randrange(8)
+    if how == 0:
+        del tensors[key]
+        return f"{key} dropped"
+    if how == 1:
+        name = rng.choice((f"{key}x", "../x", "blocks.9.mlp_out", ""))
+        tensors[name] = tensors.pop(key)
+        return f"{key} renamed to {name!r}"
+    if how == 2:
+        dtype = rng.choice(
+            (torch.float64, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64)
+        )
+        tensors[key] = tensor.to(dtype)
+        return f"{key} became {dtype}"
+    if how == 3:
+        tensors[key] = rng.choice(
+            (tensor.flatten(), tensor[None], tensor.flatten()[:0], torch.zeros(()), tensor.T.contiguous())
+        )
+        return f"{key} became {tuple(tensors[key].shape)}"
+    if how == 4:
+        tensors[key] = tensor.flatten()[: rng.randint(0, tensor.numel())].clone()
+        return f"{key} cut to {tensors[key].numel()}"
+    if tensor.numel() == 0:
+        tensors[key] = torch.zeros(3, dtype=tensor.dtype)
+        return f"{key} filled"
+    at = rng.randrange(tensor.numel())
+    value = rng.choice((0, -1, 1, 10, 2**31 - 1, float("nan"), float("inf"), 1e30))
+    if not tensor.is_floating_point():
+        value = int(value) if value == value and abs(value) < 2**31 else -5
+    with suppress(RuntimeError):
+        tensor.view(-1)[at] = value
+    return f"{key}[{at}] became {value}"
+
+
+def _header(rng: random.Random, path: Path) -> str | None:
+    """Mutate the header's JSON; the tensors' bytes stay."""
+    data = path.read_bytes()
+    (n,) = struct.unpack("<Q", data[:8])
+    text = data[8 : 8 + n].decode()
+    values = json.loads(text)
+    metadata = values.get("__metadata__", {})
+    inner = [key for key in metadata if metadata[key][:1] in ("{", "[")]
+    try:
+        if inner and rng.random() < 0.5:
+            key = rng.choice(inner)
+            metadata[key], what = _mutated_text(rng, metadata[key], False)
+            changed, what = json.dumps(values), f"{key}: {what}"
+        else:
+            changed, what = _mutated_text(rng, text, False)
+    except ValueError:
+        return None
+    header = changed.encode("utf-8", "replace")
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + n :])
+    return what
+
+
+# ---------------------------------------------------------------------------------------------- hashes made again
+
+
+def _propagate(folder: Path, hashes: dict[str, str], done: set[Path]) -> None:
+    """Every other file of the folder that names a hash gets the new one, and its own seals again; and so on."""
+    while hashes:
+        following: dict[str, str] = {}
+        for path in sorted(each for each in folder.rglob("*") if each.is_file() and each not in done):
+            text = path.read_bytes().decode("utf-8", "ignore") if path.suffix in (".json", ".jsonl") else ""
+            named = [former for former in hashes if former in text]
+            if not named:
+                continue
+            former = sha256(path)
+            lines = text.split("\n") if path.suffix == ".jsonl" else [text]
+            for i, line in enumerate(lines):
+                if not any(each in line for each in named):
+                    continue
+                values = json.loads(line)
+                places = list(_sealed_places(values, ()))
+                for each in named:
+                    line = line.replace(each, hashes[each])
+                values = json.loads(line)
+                for place in sorted(places, key=len, reverse=True):
+                    held = _at(values, place)
+                    held[SEAL] = _digest({key: value for key, value in held.items() if key != SEAL})
+                lines[i] = json.dumps(values, indent=1 if path.suffix == ".json" else None)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            done.add(path)
+            following[former] = sha256(path)
+        hashes = following
