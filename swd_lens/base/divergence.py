@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK_BYTES = 2**28  # of one tensor of log-probabilities; a chunk has about four of them
+CHUNK_BYTES = 2**26  # of one tensor of logits or log-probabilities; a chunk has about six of them
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,40 @@
 """fidelity: how much of the host's behaviour a replacement keeps, on text that it was not fitted on.
 
-1. For each batch of rows, run the dense host and the replaced host.
-2. Sum, over all next-token predictions, cross-entropy of both, KL(dense || replaced) and top-1 agreement; over all
+1. Rows are run a few thousand tokens at a time. The dense host runs once for all replacements, in stages: what enters the first
+   replaced layer of each is kept, and each replacement takes up there (`_Staged`).
+2. Residuals are unembedded a chunk of positions at a time: no tensor of logits has more than CHUNK_BYTES, whatever the batch and
+   the vocabulary.
+3. Sum, over all next-token predictions, cross-entropy of both hosts, KL(dense || replaced) and top-1 agreement; over all
    positions, squared error and squared norm of every site's output (bias included).
-3. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
+4. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
+
+Runs in stages are verified on a few tokens before they are trusted; where a host gives other logits, everything is run whole.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from swd_lens.base.divergence import Divergence, divergence
-from swd_lens.base.errors import error
+from swd_lens.base.divergence import CHUNK_BYTES, Divergence, divergence
+from swd_lens.base.errors import error, warning
 from swd_lens.base.record import Record
-from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.recording import record
+from swd_lens.circuits.shortcuts import AGREES
+from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.recording import recording, require_seen
+from swd_lens.hosts.sites import Site
 from swd_lens.tasks.text import as_rows
-from swd_lens.units import attach
+from swd_lens.units import Attachment, UnitSet, attach
+
+_TOKENS = 2_048  # of a forward
+_OUTPUT_BYTES = 2**28  # of the dense outputs of all replaced sites
 
 
 @dataclass(frozen=True)
@@ -78,35 +91,199 @@ class Fidelity(Record):
         )
 
 
-def fidelity(model: Any, factors: Any, tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Fidelity:
+def fidelity(
+    model: Any, factors: Any, tokens: Any, *, batch_size: int | None = None, progress: bool = False
+) -> Fidelity:
     """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5). Float32 throughout.
 
     Args:
         model: the host, with these sites not attached.
         factors: what to attach, see `swd_lens.attach`.
         tokens: (rows, pos) ids; each row predicts its own tokens 1..pos-1.
-        batch_size: rows per forward.
+        batch_size: rows per forward; None = as many as make 2,048 tokens.
 
     Raises:
         TokenError: bad tokens, or rows of a single token.
         AttachError: see `swd_lens.attach`.
         UnsupportedHostError: a site whose output the host's forward never shows.
     """
+    return fidelities(model, {"": factors}, tokens, batch_size=batch_size, progress=progress)[""]
+
+
+def fidelities(
+    model: Any, replacements: Mapping[str, Any], tokens: Any, *, batch_size: int | None = None, progress: bool = False
+) -> dict[str, Fidelity]:
+    """`fidelity` of several replacements of one host: the dense host runs once for all of them.
+
+    Args:
+        replacements: name -> what to attach.
+        model, tokens, batch_size: see `fidelity`.
+
+    Raises:
+        See `fidelity`.
+    """
     rows = as_rows(tokens, model)
     require_no_dropout(model)
     if rows.shape[1] < 2:
         raise error("fidelity-of-single-tokens")
-    host, total = host_of(model), Divergence()
-    with torch.no_grad(), attach(model, factors) as attachment:
-        errors, norms = (dict.fromkeys(attachment.factors, torch.zeros((), dtype=torch.float64)) for _ in range(2))
-        for batch in tqdm(rows.split(batch_size), desc="fidelity", unit="batch", disable=not progress, leave=False):
-            with attachment.dense():
-                dense = record(host, batch, outputs=attachment.sites, run="whole", keep=Tensor.float)
-            replaced = record(host, batch, outputs=attachment.sites, run="whole", keep=Tensor.float)
-            for name, y in dense.outputs.items():
-                errors[name] = errors[name] + (replaced.outputs[name] - y).double().square().sum().cpu()
-                norms[name] = norms[name] + y.double().square().sum().cpu()
-            assert dense.logits is not None and replaced.logits is not None
-            total += divergence(dense.logits.float(), replaced.logits.float(), batch)
-    relmse = {name: float(errors[name] / norms[name]) for name in errors}
-    return Fidelity(**total.means(), relmse=relmse, n_predictions=total.n_predictions)
+    host = host_of(model)
+    units = {name: UnitSet.of(model, factors) for name, factors in replacements.items()}
+    sums = {name: _Sums(of_name.sites) for name, of_name in units.items()}
+    with torch.no_grad(), ExitStack() as stack:
+        # A single replacement stays mounted; several may share sites, and take turns.
+        alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
+        runs = _Staged(host, units, alone)
+        if not runs.agree_with_whole(rows):
+            warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=2)
+            runs = _Whole(host, units, alone)
+        size = batch_size or _rows_at_once(rows.shape[1], {site.name: site for s in sums.values() for site in s.sites})
+        for batch in tqdm(rows.split(size), desc="fidelity", unit="batch", disable=not progress, leave=False):
+            runs.add(batch, sums)
+    return {name: of_name.result() for name, of_name in sums.items()}
+
+
+# ---------------------------------------------------------------------------------------------- sums
+
+
+@dataclass
+class _Sums:
+    """What one replacement adds up over batches, in float64."""
+
+    sites: Sequence[Site]
+    total: Divergence = field(default_factory=Divergence)
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_output(
+        self, name: str, replaced: Float[Tensor, "batch pos d_out"], dense: Float[Tensor, "batch pos d_out"]
+    ):
+        for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
+            sums[name] = sums.get(name, 0.0) + value.double().square().sum().cpu()
+
+    def result(self) -> Fidelity:
+        relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
+        return Fidelity(**self.total.means(), relmse=relmse, n_predictions=self.total.n_predictions)
+
+
+def _rows_at_once(n_positions: int, sites: Mapping[str, Site]) -> int:
+    """Rows whose tokens, and whose dense outputs of all sites, stay below their bounds; one at least."""
+    of_outputs = _OUTPUT_BYTES // (4 * sum(site.d_out for site in sites.values()))
+    return max(1, min(_TOKENS, of_outputs) // n_positions)
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+class _Runs:
+    """The dense host and its replacements on a batch of rows.
+
+    Args:
+        units: by name of the replacement.
+        alone: the attachment of the only replacement, which is mounted already; None: there are several.
+    """
+
+    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
+        self.host, self.units, self.alone = host, units, alone
+        self.sites = list({site.name: site for of_name in units.values() for site in of_name.sites}.values())
+
+    def add(self, batch: Int[Tensor, "batch pos"], sums: Mapping[str, _Sums]) -> None:
+        """Add this batch's part to every replacement's sums."""
+        with self._dense_host(), recording(self.host, outputs=self.sites, keep=Tensor.float) as seen:
+            dense = self.dense(batch)
+        replaced: dict[str, Tensor] = {}
+        for name, of_name in self.units.items():
+            shown: set[str] = set()
+
+            def compare(site: Site, y: Tensor, name: str = name, shown: set[str] = shown) -> None:
+                shown.add(site.name)
+                sums[name].add_output(site.name, y, seen.outputs[site.name])
+
+            with self._mounted(of_name), self.host.outputs(of_name.sites, compare):
+                replaced[name] = self.replaced(batch, name)
+            require_seen(of_name.sites, shown, "output")
+        self.compare(batch, dense, replaced, sums)
+
+    def _dense_host(self) -> AbstractContextManager[Any]:
+        return self.alone.dense() if self.alone else nullcontext()
+
+    def _mounted(self, units: UnitSet) -> AbstractContextManager[Any]:
+        return nullcontext() if self.alone else attach(self.host.model, units)
+
+    def dense(self, batch: Int[Tensor, "batch pos"]) -> Tensor:
+        """What the dense host ends in, on these rows."""
+        raise NotImplementedError
+
+    def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Tensor:
+        """The same of a replacement, which is mounted; after `dense` of these rows."""
+        raise NotImplementedError
+
+    def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
+        """Add the divergence of each replacement from the dense host."""
+        raise NotImplementedError
+
+
+class _Whole(_Runs):
+    """Every run is whole; for hosts whose runs in stages give something else."""
+
+    def dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+        return self.host.run(batch)
+
+    def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos vocab"]:
+        return self.host.run(batch)
+
+    def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
+        for name, logits in replaced.items():
+            sums[name].total += divergence(dense.float(), logits.float(), batch)
+
+
+class _Staged(_Runs):
+    """The dense host once, each replacement from its first replaced layer on, logits a chunk of positions at a time."""
+
+    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
+        super().__init__(host, units, alone)
+        self.first = {name: min(site.layer for site in of_name.sites) for name, of_name in units.items()}
+        self.end = host.model.cfg.n_layers
+        self._starts: dict[int, Start] = {}
+
+    def dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        self._starts, start = {}, None
+        for layer in sorted({*self.first.values(), self.end}):
+            start = Start(layer, self.host.residual(batch, layer, start=start))
+            self._starts[layer] = start
+        return self._starts[self.end].residual
+
+    def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Float[Tensor, "batch pos d_model"]:
+        return self.host.residual(batch, self.end, start=self._starts[self.first[name]])
+
+    def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
+        for chunk in self._chunks(batch):
+            tokens = batch[:, chunk]
+            logits = self.host.unembed(tokens, dense[:, chunk]).float()
+            for name, residual in replaced.items():
+                sums[name].total += divergence(logits, self.host.unembed(tokens, residual[:, chunk]).float(), tokens)
+
+    def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[slice]:
+        """Positions, as many at a time as CHUNK_BYTES allow; the last of a chunk predicts nothing and begins the next."""
+        last = batch.shape[1] - 1
+        size = max(1, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab * len(batch)) - 1)
+        yield from (slice(start, min(start + size, last) + 1) for start in range(0, last, size))
+
+    def agree_with_whole(self, rows: Int[Tensor, "rows pos"]) -> bool:
+        """Whether the first tokens give the logits that whole runs give, of the dense host and of every replacement."""
+        few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
+        with self._dense_host():
+            agrees = self._agrees(few, lambda: self.dense(few))
+        for name, of_name in self.units.items():
+            with self._mounted(of_name):
+                agrees = agrees and self._agrees(few, lambda name=name: self.replaced(few, name))
+        return agrees
+
+    def _agrees(self, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor]) -> bool:
+        """Whether a staged run ends in the logits of a whole one; unembedded in two parts, as longer rows are."""
+        whole, half = self.host.run(few).float(), -(-few.shape[1] // 2)
+        try:
+            residual = run()
+            parts = [self.host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
+        except Exception:  # a user's hook may want more positions than a part has, a host may not start within
+            return False
+        return bool((torch.cat(parts, 1) - whole).abs().max() <= AGREES * whole.abs().max())

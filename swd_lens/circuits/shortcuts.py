@@ -32,7 +32,7 @@ from swd_lens.units.factors import Factors
 
 _CHECKED_PROMPTS = 4
 # Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong shortcut by a good part of it.
-_AGREES = 1e-4
+AGREES = 1e-4
 # Of the largest change of a logit that half of the known site's units make.
 _EFFECT = 0.02
 
@@ -242,5 +242,5 @@ class _Check:
 
     @staticmethod
     def _is_plain(shortened: Tensor | None, plain: Tensor) -> bool:
-        tolerance = max(_AGREES, 8 * torch.finfo(plain.dtype).eps)
+        tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps)
         return shortened is not None and bool((shortened - plain).abs().max() <= tolerance * plain.abs().max())

@@ -159,6 +159,16 @@ class Host(Protocol):
         """
         ...
 
+    def unembed(
+        self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        """Logits of what leaves the last block at some positions of rows.
+
+        Args:
+            tokens: of these positions; only their number counts.
+        """
+        ...
+
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
         """Weight of the final normalization (None: none, or folded) and the unembedding."""
         ...

@@ -1,5 +1,7 @@
 """Fidelity against the same numbers computed the long way, and on models where they are known."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,12 @@ import torch.nn.functional as F
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import fidelity
+from swd_lens.circuits.fidelity import fidelities
 from swd_lens.hosts import host_of
 from tests.contract import swd_zero_data
 from tests.micro import random_tokens, toy_model
+
+measure = importlib.import_module("swd_lens.circuits.fidelity")  # the function has its name
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +74,44 @@ def test_a_site_whose_output_is_never_shown_is_an_error(model, monkeypatch):
     monkeypatch.setattr(kind, "outputs", lambda self, sites, use: outputs(self, sites[1:], use))
     with pytest.raises(swd.UnsupportedHostError, match=r"never showed the output of blocks\.0\.mlp_out: it goes by"):
         fidelity(model, baselines.svd(model, "mlp_out"), random_tokens(3, 8))
+
+
+def test_several_at_once_are_each_alone(model):
+    tokens = random_tokens(9, 8)
+    sets = {
+        "late": swd_zero_data(model, "blocks.1.mlp_out"),
+        "all": swd_zero_data(model, "all"),
+        "exact": baselines.svd(model, "blocks.1.mlp_out"),
+    }
+    together = fidelities(model, sets, tokens)
+    assert together == {name: fidelity(model, factors, tokens) for name, factors in sets.items()}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 113 * 9 * 3, 4 * 113 * 9 * 4])
+def test_no_logits_are_larger_than_a_chunk_and_their_size_does_not_matter(model, monkeypatch, chunk_bytes):
+    factors, tokens = swd_zero_data(model, "mlp_out"), random_tokens(9, 8)
+    whole, sizes = fidelity(model, factors, tokens), []
+    kind = type(host_of(model))
+    unembed = kind.unembed
+
+    def seen(self, batch, residual):
+        logits = unembed(self, batch, residual)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(kind, "unembed", seen)
+    monkeypatch.setattr(measure, "CHUNK_BYTES", chunk_bytes)
+    chunked = fidelity(model, factors, tokens)
+    # Two positions at least: one predicts the other.
+    assert 4 * max(sizes) <= max(chunk_bytes, 4 * 2 * 9 * model.cfg.d_vocab)
+    assert chunked.kl == pytest.approx(whole.kl, rel=1e-6) and chunked.top1_agreement == whole.top1_agreement
+    assert chunked.n_predictions == 9 * 7 and chunked.ce == pytest.approx(whole.ce, rel=1e-6)
+
+
+def test_a_host_that_cannot_run_in_stages_is_run_whole(model, monkeypatch):
+    factors, tokens = swd_zero_data(model, "all"), random_tokens(9, 8)
+    expected, kind = fidelity(model, factors, tokens), type(host_of(model))
+    unembed = kind.unembed
+    monkeypatch.setattr(kind, "unembed", lambda self, batch, residual: 1.01 * unembed(self, batch, residual))
+    with pytest.warns(UserWarning, match="stages"):
+        assert fidelity(model, factors, tokens).kl == pytest.approx(expected.kl, rel=1e-5)

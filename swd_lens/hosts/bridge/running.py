@@ -239,6 +239,12 @@ class BridgeRuns:
         # Where the unembedding is no plain matrix it was computed whole.
         return logits if token_ids is None or unembedding else logits[:, token_ids.to(logits.device)]
 
+    def unembed(
+        self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        stand_ins = starting(self.model, Start(len(self.model.blocks), residual))
+        return with_stand_ins(self.model, stand_ins, lambda: self._run(tokens, **self._without_cache()))
+
     def _run_last(self, tokens: Tensor, prefix: Any, first: int) -> Tensor:
         """Logits (batch, pos, vocab), of the last position at least; with a prefix only that position is run.
 

@@ -140,6 +140,11 @@ class HookedRuns:
         logits = F.linear(part.hook_in(resid), part.W_U[:, columns].T, part.b_U[columns])
         return apply_softcap(part.hook_out(logits), self.model.cfg.output_logits_soft_cap)[:, -1]
 
+    def unembed(
+        self, tokens: Int[Tensor, "batch pos"], residual: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        return self.model(residual, start_at_layer=self.model.cfg.n_layers)
+
     def _last_residual(self, tokens: Tensor, prefix: Any, start: Start | None, short: bool) -> Tensor:
         """What leaves the last block at the last position, (batch, 1, d_model)."""
         n_layers = self.model.cfg.n_layers

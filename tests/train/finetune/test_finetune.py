@@ -1,6 +1,7 @@
 """finetune on both kinds of host: the support, the host, the result, the paper's step by hand, errors."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from swd_lens.train.finetune import finetune
 from swd_lens.train.finetune import fit as fit_module
 from swd_lens.train.finetune.fit import FinetuneFit
 from swd_lens.train.finetune.mount import SMALLEST
+from swd_lens.train.finetune.spec import FinetuneSpec
 from tests.micro import toy_model
 from tests.train.conftest import HELD, ROWS, bits, everything, factorized, logits, supports, text_for
 
@@ -315,3 +317,10 @@ def test_interrupted_while_the_host_is_given_back(toy, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         finetune(model, factors, ROWS, **QUICK)
     assert everything(model) == before
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("ce", 2.0), ("kl", 0.5), ("ce+kl", 2.0 + 0.3 * 0.5)])
+def test_the_held_out_loss_that_keep_best_compares_is_the_recipes(loss, expected):
+    spec = FinetuneSpec(loss=loss, kl_weight=0.3)
+    measured = fit_module.Heldout(ce_dense=1.0, ce=2.0, kl=0.5)
+    assert FinetuneFit._loss(SimpleNamespace(spec=spec), measured) == pytest.approx(expected)
