@@ -78,6 +78,7 @@ ERRORS = {
     "FinetuneError": "base.errors",
     "FolderInUseError": "base.errors",
     "GramError": "base.errors",
+    "HostInUseError": "base.errors",
     "QKError": "base.errors",
     "RayMissingError": "base.errors",
     "ResumeError": "base.errors",

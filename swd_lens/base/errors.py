@@ -51,6 +51,10 @@ class SiteDidNotRunWarning(UserWarning):
     """Units are attached at a site, the block ran, and the site's product was computed by something else, or not at all."""
 
 
+class HostInUseError(RuntimeError):
+    """Another thread uses this host; the message says in which call and since when. Nothing was changed."""
+
+
 # ---------------------------------------------------------------------------------------------- tasks and text
 
 
@@ -165,6 +169,15 @@ def warning(name: str, /, **values: Any) -> Warning:
     """The warning declared under this name, to be given to `warnings.warn`."""
     message = error(name, **values)
     return message if isinstance(message, Warning) else UserWarning(str(message))
+
+
+def callers_level() -> int:
+    """For `warnings.warn(..., stacklevel=)`: the first line outside of swd_lens, however many calls away."""
+    package = str(Path(__file__).parents[1])
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @cache

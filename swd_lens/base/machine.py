@@ -1,52 +1,18 @@
-"""The machine: how much memory is free, how fast it multiplies, and matrix products in plain float32 on it.
+"""The machine: how much memory is free, and how fast it multiplies.
 
-1. `plain_float32`: TF32 and autocast off for a while, whatever the caller has set, and restored after.
-2. `available_bytes`: free memory on a device, inside a container's limit.
-3. `product_speed`: operations per second of a float32 product now, at the present number of threads.
+1. `available_bytes`: free memory on a device, inside a container's limit.
+2. `product_speed`: operations per second of a float32 product now, at the present number of threads.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from swd_lens.base.surroundings import in_plain_surroundings
+
 _MEASURE_SECONDS = 0.05
-
-
-@contextmanager
-def plain_float32(device: torch.device) -> Iterator[None]:
-    """Full float32 matrix products inside (the paper's setting): TF32 and autocast off, restored after."""
-    restore = _highest_precision()
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        restore()
-
-
-def _highest_precision() -> Callable[[], None]:
-    """Set float32 matrix products to full precision; returns what undoes it.
-
-    torch has two settings for this and refuses to read the first once the caller has written the second.
-    """
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore[reportAttributeAccessIssue]
-        values = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-
-        def restore() -> None:
-            for backend, value in zip(backends, values, strict=True):
-                backend.fp32_precision = value
-
-        return restore
-    torch.set_float32_matmul_precision("highest")
-    return lambda: torch.set_float32_matmul_precision(before)
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -84,11 +50,12 @@ def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
+@in_plain_surroundings
 def product_speed(device: torch.device) -> float:
     """Operations per second of a float32 matrix product, measured for about 50 ms at the present number of threads."""
     n = 4096 if device.type == "cuda" else 768
     a = torch.ones(n, n, device=device)  # not random: the caller's random numbers are not ours to use up
-    with torch.no_grad(), plain_float32(device):
+    with torch.no_grad():
         out = a @ a  # the first call sets things up
         _wait(device)
         done, began = 0, time.perf_counter()

@@ -24,6 +24,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.surroundings import in_plain_surroundings
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
 AnySaved = TypeVar("AnySaved", bound="SavedRecord")
@@ -31,11 +32,16 @@ AnySaved = TypeVar("AnySaved", bound="SavedRecord")
 _PLAIN = (bool, int, float, str, type(None))
 
 
+@in_plain_surroundings
 class PlainRecord:
     """Values that go to JSON and back, and have no card of their own (so that a field may be called title)."""
 
     derived: ClassVar[tuple[str, ...]] = ()
     in_memory: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **how: Any) -> None:
+        super().__init_subclass__(**how)
+        in_plain_surroundings(cls)  # what results compute depends on the caller's settings as little as they do
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, `from_dict` takes them back; NaN stays NaN here and becomes null in files."""

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.files import atomic, plain, sha256, write_text
 
 SEAL = "sha256"
@@ -107,7 +107,7 @@ def readable(path: str | Path, what: str, raised_as: type[Exception] = ValueErro
 
 def warn_of_missing_seal(path: str | Path) -> None:
     """Say that a file carries no hash; Python shows it once for a file."""
-    warnings.warn(warning("file-without-hash", path=path), stacklevel=4)
+    warnings.warn(warning("file-without-hash", path=path), stacklevel=callers_level())
 
 
 def _marked(values: Mapping[str, Any]) -> bool:

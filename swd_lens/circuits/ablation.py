@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record
@@ -216,6 +217,7 @@ def replaced(
     return changed if length == z.shape[-2] else torch.cat([z[..., :-length, :], changed], dim=-2)
 
 
+@in_plain_surroundings
 def intervention_hooks(
     scores: UnitScores, units: Iterable[str | tuple[str, int]], mode: str = "keep", *, ablation: str = "mean"
 ) -> list[tuple[str, Any]]:

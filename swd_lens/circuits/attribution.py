@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
@@ -52,6 +53,7 @@ _TOKENS_PER_FORWARD = 16_384
 PerSite = dict[str, Float[Tensor, "batch _unit"]]
 
 
+@in_plain_surroundings
 def attribute(
     model: Any,
     factors: Any,

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve, over_seeds
 from swd_lens.circuits.fidelity import Fidelity, fidelity
@@ -260,6 +261,7 @@ def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = 
 # ---------------------------------------------------------------------------------------------- running them
 
 
+@in_plain_surroundings
 def compare(
     methods: Mapping[str, Any],
     model: Any,

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from swd_lens.base.divergence import CHUNK_BYTES, Divergence, divergence
 from swd_lens.base.errors import error, warning
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.recording import recording, require_seen
@@ -91,6 +92,7 @@ class Fidelity(Record):
         )
 
 
+@in_plain_surroundings
 def fidelity(
     model: Any, factors: Any, tokens: Any, *, batch_size: int | None = None, progress: bool = False
 ) -> Fidelity:

@@ -20,7 +20,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Bench, Outcome
 from swd_lens.circuits.bootstrap import interval, resampled
 from swd_lens.circuits.circuit import Circuit
@@ -38,6 +39,7 @@ def prefix_grid(n_units: int) -> list[int]:
     return sorted(steps)
 
 
+@in_plain_surroundings
 def evaluate(
     model: Any,
     factors: Any,
@@ -126,6 +128,7 @@ def evaluate(
     )
 
 
+@in_plain_surroundings
 def judge(
     model: Any,
     factors: Any,
@@ -209,7 +212,7 @@ def _rows(outcome: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: 
     keep, ablate = outcome.q[:half], outcome.q[half:]
     q = float(unpruned.q)
     if not q > 0:
-        warnings.warn(warning("undefined-sufficiency", task=task, margin=q), stacklevel=3)
+        warnings.warn(warning("undefined-sufficiency", task=task, margin=q), stacklevel=callers_level())
     columns: dict[str, Tensor] = {
         "sufficiency": keep / q if q > 0 else torch.full_like(keep, math.nan),
         "necessity_drop": q - ablate,

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Bench
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import COSTS
@@ -85,6 +86,7 @@ class Refinement(Record):
         return self.table(), f"The refined circuit has {saved:.0%} fewer active edges than the best prefix."
 
 
+@in_plain_surroundings
 def refine(
     model: Any,
     factors: Any,

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import warning
+from swd_lens.base.errors import callers_level, warning
 from swd_lens.circuits.ablation import replaced
 from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.hosts.recording import recording
@@ -173,7 +173,7 @@ def find_shortcuts(
         if agrees and (tried.known is best.known or check.known_site_agrees(tried)):
             best = tried
         elif not agrees and tried.known is best.known:
-            warnings.warn(warning("shortened-run-differs", shortcut=step), stacklevel=3)
+            warnings.warn(warning("shortened-run-differs", shortcut=step), stacklevel=callers_level())
     return best
 
 

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from swd_lens.base._version import __version__
 from swd_lens.base.divergence import kl_sum, log_probabilities
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
 from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
@@ -56,6 +57,7 @@ _DENSEST = 0.95
 _BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
 
 
+@in_plain_surroundings
 def allocate(
     model: Any,
     sites: Pattern = "all",

@@ -17,6 +17,7 @@ import torch
 from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
 from swd_lens.factorization.job import SITE_NAME, Job
 from swd_lens.hosts.sites import Pattern
@@ -143,6 +144,7 @@ class Estimate(Record):
         return lines
 
 
+@in_plain_surroundings
 def estimate(
     model: Any,
     sites: Pattern = "all",

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import Checkpoint, Shard
 from swd_lens.factorization.estimate import Estimate
 from swd_lens.factorization.forecast import SiteEstimate, forecast
@@ -38,6 +39,7 @@ from swd_lens.units import add_probe, described, is_bare, origin_of, require_fre
 from swd_lens.units.factors import Factors, FactorSet
 
 
+@in_plain_surroundings
 def factorize(
     model: Any,
     sites: Pattern,

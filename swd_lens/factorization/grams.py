@@ -31,7 +31,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
-from swd_lens.base.machine import available_bytes, plain_float32
+from swd_lens.base.machine import available_bytes
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.recording import record, require_one_per_token
@@ -63,6 +64,7 @@ class Grams:
         return self.by_site[site]
 
 
+@in_plain_surroundings
 def collect_grams(
     model: Any,
     sites: Sequence[Site],
@@ -165,8 +167,7 @@ class _Sums:
             self.by_site[site.name] = torch.zeros(
                 site.d_in, site.d_in, dtype=torch.float64, device=_home(site.d_in, flat.device)
             )
-        with plain_float32(flat.device):
-            _add_product(self.by_site[site.name], flat)
+        _add_product(self.by_site[site.name], flat)
         if self.share and not h.is_inference():  # inference tensors have no version
             self.previous = (site, h, h._version)
 
@@ -259,9 +260,8 @@ def collect_pairs(
         inputs = _inputs(replaced.host, sites, tokens, start, dtype)
         for name, (gram, cross) in sums.items():
             h, g = inputs[name], dense_inputs[name]
-            with plain_float32(h.device):
-                gram += (h.T @ h).to(gram)
-                cross += (h.T @ g).to(cross)
+            gram += (h.T @ h).to(gram)
+            cross += (h.T @ g).to(cross)
     for name, pair in sums.items():
         for total in pair:
             _require_finite(name, total)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from swd_lens.base._version import __version__
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
@@ -177,7 +177,7 @@ class Job:
         )
         warnings.warn(
             warning("few-tokens", n_tokens=self.n_tokens, site=widest.name, d_in=widest.d_in, remedy=remedy),
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
 
     def only(self, shard: Shard, flops: Mapping[str, float]) -> "Job":

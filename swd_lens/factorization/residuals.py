@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -134,7 +134,7 @@ class Residuals:
                     free=free / 1e9,
                     folder=self._temporary_folder().parent,
                 ),
-                stacklevel=4,
+                stacklevel=callers_level(),
             )
             return why
         # A run from the residual must show the sites of its block what a whole run shows them.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import claim, in_plain_surroundings
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
     PACKED,
@@ -195,9 +196,11 @@ def host_of(model: Any) -> Host:
     """Wrap a model.
 
     Cheap to call again: what was made of its matrices' shapes is remembered, and looked up by the shapes that it has now, so
-    that modules that were replaced or processed since are seen. The model itself is neither changed nor kept alive.
+    that modules that were replaced or processed since are seen. The model itself is neither changed nor kept alive. The call
+    of swd_lens that asks, if one does, has it for its thread alone until it ends.
 
     Raises:
+        HostInUseError: another thread uses it.
         UnsupportedHostError: neither a HookedTransformer nor a TransformerBridge, or one whose matrices cannot be seen as
             (d_in, d_out).
     """
@@ -205,14 +208,17 @@ def host_of(model: Any) -> Host:
     if is_hooked(model):
         from swd_lens.hosts.hooked import HookedTransformerHost
 
+        claim(model)
         return HookedTransformerHost(model)
     if is_bridge(model):
         from swd_lens.hosts.bridge import BridgeHost
 
+        claim(model)
         return BridgeHost(model)
     raise error("not-a-host", kind=type(model).__name__)
 
 
+@in_plain_surroundings
 def find_sites(model: Any, pattern: Pattern = "all") -> list[Site]:
     """The sites of a model that a pattern names, in execution order. See `swd_lens.hosts.sites.select_sites`.
 

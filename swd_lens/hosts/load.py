@@ -20,11 +20,13 @@ from typing import Any
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError, error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.gguf import dequantized, gguf_file
 
 
+@in_plain_surroundings
 def load_host(
     name: str,
     kind: str = "auto",

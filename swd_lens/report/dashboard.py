@@ -18,6 +18,7 @@ from swd_lens.analysis.audit.drawing import number, printable, unit_style, words
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.page import encodable, template
 from swd_lens.report.wording import count, percent, plural
@@ -27,6 +28,7 @@ _AROUND = 5  # tokens on either side of the peak in the index
 _PAGE_LIMIT = 400  # units in one file: about 10 MB, as much as a phone opens
 
 
+@in_plain_surroundings
 def dashboard(
     units: Audit | UnitProfile | Iterable[UnitProfile],
     path: str | Path | None = None,

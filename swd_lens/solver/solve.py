@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.machine import plain_float32
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.solver import anneal, dsf
 from swd_lens.solver.budget import plan_budget, plan_shares
 from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, OnIteration, resolve
@@ -45,6 +45,7 @@ class Solution:
     weight: Float[Tensor, "d_in d_out"]
 
 
+@in_plain_surroundings
 def solve(
     weight: Tensor,
     gram: Tensor | None = None,
@@ -107,7 +108,7 @@ def solve(
     dtype = torch.float64 if precision == "float64" else torch.float32
     target = dense.to(dtype)
     metric = None if gram is None else gram.detach().to(device=dense.device, dtype=dtype)
-    with torch.no_grad(), plain_float32(dense.device):
+    with torch.no_grad():
         if isinstance(spec, AnnealSpec):
             budget = plan_shares(d_in, d_out, sparsity, width, spec)
             read, write = anneal.factorize(target, metric, width, budget, spec, shrinkage, on_iteration)

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain, write_json
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.checkpoint import differences, host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
@@ -42,6 +43,7 @@ _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
 
+@in_plain_surroundings
 def data_efficiency(
     model: Any,
     site: Pattern,

@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord, Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import matches
@@ -167,6 +168,7 @@ def _visible(text: str) -> str:
 # ---------------------------------------------------------------------------------------------- generate
 
 
+@in_plain_surroundings
 def generate(
     model: Any,
     factors: Any,

@@ -21,6 +21,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factorization.allocate import BY, allocate
 from swd_lens.factorization.allocation import Allocation
@@ -117,6 +118,7 @@ class ModelReplacement(Record):
         return self.table(), self.allocation, self.samples
 
 
+@in_plain_surroundings
 def replace_model(
     model: Any,
     sites: Pattern = "all",

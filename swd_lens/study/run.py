@@ -27,6 +27,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain, write_json
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import Comparison, compare
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.factorize import factorize
@@ -178,6 +179,7 @@ class Run(Record):
         return pd.DataFrame(self.fidelity_table(), columns=shown), circuits, hint
 
 
+@in_plain_surroundings
 def run_study(
     model: Any,
     surfaces: Mapping[str, str | Sequence[str]],

@@ -20,6 +20,7 @@ import pandas as pd
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import CostCurve, compare
 from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks, typed
 from swd_lens.circuits.fidelity import Fidelity, fidelity
@@ -35,6 +36,7 @@ from swd_lens.units.factors import FactorSet
 SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # paper §zero-data
 
 
+@in_plain_surroundings
 @dataclass(frozen=True)
 class SweepPoint:
     """One sparsity, zero-data or calibrated.
@@ -163,6 +165,7 @@ class Sweep(Record):
         return self.plot() if self.points else None, self.table()
 
 
+@in_plain_surroundings
 def sweep(
     model: Any,
     sites: Pattern,

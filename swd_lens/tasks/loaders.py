@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.files import (
     AUTO_CIRCUIT,
@@ -40,6 +41,7 @@ _DRAWS = 20
 _REDRAWS = 100  # of a corrupt prompt that is not as long as its prompt
 
 
+@in_plain_surroundings
 def load_task(
     name: str | Path,
     model: Any,

@@ -17,10 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.text import same_length
 
 
+@in_plain_surroundings
 @dataclass(frozen=True)
 class Bucket:
     """Prompts of one length.
@@ -90,6 +92,7 @@ class Bucket:
         )
 
 
+@in_plain_surroundings
 @dataclass(frozen=True)
 class TaskSplit:
     """Tokenized examples of one split.

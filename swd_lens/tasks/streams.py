@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import TokenError, error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.text import as_rows
 
 # A host that has every token: for streams that were given to none yet.
@@ -39,6 +40,7 @@ class _Known:
     fingerprint: str | None = None
 
 
+@in_plain_surroundings
 class TokenStream:
     """Rows of equal length that can be gone through any number of times and are never held as a whole.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
@@ -21,6 +22,7 @@ from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 __all__ = ["Bucket", "Task", "TaskSplit"]
 
 
+@in_plain_surroundings
 @dataclass(frozen=True)
 class Task:
     """A task for one host: `train` gives scores and mean activations, `test` judges the circuits.

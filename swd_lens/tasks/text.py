@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.named_text import NAMES, named_documents
 
 _BLOCK = 1_000_000  # characters of a file that are tokenized at once: nearly every file whole, none in full memory
@@ -80,6 +81,7 @@ def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[l
 # ---------------------------------------------------------------------------------------------- packing
 
 
+@in_plain_surroundings
 def load_text(
     source: Any,
     model: Any,
@@ -128,6 +130,7 @@ def load_text(
     return as_rows(torch.stack(rows), model)
 
 
+@in_plain_surroundings
 def stream_rows(
     source: Any,
     model: Any,
@@ -195,6 +198,7 @@ def _row_length(model: Any, context: int | None) -> int:
     return min(n_ctx, 1024) if context is None else context
 
 
+@in_plain_surroundings
 def pack_text(
     model: Any, text: str, context: int | None = None, n_tokens: int | None = None
 ) -> Int[Tensor, "rows pos"]:

@@ -19,7 +19,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from swd_lens.base.machine import plain_float32
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
 from swd_lens.train.folder import TrainingFolder
@@ -226,13 +225,6 @@ class Engine:
 
 
 # ---------------------------------------------------------------------------------------------- what fits share
-
-
-@contextmanager
-def gradients_on(device: torch.device, *, exact: bool = True) -> Iterator[None]:
-    """Gradients, also where the caller has switched them off; exact: float32 products without shortcuts."""
-    with torch.inference_mode(False), torch.enable_grad(), plain_float32(device) if exact else nullcontext():
-        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import hold, in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
@@ -43,6 +44,7 @@ _WHILE_ATTACHED = (
 )
 
 
+@in_plain_surroundings
 class Attachment:
     """A live attachment. Use it as a context manager, or call `detach()`.
 
@@ -56,6 +58,7 @@ class Attachment:
         self.factors, self.sites, self._undo = units, units.sites, undo
         self._projections: dict[str, Projection] = {}
         host = units.host
+        hold(host.model, "attach", undo.push)
         host.guard(_WHILE_ATTACHED, undo.push)
         of_layer: dict[int, dict[str, Projection]] = {}
         for site in units.sites:
@@ -116,6 +119,7 @@ class Attachment:
         return "\n  ".join([f"Attachment ({state})", *lines])
 
 
+@in_plain_surroundings
 def attach(model: Any, factors: Any) -> Attachment:
     """Replace the dense product at each site by units; z_i gets the hook point blocks.{L}.hook_{site}_unit.
 
@@ -131,6 +135,7 @@ def attach(model: Any, factors: Any) -> Attachment:
     Raises:
         AttachError: a site is attached already, shapes differ, the factors were made from another W, or a loaded set's
             probe does not give the stored z.
+        HostInUseError: another thread uses this host; the attachment holds it until it is detached.
         UnknownSiteError: a site that this host does not have, or two that share weights.
         UnitSourceError, TypeError: see `swd_lens.units.unit_set.as_units`.
         UnsupportedHostError: see `swd_lens.hosts.host_of`, or a setting of the host under which z would not be one vector

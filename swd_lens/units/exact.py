@@ -12,9 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.factors import Factors
 
 
+@in_plain_surroundings
 def svd_factors(weight: Float[Tensor, "d_in d_out"]) -> Factors:
     """Singular value decomposition as units: read[:, i] = sigma_i u_i, write[i] = v_i, largest sigma first.
 
@@ -35,6 +37,7 @@ def svd_factors(weight: Float[Tensor, "d_in d_out"]) -> Factors:
     return _factors(weight, read, write * sign, {"method": "svd"})
 
 
+@in_plain_surroundings
 def random_b_factors(weight: Float[Tensor, "d_in d_out"], seed: int) -> Factors:
     """Random-B: write = Q, read = W Q^T for a Haar-random orthogonal Q (d_out, d_out), the sign-fixed QR of a Gaussian.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.hub import OnHub
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
 from swd_lens.units.storage import StoredSite, read_index, write_index, write_site
@@ -34,6 +35,7 @@ _TILE = 2**21
 _ROWS = 20  # of a table in a notebook
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False)
 class Factors:
     """Two sparse factors of one matrix, W ≈ read @ write.
@@ -197,6 +199,7 @@ class Factors:
 _SetBase = Mapping[str, Factors] if TYPE_CHECKING else Mapping
 
 
+@in_plain_surroundings
 class FactorSet(OnHub, _SetBase):
     """Site name -> Factors, in execution order, with the provenance of the whole replacement.
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -119,6 +120,13 @@ def stale_handle(*_):
         pass
     with attachment:
         pass
+
+
+@on_hooked
+def host_in_use(*_):
+    model = toy_model()
+    with swd.attach(model, identity(model, SITE)), ThreadPoolExecutor(1) as threads:
+        threads.submit(find_sites, model).result()
 
 
 @on_hooked

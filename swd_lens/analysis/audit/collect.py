@@ -26,7 +26,7 @@ from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
 from swd_lens.analysis.audit.vectors import Ends, Readout
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.machine import plain_float32
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
@@ -43,6 +43,7 @@ Observer = Callable[[int, Int[Tensor, "rows pos"], Float[Tensor, "rows pos unit"
 _TOKENS_AT_ONCE = 8192  # z of 768 units on as many tokens is 25 MB
 
 
+@in_plain_surroundings
 def audit(
     model: Any,
     factors: Any,
@@ -280,8 +281,7 @@ def watch(
 
     n_batches = -(-stream.n_rows // batch_size)
     hooks = [(site.hook_name, reader(site, observe)) for site, observe in observers.items()]
-    device = next(host.model.parameters()).device
-    with torch.no_grad(), plain_float32(device), host.model.hooks(fwd_hooks=hooks):
+    with torch.no_grad(), host.model.hooks(fwd_hooks=hooks):
         batches = stream.batches(batch_size)
         for rows in tqdm(batches, desc="audit", total=n_batches, unit="batch", disable=not progress, leave=False):
             seen.clear()

@@ -16,6 +16,7 @@ import pandas as pd
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import parse_unit
 
 
@@ -32,6 +33,7 @@ class UnitLabel:
 _Base = Mapping[str, UnitLabel] if TYPE_CHECKING else Mapping
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False, eq=False)
 class UnitLabels(_Base):
     """Unit name -> UnitLabel.

@@ -33,6 +33,7 @@ from swd_lens.analysis.audit.vectors import (
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.files import atomic, plain
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
 from swd_lens.units.coder import Units
@@ -41,6 +42,7 @@ NEIGHBOURS = 6
 _AT_ONCE = 256  # profiles whose logit effects are computed together
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False, eq=False)
 class Audit:
     """What `swd_lens.audit` found; see there.

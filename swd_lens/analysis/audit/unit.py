@@ -15,6 +15,7 @@ from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.audit.statistics import Histogram
 from swd_lens.analysis.audit.vectors import Edges, LogitEffect
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import parse_unit
 
 MARK = ("<<", ">>")  # around the peak, where a context is plain text
@@ -80,6 +81,7 @@ class UnitCard:
         return f"<style>{unit_style()}</style>{unit_html(self)}"
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class UnitProfile(UnitCard):
     """One unit, looked at from all sides.

@@ -42,7 +42,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.base.machine import plain_float32
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.base.visible import visible_token
 from swd_lens.hosts import Host, Start, host_of
@@ -62,6 +62,7 @@ _COSTS = {
 }
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False)
 class EditComparison:
     """Every edit of every method, with what it did.
@@ -150,6 +151,7 @@ class EditComparison:
         return card(f"Edits of {self.target.site}", what, self.plot(), self.table())
 
 
+@in_plain_surroundings
 def compare_edits(
     model: Any,
     factors: Any,
@@ -326,7 +328,7 @@ def lora_edits(
     write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True)
     requested = torch.tensor(list(shifts), device=device)
     optimizer = torch.optim.AdamW([read, write], lr=float(learning_rate), weight_decay=0.0)
-    with plain_float32(device), torch.enable_grad(), _margins(host, site, target, read, write) as margins:
+    with torch.enable_grad(), _margins(host, site, target, read, write) as margins:
         first = None
         for _ in tqdm(range(steps), desc="LoRA", unit="step", disable=not progress, leave=False):
             margin = margins()

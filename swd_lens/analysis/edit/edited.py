@@ -29,6 +29,7 @@ from swd_lens.analysis.edit.target import Target
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.files import atomic
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
@@ -43,6 +44,7 @@ FORMAT = "swd_lens edit 1"
 _TENSORS = ("read", "write", "input", "direction")
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, eq=False)
 class Delta:
     """A matrix of low rank: read @ write.
@@ -115,6 +117,7 @@ class _AttachedFactors:
             self.attachment.detach()
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, eq=False, repr=False)
 class Edit:
     """A change of one site's matrix that moves a prompt's margin; made by `edit_unit` and by its controls.

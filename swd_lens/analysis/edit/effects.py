@@ -27,7 +27,7 @@ from swd_lens.base.display import card
 from swd_lens.base.divergence import kl_per_prediction
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.base.machine import plain_float32
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.weights import stored_matrix
@@ -36,6 +36,7 @@ from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False)
 class SideEffects:
     """What one edit does to its own prompt, to other prompts and to text.
@@ -121,6 +122,7 @@ class SideEffects:
         return card(f"Side effects of an edit of {self.edit.site}", self.table(), self.plot() if self.prompts else None)
 
 
+@in_plain_surroundings
 def side_effects(
     model: Any,
     edit: Edit,
@@ -170,7 +172,7 @@ def measure(
     stream = None if tokens is None else as_stream(tokens, model)
     if stream is not None and stream.row_length < 2:
         raise error("edit-measured-on-single-tokens")
-    with torch.no_grad(), plain_float32(next(model.parameters()).device):
+    with torch.no_grad():
         before, after = _margins(host, edits)
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)
         kl_text, n = _text(host, edits, stream, batch_size, progress)

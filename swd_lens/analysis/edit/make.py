@@ -22,6 +22,7 @@ from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.target import Target, find_target, require_editable, require_number
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, norms_output, sites_of
 from swd_lens.hosts.sites import Site, hook_name, parse_unit
 from swd_lens.units import attach
@@ -37,6 +38,7 @@ _SILENT = 1e-6
 HOWS = ("scale", "clamp")
 
 
+@in_plain_surroundings
 def edit_unit(
     model: Any,
     factors: Any,
@@ -247,6 +249,7 @@ def _require_index(site: str, index: int, n_units: int) -> None:
 # ---------------------------------------------------------------------------------------------- units at run time
 
 
+@in_plain_surroundings
 def unit_hooks(
     changes: Mapping[str, tuple[str, float | int]],
     factors: Any = None,

@@ -25,8 +25,8 @@ from swd_lens.analysis.edit.target import EDITABLE, Target, ending, find_target
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.base.machine import plain_float32
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.visible import visible_token
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
@@ -110,6 +110,7 @@ class EditSelection(Record):
         return self.table(10), self.plot()
 
 
+@in_plain_surroundings
 def select_edit_unit(
     model: Any,
     factors: Any,
@@ -236,7 +237,7 @@ def _root_mean_squares(
         sums[site.name] += z.double().square().sum(0).cpu()
 
     last = max(site.layer for site in sites) + 1
-    with torch.no_grad(), plain_float32(next(host.model.parameters()).device), host.inputs(sites, add):
+    with torch.no_grad(), host.inputs(sites, add):
         for rows in stream.batches(batch_size):
             host.run_blocks(rows, last)
     return {name: (total / stream.n_tokens).sqrt() for name, total in sums.items()}

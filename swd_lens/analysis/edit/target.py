@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
-from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site, split_name
@@ -181,8 +180,7 @@ def find_target(
     if answer_id == foil_id or not bool(d.any()):
         raise error("edit-without-a-margin", answer=answer, foil=foil)
     tokens = read.row(model)
-    with plain_float32(next(model.parameters()).device):
-        seen = record(host, tokens[None], inputs=[site], run="last")
+    seen = record(host, tokens[None], inputs=[site], run="last")
     assert seen.logits is not None
     logits = seen.logits[0].detach().double().cpu()
     return Target(

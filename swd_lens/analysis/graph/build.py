@@ -19,7 +19,7 @@ from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import NODES, UnitGraph, table
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.machine import plain_float32
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.visible import visible_token
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_no_dropout
@@ -30,6 +30,7 @@ from swd_lens.tasks.tokenize import TaskTokenizer
 from swd_lens.units import UnitSet, attach
 
 
+@in_plain_surroundings
 def unit_graph(
     model: Any,
     factors: Any,
@@ -104,8 +105,7 @@ def unit_graph(
     attached = UnitSet.of(model, factors)
     drawn, scores = _drawn_units(attached, units)
     require_no_dropout(model)
-    # A caller's inference mode is left: slopes are gradients.
-    with torch.inference_mode(False), torch.no_grad(), plain_float32(next(iter(attached.factors.values())).read.device):
+    with torch.no_grad():
         if prompt is None:
             read, ids, run = None, None, read_norms(attached.host, tokens)
         else:

@@ -14,6 +14,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units import UnitSet
@@ -28,6 +29,7 @@ _LONGEST = 24
 _CENTRED = {"ha": "center", "va": "center"}
 
 
+@in_plain_surroundings
 def plot_unit_paths(
     model: Any,
     factors: Any,

@@ -41,7 +41,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
-from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site
 
@@ -109,7 +108,7 @@ class PairSums:
         self.n_tokens = 0
         self._activation = activation
         self._weight = weight.to(dtype)
-        with plain_float32(device), _one_thread(device):
+        with _one_thread(device):
             self._gram = self._weight @ self._weight.T
         self._writes = [_writes(row.to(device, dtype)) for row in write]
         # Where a channel sits in a unit's own list; -1 where the unit does not write it.
@@ -135,7 +134,7 @@ class PairSums:
         Args:
             each: called whenever a unit was paired with all later ones, for progress bars.
         """
-        with torch.no_grad(), plain_float32(pre.device):
+        with torch.no_grad():
             for rows in torch.arange(len(pre), device=pre.device).split(self._block):
                 block = [None if t is None else t[rows].to(self._weight).T.contiguous() for t in (z, pre, up)]
                 assert block[0] is not None and block[1] is not None

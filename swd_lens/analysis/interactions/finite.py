@@ -32,7 +32,7 @@ from swd_lens.analysis.interactions.site import (
 )
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
-from swd_lens.base.machine import plain_float32
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern, Site
 
@@ -154,6 +154,7 @@ class UnitInteractions(PairResult):
         return self.table(), self.plot(), self.plot_pairs()
 
 
+@in_plain_surroundings
 def unit_interactions(
     model: Any,
     factors: Any,
@@ -228,8 +229,7 @@ def _energies(run: SiteRun, out: Site, progress: bool) -> Float[Tensor, " unit"]
     for seen in run.batches(label="energies" if progress else None):
         total += seen.units[run.site.name].double().square().sum(0).cpu()
     weight = run.host.weight(out)
-    with plain_float32(weight.device):
-        moved = run.units.write.detach().to(weight) @ weight
+    moved = run.units.write.detach().to(weight) @ weight
     energy = total / run.stream.n_tokens * moved.double().square().sum(1).cpu()
     return energy.where(run.units.valid_units.cpu(), -1.0)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from swd_lens.analysis.interactions.site import SMALL, PairResult, attached, bars, site_named, strongest, text_of
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern
 
@@ -173,6 +174,7 @@ class UnitOverlap(PairResult):
         return self.table(), self.plot(), self.plot_tail()
 
 
+@in_plain_surroundings
 def unit_overlap(
     model: Any,
     factors: Any,

@@ -20,6 +20,7 @@ from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, 
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 
@@ -32,6 +33,7 @@ PARTS = {
 }
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False)
 class ScoreParts:
     """One head's scores on one prompt; every map is (dest, src), 0 where attention does not look.
@@ -140,6 +142,7 @@ class ScoreParts:
         return card(repr(self), self.plot(), self.table())
 
 
+@in_plain_surroundings
 def score_parts(model: Any, factors: Any, layer: int, head: int, prompt: Any) -> ScoreParts:
     """Take one head's scores on a prompt apart, with the units attached.
 

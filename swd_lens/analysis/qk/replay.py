@@ -31,6 +31,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
 from swd_lens.base.panels import Panel, attention_heads
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.visible import visible_token
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
@@ -166,6 +167,7 @@ class QKReplay(Removal):
         return self.plot(), self.plot_contribution(), self.table(), words, self.panel()
 
 
+@in_plain_surroundings
 def qk_replay(model: Any, factors: Any, pair: QKPair, prompt: Any, *, remove: str = "q") -> QKReplay:
     """Run a prompt, map a pair's contributions, take a unit out of its slice, and compare the head's patterns.
 

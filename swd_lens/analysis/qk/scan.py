@@ -21,8 +21,8 @@ from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, 
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
 from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure, style
-from swd_lens.base.machine import plain_float32
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.tasks.text import same_length
 from swd_lens.units import UnitSet
@@ -138,6 +138,7 @@ class QKScan(Record):
         return self.plot(), self.table(10)
 
 
+@in_plain_surroundings
 def qk_scan(
     model: Any,
     factors: Any,
@@ -198,11 +199,10 @@ def qk_scan(
             at_once = max(1, 4 * _NUMBERS // (n_heads * len(batch) * tokens.shape[1] ** 2))
             for chunk in _chunks(sorted(by_layer), at_once):
                 runs = run_layers(units, {layer: layers[layer] for layer in chunk}, tokens)
-                with plain_float32(tokens.device):
-                    for layer in chunk:
-                        # Popped: what a layer held goes before the next one makes its own.
-                        frames += _cases(runs.pop(layer), by_layer[layer], batch, remove)
-                        bar.update(len(by_layer[layer]) * len(batch))
+                for layer in chunk:
+                    # Popped: what a layer held goes before the next one makes its own.
+                    frames += _cases(runs.pop(layer), by_layer[layer], batch, remove)
+                    bar.update(len(by_layer[layer]) * len(batch))
     frame: Any = pd.concat(frames, ignore_index=True)
     if max_dense_kl is not None:
         frame = frame[frame["dense_kl"] <= max_dense_kl]

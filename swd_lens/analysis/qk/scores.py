@@ -25,7 +25,6 @@ from torch import Tensor
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.machine import plain_float32
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.attention import HeadNorm, Heads, Rotation, heads_of, rotations
 from swd_lens.hosts.recording import Recording, record
@@ -325,7 +324,7 @@ def run_layers(
     host, heads = units.host, {layer: of_layer.heads for layer, of_layer in layers.items()}
     sites = {side.site for of_layer in layers.values() for side in (of_layer.q, of_layer.k)}
     require_no_dropout(host.model)
-    with torch.no_grad(), plain_float32(next(host.model.parameters()).device):
+    with torch.no_grad():
         angles = rotations(host, list(heads.values()), tokens.shape[1])
         with attach(host.model, units) as attachment:
             with attachment.dense():

@@ -28,6 +28,7 @@ from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenanc
 from swd_lens.base.errors import error
 from swd_lens.base.figures import heatmap, new_figure, style
 from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.attention import Rotation, rotations
 from swd_lens.hosts.sites import split_name
@@ -121,6 +122,7 @@ class QKScreen(Record):
         return self.plot(), self.table().head(10), f"Positions enter {self.settings['positions']}."
 
 
+@in_plain_surroundings
 def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> QKScreen:
     """Static coefficients gamma between the Q and K units of every head (paper, app. attention units; method.md §4.3).
 
@@ -195,6 +197,7 @@ def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
     ax.set_title(title, fontsize=9)
 
 
+@in_plain_surroundings
 def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     """Relative squared error of the attention matrices by layer (paper, Fig. attention-reconstruction-static-screen, top).
 

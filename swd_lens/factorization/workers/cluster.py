@@ -22,7 +22,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.factorization.solve import SolveTask, threads_set_to
 from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
 from swd_lens.factorization.workers.parcel import Parcel, attempt, pack_task
@@ -109,7 +109,7 @@ class Cluster:
                 attempts=stored.attempts,
                 retries=self._retries,
             ),
-            stacklevel=4,
+            stacklevel=callers_level(),
         )
         self._start(stored)
         return None
@@ -165,6 +165,7 @@ def _requested_memory(task: SolveTask) -> int:
     most = int(max((_offered(node, "memory") for node in _nodes()), default=0))
     if task.bytes > most:
         warnings.warn(
-            warning("larger-than-a-ray-node", site=task.site, needed=task.bytes / 1e9, offered=most / 1e9), stacklevel=5
+            warning("larger-than-a-ray-node", site=task.site, needed=task.bytes / 1e9, offered=most / 1e9),
+            stacklevel=callers_level(),
         )
     return min(task.bytes, most)

@@ -28,7 +28,7 @@ from typing import IO
 
 import torch
 
-from swd_lens.base.errors import warning
+from swd_lens.base.errors import callers_level, warning
 from swd_lens.base.machine import available_bytes
 from swd_lens.factorization.solve import SolveTask
 from swd_lens.factorization.workers.order import Assignment, Failed, lost, read_reply
@@ -116,7 +116,7 @@ class Pool:
                 attempts=assignment.attempts,
                 retries=self._retries,
             ),
-            stacklevel=4,
+            stacklevel=callers_level(),
         )
         self._waiting.appendleft(assignment)
         return None

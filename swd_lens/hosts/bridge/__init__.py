@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.bridge.leaves import (
     Packed,
@@ -72,7 +72,7 @@ class BridgeHost(BridgeRuns, Host):
                     parts=", ".join(others[:4]),
                     more=" ..." if len(others) > 4 else "",
                 ),
-                stacklevel=4,
+                stacklevel=callers_level(),
             )
 
     # ------------------------------------------------------------------ sites

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
 from swd_lens.hosts.embedded.shape import Shape, gpt2_state
 from swd_lens.tasks.generators.words import SPLITS
@@ -29,6 +30,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 KINDS = ("auto", "hooked", "bridge")
 
 
+@in_plain_surroundings
 def load_default_model(
     device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto"
 ) -> Any:
@@ -118,6 +120,7 @@ def _bridge(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str,
     return model
 
 
+@in_plain_surroundings
 def text_tokens(n_tokens: int, split: str = "validation", seed: int = 0) -> Int[Tensor, "row 128"]:
     """Natural text of the embedded model as rows of 128 tokens, for calibration ("train") and fidelity ("test").
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.factorize import stamp
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Pattern, Site
@@ -26,6 +27,7 @@ from swd_lens.units.exact import random_b_factors, svd_factors
 from swd_lens.units.factors import Factors, FactorSet
 
 
+@in_plain_surroundings
 def svd(model: Any, sites: Pattern) -> FactorSet:
     """Exact SVD factors of the matrices that `sites` names (paper app. exact-dense-controls): all units, no sparsity.
 
@@ -35,6 +37,7 @@ def svd(model: Any, sites: Pattern) -> FactorSet:
     return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
 
 
+@in_plain_surroundings
 def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     """Exact Random-B factors, write = a seeded random orthogonal matrix (paper app. exact-dense-controls).
 
@@ -55,6 +58,7 @@ def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], 
     return FactorSet(factors, {"swd_lens": __version__, "model": str(model.cfg.model_name), **how})
 
 
+@in_plain_surroundings
 def random_b_seeds(model: Any, sites: Pattern, seeds: Iterable[int] = range(10)) -> list[Callable[[], FactorSet]]:
     """One maker of Random-B factors per seed, for `compare`: dense sets are large, so each is made when its turn comes.
 
@@ -103,6 +107,7 @@ class Channels(nn.Module):
         return z @ self.W_dec + self.b_out
 
 
+@in_plain_surroundings
 def channels_of(model: Any, sites: Pattern = "mlp_out") -> dict[str, CoderUnits]:
     """The MLP channels of a host as units, by default of every layer; for `attach`, `attribute`, `evaluate`, `compare`.
 

@@ -18,13 +18,14 @@ import torch
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
-from swd_lens.train.engine import Engine, gradients_on
+from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder
 from swd_lens.train.rows import Rows, rows_of
 from swd_lens.units import described, matrices_of, require_free
@@ -44,6 +45,7 @@ class Options:
     progress: bool
 
 
+@in_plain_surroundings
 def transcoder(
     model: Any,
     site: Pattern,
@@ -91,6 +93,7 @@ def transcoder(
     return train_units("transcoder", model, replaced, tokens, spec, how)
 
 
+@in_plain_surroundings
 def vpd_recon(
     model: Any,
     site: Pattern,
@@ -125,6 +128,7 @@ def vpd_recon(
     return train_units("vpd_recon_ci", model, replaced, tokens, spec, how)
 
 
+@in_plain_surroundings
 def vpd_kl(
     model: Any,
     site: Pattern,
@@ -225,7 +229,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
             forget(folder.path)
             folder.start(0)  # a checkpoint of the run before must not be taken for one of this
     trajectory = Trajectory(None if folder is None else folder.path, provenance)
-    with gradients_on(device):
+    with torch.enable_grad():
         first = next(rows.batches(rows_per_step, spec.seed, 0))
         fit = _fit(host, site, parts, trajectory, spec, first)
         log_every = max(1, spec.steps // _LOG_LINES)

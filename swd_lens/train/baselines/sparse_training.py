@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import TrainError, error
-from swd_lens.base.machine import plain_float32
 from swd_lens.base.settings import Settings, setting
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines.sparse_network import (
     config_of,
@@ -42,7 +42,7 @@ from swd_lens.train.baselines.sparse_network import (
     save,
 )
 from swd_lens.train.baselines.spec import DEFAULT, recipe
-from swd_lens.train.engine import Engine, Fit, autocast, gradients_on, normalized, root_mean_square
+from swd_lens.train.engine import Engine, Fit, autocast, normalized, root_mean_square
 from swd_lens.train.folder import RUN, TrainingFolder
 from swd_lens.train.rows import Rows, rows_of
 
@@ -130,6 +130,7 @@ SPARSE_PRETRAINS: Mapping[str, SparseSpec] = {
 }
 
 
+@in_plain_surroundings
 @dataclass(frozen=True)
 class SparsePretrained:
     """A sparsely pretrained model.
@@ -149,6 +150,7 @@ class SparsePretrained:
         return load_host(str(self.folder), kind, **options)
 
 
+@in_plain_surroundings
 def sparse_pretrain(
     config: Any,
     tokens: Any,
@@ -217,7 +219,7 @@ def sparse_pretrain(
     if overwrite:
         shutil.rmtree(folder.path / MODEL, ignore_errors=True)
         folder.start(0)  # a checkpoint of the run before must not be taken for one of this
-    with gradients_on(torch.device(device), exact=spec.autocast is None):
+    with torch.enable_grad():
         fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
         every = None if heldout_rows is None else eval_every
         engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
@@ -296,7 +298,7 @@ class SparseFit(Fit):
     def evaluate(self) -> dict[str, float]:
         """Nats per prediction, in float32 however the network trains."""
         assert self.heldout is not None
-        with torch.no_grad(), plain_float32(self.device):
+        with torch.no_grad():
             total = sum(float(self._loss(part).double()) for part in self.heldout.all(self.rows_at_once))
         return {"heldout_ce": total / (self.heldout.n_rows * (self.heldout.row_length - 1))}
 

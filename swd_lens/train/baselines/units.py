@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.files import atomic, write_json, write_text
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
 from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec, VpdSpec
@@ -98,6 +99,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         return f"Trajectory(after {', '.join(f'{tokens:,}' for tokens in self)} tokens, {where})"
 
 
+@in_plain_surroundings
 class LearnedUnits(Mapping[str, CoderUnits]):
     """One or several sites' units after training; the matrices of a whole MLP are several.
 

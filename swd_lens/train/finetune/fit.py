@@ -17,7 +17,6 @@ from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
 from swd_lens.base.errors import error
-from swd_lens.base.machine import plain_float32
 from swd_lens.train.engine import Fit, autocast, normalized, root_mean_square
 from swd_lens.train.finetune.mount import Mounted
 from swd_lens.train.finetune.spec import FinetuneSpec
@@ -123,7 +122,7 @@ class FinetuneFit(Fit):
         row = self.heldout.row_length * int(self.mounted.units.host.model.cfg.d_vocab)
         size = max(1, min(_MOST_ROWS, _LOGITS_AT_ONCE // row)) * self.processes.n
         sums = torch.zeros(4, dtype=torch.float64)
-        with torch.no_grad(), plain_float32(self.device):
+        with torch.no_grad():
             for batch in self.heldout.all(size):
                 if len(rows := self.processes.share(batch)):
                     log_p, log_q = (_log_probabilities(self.mounted, rows, dense=dense) for dense in (True, False))

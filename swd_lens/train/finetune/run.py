@@ -16,11 +16,12 @@ import torch
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.recording import record
 from swd_lens.tasks.streams import TokenStream
-from swd_lens.train.engine import Engine, gradients_on
+from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
 from swd_lens.train.finetune.mount import mounted, trainable
 from swd_lens.train.finetune.spec import resolve
@@ -34,6 +35,7 @@ _FACTORS = "factors"
 DEFAULT_PRESET = "best"
 
 
+@in_plain_surroundings
 def finetune(
     model: Any,
     factors: Any,
@@ -124,7 +126,7 @@ def finetune(
         if overwrite and processes.main:
             folder.start(0)
         processes.wait()
-    with gradients_on(device, exact=spec.autocast is None), mounted(units) as training:
+    with torch.enable_grad(), mounted(units) as training:
         fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
         every = None if heldout_rows is None else eval_every
         engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)

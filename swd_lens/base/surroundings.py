@@ -1,0 +1,217 @@
+"""Surroundings: a caller's settings of torch that would change numbers, and other threads. Functions of swd_lens see neither.
+
+1. `in_plain_surroundings` marks a function, or every public method and property of a class. While the outermost marked call of a
+   thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off, and float32
+   products have their full precision (no TF32, no bfloat16). Afterwards everything is as it was, whatever ended the call. Calls
+   inside of it cost a look at one attribute, so that our own code may train under autocast.
+2. Default dtype and precision of products belong to the process: while marked calls run, other threads see them, too. They are
+   given back when the last of these calls has ended; a thread that sets them meanwhile changes the numbers of the others.
+3. Gradients stay as the caller has them (under inference mode: on); who needs them switches them on. Deterministic
+   algorithms stay, too: torch names that setting itself where it has none. Generators cannot be marked: between two values
+   the caller's code runs, and so do forwards of a host with units: there the caller's settings hold.
+4. A host belongs to one thread at a time. `claim` takes it for the marked call that runs, `hold` until it is given back
+   (attached units); other threads are refused meanwhile. What a thread held that has ended is free.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from swd_lens.base.errors import error
+from swd_lens.base.undo import Push, Undo
+
+Marked = TypeVar("Marked")
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_lock = threading.RLock()
+
+
+class _Thread(threading.local):
+    """The outermost marked call that runs in a thread."""
+
+    call: "_Call | None" = None
+
+
+_thread = _Thread()
+
+
+def in_plain_surroundings(marked: Marked) -> Marked:
+    """Marks a function, or in place a class, see the module's docstring; generators of a class are left as they are."""
+    if isinstance(marked, type):
+        for name, member in list(vars(marked).items()):
+            if not name.startswith("_"):
+                _mark_member(marked, name, member)
+        return marked
+    assert callable(marked) and not _is_generator(marked)
+    function: Callable[..., Any] = marked
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if _thread.call is not None:
+            return function(*args, **kwargs)
+        call = _Call(function.__qualname__)
+        with call, call:  # twice: a Ctrl-C on the way into the end of the inner one is still inside of the outer
+            call.make_plain()
+            return function(*args, **kwargs)
+
+    plain.in_plain_surroundings = True  # type: ignore[attr-defined]
+    return plain  # type: ignore[return-value]
+
+
+def is_marked(function: Any) -> bool:
+    """Whether a function is marked; a generator, or what is no function, is not."""
+    return getattr(function, "in_plain_surroundings", False) is True
+
+
+def _mark_member(owner: type, name: str, member: Any) -> None:
+    if isinstance(member, FunctionType) and not _is_generator(member) and not is_marked(member):
+        setattr(owner, name, in_plain_surroundings(member))
+    elif isinstance(member, classmethod | staticmethod) and not is_marked(member.__func__):
+        setattr(owner, name, type(member)(in_plain_surroundings(member.__func__)))
+    elif isinstance(member, property) and member.fget is not None and not is_marked(member.fget):
+        setattr(owner, name, property(in_plain_surroundings(member.fget), member.fset, member.fdel, member.__doc__))
+    elif isinstance(member, functools.cached_property) and not is_marked(member.func):
+        member.func = in_plain_surroundings(member.func)
+
+
+def _is_generator(function: Any) -> bool:
+    """Also of a context manager that is written as one."""
+    return inspect.isgeneratorfunction(inspect.unwrap(function))
+
+
+# ---------------------------------------------------------------------------------------------- plain settings
+
+
+class _Call(Undo):
+    """The outermost marked call of a thread; what it changed and the hosts that it claimed are given back when it ends."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def make_plain(self) -> None:
+        """Plain settings until the call ends."""
+        self.push(self._leave)
+        _thread.call = self
+        self.push(self._give_back_settings)
+        self._take_settings()
+        self._make_thread_plain()
+
+    def _leave(self) -> None:
+        _thread.call = None
+
+    def _take_settings(self) -> None:
+        """What the whole process has: default dtype, precision of products."""
+        with _lock:
+            _calls.add(self)
+            if (dtype := torch.get_default_dtype()) is not torch.float32:
+                _settings.push(functools.partial(torch.set_default_dtype, dtype))
+                torch.set_default_dtype(torch.float32)
+            _highest_precision(_settings.push)
+
+    def _give_back_settings(self) -> None:
+        with _lock:
+            _calls.discard(self)
+            if not _calls:
+                _settings.run()
+
+    def _make_thread_plain(self) -> None:
+        """What each thread has for itself: inference mode, autocast, the default device."""
+        contexts: list[AbstractContextManager[Any]] = []
+        if torch.is_inference_mode_enabled():
+            contexts.append(torch.inference_mode(False))
+        contexts += [torch.autocast(device, enabled=False) for device in _DEVICES if torch.is_autocast_enabled(device)]
+        # A look at the stack first: to ask for the device takes longer than all the rest.
+        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
+            contexts.append(torch.device("cpu"))
+        if contexts:
+            own = ExitStack()
+            self.push(own.close)
+            for context in contexts:
+                own.enter_context(context)
+
+
+_calls: set[_Call] = set()  # that run now, in whatever thread
+_settings = Undo()  # gives back those of the process
+
+
+def _highest_precision(push: Push) -> None:
+    """Float32 matrix products in full precision.
+
+    torch has two settings for this and refuses to read the first once the caller has written the second.
+    """
+    try:
+        if (before := torch.get_float32_matmul_precision()) != "highest":
+            push(functools.partial(torch.set_float32_matmul_precision, before))
+            torch.set_float32_matmul_precision("highest")
+    except RuntimeError:
+        for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # pyright: ignore[reportAttributeAccessIssue]
+            push(functools.partial(setattr, backend, "fp32_precision", backend.fp32_precision))
+            backend.fp32_precision = "ieee"
+
+
+# ---------------------------------------------------------------------------------------------- one thread per host
+
+
+@dataclass
+class _Holder:
+    """The thread that uses a host, and the calls and attachments for which it does."""
+
+    thread: threading.Thread
+    call: str
+    since: str
+    reasons: set[Any] = field(default_factory=set)
+
+
+_holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
+
+
+def claim(model: Any) -> None:
+    """The marked call that runs uses this host until it ends; outside of one nothing is done.
+
+    Raises:
+        HostInUseError: another thread uses it.
+    """
+    if (call := _thread.call) is not None:
+        _take(model, call.name, call, call.push)
+
+
+def hold(model: Any, call: str, push: Push) -> None:
+    """This thread uses the host until the step that is pushed has been run.
+
+    Args:
+        call: the function for which it is held, as others are told: "attach".
+
+    Raises:
+        HostInUseError: another thread uses it.
+    """
+    _take(model, call, object(), push)
+
+
+def _take(model: Any, call: str, reason: object, push: Push) -> None:
+    thread = threading.current_thread()
+    with _lock:
+        holder = _holders.get(model)
+        if holder is not None and holder.thread is not thread and holder.thread.is_alive():
+            raise error("host-in-use", call=holder.call, thread=holder.thread.name, since=holder.since)
+        if holder is None or holder.thread is not thread:
+            holder = _holders[model] = _Holder(thread, call, datetime.now().strftime("%H:%M:%S"))
+        if reason not in holder.reasons:
+            push(functools.partial(_release, model, holder, reason))
+            holder.reasons.add(reason)
+
+
+def _release(model: Any, holder: _Holder, reason: object) -> None:
+    with _lock:
+        holder.reasons.discard(reason)
+        if not holder.reasons and _holders.get(model) is holder:
+            del _holders[model]

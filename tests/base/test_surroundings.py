@@ -1,0 +1,246 @@
+"""in_plain_surroundings: what a marked call sees of the caller's settings, that they are given back, and one thread per host."""
+
+import gc
+import threading
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+
+import pytest
+import torch
+from torch import nn
+
+from swd_lens.base import surroundings
+from swd_lens.base.errors import HostInUseError
+from swd_lens.base.surroundings import claim, hold, in_plain_surroundings, is_marked
+from swd_lens.base.undo import Undo
+from tests.interrupts import run_to_line
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def precision_of_products(backend: bool):
+    if backend:
+        before, torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision, "bf16"
+    else:
+        torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        if backend:
+            torch.backends.mkldnn.matmul.fp32_precision = before
+        else:
+            torch.set_float32_matmul_precision("highest")
+
+
+SETTINGS = {
+    "none": nullcontext,
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "precision": lambda: precision_of_products(backend=False),
+    "precision of a backend": lambda: precision_of_products(backend=True),
+}
+
+
+def precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return torch.backends.mkldnn.matmul.fp32_precision
+
+
+def state() -> tuple:
+    """Everything that the mark sets."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device().type,
+        torch.is_autocast_enabled("cpu"),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        precision(),
+    )
+
+
+@in_plain_surroundings
+def marked(then=lambda: None) -> tuple:
+    then()
+    return state()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_marked_call_sees_plain_settings_and_gives_the_callers_back(name):
+    with SETTINGS[name]():
+        before = state()
+        inside = marked()
+        assert state() == before
+        with pytest.raises(ZeroDivisionError):
+            marked(lambda: 1 / 0)
+        assert state() == before
+        assert (before == inside) == (name in ("none", "no_grad"))
+        made = in_plain_surroundings(lambda: torch.zeros(2))()
+        assert not made.is_inference()
+    assert inside[:4] == (torch.float32, "cpu", False, False) and inside[5] in ("highest", "ieee")
+    assert inside[4] == (name != "no_grad")
+    assert state() == (torch.float32, "cpu", False, False, True, "highest") or "backend" in name
+    assert surroundings._thread.call is None and not surroundings._calls
+
+
+def test_set_default_device_is_given_back_too():
+    torch.set_default_device("meta")
+    try:
+        assert marked()[1] == "cpu" and torch.zeros(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_what_our_own_code_sets_holds_within_marked_calls():
+    def train():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert marked()[2]
+
+    in_plain_surroundings(train)()
+
+
+def test_an_interruption_at_any_line_leaves_nothing_behind():
+    with default_dtype(torch.bfloat16), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        before, stop = state(), 0
+        while True:
+            stop += 1
+            try:
+                run_to_line(marked, stop, ("swd_lens/base/surroundings.py",))
+                break
+            except KeyboardInterrupt:
+                gc.collect()
+                # Between the last line under a lock and its release, where tracing interrupts, Python asks for no signals.
+                while surroundings._lock._is_owned():
+                    surroundings._lock.release()
+                assert state() == before, stop
+                assert surroundings._thread.call is None and not surroundings._calls, stop
+    assert stop > 20
+
+
+class Computes:
+    """One of everything that a class may have."""
+
+    def method(self) -> tuple:
+        return state()
+
+    @classmethod
+    def of_class(cls) -> tuple:
+        return state()
+
+    @staticmethod
+    def static() -> tuple:
+        return state()
+
+    @property
+    def read(self) -> tuple:
+        return state()
+
+    @cached_property
+    def kept(self) -> tuple:
+        return state()
+
+    def values(self):
+        yield state()
+
+    def _own(self) -> tuple:
+        return state()
+
+
+def test_a_class_is_marked_by_its_public_methods():
+    assert in_plain_surroundings(Computes) is Computes
+    computes = Computes()
+    with default_dtype(torch.float64):
+        seen = (computes.method(), Computes.of_class(), Computes.static(), computes.read, computes.kept)
+        assert all(each[0] is torch.float32 for each in seen)
+        assert computes._own()[0] is torch.float64 and next(computes.values())[0] is torch.float64
+    assert is_marked(Computes.method) and not is_marked(Computes.values) and not is_marked(Computes._own)
+    once = Computes.method
+    in_plain_surroundings(Computes)
+    assert Computes.method is once
+
+
+def test_a_generator_is_not_marked():
+    with pytest.raises(AssertionError):
+        in_plain_surroundings(Computes.values)
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def in_a_thread(function):
+    """What the function returns or raises in a thread of its own, which has ended."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(function())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_process_wide_settings_are_given_back_by_the_last_of_two_threads():
+    begun, end, seen = threading.Event(), threading.Event(), []
+
+    def long():
+        begun.set()
+        end.wait()
+        seen.append(state()[0])
+
+    with default_dtype(torch.float64):
+        thread = threading.Thread(target=in_plain_surroundings(long))
+        thread.start()
+        begun.wait()
+        assert marked()[0] is torch.float32
+        assert torch.get_default_dtype() is torch.float32  # of the process: the other thread's call goes on
+        end.set()
+        thread.join()
+        assert torch.get_default_dtype() is torch.float64
+    assert seen == [torch.float32]
+
+
+def test_a_host_in_a_marked_call_is_refused_to_other_threads_until_it_ends():
+    model = nn.Linear(1, 1)
+
+    @in_plain_surroundings
+    def use(then=lambda: None):
+        claim(model)
+        claim(model)
+        return then()
+
+    refused = use(lambda: in_a_thread(use))
+    assert isinstance(refused, HostInUseError) and "use in thread 'MainThread'" in str(refused)
+    assert use(use) is None and in_a_thread(use) is None
+    assert model not in surroundings._holders
+    assert in_a_thread(lambda: claim(model)) is None and model not in surroundings._holders  # outside of a marked call
+
+
+def test_a_held_host_is_free_when_it_is_released_or_its_thread_has_ended():
+    model, undo, other = nn.Linear(1, 1), Undo(), Undo()
+    hold(model, "attach", undo.push)
+    hold(model, "attach", undo.push)
+    assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError) and not other
+    undo.run()
+    assert in_a_thread(lambda: hold(model, "attach", other.push)) is None
+    hold(model, "attach", undo.push)  # the second thread has ended and never released it
+    other.run()  # late: what the first thread holds now stays held
+    assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError)
+    undo.run()
+    assert model not in surroundings._holders
