@@ -12,6 +12,7 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
+from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from tests import families
@@ -70,8 +71,8 @@ def learned_not_finite(*_):
 
 @trigger
 def learned_host_of_inference_mode(*_):
-    with torch.inference_mode():
-        host = families.bridge("gpt2")
+    with torch.inference_mode():  # load_host itself makes a host that can be trained
+        host = load_host.__wrapped__(str(families.checkpoint("gpt2")), kind="bridge")  # type: ignore[attr-defined]
     baselines.vpd_kl(host, SITE, tokens(), n_tokens=96, tokens_per_step=48, width=4, progress=False)
 
 
