@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from swd_lens.base.files import sha256
-from swd_lens.base.sealed import SEAL, _digest, tensor_digest
+from swd_lens.base.sealed import _MARK, SEAL, _digest, tensor_digest
 
 HOSTILE = (
     "../../outside", "/etc/passwd", "a/../b", "", ".", "\x00", "\x1b[31m", "\u202eabc", "\ud800", "a" * 5000, "</script>",
@@ -42,6 +42,7 @@ _LITERALS = (
     "[" * 100_000 + "]" * 100_000,
     '{"a":' * 5000 + "1" + "}" * 5000,
 )
+_FLOATS = ("NaN", "Infinity", "-Infinity", "1e999")
 _NUMBERS = (0, -1, 1, 2, 2**31, 2**63, -(2**63) - 1, 10**30, 0.5, -0.5, 1e308, 1e-300, True)
 _TYPES = (None, [], {}, "x", 0, True, 1.5, [[]], {"a": None}, [None])
 
@@ -216,7 +217,7 @@ def _mutated_text(rng: random.Random, text: str, rehash: bool) -> tuple[str, str
     for place in sorted(seals, key=len, reverse=True):  # the innermost first
         with suppress(KeyError, IndexError, TypeError, ValueError):
             held = _at(values, place)
-            held[SEAL] = _digest({key: value for key, value in held.items() if key != SEAL})
+            held[SEAL] = _seal_of(held)
     try:
         written = json.dumps(values, indent=1 if "\n" in text.strip() else None)
     except RecursionError:
@@ -242,6 +243,9 @@ def _mutate(rng: random.Random, values: Any, spot: tuple[Any, ...]) -> tuple[Any
         return values, f"renamed to {name[:20]!r}", None
     if how == 2:
         literal = rng.choice(_LITERALS)
+        if literal in _FLOATS:  # the hash that is made again is of the value
+            holder[key] = float(literal)
+            return values, f"became {literal}", None
         holder[key] = "@literal@"
         return values, f"became {literal[:12]}", literal
     if how == 3:
@@ -284,15 +288,18 @@ def _sealed_places(values: Any, path: tuple[Any, ...]) -> Any:
     """Places of mappings that hold their own hash."""
     if isinstance(values, dict):
         with suppress(ValueError):
-            rest = {key: value for key, value in values.items() if key != SEAL}
-            if SEAL in values and values[SEAL] == _digest(rest):
+            if SEAL in values and values[SEAL] == _seal_of(values):
                 yield path
     for spot in _spots(values, ()):
         held = _at(values, spot)
         if isinstance(held, dict) and isinstance(held.get(SEAL), str):
             with suppress(ValueError):
-                if held[SEAL] == _digest({key: value for key, value in held.items() if key != SEAL}):
+                if held[SEAL] == _seal_of(held):
                     yield (*path, *spot)
+
+
+def _seal_of(held: dict[str, Any]) -> str:
+    return _MARK + _digest({key: value for key, value in held.items() if key != SEAL})
 
 
 def _at(values: Any, path: tuple[Any, ...]) -> Any:
@@ -320,7 +327,7 @@ def _tensors(rng: random.Random, folder: Path, others: Path, name: str, sealed: 
     with safe_open(str(path), "pt") as file:
         metadata = dict(file.metadata() or {})
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - no mapping
-    before = metadata.get(SEAL)
+    before = metadata.get(SEAL, "").removeprefix(_MARK)
     texts = [key for key in metadata if key != SEAL and metadata[key][:1] in ("{", "[")]
     if texts and rng.random() < 0.5:
         key = rng.choice(texts)
@@ -335,7 +342,7 @@ def _tensors(rng: random.Random, folder: Path, others: Path, name: str, sealed: 
     metadata.pop(SEAL, None)
     try:
         after = tensor_digest(tensors, metadata)
-        save_file(tensors, str(path), {**metadata, **({SEAL: after} if before else {})})
+        save_file(tensors, str(path), {**metadata, **({SEAL: _MARK + after} if before else {})})
     except Exception:  # what safetensors cannot write is no damage
         return None
     _propagate(folder, {former: sha256(path), **({before: after} if before else {})}, {path})
@@ -429,7 +436,7 @@ def _propagate(folder: Path, hashes: dict[str, str], done: set[Path]) -> None:
                 values = json.loads(line)
                 for place in sorted(places, key=len, reverse=True):
                     held = _at(values, place)
-                    held[SEAL] = _digest({key: value for key, value in held.items() if key != SEAL})
+                    held[SEAL] = _seal_of(held)
                 lines[i] = json.dumps(values, indent=1 if path.suffix == ".json" else None)
             path.write_text("\n".join(lines), encoding="utf-8")
             done.add(path)
