@@ -35,6 +35,8 @@ def atomic(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
+    if "\0" in str(path):  # Python's own error would not name it
+        raise error("file-not-written", path=path, reason="a null character in its name")
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_remains(path.parent, path.name)
     workplace = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")

@@ -108,6 +108,8 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
         OSError: it is a file, lies below one, cannot be written, or the disk is too small.
     """
     folder = Path(folder)
+    if "\0" in str(folder):
+        raise error("out-not-writable", folder=folder, reason="a null character in its name")
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent

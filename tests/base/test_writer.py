@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from swd_lens.base.errors import FolderInUseError
+from swd_lens.base.files import atomic
 from swd_lens.base.writer import HOLDER, LOCK, require_writable, require_writable_file, writing, writing_file
 
 HOLD = """
@@ -33,6 +34,13 @@ def test_a_call_that_writes_nothing_leaves_no_folder(tmp_path):
     with pytest.raises(ZeroDivisionError), writing(tmp_path / "a" / "b", "factorize"):
         raise ZeroDivisionError
     assert not (tmp_path / "a").exists()
+
+
+def test_a_null_character_in_a_name_is_refused_by_name(tmp_path):
+    with pytest.raises(PermissionError, match="cannot be written .a null character in its name"):
+        require_writable(tmp_path / "a\0b")
+    with pytest.raises(OSError, match="a null character in its name"), atomic(tmp_path / "a\0b" / "c"):
+        pass
 
 
 def test_another_thread_is_refused_and_told_who_holds_the_folder(tmp_path):
