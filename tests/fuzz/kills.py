@@ -62,7 +62,8 @@ class Kills:
         self.folder = Path(tempfile.mkdtemp(prefix="swd-kill-", dir=memory if os.access(memory, os.W_OK) else None))
         self._undisturbed: dict[str, Undisturbed] = {}
         self._versions: dict[str, tuple[Values, Values]] = {}
-        for name in self.names:  # before children are forked, which would do it each for itself
+        # Before children are forked, which would do it each for itself; saves first: `run_study` saves a run that is there.
+        for name in reversed(self.names):
             if name != "factorize, workers=2":
                 self._old_and_new(name) if name.startswith(_SAVE) else self._whole(name)
         return self
