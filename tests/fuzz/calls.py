@@ -27,6 +27,7 @@ from swd_lens.study import Run, run_study
 from swd_lens.study.efficiency import DataEfficiency
 from swd_lens.tasks.task import Task
 from swd_lens.units.unit_set import identities
+from tests import families
 from tests.analysis.audit_models import lettered, made_scores
 from tests.analysis.graph_checks import TOKENS as PROMPT
 from tests.analysis.graph_checks import all_units, random_factors
@@ -154,6 +155,23 @@ def study(out: Path) -> Any:
     return Run.load(out)
 
 
+@cache
+def on_a_bridge() -> tuple[Any, Any]:
+    """A small TransformerBridge and factors of its MLPs."""
+    model = families.bridge("gpt2")
+    return model, swd.factorize(model, MLP, **QUICK)
+
+
+def factorize_bridge(out: Path) -> Any:
+    tokens = families.some_tokens(12, 10)
+    return swd.factorize(on_a_bridge()[0], ["mlp_in", "mlp_out"], tokens=tokens, out=out, **QUICK)
+
+
+def finetune_bridge(out: Path) -> Any:
+    text = {**TUNE, "heldout": families.some_tokens(6, 10)}
+    return swd.finetune(*on_a_bridge(), families.some_tokens(12, 10), out=out, **text)
+
+
 CALLS: dict[str, Callable[[Path], Any]] = {
     "factorize": factorize,
     "factorize, corrected": factorize_calibrated,
@@ -169,6 +187,8 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "data_efficiency": data_efficiency,
     "allocate": allocate,
     "run_study": study,
+    "factorize, bridge": factorize_bridge,
+    "finetune, bridge": finetune_bridge,
 }
 
 # ---------------------------------------------------------------------------------------------- objects that are saved

@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 
 import swd_lens as swd
 from swd_lens.base.errors import UnsealedFileWarning, declarations
@@ -221,6 +222,9 @@ KINDS: dict[str, Kind] = {
         _interrupted(calls.sparse_pretrain, Engine, "advance", 3), calls.sparse_pretrain, (_RUN, _UNITS), 1
     ),
     "replace_model": Kind(_version(calls.replace_model), calls.replace_model, (_RUN, _FACTORS), 1),
+    "replace_model, interrupted": Kind(
+        _interrupted(calls.replace_model, Engine, "advance", 3), calls.replace_model, (_RUN, _FACTORS), 1
+    ),
     "residuals in use": Kind(lambda folder, version: None, _residuals, ("OSError", "ValueError"), 1, live=True),
     "study": _saved("study", "ValueError", _FACTORS, weight=4),
     "study, report": Kind(
@@ -438,4 +442,5 @@ def prepare() -> None:
     """Make what all forked children share."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*deprecated.*")
+    transformers.utils.logging.disable_progress_bar()
     calls.host()

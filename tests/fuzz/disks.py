@@ -27,8 +27,9 @@ from tests.fuzz.values import Values, difference, values_of
 
 SECONDS = 120
 KINDS = ("full disk", "full disk, saved over", "read-only", "impossible out", "umask")
-# Commands whose work would be in vain; `allocate` and `run_study` have no out, the others start processes.
-_CALLS = [name for name in calls.CALLS if name not in ("allocate", "run_study", "factorize, workers=2")]
+# Without an out of their own, with processes, or of another host: what is left are commands whose work would be in vain.
+_WITHOUT = ("allocate", "run_study", "factorize, workers=2", "factorize, bridge", "finetune, bridge")
+_CALLS = [name for name in calls.CALLS if name not in _WITHOUT]
 
 
 class Disks:

@@ -62,6 +62,7 @@ class Kills:
         self.folder = Path(tempfile.mkdtemp(prefix="swd-kill-", dir=memory if os.access(memory, os.W_OK) else None))
         self._undisturbed: dict[str, Undisturbed] = {}
         self._versions: dict[str, tuple[Values, Values]] = {}
+        calls.on_a_bridge()
         # Before children are forked, which would do it each for itself; saves first: `run_study` saves a run that is there.
         for name in reversed(self.names):
             if name != "factorize, workers=2":
