@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
-from swd_lens.train.folder import TrainingFolder
+from swd_lens.train.folder import Checkpoint, TrainingFolder
 from swd_lens.train.rows import Processes, Rows
 
 # What a step logs beside its loss: numbers, still on the device.
@@ -151,12 +151,12 @@ class Engine:
 
     def run(self, *, progress: bool) -> None:
         """From the folder's checkpoint, or from the start, to the last step."""
-        last = 0 if self.folder is None else self.folder.last_step()
-        if last:
-            self._resume()
+        checkpoint = None if self.folder is None else self.folder.checkpoint()
+        if checkpoint is not None:
+            self._resume(checkpoint)
         if self.folder is not None and self._main:
-            self.folder.start(last)
-        if not last and (entry := self.fit.start()) is not None:
+            self.folder.begin(None if checkpoint is None else checkpoint.lines)
+        if checkpoint is None and (entry := self.fit.start()) is not None:
             self._log({"step": 0, "tokens": 0, **entry})
         batches = self.rows.batches(self.rows_per_step, self.fit.spec.seed, self.step)
         shown = {"desc": self.fit.title, "unit": self.fit.unit, "disable": not (progress and self._main)}
@@ -208,20 +208,18 @@ class Engine:
             for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
         }
 
-    def _resume(self) -> None:
-        assert self.folder is not None
-        tensors, values = self.folder.resume()
-        self.step = int(values["step"])
-        self.lines = self.folder.lines(self.step)
+    def _resume(self, checkpoint: Checkpoint) -> None:
         if self.processes is not None:
             self.processes.wait()  # nobody may replace the checkpoint before everybody has read it
-        self.fit.load_state(tensors, values)
-        for name, p in self.fit.parameters.items():
-            first, second = (
-                tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p.device)
-                for moment in ("first", "second")
-            )
-            self._adam.state[p] = {"step": torch.tensor(float(self.step)), "exp_avg": first, "exp_avg_sq": second}
+        tensors, self.step, self.lines = checkpoint.tensors, checkpoint.step, list(checkpoint.lines)
+        with checkpoint.readable():
+            self.fit.load_state(tensors, checkpoint.values)
+            for name, p in self.fit.parameters.items():
+                first, second = (
+                    tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p.device).view_as(p)
+                    for moment in ("first", "second")
+                )
+                self._adam.state[p] = {"step": torch.tensor(float(self.step)), "exp_avg": first, "exp_avg_sq": second}
 
 
 # ---------------------------------------------------------------------------------------------- what fits share

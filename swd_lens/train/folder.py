@@ -1,34 +1,45 @@
-"""The folder of a run: what it is, how far it is, its log, its factors.
+"""The folder of a run: what it is, how far it is, its log, its result.
 
     run.json                what decides the bits of the run (the recipe), and, once it is finished, its result
     checkpoint.safetensors  values and moments after some step; replaced by a rename, removed at the end
     log.jsonl               one line per step, no clock in it: the same run writes the same lines
     ...                     the result: a FactorSet in factors/, units in weights/ and units.json, or a model in model/
-    .writer                 which call writes here; gone when the run is finished
 
-1. `check` compares recipes. Another run is refused, every difference named; a finished one is taken over.
+1. `opened` holds the folder for one call (base/writer.py) and compares recipes. Another run is refused, every difference named;
+   a finished one is taken over.
 2. An interrupted one goes on from its checkpoint: later log lines are cut, and written again by the steps repeated.
-3. Of two calls at once the later one takes the folder over, and the earlier one stops at its next line of log: a lock would
-   outlive a kill, or a notebook's traceback.
+3. Nothing that changed on the disk is taken for what was written (base/sealed.py): run.json and the checkpoint carry their
+   hashes, the checkpoint those of its recipe and of the log up to its step, a finished run.json those of the log and the result.
 """
 
+import hashlib
 import json
-import math
-import uuid
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from swd_lens.base.errors import error
-from swd_lens.base.files import atomic, write_json, write_text
+from swd_lens.base.errors import ResumeError, error
+from swd_lens.base.files import naming, write_text
+from swd_lens.base.sealed import (
+    hashes_of,
+    read_sealed,
+    read_tensors,
+    readable,
+    require_hashes,
+    write_sealed,
+    write_tensors,
+)
+from swd_lens.base.writer import require_writable, writing
 from swd_lens.factorization.checkpoint import differences
+from swd_lens.train.rows import Processes, launched
 
-RUN, LOG = "run.json", "log.jsonl"
-_CHECKPOINT, _WRITER = "checkpoint.safetensors", ".writer"
+RUN, LOG, CHECKPOINT = "run.json", "log.jsonl", "checkpoint.safetensors"
+_WHAT = "a training run"
 _HASHES = {
     "host_sha256": "the host",
     "factors_sha256": "the factors",
@@ -37,129 +48,204 @@ _HASHES = {
 }
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """How far an interrupted run was: after which step, what was saved then, and the log up to there."""
+
+    path: Path
+    step: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    lines: list[dict[str, Any]]
+
+    def readable(self) -> AbstractContextManager[None]:
+        """In this block whatever does not fit the run is a ResumeError: checkpoints without a hash may hold anything."""
+        return readable(self.path, _WHAT, ResumeError)
+
+
 class TrainingFolder:
     """The folder of any training run: run.json, checkpoint.safetensors, log.jsonl, and whatever its result is.
 
     Args:
-        path: the folder, made by `start`.
+        path: the folder, made by `opened`.
         recipe: of the run that is called for; plain values.
         call: the function that trains, as errors name it.
-        result: what stands there at the end, beside the run's own files.
+        result: files that stand there at the end, beside the run's own.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], call: str, result: Sequence[str]):
         self.path, self.call, self.result = path, call, tuple(result)
-        self._writer = uuid.uuid4().hex
         self.recipe: dict[str, Any] = json.loads(json.dumps(recipe))  # as it will be read again
+        self._log_digest = hashlib.sha256()
+        self._saved = 0
+
+    # ------------------------------------------------------------------ for one call
+
+    @contextmanager
+    def opened(self, overwrite: bool, n_bytes: int = 0, processes: Processes | None = None) -> Iterator[bool]:
+        """Hold the folder while the block runs; a finished run is only read, and needs no hold.
+
+        Args:
+            overwrite: start again, in place of the run that the folder holds.
+            n_bytes: about how much will be written.
+            processes: where training is shared by several, the main one holds the folder. None: each process that a launcher
+                started trains for itself; the first has the folder, the others wait for it and find a finished run.
+
+        Yields:
+            bool: whether this very run is finished there.
+
+        Raises:
+            ResumeError: it holds another run, something else, or a finished run whose files have changed.
+            FolderInUseError: another call holds it.
+            OSError: it cannot be written.
+        """
+        if processes is None and overwrite and launched():
+            raise error("training-overwrites-when-launched", path=self.path, call=self.call)
+        if not overwrite and self.check():
+            yield True
+            return
+        finished = False
+        with ExitStack() as held:
+            if processes is None or processes.main:
+                waiting = processes is None and launched()
+                held.enter_context(writing(self.path, self.call, n_bytes, wait=waiting))
+                finished = not overwrite and self.check()  # another call may have ended meanwhile
+                if overwrite:
+                    self.begin()
+            if processes is not None:
+                finished = processes.agreed(finished)
+            yield finished
 
     # ------------------------------------------------------------------ what is there
 
     def check(self) -> bool:
-        """Whether this very run is finished there.
+        """Whether this very run is finished there; what it wrote at the end is as it was.
 
         Raises:
-            ResumeError: it holds another run, or something else.
+            ResumeError: it holds another run, something else, or other files than were written.
         """
+        path = self.path / RUN
         try:
-            run = json.loads((self.path / RUN).read_text(encoding="utf-8"))
-            recipe = dict(run["recipe"])
+            run = read_sealed(path, _WHAT, ResumeError)
         except FileNotFoundError:
-            if others := [name for name in (LOG, _CHECKPOINT, *self.result) if (self.path / name).exists()]:
+            foreign = (
+                LOG,
+                CHECKPOINT,
+                *(name for file in self.result for name in {Path(file).parts[0], Path(file).name}),
+            )
+            if others := [name for name in foreign if (self.path / name).exists()]:
                 raise error(
                     "finetune-into-another-folder", path=self.path, others=", ".join(others), run=RUN, call=self.call
                 ) from None
             return False
-        except (ValueError, KeyError, TypeError) as cause:
-            raise error("finetune-damaged-folder", path=self.path, file=RUN, reason=cause, call=self.call) from cause
+        with readable(path, _WHAT, ResumeError):
+            recipe, finished, files = dict(run["recipe"]), bool(run["finished"]), dict(run.get("files", {}))
         if changed := differences(recipe, self.recipe, _HASHES):
             raise error("finetune-another-run", path=self.path, changed="; ".join(changed), call=self.call)
-        return bool(run.get("finished"))
+        if finished:
+            require_hashes(self.path, files, _WHAT, ResumeError)
+            for name in self.result:  # of earlier versions, which named no files
+                if not (self.path / name).is_file():
+                    raise error("file-gone", raised_as=ResumeError, path=self.path / name, what=_WHAT)
+        return finished
 
-    def last_step(self) -> int:
-        """Of the checkpoint; 0 where there is none."""
-        return int(self._meta()["step"]) if (self.path / _CHECKPOINT).is_file() else 0
+    def outcome(self) -> dict[str, Any]:
+        """What `end` was told of the result."""
+        return read_sealed(self.path / RUN, _WHAT, ResumeError)["result"]
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Where an interrupted run goes on; None where it begins.
+
+        Raises:
+            ResumeError: the checkpoint, or the log up to it, is not what was written.
+        """
+        path = self.path / CHECKPOINT
+        if not path.is_file():
+            return None
+        tensors, header = read_tensors(path, _WHAT, ResumeError)
+        if header.get("recipe", self._recipe_digest()) != self._recipe_digest():
+            raise error("file-changed", raised_as=ResumeError, path=path, what=f"{_WHAT} with this recipe")
+        with readable(path, _WHAT, ResumeError):
+            values = json.loads(header["state"])
+            self._saved = int(values["step"])
+        lines = [line for line in self.lines() if line["step"] <= self._saved]
+        if header.get("log") not in (None, hashlib.sha256(_text(lines)).hexdigest()):
+            raise error("file-changed", raised_as=ResumeError, path=self.path / LOG, what=f"the log of {_WHAT}")
+        return Checkpoint(path, self._saved, tensors, values, lines)
 
     def kept(self, what: str) -> str:
         """What the checkpoint holds, in words: "step 300" for what="step"."""
-        step = self.last_step()
-        return f"{what} {step}" if step else "no checkpoint yet"
+        return f"{what} {self._saved}" if self._saved else "no checkpoint yet"
 
-    def resume(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The checkpoint's tensors and what was saved with them."""
-        with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, self._meta()  # noqa: SIM118 - no dict
-
-    def lines(self, last: float | int = math.inf) -> list[dict[str, Any]]:
-        """The log, as far as its lines are whole, up to the first line of a step after the last one asked for."""
+    def lines(self) -> list[dict[str, Any]]:
+        """The log, as far as its lines are whole."""
         lines = []
         if (self.path / LOG).is_file():
-            for text in (self.path / LOG).read_text(encoding="utf-8").splitlines():
+            for text in (self.path / LOG).read_bytes().splitlines():
                 try:
                     line = json.loads(text)
-                except ValueError:  # cut short by a kill
-                    break
-                if line["step"] > last:
+                    line["step"] = int(line["step"])
+                except (ValueError, TypeError, KeyError, RecursionError):  # cut short by a kill, or damaged
                     break
                 lines.append(line)
         return lines
 
-    def _meta(self) -> dict[str, Any]:
-        try:
-            with safe_open(self.path / _CHECKPOINT, framework="pt") as file:
-                return json.loads(file.metadata()["state"])
-        except Exception as cause:  # safetensors has its own kinds of error
-            raise error(
-                "finetune-damaged-folder", path=self.path, file=_CHECKPOINT, reason=cause, call=self.call
-            ) from cause
+    def _recipe_digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.recipe, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------ writing
 
-    def start(self, step: int) -> None:
-        """Begin after this step (0: anew): the log is cut there."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.path / _WRITER, self._writer)
-        if step == 0:
-            (self.path / _CHECKPOINT).unlink(missing_ok=True)
-            write_json(self.path / RUN, {"recipe": self.recipe, "finished": False})
-        lines = self.lines(step) if step else []
-        write_text(self.path / LOG, "".join(json.dumps(line) + "\n" for line in lines))
+    def begin(self, kept: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Begin with this log of a checkpoint's steps; None: anew, whatever was there."""
+        if kept is None:
+            (self.path / CHECKPOINT).unlink(missing_ok=True)
+            self._saved = 0
+            write_sealed(self.path / RUN, {"recipe": self.recipe, "finished": False})
+        text = _text(kept or ())
+        self._log_digest = hashlib.sha256(text)
+        write_text(self.path / LOG, text.decode())
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """One line more.
 
         Raises:
-            ResumeError: another call has taken the folder over.
+            OSError: the disk is full; what was written before is kept.
         """
-        self._require_own()
-        with open(self.path / LOG, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        text = _text([entry])
+        self._log_digest.update(text)
+        with naming(self.path / LOG), open(self.path / LOG, "ab") as file:
+            file.write(text)
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Replace the checkpoint; state must hold "step".
 
         Raises:
-            ResumeError: another call has taken the folder over.
+            OSError: the disk is full; the checkpoint before is kept.
         """
-        self._require_own()
-        without_remains(self.path / _CHECKPOINT)
-        with atomic(self.path / _CHECKPOINT) as temporary:
-            on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-            save_file(on_cpu, temporary, metadata={"state": json.dumps(state)})
+        with open(self.path / LOG, "ab") as file:
+            os.fsync(file.fileno())  # no checkpoint is on the disk without its log
+        header = {"state": json.dumps(state), "recipe": self._recipe_digest(), "log": self._log_digest.hexdigest()}
+        write_tensors(self.path / CHECKPOINT, tensors, header)
+        self._saved = int(state["step"])
 
-    def end(self, result: Mapping[str, Any]) -> None:
-        """The word that the result is there; then the checkpoint goes."""
-        self._require_own()
-        write_json(self.path / RUN, {"recipe": self.recipe, "finished": True, "result": dict(result)})
-        for name in (_CHECKPOINT, _WRITER):
-            (self.path / name).unlink(missing_ok=True)
-
-    def _require_own(self) -> None:
-        path = self.path / _WRITER
-        if not path.is_file() or path.read_text(encoding="utf-8") != self._writer:
-            raise error("learned-taken-over", call=self.call, path=self.path)
+    def end(self, result: Mapping[str, Any], files: Iterable[str]) -> None:
+        """The word that the result is there, and in which files; then the checkpoint goes."""
+        hashes = hashes_of(self.path, (LOG, *files))
+        write_sealed(
+            self.path / RUN, {"recipe": self.recipe, "finished": True, "result": dict(result), "files": hashes}
+        )
+        (self.path / CHECKPOINT).unlink(missing_ok=True)
 
 
-def without_remains(path: Path) -> None:
-    """Remove what `atomic` began to write for this file when its process was killed."""
-    for left in path.parent.glob(f".{path.name}.*.part"):
-        left.unlink(missing_ok=True)
+def require_possible(out: str | Path | None) -> None:
+    """Refuse, before any work, a folder that cannot be written. One that holds a run may be finished, and read-only.
+
+    Raises:
+        OSError: it is a file, lies below one, or cannot be written.
+    """
+    if out is not None and not (Path(out) / RUN).is_file():
+        require_writable(out)
+
+
+def _text(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()

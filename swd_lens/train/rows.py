@@ -104,13 +104,17 @@ def rows_of(tokens: Any, model: Any, streamed: tuple[type, ...] = (TokenStream, 
 # ---------------------------------------------------------------------------------------------- processes
 
 
+def launched() -> bool:
+    """Whether this is one of several processes that a launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 class Processes:
     """The processes of this run, as accelerate sees them; without a launcher there is one, and accelerate is not imported."""
 
     def __init__(self) -> None:
         self._state: Any = None
-        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if launched or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if launched() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
             from accelerate import PartialState
 
             self._state = PartialState()
@@ -138,6 +142,10 @@ class Processes:
         summed: Any = reduce(flat, reduction="sum")
         parts = summed.split([t.numel() for t in tensors])
         return [part.view_as(t).to(t.device) for part, t in zip(parts, tensors, strict=True)]
+
+    def agreed(self, flag: bool) -> bool:
+        """What the main process says, in every process; waits for all of them."""
+        return bool(self.total([torch.tensor(float(flag and self.main))])[0])
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -10,11 +10,11 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.sealed import read_sealed, write_sealed, write_tensors
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines import LearnedUnits
-from swd_lens.train.engine import Engine
 from tests import families
 from tests.errors.triggers import TRIGGERS, trigger
 from tests.units.test_sources import Coder
@@ -91,17 +91,9 @@ def learned_another_run(folder, _):
 
 
 @trigger
-def learned_taken_over(folder, monkeypatch):
-    one = Engine.advance
-
-    def beginning(training, rows):
-        if training.step == 1:
-            monkeypatch.setattr(Engine, "advance", one)
-            trained(out=folder)
-        one(training, rows)
-
-    monkeypatch.setattr(Engine, "advance", beginning)
-    trained(out=folder)
+def training_overwrites_when_launched(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trained(out=folder, overwrite=True)
 
 
 @trigger
@@ -129,8 +121,7 @@ def learned_damaged_index(folder, _):
 
 def rewritten(folder, **changes):
     units().save(folder)
-    index = json.loads((folder / "units.json").read_text())
-    (folder / "units.json").write_text(json.dumps({**index, **changes}))
+    write_sealed(folder / "units.json", {**read_sealed(folder / "units.json", "an index"), **changes})
     LearnedUnits.load(folder)
 
 
@@ -153,13 +144,11 @@ def learned_missing_weights(folder, _):
 
 
 @trigger
-def learned_unreadable_weights(folder, _):
+def learned_weights_changed(folder, _):
     units().save(folder)
-    loaded = LearnedUnits.load(folder)
     for path in (folder / "weights").iterdir():
-        path.write_bytes(b"no tensors")
-    # Not through LearnedUnits: the tests' type checker reads a mapping's items when it is handed on.
-    dict(loaded.checkpoints)
+        write_tensors(path, {}, {})
+    LearnedUnits.load(folder)
 
 
 # ---------------------------------------------------------------------------------------------- as units
@@ -212,9 +201,16 @@ TRIGGERS |= {
 
 
 @trigger
-def sparse_model_missing(folder, _):
+def sparse_model_gone(folder, _):
     pretrained(folder)
     (folder / "model" / "config.json").unlink()
+    pretrained(folder)
+
+
+@trigger
+def sparse_model_changed(folder, _):
+    pretrained(folder)
+    (folder / "model" / "config.json").write_text("{}")
     pretrained(folder)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.factorization.allocation import LossCurve, spend
 from swd_lens.units.factors import Factors
 from tests import families
@@ -235,8 +236,8 @@ def finetune_damaged_folder(folder, _):
 @trigger
 def finetune_damaged_checkpoint(folder, _):
     finetuned(out=folder)
-    run = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
+    run = read_sealed(folder / "run.json", "a run")
+    write_sealed(folder / "run.json", {**run, "finished": False})
     (folder / "checkpoint.safetensors").write_bytes(b"")
     finetuned(out=folder)
 

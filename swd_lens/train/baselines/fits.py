@@ -79,11 +79,13 @@ class CoderFit(Fit):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"coder.{name}": t for name, t in self.coders.state_dict().items()}
-        return tensors, {"kept": list(self.trajectory)}
+        return tensors, {"kept": self.trajectory.hashes}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        for tokens in values["kept"]:
-            self.trajectory.take_over(int(tokens))
+        kept = values["kept"]  # earlier versions: token counts alone
+        for tokens, digest in (kept if isinstance(kept, Mapping) else dict.fromkeys(kept)).items():
+            self.trajectory.take_over(int(tokens), digest)
+            self.trajectory[int(tokens)]  # checked: the result will vouch for it
         self.coders.load_state_dict(_under("coder.", tensors))
 
 

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
-from swd_lens.train.folder import TrainingFolder
+from swd_lens.train.folder import TrainingFolder, require_possible
 from swd_lens.train.rows import Rows, rows_of
 from swd_lens.units import described, matrices_of, require_free
 
@@ -76,6 +77,7 @@ def transcoder(
             that differ in it differ in a transcoder's last bits: rows are normalized once more where weights are kept.
         out: a folder (see units.py and train/folder.py). The same call again after an interruption goes on from the last
             checkpoint and ends with the same bits; after the end it reads the result. Without it all kept weights stay in memory.
+            Of several processes that a launcher starts with one folder, one trains and the others wait for its result.
         overwrite: start again, in place of the run that `out` holds.
         checkpoint_every: steps between checkpoints; the last step has one, too.
         progress: show a bar.
@@ -84,7 +86,8 @@ def transcoder(
     Raises:
         TrainError: bad settings, not one site, too little text, or a loss that is not finite.
         TokenError, UnknownSiteError, UnsupportedHostError, AttachError: bad text, site or host.
-        ResumeError: `out` holds another run; every difference is named.
+        ResumeError: `out` holds another run (every difference is named), or files that changed after they were written.
+        FolderInUseError, OSError: another call writes `out`, or it cannot be written, or the disk is full.
         ValueError: the host is in training mode and has dropout.
     """
     replaced = _single_site(model, site)
@@ -195,6 +198,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     """
     if not isinstance(how.checkpoint_every, int) or isinstance(how.checkpoint_every, bool) or how.checkpoint_every < 1:
         raise error("learned-checkpoints-between", checkpoint_every=how.checkpoint_every)
+    require_possible(how.out)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
     rows_per_step = _rows_per_step(spec, rows)
@@ -223,22 +227,28 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         decides = {key: provenance[key] for key in ("method", "replaces", "tokens_sha256", "swd_lens")}
         decides |= {"host_sha256": host_fingerprint(model, model.cfg), "kept_after_steps": sorted(keep)}
         folder = TrainingFolder(Path(how.out), {**decides, **provenance["settings"]}, method, (INDEX,))
-        if not how.overwrite and folder.check():
+    n_weights = sum(p.numel() for p in coders_of(provenance, meta=True).parameters())
+    with (
+        nullcontext(False)
+        if folder is None
+        else folder.opened(how.overwrite, 4 * n_weights * (6 + len(keep))) as finished
+    ):
+        if folder is not None and finished:
             return LearnedUnits.load(folder.path, device=device)
-        if how.overwrite:
+        if folder is not None and how.overwrite:
             forget(folder.path)
-            folder.start(0)  # a checkpoint of the run before must not be taken for one of this
-    trajectory = Trajectory(None if folder is None else folder.path, provenance)
-    with torch.enable_grad():
-        first = next(rows.batches(rows_per_step, spec.seed, 0))
-        fit = _fit(host, site, parts, trajectory, spec, first)
-        log_every = max(1, spec.steps // _LOG_LINES)
-        engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)
-        engine.run(progress=how.progress)
-    if folder is not None:
-        write_index(folder.path, provenance, trajectory)
-        folder.end({"tokens": engine.tokens, **engine.lines[-1]})
-    return LearnedUnits(trajectory, provenance, pd.DataFrame(engine.lines), device=device)
+        trajectory = Trajectory(None if folder is None else folder.path, provenance)
+        with torch.enable_grad():
+            first = next(rows.batches(rows_per_step, spec.seed, 0))
+            fit = _fit(host, site, parts, trajectory, spec, first)
+            log_every = max(1, spec.steps // _LOG_LINES)
+            engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)
+            engine.run(progress=how.progress)
+        log = pd.DataFrame(engine.lines)
+        if folder is not None:
+            write_index(folder.path, provenance, trajectory, log)
+            folder.end({"tokens": engine.tokens, **engine.lines[-1]}, folder.result)
+        return LearnedUnits(trajectory, provenance, log, device=device)
 
 
 def _fit(

@@ -22,8 +22,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.files import atomic, naming, remove_remains
 
 _STD = 0.02
+# What save_pretrained of a GPT-2 and of a tokenizer may write.
+_CHECKPOINT_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
 
 
 def config_of(config: Any) -> Any:
@@ -91,6 +97,14 @@ def new_network(config: Any, seed: int) -> Any:
     return network
 
 
+def sketch(config: Any) -> Any:
+    """The same network without its weights: shapes alone."""
+    from transformers import GPT2LMHeadModel
+
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
 def require_rows(network: Any, density: float) -> None:
     """Raises TrainError where a matrix at this density has no weight for every row: before training, not in its midst."""
     for matrix in matrices(network):
@@ -150,18 +164,35 @@ def nonzeros(network: Any) -> dict[str, int]:
     return counts
 
 
-def save(network: Any, tokenizer: Any, folder: Path) -> None:
-    """The checkpoint folder, whole or not at all."""
+def save(network: Any, tokenizer: Any, folder: Path) -> list[str]:
+    """The checkpoint folder; returns its files, relative to the folder above it. Other files that lie there are left alone.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    forget(folder)
     part = folder.with_name(f".{folder.name}.part")  # one name: what a kill left of it goes with the next
     shutil.rmtree(part, ignore_errors=True)
     try:
-        with _without_bars():
+        with naming(folder), _without_bars():
             network.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+            tokenizer.save_pretrained(part)
+        names = sorted(path.relative_to(part) for path in part.rglob("*") if path.is_file())
+        for name in names:
+            with atomic(folder / name) as temporary:
+                os.replace(part / name, temporary)
+        return [f"{folder.name}/{name.as_posix()}" for name in names]
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def forget(folder: Path) -> None:
+    """Take a checkpoint away: weights and words, and nothing else that may lie there."""
+    if folder.is_dir():
+        remove_remains(folder)
+    for pattern in _CHECKPOINT_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 @contextmanager

@@ -12,9 +12,7 @@
     model/                                         the result: config, weights, tokenizer
 """
 
-import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +31,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines.sparse_network import (
     config_of,
+    forget,
     matrices,
     new_network,
     nonzeros,
@@ -40,10 +39,11 @@ from swd_lens.train.baselines.sparse_network import (
     recipe_of,
     require_rows,
     save,
+    sketch,
 )
 from swd_lens.train.baselines.spec import DEFAULT, recipe
 from swd_lens.train.engine import Engine, Fit, autocast, normalized, root_mean_square
-from swd_lens.train.folder import RUN, TrainingFolder
+from swd_lens.train.folder import TrainingFolder, require_possible
 from swd_lens.train.rows import Rows, rows_of
 
 MODEL = "model"
@@ -176,6 +176,7 @@ def sparse_pretrain(
         tokens: (rows, pos) ids, shuffled by the seed, again and again; or a `TokenStream`, in its own order. Rows of
             n_positions tokens as a rule.
         out: the folder; the same call after an interruption goes on there, to the same bits; after the end it reads the result.
+            Of several processes that a launcher starts with one folder, one trains and the others wait for its result.
         tokenizer: saved beside the weights; None = that of the host.
         preset: "small" (ours, the default), "paper" (38,146 updates of 131,072 tokens, stopped after 22,000; bfloat16).
         heldout: (rows, pos) ids: cross-entropy on them is logged every `eval_every` updates and at the end.
@@ -186,10 +187,12 @@ def sparse_pretrain(
 
     Raises:
         TrainError: bad settings or config, no tokenizer, rows that do not make an update, a density that leaves some row of a
-            matrix without a weight, a loss that is not finite, or a finished folder without its model.
+            matrix without a weight, or a loss that is not finite.
         TokenError: bad text.
-        ResumeError: `out` holds another run; every difference is named.
+        ResumeError: `out` holds another run (every difference is named), or files that changed after they were written.
+        FolderInUseError, OSError: another call writes `out`, or it cannot be written, or the disk is full.
     """
+    require_possible(out)
     spec = recipe(SPARSE_PRETRAINS, preset).changed(settings)
     for name, every in (
         ("checkpoint_every", checkpoint_every),
@@ -211,22 +214,23 @@ def sparse_pretrain(
         "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
     }
     decides = {**recipe_of(shape), **spec.as_dict(), **hashes, "eval_every": eval_every, "swd_lens": __version__}
-    folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (MODEL,))
-    if not overwrite and folder.check():
+    folder = TrainingFolder(Path(out), decides, "sparse_pretrain", (f"{MODEL}/config.json",))
+    shapes = sketch(shape)
+    require_rows(shapes, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
+    with folder.opened(overwrite, 28 * shapes.num_parameters()) as finished:
+        if finished:
+            return _finished(folder)
+        network = new_network(shape, spec.seed)
+        if overwrite:
+            forget(folder.path / MODEL)
+        with torch.enable_grad():
+            fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
+            every = None if heldout_rows is None else eval_every
+            engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
+            engine.run(progress=progress)
+        files = save(network, tokenizer, folder.path / MODEL)
+        folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]}, files)
         return _finished(folder)
-    network = new_network(shape, spec.seed)
-    require_rows(network, spec.density((spec.last - 1) * spec.tokens_per_update))  # densities only fall
-    if overwrite:
-        shutil.rmtree(folder.path / MODEL, ignore_errors=True)
-        folder.start(0)  # a checkpoint of the run before must not be taken for one of this
-    with torch.enable_grad():
-        fit = SparseFit(network.to(torch.device(device)), spec, heldout_rows, rows.row_length)
-        every = None if heldout_rows is None else eval_every
-        engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
-        engine.run(progress=progress)
-    save(network, tokenizer, folder.path / MODEL)
-    folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]})
-    return _finished(folder)
 
 
 def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
@@ -242,10 +246,7 @@ def _rows_per_update(spec: SparseSpec, rows: Rows) -> int:
 
 
 def _finished(folder: TrainingFolder) -> SparsePretrained:
-    if not (folder.path / MODEL / "config.json").is_file():
-        raise error("sparse-model-missing", path=folder.path / MODEL)
-    run = json.loads((folder.path / RUN).read_text(encoding="utf-8"))
-    provenance = {"method": "sparse_pretrain", "settings": run["recipe"], **run["result"]}
+    provenance = {"method": "sparse_pretrain", "settings": folder.recipe, **folder.outcome()}
     return SparsePretrained(folder.path / MODEL, pd.DataFrame(folder.lines()), provenance)
 
 

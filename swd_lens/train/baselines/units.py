@@ -1,39 +1,44 @@
 """LearnedUnits: a trained baseline as a unit source, with its trajectory, in memory or in a folder.
 
-    units.json                     provenance, sites, and the token counts at which weights were kept
-    weights/{tokens}.safetensors   the weights of one count, with the provenance as metadata
-    log.jsonl                      what training logged (run.json beside it: the recipe, if training wrote the folder)
+    units.json                              provenance, sites, log, and the hashes of the weights at every token count
+    weights/{tokens}.{hash}.safetensors     the weights of one count, with the provenance as metadata
+    run.json, log.jsonl                     the recipe and what was logged, if training wrote the folder
 
 It is a mapping of sites to units, which `attach`, `fidelity`, `attribute`, `evaluate` and `compare` take as they take factors.
 `at(tokens)` is the same training after fewer tokens. `METHODS` says what each trained method's coder is.
+
+Files of weights carry their hash in their names, so that no write touches what an index names, and the index is replaced by a
+rename: who reads while another saves has all of the old units or all of the new ones.
 """
 
 import json
-import shutil
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import error
-from swd_lens.base.files import atomic, write_json, write_text
+from swd_lens.base.errors import TrainError, error
+from swd_lens.base.files import remove_remains
+from swd_lens.base.sealed import read_sealed, read_tensors, readable, tensor_digest, write_sealed, write_tensors
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import writing
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
 from swd_lens.train.baselines.spec import TrainSpec, TranscoderSpec, VpdSpec
 from swd_lens.train.baselines.vpd import Vpd
-from swd_lens.train.folder import LOG, RUN, without_remains
+from swd_lens.train.folder import LOG, RUN
 from swd_lens.units.coder import CoderUnits
 
 INDEX = "units.json"
 _WEIGHTS = "weights"
-_FORMAT = 1
+_FORMAT = 2  # 1: no hashes; the log in log.jsonl alone
+_WHAT = "an index of learned units"
 
 # Method -> its settings, and its coder, made by (d_in, d_out, settings).
 METHODS: Mapping[str, tuple[type[TrainSpec], Callable[[int, int, Any], Coder]]] = {
@@ -44,49 +49,58 @@ METHODS: Mapping[str, tuple[type[TrainSpec], Callable[[int, int, Any], Coder]]] 
 
 
 class Trajectory(Mapping[int, Mapping[str, Tensor]]):
-    """Tokens -> weights by name, on the CPU. With a folder each point is a file, read when it is asked for."""
+    """Tokens -> weights by name, on the CPU. With a folder each point is a file, read and checked when it is asked for.
+
+    Attributes:
+        hashes: tokens -> `tensor_digest` of the points in the folder; None of those of earlier versions.
+    """
 
     def __init__(self, folder: Path | None = None, provenance: Mapping[str, Any] | None = None):
         self.folder, self.provenance = folder, dict(provenance or {})
+        self.hashes: dict[int, str | None] = {}
         self._points: dict[int, Mapping[str, Tensor] | Path] = {}
 
     def add(self, tokens: int, weights: Mapping[str, Tensor]) -> None:
-        """Keep these weights; a point that is there is replaced."""
+        """Keep these weights; a point that is there is replaced.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
         on_cpu = {name: t.detach().cpu().contiguous().clone() for name, t in weights.items()}
         if self.folder is None:
             self._points[tokens] = on_cpu
             return
-        path = self._path(tokens)
-        without_remains(path)
-        with atomic(path) as temporary:
-            provenance = json.dumps({**self.provenance, "tokens": tokens})
-            save_file(on_cpu, temporary, metadata={"provenance": provenance})
-        self._points[tokens] = path
+        metadata = {"provenance": json.dumps({**self.provenance, "tokens": tokens})}
+        self.hashes[tokens] = tensor_digest(on_cpu, metadata)
+        write_tensors(self.path(tokens), on_cpu, metadata)
+        self._points[tokens] = self.path(tokens)
 
-    def take_over(self, tokens: int) -> None:
+    def take_over(self, tokens: int, digest: str | None) -> None:
         """Take over a point that the folder holds.
 
         Raises:
             TrainError: it does not.
         """
-        path = self._path(tokens)
+        self.hashes[tokens] = digest
+        path = self.path(tokens)
         if not path.is_file():
             raise error("learned-missing-weights", path=path)
         self._points[tokens] = path
 
-    def _path(self, tokens: int) -> Path:
+    def path(self, tokens: int) -> Path:
+        """Of a point in the folder."""
         assert self.folder is not None
-        return self.folder / _WEIGHTS / f"{tokens:015d}.safetensors"
+        digest = self.hashes[tokens]
+        return self.folder / _WEIGHTS / f"{tokens:015d}{'' if digest is None else f'.{digest[:12]}'}.safetensors"
 
     def __getitem__(self, tokens: int) -> Mapping[str, Tensor]:
         point = self._points[tokens]
         if not isinstance(point, Path):
             return point
         try:
-            with safe_open(point, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-        except (OSError, SafetensorError) as cause:
-            raise error("learned-unreadable-weights", path=point, reason=cause) from cause
+            return read_tensors(point, "weights of learned units", TrainError, self.hashes[tokens])[0]
+        except FileNotFoundError:
+            raise error("learned-missing-weights", path=point) from None
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._points))
@@ -214,59 +228,89 @@ class LearnedUnits(Mapping[str, CoderUnits]):
     def save(self, folder: str | Path) -> None:
         """Write everything, the whole trajectory among it; the index last, so that a folder with an index is complete.
 
-        Units that were saved there before are replaced.
+        Units that were saved there before are replaced. A training's own folder holds them already and is left as it is.
 
         Raises:
             TrainError: the folder holds a run, whose result they would pass for.
+            FolderInUseError, OSError: another call writes there, or it cannot be written.
         """
         folder, source = Path(folder), self.checkpoints.folder
-        if source is None or folder.resolve() != source.resolve():
-            if (folder / RUN).exists():
-                raise error("learned-saved-into-a-run", folder=folder, run=RUN)
-            if (folder / INDEX).exists():
-                forget(folder)
-        copied = Trajectory(folder, self.provenance)
-        for tokens, weights in self.checkpoints.items():
-            copied.add(tokens, weights)
-        lines = self.log.to_dict("records")
-        write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
-        write_index(folder, self.provenance, copied)
+        if (folder / RUN).exists():
+            if source is not None and folder.resolve() == source.resolve():
+                return
+            raise error("learned-saved-into-a-run", folder=folder, run=RUN)
+        n_bytes = len(self.checkpoints) * sum(t.nbytes for t in self.checkpoints[self.tokens].values())
+        with writing(folder, "LearnedUnits.save", n_bytes):
+            copied = Trajectory(folder, self.provenance)
+            for tokens, weights in self.checkpoints.items():
+                copied.add(tokens, weights)
+            write_index(folder, self.provenance, copied, self.log)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: "str | torch.device" = "cpu") -> "LearnedUnits":
         """Read a folder that `save`, or training with out=, wrote.
 
         Raises:
-            TrainError: it is none, of a later format, or damaged.
+            TrainError: it is none, of a later format, or not what was written.
         """
         folder = Path(folder)
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        while True:
+            index = _read_index(folder)
+            try:
+                return cls._of(folder, index, device)
+            except TrainError:
+                if _read_index(folder) == index:  # else it was replaced while its files were read
+                    raise
+
+    @classmethod
+    def _of(cls, folder: Path, index: Mapping[str, Any], device: "str | torch.device") -> "LearnedUnits":
+        with readable(folder / INDEX, _WHAT, TrainError):
             version, provenance = int(index["format"]), dict(index["provenance"])
-            counts = [int(tokens) for tokens in index["tokens"]]
-        except (FileNotFoundError, NotADirectoryError):
-            raise error("learned-no-units-there", folder=folder, index=INDEX) from None
-        except (ValueError, KeyError, TypeError) as cause:
-            raise error("learned-damaged-index", path=folder / INDEX, reason=cause) from cause
         if version > _FORMAT:
             raise error("learned-newer-format", path=folder / INDEX, version=version)
-        checkpoints = Trajectory(folder, provenance)
-        for tokens in counts:
-            checkpoints.take_over(tokens)
-        text = (folder / LOG).read_text(encoding="utf-8") if (folder / LOG).is_file() else ""
-        log = pd.DataFrame([json.loads(line) for line in text.splitlines()])
-        return cls(checkpoints, provenance, log, device=device)
+        with readable(folder / INDEX, _WHAT, TrainError):
+            counts = index["tokens"] if version > 1 else dict.fromkeys(index["tokens"])
+            hashes = {int(tokens): digest for tokens, digest in counts.items()}
+            lines = index["log"] if version > 1 else _log_of_format_1(folder / LOG)
+            checkpoints = Trajectory(folder, provenance)
+            for tokens, digest in hashes.items():
+                checkpoints.take_over(tokens, digest)
+            return cls(checkpoints, provenance, pd.DataFrame(lines), device=device)
 
 
-def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory) -> None:
-    """The word that a folder's weights are whole."""
-    write_json(folder / INDEX, {"format": _FORMAT, "provenance": dict(provenance), "tokens": list(checkpoints)})
+def _read_index(folder: Path) -> dict[str, Any]:
+    with suppress(FileNotFoundError):
+        if (folder / INDEX).is_file():
+            return read_sealed(folder / INDEX, _WHAT, TrainError)
+    raise error("learned-no-units-there", folder=folder, index=INDEX)
+
+
+def _log_of_format_1(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def write_index(folder: Path, provenance: Mapping[str, Any], checkpoints: Trajectory, log: pd.DataFrame) -> None:
+    """The word that a folder's weights are whole; then other weights that were written there go."""
+    lines = [{name: value for name, value in line.items() if pd.notna(value)} for line in log.to_dict("records")]
+    hashes = {str(tokens): checkpoints.hashes[tokens] for tokens in checkpoints}
+    write_sealed(folder / INDEX, {"format": _FORMAT, "provenance": dict(provenance), "tokens": hashes, "log": lines})
+    _remove_weights(folder, {checkpoints.path(tokens) for tokens in checkpoints})
 
 
 def forget(folder: Path) -> None:
     """Take a folder's units away: the index first, so that nobody reads what is only half there."""
     (folder / INDEX).unlink(missing_ok=True)
-    shutil.rmtree(folder / _WEIGHTS, ignore_errors=True)
+    _remove_weights(folder, set())
+
+
+def _remove_weights(folder: Path, kept: set[Path]) -> None:
+    """Remove files of weights (nothing else that may lie there), and what killed processes began to write."""
+    if not (folder / _WEIGHTS).is_dir():
+        return
+    remove_remains(folder / _WEIGHTS)
+    for path in set((folder / _WEIGHTS).iterdir()) - kept:
+        if re.fullmatch(r"\d{15}(\.[0-9a-f]{12})?\.safetensors", path.name):
+            path.unlink(missing_ok=True)
 
 
 def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.ModuleDict:

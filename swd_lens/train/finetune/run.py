@@ -6,8 +6,8 @@
 4. The result: the same sites with the new values on the old support, provenance, and a new probe of every site.
 """
 
-import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_no_dropout
@@ -25,13 +26,13 @@ from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
 from swd_lens.train.finetune.mount import mounted, trainable
 from swd_lens.train.finetune.spec import resolve
-from swd_lens.train.folder import RUN, TrainingFolder
+from swd_lens.train.folder import RUN, TrainingFolder, require_possible
 from swd_lens.train.rows import Processes, Rows, rows_of
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.passport import Probe
 
-_FACTORS = "factors"
+_FACTORS, _INDEX = "factors", "factors/factors.json"  # the index has the hashes of all files of the set
 DEFAULT_PRESET = "best"
 
 
@@ -81,9 +82,11 @@ def finetune(
         FinetuneError: bad settings, text too short, encode/decode units, or a loss that is not finite (training stops; step and
             learning rate are named; `out` keeps the last checkpoint).
         TokenError, AttachError, UnknownSiteError, UnitSourceError, UnsupportedHostError: bad text, factors or host.
-        ResumeError: `out` holds another run; every difference is named.
+        ResumeError: `out` holds another run (every difference is named), or files that changed after they were written.
+        FolderInUseError, OSError: another call writes `out`, or it cannot be written, or the disk is full.
         ValueError: the host is in training mode and has dropout.
     """
+    require_possible(out)
     spec = resolve(preset, recipe)
     for name, every in (
         ("eval_every", 1 if eval_every is None else eval_every),
@@ -114,29 +117,24 @@ def finetune(
             "eval_every": eval_every,
             "swd_lens": __version__,
         }
-        folder = TrainingFolder(Path(out), decides, "finetune", (_FACTORS, f"{_FACTORS}.json"))
-        if not overwrite and folder.check():
+        folder = TrainingFolder(Path(out), decides, "finetune", (_INDEX,))
+    n_bytes = sum(32 * f.edges + 4 * (f.read.numel() + f.write.numel()) for f in units.factors.values())
+    with nullcontext(False) if folder is None else folder.opened(overwrite, n_bytes, processes) as finished:
+        if folder is not None and finished:
             # With the dense weights that the given factors remember; files never hold them.
-            finished = FactorSet.load(folder.path / _FACTORS)
-            return FactorSet(
-                {name: replace(finished[name], weight=f.weight) for name, f in units.factors.items()},
-                finished.provenance,
-            )
-        processes.wait()  # everybody has looked before the main process changes anything
-        if overwrite and processes.main:
-            folder.start(0)
-        processes.wait()
-    with torch.enable_grad(), mounted(units) as training:
-        fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
-        every = None if heldout_rows is None else eval_every
-        engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)
-        engine.run(progress=progress)
-        fit.finish()
-        result = _result(engine, fit, factors.provenance if isinstance(factors, FactorSet) else {}, preset)
-    if folder is not None:
-        if processes.main:
+            tuned = FactorSet.load(folder.path / _FACTORS)
+            weights = {name: f.weight for name, f in units.factors.items()}
+            return FactorSet({name: replace(tuned[name], weight=weights[name]) for name in weights}, tuned.provenance)
+        with torch.enable_grad(), mounted(units) as training:
+            fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
+            every = None if heldout_rows is None else eval_every
+            engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)
+            engine.run(progress=progress)
+            fit.finish()
+            result = _result(engine, fit, factors.provenance if isinstance(factors, FactorSet) else {}, preset)
+        if folder is not None and processes.main:
             result.save(folder.path / _FACTORS)  # then the word that they are there
-            folder.end({"before": _means(fit.before), "after": _means(fit.after)})
+            folder.end({"before": _means(fit.before), "after": _means(fit.after)}, folder.result)
         processes.wait()
     return result
 
@@ -164,7 +162,7 @@ def require_shares(processes: Processes, model_device: torch.device, batch_size:
 def is_of_other_factors(path: Path, factors: Mapping[str, Factors]) -> bool:
     """Whether the folder holds a run of other factors than these (in execution order); False where it holds none."""
     try:
-        run = json.loads((path / RUN).read_text(encoding="utf-8"))
+        run = read_json(path / RUN, "a training run")
         return run["recipe"]["factors_sha256"] != upstream_of(factors)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -10,6 +10,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.errors import TrainError
+from swd_lens.base.sealed import write_sealed
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
@@ -163,19 +164,19 @@ def test_save_and_load(model, name, tmp_path):
 
 def test_damaged_folders_are_named(model, tmp_path):
     train(model, "transcoder", out=tmp_path)
-    (tmp_path / "weights" / "000000000000100.safetensors").write_bytes(b"short")
+    (weights,) = (tmp_path / "weights").glob("000000000000100.*.safetensors")
+    weights.write_bytes(b"short")
     loaded = LearnedUnits.load(tmp_path)
-    with pytest.raises(TrainError, match=r"000000000000100\.safetensors cannot be read"):
+    with pytest.raises(TrainError, match=rf"{weights.name} is not weights of learned units, or damaged"):
         loaded.at(100)
-    (tmp_path / "weights" / "000000000000100.safetensors").unlink()
-    with pytest.raises(TrainError, match=r"000000000000100\.safetensors is missing"):
+    weights.unlink()
+    with pytest.raises(TrainError, match=rf"{weights.name} is missing"):
         LearnedUnits.load(tmp_path)
-    index = json.loads((tmp_path / "units.json").read_text())
-    (tmp_path / "units.json").write_text(json.dumps({**index, "format": 9}))
+    write_sealed(tmp_path / "units.json", {**json.loads((tmp_path / "units.json").read_text()), "format": 9})
     with pytest.raises(TrainError, match="has format 9, newer than this swd_lens"):
         LearnedUnits.load(tmp_path)
     (tmp_path / "units.json").write_text("{")
-    with pytest.raises(TrainError, match=r"units\.json is damaged"):
+    with pytest.raises(TrainError, match=r"units\.json is not an index of learned units, or damaged"):
         LearnedUnits.load(tmp_path)
 
 
