@@ -73,7 +73,12 @@ def damage(rng: random.Random, folder: Path, others: Path, files: list[str], sea
     """
     name = rng.choice(files)
     path = folder / name
-    kinds: list[tuple[int, Callable[..., Damage | None]]] = [(8, _bytes), (4, _whole_file), (3, _swapped)]
+    kinds: list[tuple[int, Callable[..., Damage | None]]] = [
+        (8, _bytes),
+        (4, _whole_file),
+        (3, _swapped),
+        (2, _half_copied),
+    ]
     if path.suffix in (".json", ".jsonl"):
         kinds.append((12, _json))
     elif _is_safetensors(path):
@@ -169,6 +174,24 @@ def _swapped(rng: random.Random, folder: Path, others: Path, name: str, sealed: 
         return None
     shutil.copyfile(mates[0], path)
     return Damage(f"{name}: is now that of another set")
+
+
+def _half_copied(rng: random.Random, folder: Path, others: Path, name: str, sealed: bool) -> Damage | None:
+    """Some of the other set's files lie among or over these, as where copying stopped; or one whole folder of it."""
+    files = sorted(each.relative_to(others) for each in others.rglob("*") if each.is_file())
+    folders = sorted({each.parent for each in files} - {Path(".")})
+    if len(files) < 2 or others == folder:
+        return None
+    if folders and rng.random() < 0.5:
+        chosen = rng.choice(folders)
+        shutil.rmtree(folder / chosen, ignore_errors=True)
+        shutil.copytree(others / chosen, folder / chosen)
+        return Damage(f"{chosen}: is now that of another set")
+    copied = rng.sample(files, rng.randint(1, len(files) - 1))
+    for each in copied:
+        (folder / each).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(others / each, folder / each)
+    return Damage(f"{', '.join(map(str, copied))[:200]}: copied from another set")
 
 
 def _place(path: Path, folder: Path) -> str:
