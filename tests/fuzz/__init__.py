@@ -12,7 +12,7 @@ goes on where it was stopped, and it lists the faults. At the end stands a table
 
     class | tried | original | documented error | other values | silent | other exception | hang | lost
 
-"other values" are no fault: of files whose hashes were made again with the package's own code, of files that users write, and where
-all that counts is from another set.
+"other values" are no fault: of files whose hashes were made again with the package's own code, of files that users write, and
+where all that counts is from another set.
 The four columns after it are faults; the command ends with 1 where there is one.
 """
