@@ -1,8 +1,8 @@
 """load_task: a task by family name (our generators) or from a file or folder, tokenized for a host.
 
-1. A family name ("ioi", "docstring", "greater_than", "gendered_pronoun") generates prompts. Train and test prompts come from
-   two content splits that are disjoint from each other and from everything the embedded model was trained on. Prompts are
-   drawn until the asked number is usable with this tokenizer, corrupt prompts until they are as long as theirs.
+1. A family name (`GENERATED`) generates prompts. Train and test prompts come from two content splits that are disjoint from each
+   other and from everything the embedded model was trained on. Prompts are drawn until the asked number is usable with this
+   tokenizer, corrupt prompts until they are as long as theirs.
 2. An auto-circuit JSON file or a JSONL file is shuffled once (seed 42, as auto-circuit does): train has the first n_train
    places, test the next n_test. A place whose example is dropped is filled from the prompts behind both.
 3. An Edge-Pruning folder has its splits already; the paper's are taken, whole.
@@ -30,7 +30,7 @@ from swd_lens.tasks.files import (
     read_edge_pruning,
     read_jsonl,
 )
-from swd_lens.tasks.generators import FAMILIES, corrupts, stream
+from swd_lens.tasks.generators import FAMILIES, GENERATED, corrupts, stream
 from swd_lens.tasks.task import Task, TaskBuilder
 from swd_lens.tasks.tokenize import DUPLICATE, TaskTokenizer
 
@@ -56,8 +56,10 @@ def load_task(
     """Load a task for a host.
 
     Args:
-        name: a family ("ioi", "docstring", "greater_than", "gendered_pronoun"), or a path: an auto-circuit JSON file, a JSONL
-            file (prompt, answers, distractors; or Edge-Pruning's fields), or an Edge-Pruning folder.
+        name: a family: "ioi", "docstring", "greater_than", "gendered_pronoun", and for models of real text "capital",
+            "agreement", "succession" (days, months, numbers) and "greater_digit" (greater-than where digits are tokens); or a
+            path: an auto-circuit JSON file, a JSONL file (prompt, answers, distractors; or Edge-Pruning's fields), or an
+            Edge-Pruning folder.
         model: the host, with a tokenizer.
         n_train, n_test: prompts per split. None = the paper's: 600 and 200 of a generator or a file, everything of an
             Edge-Pruning folder's splits. A smaller file is split in the same proportion.
@@ -74,11 +76,11 @@ def load_task(
     """
     _check_numbers(n_train=n_train, n_test=n_test)
     path = Path(name)
-    kind = "generator" if str(name) in FAMILIES else find_format(path) if os.path.exists(path) else None
+    kind = "generator" if str(name) in GENERATED else find_format(path) if os.path.exists(path) else None
     if kind is None:
-        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(name), GENERATED, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise error("unknown-task", name=str(name), known=", ".join(FAMILIES), hint=hint)
+        raise error("unknown-task", name=str(name), known=", ".join(GENERATED), hint=hint)
     if splits is not None and kind != EDGE_PRUNING:
         raise error("splits-elsewhere", splits=splits, name=str(name))
     if inclusive and kind in ("generator", AUTO_CIRCUIT):
@@ -110,7 +112,9 @@ def _short_of(build: TaskBuilder, asked: tuple[int, int]) -> str:
 
 
 def _generated(build: TaskBuilder, family: str, asked: tuple[int, int], seed: int) -> Task:
-    for collector, content, n in ((build.train, "validation", asked[0]), (build.test, "test", asked[1])):
+    # The embedded model read the content of "train" of its own families.
+    train = "validation" if family in FAMILIES else "train"
+    for collector, content, n in ((build.train, train, asked[0]), (build.test, "test", asked[1])):
         # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
         drawn = itertools.islice(stream(family, content, seed), _DRAWS * n + 200)
         collector.fill((_with_even_corrupt(example, build.tokenizer) for example in drawn), n)

@@ -3,9 +3,11 @@
 1. A `Collector` is offered examples one by one and keeps those that this host's tokenizer can score: every answer and
    distractor one token, no overlap between them, a prompt that fits the context. The others are counted by reason, or
    refused (`on_bad="raise"`). A prompt that was kept before, in this split or in the other one, is a duplicate.
-2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason; and a
-   prompt of our own generator needs the tokens [century, two digits] in it, or "later" would not be about one token.
-3. What was kept becomes a `TaskSplit`.
+2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason, and so is
+   greater_digit where they are not; and a prompt of our own generator needs the tokens [century, two digits] in it, or "later"
+   would not be about one token.
+3. A generated prompt with words outside the vocabulary is unusable: it says something else to this host.
+4. What was kept becomes a `TaskSplit`.
 """
 
 import functools
@@ -203,18 +205,25 @@ class Collector:
         if not example.answers or not example.distractors:
             counts = f"{len(example.answers)} answers, {len(example.distractors)} distractors"
             raise Unusable("no answers or no distractors", counts)
-        _refuse_split_years(example, tokenizer)
+        _refuse_other_digits(example, tokenizer)
         answers = tokenizer.side(example.answers, "an answer")
         distractors = tokenizer.side(example.distractors, "a distractor")
         if both := set(answers) & set(distractors):
             raise Unusable("an answer is also a distractor", repr(tokenizer.tokenizer.decode(sorted(both))))
-        if example.meta.get("family") == greater_than.FAMILY:
+        family = example.meta.get("family")
+        if family == greater_than.FAMILY:
             _check_year_tokens(example, tokenizer)
+        if family is not None and tokenizer.tokenizer.unk_token_id in tokens:
+            raise Unusable("words outside the vocabulary", repr(tokenizer.pieces(example.prompt)))
         return tokens, answers, distractors, corrupt
 
 
-def _refuse_split_years(example: TaskExample, tokenizer: TaskTokenizer) -> None:
-    # Not dropped one by one: with such a tokenizer no greater-than prompt is usable, and the user should read why.
+def _refuse_other_digits(example: TaskExample, tokenizer: TaskTokenizer) -> None:
+    # Not dropped one by one: with such a tokenizer no prompt is usable, and the user should read why.
+    if example.meta.get("family") == "greater_digit":
+        pieces = [piece.strip() for piece in tokenizer.pieces(f" {example.meta['content']}")]
+        if [piece for piece in pieces if piece] != list(example.meta["content"]):
+            raise error("digits-kept-together", task=tokenizer.task, year=example.meta["content"], pieces=pieces)
     is_year = example.answers[0] in TWO_DIGITS and all(text in TWO_DIGITS for text in example.distractors)
     if is_year and tokenizer.splits_two_digits is not None:
         raise error("two-digit-years-split", task=tokenizer.task, example=tokenizer.splits_two_digits)

@@ -1,9 +1,10 @@
-"""The four task families as seeded generators of strings: no tokenizer, no tensor, no download.
+"""The task families as seeded generators of strings: no tokenizer, no tensor, no download.
 
 1. `words` holds the word lists and gives every piece of content (name pair, object and place, start year, neighbouring
    arguments, some names) to one split.
-2. Each family module draws content of a split, writes a prompt on a seen or an unseen template, and says which next
-   tokens are right and wrong.
+2. Each family draws content of a split, writes a prompt on a seen or an unseen template, and says which next tokens are right
+   and wrong: four modules, `FAMILIES`, for the tasks that the embedded model was trained on, and `TABLES`, sentences as data,
+   for what models of real text know.
 3. `stream` gives different ones without end, the same ones for the same seed; `generate` takes n of them.
 
 All text is our own wording. "unseen" templates are in no training text of the embedded model.
@@ -15,11 +16,13 @@ from collections.abc import Iterator
 
 from swd_lens.base.errors import error
 from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi
+from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi, tables
+from swd_lens.tasks.generators.tables import TABLES
 from swd_lens.tasks.generators.words import SPLITS
 
 _MODULES = {module.FAMILY: module for module in (ioi, docstring, greater_than, gendered_pronoun)}
 FAMILIES = tuple(_MODULES)
+GENERATED = (*FAMILIES, *TABLES)
 TEMPLATES = ("seen", "unseen", "all")
 _TRIES = 500  # draws without a new prompt before we believe that there are no more
 
@@ -28,7 +31,8 @@ def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "s
     """`n` different prompts of a task family.
 
     Args:
-        family: "ioi", "docstring", "greater_than" or "gendered_pronoun".
+        family: one of GENERATED: "ioi", "docstring", "greater_than", "gendered_pronoun", "capital", "agreement", "succession",
+            "greater_digit".
         split: "train", "validation" or "test"; the splits share no content key (`meta["content"]`).
         n: how many, at least 1. The first prompts of a larger request are those of a smaller one.
         seed: another seed, other prompts of the same split.
@@ -54,7 +58,7 @@ def stream(family: str, split: str, seed: int = 0, templates: str = "seen") -> I
     Raises:
         ValueError: an unknown family, split or templates.
     """
-    _check("family", family, FAMILIES)
+    _check("family", family, GENERATED)
     _check("split", split, SPLITS)
     _check("templates", templates, TEMPLATES)
     return _draw(family, split, seed, templates)
@@ -66,7 +70,7 @@ def _draw(family: str, split: str, seed: int, templates: str) -> Iterator[TaskEx
     misses = 0
     while misses <= _TRIES:
         kind = rng.choice(("seen", "unseen")) if templates == "all" else templates
-        example = _MODULES[family].sample(rng, split, kind)
+        example = {**_MODULES, **TABLES}[family].sample(rng, split, kind)
         misses = misses + 1 if example.prompt in prompts else 0
         if not misses:
             prompts.add(example.prompt)
@@ -76,11 +80,12 @@ def _draw(family: str, split: str, seed: int, templates: str) -> Iterator[TaskEx
 def corrupts(example: TaskExample) -> Iterator[str]:
     """Further corrupt prompts of a generated example, drawn like the one it has, the same ones every time.
 
-    Without end for ioi and gendered_pronoun; none for the other families, whose corrupt prompts differ in other ways than
-    names.
+    Without end for ioi, gendered_pronoun and capital; none for the other families, whose corrupt prompts differ in other ways
+    than names.
     """
     family = example.meta["family"]
     redraw = {"ioi": ioi.corrupt, "gendered_pronoun": gendered_pronoun.corrupt}.get(family)
+    redraw = tables.corrupt if "swaps" in example.meta else redraw
     rng = random.Random(f"{family}/corrupt/{example.prompt}")
     while redraw is not None:
         yield redraw(rng, example)
