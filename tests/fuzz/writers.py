@@ -115,6 +115,7 @@ SHARED: dict[str, tuple[Shared, float]] = {
         0.5,
     ),
 }
+_READING, _SAVES = 0.15, 4  # seconds that a reader reads, and how often a save is made
 _REFUSALS = ("FolderInUseError", "ResumeError")
 
 
@@ -161,12 +162,12 @@ class Rounds:
         delays = [rng.random() * 0.05 for _ in roles]
         children = []
         for role, delay in zip(roles, delays, strict=True):
-            work = (lambda: _loaded(shared, path)) if role == "load" else (lambda r=role: _written(shared, r, path))
+            work = (lambda: _read_often(shared, path)) if role == "load" else (lambda r=role: _written(shared, r, path))
             children.append(Child(lambda w=work, d=delay: _at(starts + d, w)))
         ended, succeeded, fault = [], [], ("", "")
         for role, child in zip(roles, children, strict=True):
             try:
-                values = child.wait(SECONDS)
+                seen = child.wait(SECONDS)
             except Hang as end:
                 fault = ("hang", f"{role}: {end}")
             except Died as end:
@@ -179,8 +180,9 @@ class Rounds:
                 ended.append(kind)
             else:
                 if role == "load":
-                    if all(_differs(whole, values, shared.growing) for whole in known.values()):
-                        fault = ("silent", f"a reader saw what nobody wrote: {difference(known[roles[0]], values)}")
+                    for values in seen:
+                        if all(_differs(whole, values, shared.growing) for whole in known.values()):
+                            fault = ("silent", f"a reader saw what nobody wrote: {difference(known[roles[0]], values)}")
                 else:
                     succeeded.append(role)
         if fault[0]:
@@ -226,12 +228,33 @@ def _loaded(shared: Shared, path: Path) -> Values:
     return _quiet(lambda: values_of(shared.load(path)))
 
 
-def _written(shared: Shared, role: str, path: Path) -> Values:
-    _quiet(lambda: shared.writers[role](path))
-    return {}
+def _read_often(shared: Shared, path: Path) -> list[Values]:
+    """What is read while the others write; nothing where there is nothing yet, unless that stays so."""
+    seen, end = [], time.monotonic() + _READING
+    while not seen or time.monotonic() < end:
+        try:
+            values = _loaded(shared, path)
+        except Exception as absent:
+            if seen or time.monotonic() > end or type(absent).__name__ not in shared.absent:
+                raise
+            continue
+        if values not in seen:
+            seen.append(values)
+    return seen
 
 
-def _at(moment: float, work: Callable[[], Values]) -> Values:
+def _written(shared: Shared, role: str, path: Path) -> list[Values]:
+    """Write; a save is repeated, so that others meet it."""
+    for attempt in range(_SAVES if role.startswith("save") else 1):
+        try:
+            _quiet(lambda: shared.writers[role](path))
+        except Exception as refusal:
+            if attempt == 0 or type(refusal).__name__ not in _REFUSALS:
+                raise
+    return []
+
+
+def _at(moment: float, work: Callable[[], list[Values]]) -> list[Values]:
     time.sleep(max(0.0, moment - time.monotonic()))
     return work()
 
