@@ -25,6 +25,7 @@ from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, select_sites
 from swd_lens.solver import resolve
+from swd_lens.solver.validate import is_number
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors
@@ -284,8 +285,11 @@ def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str,
 
     Raises:
         UnknownSiteError: a key matches none of the sites.
-        SparsityError: a site without an s, or with two different ones.
+        SparsityError: a site without an s, or with two different ones; an s that is no number.
     """
+    for s in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
+        if not is_number(s):
+            raise error("sparsity-outside", sparsity=s)
     if not isinstance(sparsity, Mapping):
         return {site.name: float(sparsity) for site in sites}
     given: dict[str, float] = {}

@@ -95,4 +95,5 @@ def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:
 
 def _dsf_entries(d_in: int, d_out: int, calibrated: bool) -> int:
     n, weights = min(d_in, d_out), d_in * d_out
-    return 12 * weights + 10 * n * n + d_in * n * calibrated
+    checking = 3 * d_in * d_in * calibrated  # whether the Gram is positive, before anything else
+    return max(12 * weights + 10 * n * n + d_in * n * calibrated, checking)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.solver.budget import Budget, strict_rank
-from swd_lens.solver.metric import power_of_two
+from swd_lens.solver.metric import correlations, power_of_two, require_positive
 from swd_lens.solver.spec import DsfSpec, OnIteration, Step
 from swd_lens.solver.support import keep_above, keep_exactly
 
@@ -61,12 +61,15 @@ def factorize(
     """Read and write factor of a validated float32 weight; gram None means G = I.
 
     Raises:
-        GramError: G is not positive semi-definite (found out in the finalisation).
+        GramError: G is not positive semi-definite.
+        WeightError: so many entries of W tie that a factor became empty.
     """
     scale = _scale(weight, spec)
     target = weight if scale == 1.0 else weight / scale
     if gram is not None and (gram_scale := _scale(gram.diagonal(), spec)) != 1.0:
         gram = gram / gram_scale
+    if gram is not None:  # the solver itself sees the diagonal, and notices the rest in few cases
+        require_positive(correlations(gram)[0])
     norm = input_norm(target, gram, spec)
     read, write = alternate(target * norm, budget, spec, on_iteration)
     read = read / norm.T
@@ -167,9 +170,6 @@ def finalise(
     spec: DsfSpec,
 ) -> Float[Tensor, "unit d_out"]:
     """Step 6: the write factor refitted to the full Gram's loss on its own support; read (unit-major) is held.
-
-    Raises:
-        GramError: the Gram is not positive semi-definite.
     """
     if spec.final_iterations == 0:
         return write
@@ -178,7 +178,7 @@ def finalise(
     norm = _norm(normal, spec)
     normal, rhs = normal / norm.T / norm, rhs / norm
     rho = float(spec.final_rho)
-    inverse = _inverse(normal, rho, spec, check=True)
+    inverse = _inverse(normal, rho, spec)
     mask = (write != 0).to(write.dtype)
     factor, dual = write * norm, torch.zeros_like(write)
     for _ in range(spec.final_iterations - 1):  # the first of the reference's iterations only copies the start
@@ -207,15 +207,16 @@ def _solve(
     return inverse @ right.add_(rhs)
 
 
-def _inverse(
-    normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec, *, check: bool = False
-) -> Float[Tensor, "unit unit"]:
-    """(N + rho I)^-1, by LU (the reference's bits) or Cholesky. `check` refuses an N that is not positive."""
+def _inverse(normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec) -> Float[Tensor, "unit unit"]:
+    """(N + rho I)^-1, by LU (the reference's bits) or Cholesky.
+
+    Raises:
+        WeightError: N is zero (rho may be tiny): the support of the other factor is empty.
+    """
     shifted = normal.clone()
     shifted.diagonal().add_(rho)
-    if spec.arithmetic == "reference" and not check:
-        return torch.linalg.inv(shifted)
-    lower, info = torch.linalg.cholesky_ex(shifted)
+    reference = spec.arithmetic == "reference"
+    inverse, info = torch.linalg.inv_ex(shifted) if reference else torch.linalg.cholesky_ex(shifted)
     if int(info) != 0:
-        raise error("gram-not-positive")
-    return torch.linalg.inv(shifted) if spec.arithmetic == "reference" else torch.cholesky_inverse(lower)
+        raise error("weight-of-tied-entries")
+    return inverse if reference else torch.cholesky_inverse(inverse)

@@ -48,17 +48,14 @@ class Metric:
         """
         if gram is None:
             return cls(None, weight.new_ones(weight.shape[0], 1))
-        diagonal = gram.diagonal()
-        scale = torch.where(diagonal > DEAD * diagonal.max(), diagonal, 0.0).sqrt().unsqueeze(1)
-        safe = torch.where(scale > 0, scale, 1.0)
-        matrix = gram / safe
-        matrix /= safe.T
-        matrix.diagonal().copy_((scale > 0).squeeze(1))  # a dead input correlates with nothing
+        matrix, scale = correlations(gram)
         shrunk = _shrink_scale(scale, shrinkage)
         # Nothing but the ones of the live inputs' diagonal: dead inputs must not make room for off-diagonal entries.
-        if shrinkage == 1 or int(matrix.count_nonzero()) == int((scale > 0).sum()):
+        if int(matrix.count_nonzero()) == int((scale > 0).sum()):
             return cls(None, shrunk)
-        _check_positive(matrix)
+        require_positive(matrix)
+        if shrinkage == 1:
+            return cls(None, shrunk)
         matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)
         return cls(matrix, shrunk)
 
@@ -96,7 +93,19 @@ def _shrink_scale(scale: Float[Tensor, "d_in 1"], shrinkage: float | int) -> Flo
     return torch.where(live, torch.exp((1 - shrinkage) * torch.where(live, scale, 1.0).log() + shrinkage * mean), 0.0)
 
 
-def _check_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:
+def correlations(gram: Float[Tensor, "d_in d_in"]) -> tuple[Float[Tensor, "d_in d_in"], Float[Tensor, "d_in 1"]]:
+    """C = G / (v v^T) with a unit diagonal (0 at dead inputs), and v (0 there, too)."""
+    diagonal = gram.diagonal()
+    scale = torch.where(diagonal > DEAD * diagonal.max(), diagonal, 0.0).sqrt().unsqueeze(1)
+    safe = torch.where(scale > 0, scale, 1.0)
+    matrix = gram / safe
+    matrix /= safe.T
+    matrix.diagonal().copy_((scale > 0).squeeze(1))  # a dead input correlates with nothing
+    return matrix, scale
+
+
+def require_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:
+    """Raise GramError unless C is positive semi-definite up to rounding."""
     shifted = matrix.clone()
     shifted.diagonal().add_(NEGATIVE_ROUNDING)
     if int(torch.linalg.cholesky_ex(shifted).info) != 0:

@@ -1,8 +1,8 @@
 """What the solver refuses, each with its own error that names the value and the way out.
 
-1. `check_weight`: two-dimensional, floating point, finite, not all zeros.
-2. `check_gram`: (d_in, d_in), finite, symmetric, no negative diagonal, not all zeros.
-3. `check_sparsity`: inside (0, 1).
+1. `check_weight`: a dense tensor with values, two-dimensional, floating point, finite, not all zeros.
+2. `check_gram`: the same, (d_in, d_in), symmetric, no negative diagonal.
+3. `check_sparsity`: a number inside (0, 1).
 4. `resolve_units`: a number of units, None, or "2x".
 
 The budget is checked where it is made (budget.py), the hyper-parameters in spec.py. The checks take plain Tensors:
@@ -11,18 +11,21 @@ a shape annotation would refuse a wrong argument before these messages could.
 
 import math
 import re
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import GramError, WeightError, error
 
 # A Gram summed in float32 may be asymmetric by rounding; more than this share of its largest entry is a mistake.
 SYMMETRY_TOLERANCE = 1e-4
 
 
-def check_weight(weight: Tensor) -> None:
-    """Raise WeightError unless weight is a (d_in, d_out) matrix of finite floats with a non-zero entry."""
+def check_weight(weight: Any) -> None:
+    """Raise WeightError unless weight is a dense (d_in, d_out) matrix of finite floats with a non-zero entry."""
+    _check_dense("weight", weight, WeightError)
     if weight.ndim != 2:
         raise error("weight-not-a-matrix", shape=tuple(weight.shape))
     if weight.numel() == 0:
@@ -35,9 +38,10 @@ def check_weight(weight: Tensor) -> None:
         raise error("weight-all-zeros", shape=tuple(weight.shape))
 
 
-def check_gram(gram: Tensor, d_in: int) -> None:
-    """Raise GramError unless gram can be E[h^T h] of d_in-dimensional inputs h (positive semi-definiteness is found
-    out by the solver's own Cholesky factorization)."""
+def check_gram(gram: Any, d_in: int) -> None:
+    """Raise GramError unless gram can be E[h^T h] of d_in-dimensional inputs h (that it is positive semi-definite is
+    checked where it is scaled, metric.py)."""
+    _check_dense("gram", gram, GramError)
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
         raise error("gram-not-square", shape=tuple(gram.shape), d_in=d_in)
     if gram.shape[0] != d_in:
@@ -63,10 +67,23 @@ def _check_symmetric(gram: Tensor) -> None:
         raise error("gram-not-symmetric", i=i, j=j, value=float(gram[i, j]), mirrored=float(gram[j, i]))
 
 
-def check_sparsity(sparsity: float | int) -> None:
-    """Raise SparsityError unless 0 < sparsity < 1."""
-    if not 0.0 < sparsity < 1.0:  # NaN fails this, too
+def _check_dense(name: str, matrix: Any, raised_as: type[Exception]) -> None:
+    if not isinstance(matrix, Tensor):
+        raise error("matrix-not-a-tensor", raised_as=raised_as, name=name, kind=type(matrix).__name__)
+    if matrix.layout != torch.strided or matrix.is_nested or matrix.is_meta:
+        kind = "on the meta device" if matrix.is_meta else "nested" if matrix.is_nested else f"{matrix.layout}"
+        raise error("matrix-not-dense", raised_as=raised_as, name=name, kind=kind)
+
+
+def check_sparsity(sparsity: Any) -> None:
+    """Raise SparsityError unless sparsity is a number with 0 < sparsity < 1."""
+    if not is_number(sparsity) or not 0.0 < sparsity < 1.0:  # NaN fails this, too
         raise error("sparsity-outside", sparsity=sparsity)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_tokens(tokens: int | None) -> None:

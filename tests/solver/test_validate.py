@@ -1,5 +1,7 @@
 """Every refusal: its class, and a message with the value and the way out."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -42,6 +44,8 @@ def with_entry(matrix: torch.Tensor, i: int, j: int, value: float) -> torch.Tens
             r"weight\[1, 2\] is -inf \(and 1 more",
         ),
         (torch.zeros(8, 12), "all zeros"),
+        (WEIGHT.to_sparse(), r"weight is torch\.sparse_coo; give a dense matrix with its values, e\.g\. weight\.to_dense"),
+        (WEIGHT.to("meta"), "weight is on the meta device; give a dense matrix with its values"),
     ],
 )
 def test_weight(weight: torch.Tensor, message: str):
@@ -61,6 +65,8 @@ def test_weight(weight: torch.Tensor, message: str):
         (with_entry(GRAM, 3, 3, -1.0), r"gram\[3, 3\] = -1: the diagonal"),
         (torch.zeros(8, 8), "all-zero diagonal.*gram=None"),
         (torch.eye(8) - 10 * (torch.ones(8, 8) - torch.eye(8)), "not positive semi-definite"),
+        (GRAM.to_sparse(), r"gram is torch\.sparse_coo; give a dense"),
+        (GRAM.to("meta"), "gram is on the meta device; give a dense"),
     ],
 )
 @pytest.mark.parametrize("preset", ["best", "paper"])
@@ -71,6 +77,79 @@ def test_gram(gram: torch.Tensor, message: str, preset: str):
 
 def test_a_gram_asymmetric_by_rounding_is_accepted():
     assert solve(WEIGHT, with_entry(GRAM, 1, 4, 1e-6), outer_iterations=4).edges > 0
+
+
+def indefinite_gram(share: float) -> torch.Tensor:
+    """Three of twelve eigenvalues at -share of the largest."""
+    generator = torch.Generator().manual_seed(1)
+    vectors, _ = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64))
+    values = torch.rand(12, generator=generator, dtype=torch.float64) + 0.1
+    values[:3] = -share * values.max()
+    return ((vectors * values) @ vectors.T).float()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("more", [{}, {"tokens": 1}, {"units": None, "sparsity": 0.3}], ids=str)
+def test_an_indefinite_gram_is_refused_by_every_preset(preset: str, more: dict):
+    weight = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    gram = indefinite_gram(0.01)
+    with pytest.raises(GramError, match="not positive semi-definite"):
+        solve(weight, (gram + gram.T) / 2, preset=preset, **more)
+    assert solve(weight, indefinite_gram(0.0), preset=preset, **more).edges > 0  # rounding pushes zeros below zero
+
+
+def test_an_indefinite_gram_is_refused_where_only_its_diagonal_would_be_used():
+    weight, gram = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), indefinite_gram(0.01)
+    for used in ({"preset": "paper", "final_iterations": 0}, {"preset": "best", "shrinkage": 1.0}):
+        with pytest.raises(GramError, match="not positive semi-definite"):
+            solve(weight, gram, **used)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 8), (8, 24)])
+@pytest.mark.parametrize("value", [1.0, -3.0, 1e-30])
+def test_a_constant_matrix_and_the_papers_solver(shape: tuple[int, int], value: float):
+    weight = torch.full(shape, value)
+    with pytest.raises(WeightError, match=r"entries have one magnitude .* give preset=\"best\" or rounding=\"exact\""):
+        solve(weight, preset="paper")
+    for named in ({"preset": "best"}, {"preset": "paper", "rounding": "exact"}):  # as the message says
+        f = solve(weight, **named)
+        assert f.edges > 0 and bool(f.read.isfinite().all() and f.write.isfinite().all())
+
+
+# Arguments of other types, which the tests' own check of annotations would refuse first.
+OTHER_TYPES = """
+import torch, swd_lens as swd
+from swd_lens.base.errors import GramError, SparsityError, WeightError
+from swd_lens.solver import cost
+
+weight = torch.ones(8, 12)
+
+def refused(kind, words, call):
+    try:
+        call()
+    except kind as refusal:
+        assert words in str(refusal), refusal
+    else:
+        raise AssertionError(f"accepted: {words}")
+
+for s in ("0.5", None, [0.5], 0.5j, torch.tensor(0.5)):
+    for call in (
+        lambda: swd.solve(weight, sparsity=s),
+        lambda: cost(8, 12, sparsity=s),
+        lambda: swd.estimate((8, 12), sparsity=s),
+        lambda: swd.estimate({"a": (8, 12)}, sparsity={"a": s}),
+    ):
+        refused(SparsityError, f"sparsity={s!r}: give a number inside (0, 1)", call)
+refused(SparsityError, "sparsity=True", lambda: swd.solve(weight, sparsity=True))
+refused(WeightError, "weight is a ndarray; give a torch.Tensor", lambda: swd.solve(weight.numpy()))
+refused(WeightError, "weight is a NoneType; give a torch.Tensor", lambda: swd.solve(None))
+refused(GramError, "gram is a list; give a torch.Tensor", lambda: swd.solve(weight, [[1.0]]))
+"""
+
+
+def test_arguments_of_other_types():
+    done = subprocess.run([sys.executable, "-c", OTHER_TYPES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 1.0, -0.1, 1.5, 0, 1, float("nan")])
