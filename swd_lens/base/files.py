@@ -39,7 +39,7 @@ def atomic(path: Path) -> Iterator[Path]:
         raise error("file-not-written", path=path, reason="a null character in its name")
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_remains(path.parent, path.name)
-    workplace = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    workplace = workplace_beside(path)
     try:
         workplace.mkdir()
         temporary = workplace / path.name
@@ -68,8 +68,13 @@ def naming(path: Path) -> Iterator[None]:
         raise error("file-not-written", path=path, reason=cause) from cause
 
 
+def workplace_beside(path: Path) -> Path:
+    """A name for a folder beside `path`, by which `remove_remains` knows it once this process is dead."""
+    return path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+
+
 def remove_remains(folder: Path, name: str = "*") -> None:
-    """Remove what `atomic` began to write for a file (or any file) of the folder in a process of this machine that is dead."""
+    """Remove workplaces beside a file (or any file) of the folder that a process of this machine left which is dead."""
     for part in folder.glob(f".{glob.escape(name) if name != '*' else name}.*.part"):
         made_by = re.search(r"\.([^.]+)\.(\d+)\.[0-9a-f]{8}\.part$", part.name)
         if made_by and made_by[1] == _HOST and not psutil.pid_exists(int(made_by[2])):

@@ -3,8 +3,8 @@
 1. A `Recipe` is everything that decides the bits of one matrix's factors, as plain values: its weight, the solver's
    settings, and with calibration the host, the tokens and the factors that stood before it. It is saved with them.
 2. `Checkpoint.resume` reads what a folder holds and compares recipes; any difference is named and refused.
-3. `Checkpoint.add` adds a finished matrix: its file first, then the index by a rename (storage.py), so that the folder
-   is a FactorSet at every moment, whatever interrupts.
+3. `Checkpoint.add` adds a finished matrix: its file first, then the index by a rename (index.py), so that the folder
+   is a FactorSet at every moment, whatever interrupts. Nobody else writes the folder meanwhile (`writing_checkpoint`).
 4. A `Shard` is one part of a factorization, for one job of a batch scheduler. It writes into a folder of its own inside the
    common one, out/shards/2-of-8, so that no two write the same file; `Checkpoint.in_shards` says what shards have finished, and
    `factorize` without a shard takes it over. Only matrices that do not depend on one another can be sharded.
@@ -13,20 +13,20 @@ Threads, torch version and device also change bits, in the last places; they are
 """
 
 import hashlib
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
-from swd_lens.units.factors import Factors, fingerprint, read_factors, write_factors
-from swd_lens.units.storage import INDEX, read_index, write_index
+from swd_lens.units.factors import Factors, fingerprint, write_factors
+from swd_lens.units.index import INDEX, entries_in, open_folder, remove_set, write_index, writing_factors
+from swd_lens.units.storage import StoredSite
 
 Recipe = Mapping[str, Any]
 
@@ -38,6 +38,35 @@ _WORDS = {
     "upstream_sha256": "factors of the earlier sites",
 }
 _SHARDS = "shards"
+
+
+@contextmanager
+def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[None]:
+    """Hold a folder for the factorization of these matrices; one that holds all of them is read only, and needs no holding.
+
+    Args:
+        sizes: site -> bytes of its file, about.
+
+    Raises:
+        FolderInUseError: another call writes the folder, or a shard that would be overwritten.
+        OSError: it cannot be written, or the disk is too small for the matrices that are missing.
+    """
+    held: Iterable[str] = ()
+    with suppress(FactorFileError, FileNotFoundError):  # said by who reads it
+        held = () if overwrite else entries_in(folder)
+    missing = [size for site, size in sizes.items() if site not in held]
+    if not missing:
+        yield
+        return
+    with writing_factors(folder, "factorize", sum(missing)):
+        for shard in _shards_of(folder) if overwrite else ():
+            with writing(shard, "factorize"):  # in use, it is better known now
+                pass
+        yield
+
+
+def _shards_of(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / _SHARDS).glob("[0-9]*-of-*[0-9]") if path.is_dir())
 
 
 class Checkpoint:
@@ -74,12 +103,10 @@ class Checkpoint:
         if self.overwrite or not (self.folder / INDEX).is_file():
             return {}
         try:
-            entries = read_index(self.folder)["sites"]
-            if others := [site for site in entries if site not in self.recipes]:
+            _, stored = open_folder(self.folder)
+            if others := [site for site in stored if site not in self.recipes]:
                 raise error("resume-other-sites", folder=self.folder, others=", ".join(others))
-            finished = {
-                site: read_factors(self.folder, site, entries[site]) for site in self.recipes if site in entries
-            }
+            finished = {site: Factors(**stored[site].parts()) for site in self.recipes if site in stored}
         except FactorFileError as cause:
             raise error("resume-damaged", reason=cause) from cause
         for site, f in finished.items():
@@ -91,7 +118,7 @@ class Checkpoint:
                 raise error("resume-earlier-site", folder=self.folder, site=site, missing=missing)
             if changed := differences(recipe, {**self.recipes[site], "upstream_sha256": self._upstream}):
                 raise error("resume-made-otherwise", folder=self.folder, site=site, changed="; ".join(changed))
-            self._entries[site] = entries[site]
+            self._entries[site] = stored[site].entry
             self._go_on_behind(site, f)
         return finished
 
@@ -105,23 +132,24 @@ class Checkpoint:
         if self.overwrite or not missing:
             return {}
         # A site has several where shards were cut in several ways.
-        finished: dict[str, list[tuple[Path, Mapping[str, Any]]]] = {}
+        finished: dict[str, list[tuple[Path, StoredSite]]] = {}
         try:
-            for index in sorted((self.folder / _SHARDS).glob(f"*/{INDEX}")):
-                for site, entry in read_index(index.parent)["sites"].items():
-                    finished.setdefault(site, []).append((index.parent, entry))
+            for shard in _shards_of(self.folder):
+                if (shard / INDEX).is_file():
+                    for site, stored in open_folder(shard)[1].items():
+                        finished.setdefault(site, []).append((shard, stored))
         except FactorFileError as cause:
             raise error("shard-damaged", reason=cause) from cause
         return {site: self._reader(site, finished[site]) for site in missing if site in finished}
 
-    def _reader(self, site: str, finished: Sequence[tuple[Path, Mapping[str, Any]]]) -> Callable[[], Factors]:
+    def _reader(self, site: str, finished: Sequence[tuple[Path, StoredSite]]) -> Callable[[], Factors]:
         """Reads the site from the shard that this call's recipe makes; shards that were cut otherwise may hold others."""
         shard, changed = "", []
-        for folder, entry in finished:
-            recipe = entry["provenance"].get("recipe", {})
+        for folder, stored in finished:
+            recipe = stored.provenance.get("recipe", {})
             shard, changed = folder.name, differences(recipe, {**self.recipes[site], "upstream_sha256": None})
             if not changed:
-                return partial(read_factors, folder, site, entry)
+                return lambda: Factors(**stored.parts())
         raise error("shard-made-otherwise", folder=self.folder, site=site, shard=shard, changed="; ".join(changed))
 
     def add(self, site: str, f: Factors) -> Factors:
@@ -131,16 +159,20 @@ class Checkpoint:
         """
         recipe = {**self.recipes[site], "upstream_sha256": self._upstream}
         f = replace(f, provenance={**f.provenance, "recipe": recipe})
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._entries[site] = write_factors(self.folder, site, f)
-        in_order = {name: self._entries[name] for name in sorted(self._entries, key=execution_key)}
-        write_index(self.folder, in_order, self.provenance)
-        if self.overwrite:  # a later call that goes on would find the shards made otherwise
-            for index in (self.folder / _SHARDS).glob(f"*/{INDEX}"):
-                shutil.rmtree(index.parent)
-            with suppress(OSError):  # it was never made, or holds something else
-                (self.folder / _SHARDS).rmdir()
-            self.overwrite = False
+        # A later call that goes on would find the shards made otherwise.
+        shards = _shards_of(self.folder) if self.overwrite else []
+        with ExitStack() as held:
+            for folder in (self.folder, *shards):
+                held.enter_context(writing_factors(folder, "factorize"))
+            self._entries[site] = write_factors(self.folder, site, f)
+            in_order = {name: self._entries[name] for name in sorted(self._entries, key=execution_key)}
+            write_index(self.folder, in_order, self.provenance)
+            for shard in shards:
+                remove_set(shard)
+        for folder in (*shards, self.folder / _SHARDS) if shards else ():
+            with suppress(OSError):  # it holds something else
+                folder.rmdir()
+        self.overwrite = False
         self._go_on_behind(site, f)
         return f
 

@@ -1,8 +1,9 @@
 """factorize: from a host and a pattern to a FactorSet.
 
 1. Check the arguments and find the sites, in execution order (job.py); forecast operations and memory (forecast.py).
-2. With out=: take over the matrices that an earlier, interrupted call finished there, if they are what this call would
-   make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into memory, before the host is touched.
+2. With out=: hold the folder, or be refused at once; take over the matrices that an earlier, interrupted call finished there,
+   if they are what this call would make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into
+   memory, before the host is touched.
 3. Stage by stage (stages.py): the Grams of its sites, from the host with the earlier stages replaced ("sequential",
    "per_block"), from the dense host ("dense"), or none (without tokens); then their factors, here or on other workers
    (workers/), which does not change a bit.
@@ -25,7 +26,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.factorization.checkpoint import Checkpoint, Shard
+from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate
 from swd_lens.factorization.forecast import SiteEstimate, forecast
 from swd_lens.factorization.job import Job
@@ -99,6 +100,7 @@ def factorize(
         ResumeError: `out` holds factors that were made otherwise; every difference is named.
         DoesNotFitError: more memory is needed than available (see `swd_lens.estimate`).
         ShardError: no such shard, or one of matrices that wait for each other.
+        OSError: (FolderInUseError) another call writes `out`; or it cannot be written, or its disk is too small.
         ValueError: bad sparsity or solver options; the site is named.
     """
     # 1. What is asked for, and its share of a larger job.
@@ -124,11 +126,21 @@ def factorize(
             raise error("shard-without-folder", shard=part)
         out = part.folder(Path(out))
 
-    # 2. What earlier calls and shards have finished, and whether the rest fits.
-    checkpoint = None
-    if out is not None:
+    # 2. to 4., with the folder held.
+    if out is None:
+        return _factorized(job, None, workers=workers, threads=threads, progress=progress)
+    with writing_checkpoint(Path(out), job.file_bytes(), overwrite=overwrite):
         recipes = job.recipes()
         checkpoint = Checkpoint(Path(out), job.provenance(), recipes, chained=job.chained, overwrite=overwrite)
+        return _factorized(job, checkpoint, workers=workers, threads=threads, progress=progress)
+
+
+def _factorized(
+    job: Job, checkpoint: Checkpoint | None, *, workers: int | str, threads: int | None, progress: bool
+) -> FactorSet:
+    """The steps from what is finished on; arguments as for `factorize`."""
+    # 2. What earlier calls and shards have finished, and whether the rest fits.
+    model = job.model
     finished = {} if checkpoint is None else checkpoint.resume()
     done = {site.name: job.remembering(site, finished[site.name]) for site in job.sites if site.name in finished}
     plan = {row.site: row for row in forecast(job, done)}
@@ -148,10 +160,10 @@ def factorize(
         model,
         job.stream,
         job.kind,
-        batch_size=batch_size,
+        batch_size=job.batch_size,
         keep=sum(map(bool, unsolved)) > 1,
         dtype=job.gram_dtype,
-        scratch=None if out is None else Path(out),
+        scratch=None if checkpoint is None else checkpoint.folder,
     )
     bar = _Bar(job, plan, show=progress, in_process=workers == 1)
     with replaced, bar, open_workers(workers, threads=threads) as pool:

@@ -25,6 +25,7 @@ from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, select_sites
 from swd_lens.solver import resolve
+from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import is_number
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
@@ -222,6 +223,13 @@ class Job:
                 **shared,
                 "weight_sha256": weight_fingerprint(host, site),
             }
+            for site in self.sites
+        }
+
+    def file_bytes(self) -> dict[str, int]:
+        """Site -> bytes of its file: 8 an edge, and about ten vectors of its width (passport.py)."""
+        return {
+            site.name: 8 * edges(site.d_in, site.d_out, self.sparsities[site.name]) + 40 * (site.d_in + site.d_out)
             for site in self.sites
         }
 

@@ -3,11 +3,13 @@
 1. At the start nothing is kept: batches are token rows, embedded anew.
 2. `advance(layer)` runs the blocks up to `layer`, of the host as it is now, on every batch from what is kept, and keeps what
    enters `layer`: a new file, batch after batch, then the old one goes. One batch is in memory, whatever the number of tokens.
-3. Such a road is verified, not trusted: at every advance the first batch is also run whole, from its tokens, and everything
+3. Every batch that is read must be the one that was written: a file that was changed meanwhile is an error.
+4. Such a road is verified, not trusted: at every advance the first batch is also run whole, from its tokens, and everything
    that the block's sites read must be the same to the bit. Where it is not, or the disk is too small, nothing is kept any
    more and runs are whole.
 """
 
+import hashlib
 import itertools
 import shutil
 import tempfile
@@ -21,11 +23,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.files import remove_remains, workplace_beside
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream, as_stream
 
-TEMPORARY = "swd-lens-residuals-"  # how the temporary folder's name begins
+_NAME = "swd-lens-residuals"  # of the temporary folder
 _SPARE = 1 << 28  # bytes of the disk that are left alone
 
 
@@ -39,7 +42,7 @@ class Residuals:
         model: the host.
         tokens: anything `swd_lens.tasks.streams.as_stream` takes.
         batch_size: rows per forward.
-        folder: where the temporary folder is made; None = where the system makes them.
+        folder: where the temporary folder is made; None = where the system makes them. What a killed process left there goes.
     """
 
     def __init__(self, model: Any, tokens: Any, batch_size: int = 16, folder: Path | None = None):
@@ -114,9 +117,11 @@ class Residuals:
 
     def _temporary_folder(self) -> Path:
         if self._folder is None:
-            if self._parent is not None:
-                self._parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=self._parent))
+            parent = Path(tempfile.gettempdir()) if self._parent is None else self._parent
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_remains(parent, _NAME)
+            self._folder = workplace_beside(parent / _NAME)
+            self._folder.mkdir(mode=0o700)
         return self._folder
 
     def _objection(self, tokens: Tensor, layer: int, residual: Tensor) -> str | None:
@@ -158,22 +163,27 @@ class _Kept:
 
     def __init__(self, path: Path, like: Tensor):
         self.path, self.dtype, self.device = path, like.dtype, like.device
-        self.shapes: list[torch.Size] = []
+        self.batches: list[tuple[torch.Size, bytes]] = []  # and the hash of its bytes
         path.unlink(missing_ok=True)
 
     def add(self, residual: Tensor) -> None:
         data = residual.detach().cpu().contiguous().flatten().view(torch.uint8)  # as bytes: numpy knows no bfloat16
         with open(self.path, "ab") as file:
             file.write(data.numpy().data)
-        self.shapes.append(residual.shape)
+        self.batches.append((residual.shape, hashlib.sha256(data.numpy().data).digest()))
 
     def read(self) -> Iterator[Tensor]:
-        with open(self.path, "rb", buffering=0) as file:
-            for shape in self.shapes:
-                batch = torch.empty(shape, dtype=self.dtype)
-                rest = memoryview(batch.flatten().view(torch.uint8).numpy().data)
-                while len(rest):
-                    if (n := file.readinto(rest)) == 0:
-                        raise error("residuals-cut-short", path=self.path)
-                    rest = rest[n:]
+        try:
+            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed below; no error of who reads is caught here
+        except FileNotFoundError as cause:
+            raise error("residuals-changed", path=self.path) from cause
+        with file:
+            for shape, expected in self.batches:
+                batch = torch.empty(shape, dtype=self.dtype, device="cpu")
+                data = memoryview(batch.flatten().view(torch.uint8).numpy().data)
+                filled = 0
+                while filled < len(data) and (n := file.readinto(data[filled:])):
+                    filled += n
+                if hashlib.sha256(data).digest() != expected:
+                    raise error("residuals-changed", path=self.path)
                 yield batch.to(self.device)

@@ -10,9 +10,8 @@
    times and not once per later stage.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from swd_lens.base.undo import Undo
 from swd_lens.factorization.grams import collect_grams, collect_pairs, corrected
-from swd_lens.factorization.residuals import TEMPORARY, Residuals
+from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
 from swd_lens.tasks.streams import TokenStream
@@ -80,7 +79,7 @@ class ReplacedHost:
         batch_size: rows per forward.
         keep: whether several stages follow, so that it pays to keep what enters the present block.
         dtype: of the Grams, "float32" or "float64".
-        scratch: folder for what is kept; None: the system's temporary one. What a killed process left there is removed.
+        scratch: folder for what is kept; None: the system's temporary one.
     """
 
     def __init__(
@@ -103,21 +102,12 @@ class ReplacedHost:
         self._undo = Undo()
 
     def __enter__(self) -> "ReplacedHost":
-        if self.scratch is not None:
-            for left_over in self.scratch.glob(f"{TEMPORARY}*"):
-                shutil.rmtree(left_over, ignore_errors=True)
-            self._undo.push(self._remove_scratch)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.__exit__(kind, error, trace)
-
-    def _remove_scratch(self) -> None:
-        assert self.scratch is not None
-        with suppress(OSError):  # it holds something, or was never made
-            self.scratch.rmdir()
 
     def replace(self, site: Site, f: Factors) -> None:
         """From now on the site runs by these factors."""

@@ -169,8 +169,7 @@ def finalise(
     gram: Float[Tensor, "d_in d_in"] | None,
     spec: DsfSpec,
 ) -> Float[Tensor, "unit d_out"]:
-    """Step 6: the write factor refitted to the full Gram's loss on its own support; read (unit-major) is held.
-    """
+    """Step 6: the write factor refitted to the full Gram's loss on its own support; read (unit-major) is held."""
     if spec.final_iterations == 0:
         return write
     weighted = read if gram is None else read @ gram

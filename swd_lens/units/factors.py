@@ -5,7 +5,7 @@ The flow through this module:
 1. `Factors` holds the two factors of one matrix with how they were made; counts (edges, valid units) and errors
    (relmse, relative Frobenius) are derived, never stored. They are dense; `sparse` gives the sparse view.
 2. `FactorSet` maps site names to Factors in execution order and carries the provenance of the whole replacement.
-3. `FactorSet.save` / `FactorSet.load` write and read a folder (storage.py): indices and values of the nonzeros, settings,
+3. `FactorSet.save` / `FactorSet.load` write and read a folder (index.py): indices and values of the nonzeros, settings,
    provenance, passport. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked
    for; that is also when their probe is checked. `Factors.save` / `Factors.load` are those of a set of one.
 4. `FactorSet.push_to_hub` / `FactorSet.from_pretrained` do the same with a repository on the Hugging Face hub (hub.py).
@@ -25,10 +25,11 @@ from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.hub import OnHub
+from swd_lens.units.index import open_folder, write_index, writing_factors
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
-from swd_lens.units.storage import StoredSite, read_index, write_index, write_site
+from swd_lens.units.storage import StoredSite, write_site
 
-__all__ = ["FactorSet", "Factors", "fingerprint", "read_factors", "write_factors"]
+__all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
@@ -310,10 +311,11 @@ class FactorSet(OnHub, _SetBase):
         Raises:
             ValueError: (FactorFileError) a factor is not finite (site and entry are named), or what travels with it does
                 not fit it.
+            OSError: (FolderInUseError) another call writes the folder; or it cannot be written, or its disk is too small.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_index(folder, {site: write_factors(folder, site, f) for site, f in self.items()}, self.provenance)
+        with writing_factors(folder, "FactorSet.save", 8 * self.edges):
+            write_index(folder, {site: write_factors(folder, site, f) for site, f in self.items()}, self.provenance)
         return folder
 
     @classmethod
@@ -321,16 +323,16 @@ class FactorSet(OnHub, _SetBase):
         """Read a folder that `save` (or `factorize(..., out=folder)`) wrote.
 
         Every file is read once, in blocks, to check its hash, and then memory-mapped; a site's dense Factors are made when
-        they are first asked for. Afterwards the set no longer needs the folder.
+        they are first asked for. Afterwards the set no longer needs the folder. A call that writes the folder meanwhile is
+        no hindrance: what is read is all of the old set or all of the new one.
 
         Raises:
             FileNotFoundError: no factors.json there.
             ValueError: (FactorFileError) another format, or the files are damaged or do not belong together; found when a
                 site is first asked for: an index outside its matrix, a value that is not finite, a probe with another z.
         """
-        described = read_index(Path(folder))
-        stored = {site: StoredSite(Path(folder), site, entry) for site, entry in described["sites"].items()}
-        return _set_of(stored, described["provenance"])
+        provenance, stored = open_folder(Path(folder))
+        return _set_of(stored, provenance)
 
 
 def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, Any]) -> FactorSet:
@@ -341,14 +343,9 @@ def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, A
 
 
 def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
-    """Write one site's file; returns its entry for `swd_lens.units.storage.write_index`. Raises what `write_site` does."""
+    """Write one site's file; returns its entry for `swd_lens.units.index.write_index`. Raises what `write_site` does."""
     entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
     return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
-
-
-def read_factors(folder: Path, site: str, entry: Mapping[str, Any]) -> Factors:
-    """The Factors that `write_factors` wrote, passport and all. Raises FactorFileError, see `FactorSet.load`."""
-    return Factors(**StoredSite(folder, site, entry).parts())
 
 
 def _one_line(settings: Mapping[str, Any], longest: int = 400) -> str | None:

@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.units.storage import FORMAT_VERSION, INDEX, files_named_in
+from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in
 
 _Set = TypeVar("_Set", bound="OnHub")
 # Files that `swd_lens.units.storage.write_pair` names: <site>.<12 digits of the hash>.safetensors, and never a model's.
@@ -153,7 +153,7 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
             ) from cause
         except HFValidationError as cause:
             raise error("neither-folder-nor-repository", model_id=model_id) from cause
-        files = sorted({INDEX} | files_named_in(index.parent))
+        files = sorted({INDEX} | {entry["file"] for entry in entries_in(index.parent).values()})
         # index lies in snapshots/<commit>: the same commit again, not the branch, which may have moved on.
         folder = snapshot_download(
             model_id, revision=index.parent.name, allow_patterns=files, force_download=force_download, **where

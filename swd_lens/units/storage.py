@@ -1,47 +1,36 @@
-"""Sparse factors on disk: a folder with one index, factors.json, and one safetensors file per matrix.
+"""One matrix's factors on disk: a safetensors file of nonzeros; the folder of many and its index are index.py's.
 
 1. `write_site` writes the nonzeros of a read and a write factor as (index, value) pairs, 8 bytes an edge, with the small
-   tensors that travel along (passport.py), and returns the index entry that describes them. The file's name carries its
-   hash, so that no write ever touches another matrix's file, or an older version of its own.
-2. `write_index` replaces factors.json by a rename, then deletes the files that only the former index named. That rename
-   is the one moment at which the folder changes: a reader sees all of the old set or all of the new one, and whatever
-   interrupts a writer leaves one of the two.
-3. `read_index` checks the index and every file's hash, in blocks; `StoredPair` keeps a file memory-mapped and makes the
-   dense factors when asked; `StoredSite` is one site's pair with its passport.
-4. Passports must fit their factors, and probes be met, when written and when read: factors that would be refused when they
+   tensors that travel along (passport.py), and returns the index entry that describes them. The file's name carries a hash
+   of its tensors, so that no write ever touches another matrix's file, or an older version of its own.
+2. `StoredPair` keeps a file memory-mapped and makes the dense factors when asked; `StoredSite` is one site's pair with its
+   passport.
+3. Passports must fit their factors, and probes be met, when written and when read: factors that would be refused when they
    are loaded are not saved.
-5. Formats that were written once are read for ever. Format 1 kept the pairs of all sites in one file, factors.safetensors, as
-   "<site>.read.index" and so on, and named its hash at the top of factors.json; format 2 knew no passport.
 
 Index of an edge: row * columns + column in its (rows, columns) factor, ascending; int32 (int64 from 2^31 entries on).
 """
 
-import json
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from swd_lens.base.errors import FactorFileError, error
-from swd_lens.base.files import atomic, plain, sha256, write_text
+from swd_lens.base.files import sha256
+from swd_lens.base.sealed import readable, tensor_digest, write_tensors
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
 
 # Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.
 PROBE_TOLERANCE = 1e-4
-FORMAT_VERSION = 3  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it
-INDEX = "factors.json"
-_ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
-
-
-# ---------------------------------------------------------------------------------------------- write
+OUR_NAME = re.compile(r"factors\.safetensors|[^/\\]*\.([0-9a-f]{12})\.safetensors")  # the first: of format 1
+UNNAMED = ".factors.new"  # lists the files that are written and not in the index yet
+WHAT = "a file of factors"
 
 
 def write_pair(
@@ -58,6 +47,7 @@ def write_pair(
 
     Raises:
         FactorFileError: a factor is not finite (site, factor and entry named); nothing is written.
+        OSError: the file cannot be written.
     """
     tensors = dict(extras or {})
     for part, matrix in (("read", read), ("write", write)):
@@ -71,123 +61,19 @@ def write_pair(
             )
         tensors[f"{part}.index"] = index.to("cpu", torch.int32 if flat.numel() < 2**31 else torch.int64)
         tensors[f"{part}.value"] = values.cpu()
-    unnamed = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', site)}.safetensors"
-    with atomic(unnamed) as path:
-        save_file(tensors, str(path))
-        digest = sha256(path)
-    named = unnamed.with_suffix(f".{digest[:12]}.safetensors")
-    os.replace(unnamed, named)
+    name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', site)[:100]}.{tensor_digest(tensors)[:12]}.safetensors"
+    with open(folder / UNNAMED, "a", encoding="utf-8") as unnamed:
+        unnamed.write(f"{name}\n")
+    write_tensors(folder / name, tensors, {})
     shape = {"d_in": read.shape[0], "units": read.shape[1], "d_out": write.shape[1]}
-    return {"file": named.name, "sha256": digest, **shape}
-
-
-def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> None:
-    """Make the folder hold exactly these matrices, in this order.
-
-    Args:
-        entries: site -> what `write_pair` returned, with "settings" and "provenance".
-        provenance: of the whole set. Numbers that are not finite become null.
-    """
-    # Made into text first: values that json cannot write must fail before anything is replaced.
-    described = {"format": FORMAT_VERSION, "provenance": provenance, "sites": entries}
-    text = json.dumps(plain(described), indent=1, allow_nan=False)
-    former: set[str] = set()
-    with suppress(FactorFileError, FileNotFoundError):  # a damaged folder can be saved over
-        former = files_named_in(folder)
-    write_text(folder / INDEX, text)
-    for name in former - {entry["file"] for entry in entries.values()}:
-        (folder / name).unlink(missing_ok=True)
-    for pattern in (".*.safetensors.*.part", f".{INDEX}.*.part"):  # of a writer that was killed
-        for left_over in folder.glob(pattern):
-            left_over.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------- read
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The checked index of a folder: {"provenance": ..., "sites": {site: entry}}; every file is there and has its hash.
-
-    Raises:
-        FileNotFoundError: no index there.
-        FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
-    """
-    described = _parse(folder)
-    hashes: dict[Path, str] = {}  # sites of format 1 share a file: read once
-    for site, entry in described["sites"].items():
-        file = folder / entry["file"]
-        if not file.is_file():
-            raise error("missing-file", file=file, site=site)
-        if file not in hashes:
-            hashes[file] = sha256(file)
-        if hashes[file] != entry["sha256"]:
-            raise error("exchanged-file", file=file, index=INDEX)
-    return described
-
-
-def files_named_in(folder: Path) -> set[str]:
-    """Names of the files that the folder's index asks for, whether they are there or not.
-
-    Raises:
-        FileNotFoundError: no index there.
-        FactorFileError: another format, or a damaged index.
-    """
-    return {entry["file"] for entry in _parse(folder)["sites"].values()}
-
-
-def _parse(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
-    if not path.is_file():
-        raise error("no-factors-there", folder=folder, index=INDEX)
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as cause:  # not JSON, or not UTF-8
-        raise error("damaged-index", path=path, reason=cause) from cause
-    version = described.get("format") if isinstance(described, dict) else None
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
-        newer = isinstance(version, int) and version > FORMAT_VERSION
-        raise error(
-            "unknown-format",
-            folder=folder,
-            version=version,
-            known=FORMAT_VERSION,
-            advice="update swd_lens" if newer else "factorize again",
-        )
-    if version == 1:
-        described = _from_format_1(described)
-    for key in ("provenance", "sites"):
-        if not isinstance(described.get(key), dict):
-            raise error("index-without-part", path=path, key=key)
-    for site, entry in described["sites"].items():
-        _check_entry(path, site, entry)
-    return described
-
-
-def _from_format_1(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The index with every site's "file" and "sha256" (of the file that all share) and the "prefix" of its tensors' names."""
-    shared = {"file": "factors.safetensors", "sha256": described.get("tensors_sha256")}
-    sites = described.get("sites")
-    if isinstance(sites, dict):
-        sites = {
-            site: {**entry, **shared, "prefix": f"{site}."} if isinstance(entry, dict) else entry
-            for site, entry in sites.items()
-        }
-    return {**described, "sites": sites}
-
-
-def _check_entry(path: Path, site: str, entry: Any) -> None:
-    for key, kind in _ENTRY.items():
-        value = entry.get(key) if isinstance(entry, dict) else None
-        if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            raise error("index-with-wrong-entry", path=path, key=key, site=site, value=value)
-    if Path(entry["file"]).name != entry["file"]:
-        raise error("file-elsewhere", path=path, site=site, file=entry["file"])
+    return {"file": name, "sha256": sha256(folder / name), **shape}
 
 
 class StoredPair:
     """One matrix's factors in their file, memory-mapped: pages are read when `dense` asks for them.
 
-    The map stays valid when the folder is saved over; it is closed with the last reference to this object.
+    The map stays valid when the folder is saved over; it is closed with the last reference to this object. Sent to another
+    process, the nonzeros go along (8 bytes an edge), so that neither needs the folder.
 
     Raises:
         FactorFileError: not a safetensors file, or one without the four tensors of a pair (at construction).
@@ -196,19 +82,27 @@ class StoredPair:
     def __init__(self, folder: Path, entry: Mapping[str, Any]):
         self.path = path = folder / entry["file"]
         self.shapes = {"read": (entry["d_in"], entry["units"]), "write": (entry["units"], entry["d_out"])}
-        self._prefix = entry.get("prefix", "")  # of the tensors' names; only format 1 has one
-        try:
-            self._file = safe_open(str(path), framework="pt")
-            self.nonzeros = {part: self._count(part) for part in self.shapes}
-        except SafetensorError as cause:
-            raise error("unreadable-file", path=path, reason=cause) from cause
+        prefix = entry.get("prefix", "")  # of the tensors' names; only format 1 has one
+        with readable(path, WHAT, FactorFileError):
+            file = safe_open(str(path), framework="pt")
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            self._names = {name.removeprefix(prefix): name for name in names}
+            self._tensors: Any = file  # anything with get_tensor
+            self.nonzeros = {part: self._count(file, part) for part in self.shapes}
 
-    def _count(self, part: str) -> int:
-        (index,) = self._file.get_slice(f"{self._prefix}{part}.index").get_shape()
-        (value,) = self._file.get_slice(f"{self._prefix}{part}.value").get_shape()
+    def _count(self, file: Any, part: str) -> int:
+        (index,) = file.get_slice(self._names[f"{part}.index"]).get_shape()
+        (value,) = file.get_slice(self._names[f"{part}.value"]).get_shape()
         if index != value:
             raise error("counts-differ", path=self.path, part=part, n_indices=index, n_values=value)
         return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        copies = {name: self._tensors.get_tensor(name).clone() for name in self._names.values()}
+        return {**self.__dict__, "_tensors": _Unmapped(copies)}
+
+    def __deepcopy__(self, memo: Any) -> "StoredPair":
+        return self  # nothing changes it
 
     def dense(self) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
         """The (d_in, unit) read and (unit, d_out) write factor, float32, on the CPU.
@@ -216,18 +110,18 @@ class StoredPair:
         Raises:
             FactorFileError: an index is outside its factor or not in order, or a value is not finite.
         """
-        return self._dense("read"), self._dense("write")
+        with readable(self.path, WHAT, FactorFileError):
+            return self._dense("read"), self._dense("write")
 
     def extras(self) -> dict[str, Tensor]:
         """The tensors that `write_pair` was given beside the pair, by name; none in files before format 3."""
-        if self._prefix:  # all other tensors of a shared file are other sites'
-            return {}
         pair = {f"{part}.{what}" for part in self.shapes for what in ("index", "value")}
-        return {name: self._file.get_tensor(name) for name in self._file.keys() if name not in pair}  # noqa: SIM118
+        with readable(self.path, WHAT, FactorFileError):
+            return {short: self._tensors.get_tensor(name) for short, name in self._names.items() if short not in pair}
 
     def _dense(self, part: str) -> Tensor:
         rows, columns = self.shapes[part]
-        index, value = (self._file.get_tensor(f"{self._prefix}{part}.{what}") for what in ("index", "value"))
+        index, value = (self._tensors.get_tensor(self._names[f"{part}.{what}"]) for what in ("index", "value"))
         if len(index):
             # Ascending, so that the first and the last say whether all are inside.
             outside = next((int(i) for i in (index[0], index[-1]) if not 0 <= i < rows * columns), None)
@@ -240,7 +134,18 @@ class StoredPair:
             row, column = divmod(int(index[bad]), columns)
             raise error("value-not-finite", path=self.path, part=part, row=row, column=column, value=value[bad].item())
         # index_add takes the int32 indices as they are mapped; indexing would make an int64 copy of them.
-        return torch.zeros(rows * columns).index_add_(0, index, value).view(rows, columns)
+        zeros = torch.zeros(rows * columns, dtype=torch.float32, device="cpu")
+        return zeros.index_add_(0, index, value).view(rows, columns)
+
+
+class _Unmapped:
+    """Copies of a file's tensors, in place of the open file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = tensors
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
 
 
 # ---------------------------------------------------------------------------------------------- a site with its passport
@@ -276,6 +181,7 @@ class StoredSite:
 
     def __init__(self, folder: Path, site: str, entry: Mapping[str, Any]):
         self.site, self.settings, self.provenance = site, entry["settings"], entry["provenance"]
+        self.entry = entry
         self.d_in, self.n_units, self.d_out = entry["d_in"], entry["units"], entry["d_out"]
         self.pair = StoredPair(folder, entry)
 
@@ -295,11 +201,12 @@ class StoredSite:
         Raises:
             FactorFileError: what `StoredPair.dense` raises, a passport that does not fit, or a probe that finds another z.
         """
-        read, write = self.pair.dense()
-        try:
-            passport = from_tensors(self.pair.extras(), self.d_in, self.n_units, self.d_out)
+        extras = self.pair.extras()
+        try:  # first: sizes that are wrong may be too large for factors
+            passport = from_tensors(extras, self.d_in, self.n_units, self.d_out)
         except ValueError as cause:
             raise error("loaded-passport-misfit", path=self.pair.path, reason=cause) from cause
+        read, write = self.pair.dense()
         if difference := _difference(passport.get("probe"), read, write, passport.get("offsets")):
             raise error("loaded-probe-differs", site=self.site, difference=difference, path=self.pair.path)
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}

@@ -1,6 +1,10 @@
 """Residuals on disk: the same Grams to the bit with fewer runs of early blocks, and nothing left behind."""
 
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from contextlib import ExitStack
 
@@ -10,6 +14,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.errors import TokenError
+from swd_lens.base.files import workplace_beside
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import find_sites, host_of
@@ -185,10 +190,33 @@ def test_a_stream_of_other_rows_is_found_in_the_stage_that_reads_them(model, tmp
         assert residuals.layer == 1
 
 
-def test_a_file_that_was_cut_is_an_error_not_a_wrong_gram(model, tmp_path):
+@pytest.mark.parametrize("damage", ["cut", "a bit", "gone"])
+def test_a_changed_file_is_an_error_not_a_wrong_gram(model, tmp_path, damage):
     with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
         residuals.advance(1)
         file = next(tmp_path.rglob("layer-1"))
-        file.write_bytes(file.read_bytes()[:-4])
-        with pytest.raises(OSError, match="layer-1 ends early"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data if damage == "a bit" else data[:-4])
+        if damage == "gone":
+            file.unlink()
+        with pytest.raises(OSError, match="layer-1 was changed, cut or removed while it was in use"):
             list(residuals.batches())
+
+
+def test_a_second_call_leaves_the_residuals_of_the_first_and_removes_those_of_a_dead_one(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    left = workplace_beside(tmp_path / "swd-lens-residuals")
+    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
+    left.mkdir()
+    (left / "layer-1").touch()
+    with Residuals(model, TOKENS, ROWS) as first, Residuals(model, TOKENS, ROWS) as second:
+        first.advance(1)
+        assert not left.exists()
+        before = [start.residual for _, start in first.batches()]
+        second.advance(1)
+        assert all(torch.equal(start.residual, h) for (_, start), h in zip(first.batches(), before, strict=True))
+        assert len(list(tmp_path.rglob("layer-1"))) == 2
+    assert not list(tmp_path.iterdir())

@@ -44,7 +44,10 @@ def with_entry(matrix: torch.Tensor, i: int, j: int, value: float) -> torch.Tens
             r"weight\[1, 2\] is -inf \(and 1 more",
         ),
         (torch.zeros(8, 12), "all zeros"),
-        (WEIGHT.to_sparse(), r"weight is torch\.sparse_coo; give a dense matrix with its values, e\.g\. weight\.to_dense"),
+        (
+            WEIGHT.to_sparse(),
+            r"weight is torch\.sparse_coo; give a dense matrix with its values, e\.g\. weight\.to_dense",
+        ),
         (WEIGHT.to("meta"), "weight is on the meta device; give a dense matrix with its values"),
     ],
 )

@@ -1,6 +1,9 @@
 """Factors and their files."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import swd_lens.units.factors
 from swd_lens.base.errors import FactorFileError
-from swd_lens.base.files import sha256
+from swd_lens.base.files import sha256, workplace_beside
+from swd_lens.base.sealed import seal
 from swd_lens.train.baselines import svd_factors
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
 from swd_lens.units.storage import StoredPair
@@ -187,7 +191,11 @@ def test_a_loaded_set_outlives_its_files(tmp_path):
     assert torch.equal(loaded["blocks.0.mlp_out"].read, first.read)
     assert torch.equal(FactorSet.load(tmp_path)["blocks.0.mlp_out"].read, second.read)
     # Saved over: the first set's file is gone, and so is what a killed writer left.
-    (tmp_path / ".blocks.0.mlp_out.safetensors.1.part").touch()
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    left = workplace_beside(tmp_path / "blocks.0.mlp_out.safetensors")
+    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
+    left.mkdir()
     loaded.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -203,17 +211,17 @@ def test_one_matrix(tmp_path):
         Factors.load(tmp_path / "two")
 
 
-@pytest.mark.parametrize("where", ["save_file", "sha256", "write_text"])
+@pytest.mark.parametrize("where", ["base.sealed.save_file", "units.storage.sha256", "units.index.write_text"])
 def test_an_interrupted_save_leaves_the_old_set(tmp_path, monkeypatch, where):
     old = {"blocks.0.mlp_out": small(), "blocks.1.mlp_out": sparse_factors(40, 20, 30, 0.3)}
     FactorSet(old).save(tmp_path)
 
     def interrupted(*arguments):
-        if where == "save_file":
+        if where == "base.sealed.save_file":
             Path(arguments[1]).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"swd_lens.units.storage.{where}", interrupted)
+    monkeypatch.setattr(f"swd_lens.{where}", interrupted)
     with pytest.raises(KeyboardInterrupt):
         FactorSet({"blocks.0.mlp_out": sparse_factors(4, 2, 3, 0.9), "blocks.0.mlp_in": small()}).save(tmp_path)
     monkeypatch.undo()
@@ -234,7 +242,7 @@ def rewrite(folder: Path, **changed: torch.Tensor) -> None:
     save_file({**load_file(path), **{name.replace("_", "."): value for name, value in changed.items()}}, path)
     described = json.loads((folder / "factors.json").read_text())
     described["sites"]["blocks.0.mlp_out"]["sha256"] = sha256(path)
-    (folder / "factors.json").write_text(json.dumps(described))
+    (folder / "factors.json").write_text(json.dumps(seal(described)))
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -273,7 +281,7 @@ def test_damaged_files(tmp_path):
             FactorSet.load(tmp_path)
     for damaged in (b"", whole[:10], whole[:-1]):  # cut short before it was hashed
         path.write_bytes(damaged)
-        with pytest.raises(FactorFileError, match="cannot be read"):
+        with pytest.raises(FactorFileError, match="is not a file of factors, or damaged"):
             StoredPair(tmp_path, {"file": path.name, "d_in": 2, "units": 2, "d_out": 2})
     path.unlink()
     with pytest.raises(FactorFileError, match=r"the factors of blocks\.0\.mlp_out, is missing"):
@@ -295,21 +303,21 @@ def test_bad_index(tmp_path):
     index = tmp_path / "factors.json"
     text = index.read_text()
 
-    def refused(changed: str, message: str) -> None:
-        index.write_text(changed)
+    def refused(changed: str | dict, message: str) -> None:
+        index.write_text(changed if isinstance(changed, str) else json.dumps(seal(changed)))
         with pytest.raises(FactorFileError, match=message):
             FactorSet.load(tmp_path)
 
     described = json.loads(text)
-    refused(json.dumps({**described, "format": 99}), "format 99, this swd_lens reads 1 to 3; update swd_lens")
-    refused(text[:40], r"factors\.json is damaged")
+    refused({**described, "format": 99}, "format 99, this swd_lens reads 1 to 4; update swd_lens")
+    refused(text[:40], r"factors\.json is not an index of factors, or damaged")
     refused("[]", "format None")
-    refused(json.dumps({"format": 3, "provenance": {}}), "has no 'sites'")
-    for key, value in {"d_in": 0, "units": "2", "settings": None, "sha256": None, "file": 3}.items():
+    refused({"format": 4, "provenance": {}}, "has no 'sites'")
+    for key, value in {"d_in": 0, "d_out": True, "units": "2", "settings": None, "sha256": None, "file": 3}.items():
         entry = {**described["sites"]["blocks.0.mlp_out"], key: value}
-        refused(json.dumps({**described, "sites": {"a": entry}}), f"'{key}' of a is")
+        refused({**described, "sites": {"a": entry}}, f"'{key}' of a is")
     elsewhere = {**described["sites"]["blocks.0.mlp_out"], "file": "../x.safetensors"}
-    refused(json.dumps({**described, "sites": {"a": elsewhere}}), "is not in this folder")
+    refused({**described, "sites": {"a": elsewhere}}, "is not in this folder")
     # A folder with a broken index can be saved over.
     small().save(tmp_path)
     assert FactorSet.load(tmp_path).edges == 4

@@ -1,0 +1,233 @@
+"""A folder of factors: one index, factors.json, and one file per matrix (storage.py).
+
+1. `writing_factors` is around all that a call writes: one writer at a time, and what an interrupted one had written goes.
+2. `write_index` replaces factors.json by a rename, then deletes the files that only the former index named. That rename
+   is the one moment at which the folder changes: a reader sees all of the old set or all of the new one, and whatever
+   interrupts a writer leaves one of the two.
+3. `open_folder` checks the index, which carries its own hash, and every file's, in blocks, and opens them. Where a writer
+   replaced the index meanwhile, it starts again.
+4. Nothing is deleted whose name and hash are not those that were written.
+5. Formats that were written once are read for ever. Format 1 kept the pairs of all sites in one file, factors.safetensors, as
+   "<site>.read.index" and so on, and named its hash at the top of factors.json; format 2 knew no passport; up to format 3
+   the index had no hash.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.files import sha256, write_text
+from swd_lens.base.sealed import (
+    SEAL,
+    read_json,
+    read_tensors,
+    readable,
+    seal,
+    tensor_digest,
+    unseal,
+    warn_of_missing_seal,
+)
+from swd_lens.base.writer import require_writable_file, writing
+from swd_lens.units.storage import OUR_NAME, UNNAMED, StoredSite
+from swd_lens.units.storage import WHAT as FILE
+
+FORMAT_VERSION = (
+    4  # 1: one file for all sites; 2: one file per site; 3: a passport may be in it; 4: the index has a hash
+)
+INDEX = "factors.json"
+WHAT = "an index of factors"
+_SEALED_FROM = 4
+_ENTRY = {"file": str, "sha256": str, "d_in": int, "units": int, "d_out": int, "settings": dict, "provenance": dict}
+_ATTEMPTS = 100  # to read a folder in which the index is replaced all the time
+
+# ---------------------------------------------------------------------------------------------- write
+
+
+@contextmanager
+def writing_factors(folder: Path, call: str, n_bytes: int = 0) -> Iterator[None]:
+    """Hold a folder for a call that writes factors there; files that it, or a killed one before it, leaves unnamed go.
+
+    Raises:
+        FolderInUseError, OSError: see `swd_lens.base.writer.writing`.
+    """
+    require_writable_file(folder / INDEX)
+    with writing(folder, call, n_bytes):
+        _remove_unnamed(folder, _named_in(folder))
+        try:
+            yield
+        finally:
+            _remove_unnamed(folder, _named_in(folder))
+
+
+def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> None:
+    """Make the folder hold exactly these matrices, in this order.
+
+    Args:
+        entries: site -> what `write_pair` returned, with "settings" and "provenance".
+        provenance: of the whole set. Numbers that are not finite become null.
+    """
+    # Made into text first: values that json cannot write must fail before anything is replaced.
+    text = json.dumps(seal({"format": FORMAT_VERSION, "provenance": provenance, "sites": entries}), indent=1)
+    former = _named_in(folder)
+    write_text(folder / INDEX, text)
+    named = {entry["file"] for entry in entries.values()}
+    _remove_unnamed(folder, named)
+    _remove(folder, {name: digest for name, digest in (former or {}).items() if name not in named})
+
+
+def remove_set(folder: Path) -> None:
+    """Remove the index of a folder and the files that it names."""
+    named = _named_in(folder)
+    (folder / INDEX).unlink(missing_ok=True)
+    _remove(folder, named or {})
+
+
+def _named_in(folder: Path) -> dict[str, str] | None:
+    """File -> SHA-256 in the folder's index; None where that is damaged, for then nobody knows what is ours."""
+    try:
+        sites = _parse(folder, warn=False)["sites"]
+    except FactorFileError:
+        return None
+    except FileNotFoundError:
+        return {}
+    return {entry["file"]: entry["sha256"] for entry in sites.values()}
+
+
+def _remove(folder: Path, files: Mapping[str, str]) -> None:
+    """Remove files that have a name that we give, and the hash; what else the index names is somebody else's."""
+    for name, digest in files.items():
+        path = folder / name
+        if not OUR_NAME.fullmatch(name) or not path.is_file():
+            continue
+        with suppress(OSError):  # the folder is whole without
+            if sha256(path) == digest:
+                path.unlink()
+
+
+def _remove_unnamed(folder: Path, named: Collection[str] | None) -> None:
+    """Remove the files that a writer made and the index does not name; named: by the index, None: nobody knows."""
+    listed = folder / UNNAMED
+    if named is None or not listed.is_file():
+        return
+    for name in listed.read_text(encoding="utf-8", errors="replace").split():
+        match = OUR_NAME.fullmatch(name)
+        if name in named or match is None:
+            continue
+        with suppress(OSError, FactorFileError):
+            if tensor_digest(read_tensors(folder / name, FILE, FactorFileError)[0])[:12] == match[1]:
+                (folder / name).unlink()
+    listed.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------- read
+
+
+def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
+    """Provenance and sites of a folder, checked: every file is there, has its hash and is open.
+
+    Raises:
+        FileNotFoundError: no index there.
+        FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
+    """
+    index = folder / INDEX
+    failed_with: Any = None
+    for attempt in range(1, _ATTEMPTS + 1):
+        version = _version(index)
+        try:
+            with readable(index, WHAT, FactorFileError):
+                return _opened(folder, _parse(folder))
+        except (FactorFileError, FileNotFoundError):
+            # A writer may have replaced the index meanwhile. Twice the same index: the folder is damaged.
+            if version is None or version == failed_with or attempt == _ATTEMPTS:
+                raise
+            failed_with = version
+    raise AssertionError("unreachable")
+
+
+def _version(index: Path) -> tuple[int, int] | None:
+    """What changes when the index is replaced; None where there is none."""
+    with suppress(OSError):
+        status = index.stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
+def _opened(folder: Path, described: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StoredSite]]:
+    sites: dict[str, StoredSite] = {}
+    hashes: dict[Path, str] = {}  # sites of format 1 share a file: read once
+    for site, entry in described["sites"].items():
+        file = folder / entry["file"]
+        if not file.is_file():
+            raise error("missing-file", file=file, site=site)
+        if file not in hashes:
+            hashes[file] = sha256(file)
+        if hashes[file] != entry["sha256"]:
+            raise error("exchanged-file", file=file, index=INDEX)
+        sites[site] = StoredSite(folder, site, entry)
+    return described["provenance"], sites
+
+
+def entries_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """Site -> its entry in the folder's index ("file", ...), whether the files are there or not.
+
+    Raises:
+        FileNotFoundError: no index there.
+        FactorFileError: another format, or a damaged index.
+    """
+    return _parse(folder)["sites"]
+
+
+def _parse(folder: Path, warn: bool = True) -> dict[str, Any]:
+    """The checked index: {"provenance": ..., "sites": {site: entry}}. warn: of an index that has no hash."""
+    path = folder / INDEX
+    if not path.exists():
+        raise error("no-factors-there", folder=folder, index=INDEX)
+    described = read_json(path, WHAT, FactorFileError)
+    version = described.get("format") if isinstance(described, dict) else None
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is no version
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise error(
+            "unknown-format",
+            folder=folder,
+            version=version,
+            known=FORMAT_VERSION,
+            advice="update swd_lens" if newer else "factorize again",
+        )
+    if SEAL in described:
+        described = unseal(described, path, WHAT, FactorFileError)
+    elif version >= _SEALED_FROM:
+        raise error("file-changed", raised_as=FactorFileError, path=path, what=WHAT)
+    elif warn:
+        warn_of_missing_seal(path)
+    if version == 1:
+        described = _from_format_1(described)
+    for key in ("provenance", "sites"):
+        if not isinstance(described.get(key), dict):
+            raise error("index-without-part", path=path, key=key)
+    for site, entry in described["sites"].items():
+        _check_entry(path, site, entry)
+    return described
+
+
+def _from_format_1(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The index with every site's "file" and "sha256" (of the file that all share) and the "prefix" of its tensors' names."""
+    shared = {"file": "factors.safetensors", "sha256": described.get("tensors_sha256")}
+    sites = described.get("sites")
+    if isinstance(sites, dict):
+        sites = {
+            site: {**entry, **shared, "prefix": f"{site}."} if isinstance(entry, dict) else entry
+            for site, entry in sites.items()
+        }
+    return {**described, "sites": sites}
+
+
+def _check_entry(path: Path, site: str, entry: Any) -> None:
+    for key, kind in _ENTRY.items():
+        value = entry.get(key) if isinstance(entry, dict) else None
+        if type(value) is not kind or (isinstance(value, int) and value < 1):  # True is no number
+            raise error("index-with-wrong-entry", path=path, key=key, site=site, value=value)
+    if Path(entry["file"]).name != entry["file"]:
+        raise error("file-elsewhere", path=path, site=site, file=entry["file"])
