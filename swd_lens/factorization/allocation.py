@@ -13,7 +13,6 @@
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ import numpy as np
 import pandas as pd
 
 from swd_lens.base.errors import error
-from swd_lens.base.files import write_json
 from swd_lens.base.record import Record
+from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.hosts.sites import split_name
 
 # Steps per curve. With budgets from half to twice the uniform one a step is 2.3% of it.
@@ -189,8 +188,8 @@ class Allocation(Record, Mapping[str, float]):
         return "KL" if self.by == "kl" else "relMSE"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, atomically."""
-        write_json(Path(path), self.as_dict())
+        """Write it as JSON, with its hash, whole or not at all."""
+        write_sealed(Path(path), self.as_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> "Allocation":
@@ -198,12 +197,9 @@ class Allocation(Record, Mapping[str, float]):
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: not the JSON of an Allocation; the path is named.
+            ValueError: not the JSON of an Allocation, or not what was written; the path is named.
         """
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as cause:
-            raise error("allocation-without-json", path=path, reason=cause) from cause
+        values = read_sealed(Path(path), "an allocation")
         try:
             return cls.from_dict(values)
         except ValueError as cause:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from jaxtyping import Float
 from safetensors import safe_open
@@ -98,8 +99,12 @@ class StoredPair:
         return index
 
     def __getstate__(self) -> dict[str, Any]:
-        copies = {name: self._tensors.get_tensor(name).clone() for name in self._names.values()}
-        return {**self.__dict__, "_tensors": _Unmapped(copies)}
+        # As bytes: shared memory, which tensors would travel in, is gone before a spawned worker opens it.
+        tensors = {name: self._tensors.get_tensor(name) for name in self._names.values()}
+        return {**self.__dict__, "_tensors": safetensors.torch.save(tensors)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _tensors=_Unmapped(safetensors.torch.load(state["_tensors"])))
 
     def __deepcopy__(self, memo: Any) -> "StoredPair":
         return self  # nothing changes it
@@ -139,7 +144,7 @@ class StoredPair:
 
 
 class _Unmapped:
-    """Copies of a file's tensors, in place of the open file."""
+    """Tensors that came with a pickle, in place of the open file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors = tensors

@@ -49,12 +49,6 @@ def not_an_allocation(folder, _):
 
 
 @trigger
-def allocation_without_json(folder, _):
-    (folder / "budgets.json").write_text("s = 0.5")
-    swd.Allocation.load(folder / "budgets.json")
-
-
-@trigger
 def edges_beyond_the_curves(*_):
     spend({SITE: LossCurve((100, 200, 400), (3.0, 2.0, 1.0))}, 401)
 

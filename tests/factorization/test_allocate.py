@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import swd_lens as swd
+from swd_lens.base.errors import UnsealedFileWarning
+from swd_lens.base.sealed import seal
 from swd_lens.factorization.allocate import allocate
 from swd_lens.factorization.allocation import Allocation, LossCurve, lower_hull, round_to, spend
 from swd_lens.hosts import host_of
@@ -212,15 +214,32 @@ def test_the_papers_solver_can_make_every_budget(model):
 
 
 def test_it_is_saved_and_read(by_kl, tmp_path):
-    by_kl.save(tmp_path / "allocation.json")
-    read = Allocation.load(tmp_path / "allocation.json")
+    path = tmp_path / "allocation.json"
+    by_kl.save(path)
+    read = Allocation.load(path)
     assert dict(read) == dict(by_kl) and read.as_dict() == by_kl.as_dict()
-    (tmp_path / "other.json").write_text(json.dumps({"sparsity": 0.5}))
-    with pytest.raises(ValueError, match=r"other.json: these values are not an Allocation's"):
-        Allocation.load(tmp_path / "other.json")
-    (tmp_path / "no.json").write_text("no")
-    with pytest.raises(ValueError, match=r"no.json"):
-        Allocation.load(tmp_path / "no.json")
+    values = json.loads(path.read_text())
+    other = {
+        **values,
+        "sites": {**values["sites"], "blocks.0.mlp_out": {**values["sites"]["blocks.0.mlp_out"], "allocated": 7}},
+    }
+    for text, message in (
+        (json.dumps(other), r"allocation\.json: not what was written there as an allocation"),
+        ("{", r"allocation\.json is not an allocation, or damaged"),
+        ("[" * 100_000, r"allocation\.json is not an allocation, or damaged"),
+        ('{"sparsity": ' + "9" * 5000 + "}", r"allocation\.json is not an allocation, or damaged"),
+        (json.dumps(seal({"a": 1})), r"allocation\.json: these values are not an Allocation's"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Allocation.load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is not an allocation, or damaged"):
+        Allocation.load(path)
+    # Written before there were hashes: read with a warning.
+    path.write_text(json.dumps(by_kl.as_dict()))
+    with pytest.warns(UnsealedFileWarning, match=r"allocation\.json carries no hash"):
+        assert dict(Allocation.load(path)) == dict(by_kl)
 
 
 def test_it_explains_itself(by_kl):

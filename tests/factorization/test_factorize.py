@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
@@ -102,11 +103,12 @@ def test_resumed_is_uninterrupted_to_the_bit(model, wholes, tmp_path, monkeypatc
     swd.attach(model, FactorSet.load(out)).detach()
 
 
-@pytest.mark.parametrize("where", ["save_file", "sha256", "write_text"])
+@pytest.mark.parametrize("where", ["base.sealed.save_file", "units.storage.sha256", "units.index.write_text"])
 def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatch, where):
     whole = swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS)
     calls: list[int] = []
-    true = getattr(swd_lens.units.storage, where)
+    module, _, name = where.rpartition(".")
+    true = getattr(import_module(f"swd_lens.{module}"), name)
 
     def second_is_interrupted(*arguments):
         calls.append(0)
@@ -115,7 +117,7 @@ def test_an_interrupted_write_loses_only_that_matrix(model, tmp_path, monkeypatc
         return true(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"swd_lens.units.storage.{where}", second_is_interrupted)
+        patch.setattr(f"swd_lens.{where}", second_is_interrupted)
         with pytest.raises(KeyboardInterrupt):
             swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
     assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_out"]

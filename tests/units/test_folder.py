@@ -1,0 +1,417 @@
+"""Folders of factors: changes are noticed, one call writes at a time, readers see one set, nothing foreign is deleted."""
+
+import copy
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import swd_lens.units.index as index
+from swd_lens.base.errors import FactorFileError, FolderInUseError
+from swd_lens.base.sealed import seal
+from swd_lens.base.writer import writing
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.index import INDEX
+
+GOLDEN = Path(__file__).parents[1] / "golden_files"
+SITES = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("mlp_in", "mlp_out")]
+
+
+def sparse(seed: int, d_in: int = 12, units: int = 9, d_out: int = 11) -> Factors:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * (torch.rand(rows, columns, generator=generator) < 0.4)
+
+    return Factors(draw(d_in, units), draw(units, d_out), {"preset": "best"}, {"seed": seed})
+
+
+def some(seed: int = 0) -> FactorSet:
+    return FactorSet({site: sparse(seed + i) for i, site in enumerate(SITES)}, {"seed": seed})
+
+
+def same(one: FactorSet, two: FactorSet) -> bool:
+    return (
+        list(one) == list(two)
+        and one.provenance == two.provenance
+        and all(
+            torch.equal(one[site].read, two[site].read)
+            and torch.equal(one[site].write, two[site].write)
+            and (one[site].settings, one[site].provenance) == (two[site].settings, two[site].provenance)
+            for site in one
+        )
+    )
+
+
+def in_a_thread(call: Callable[[], object]) -> BaseException | None:
+    """What the call raises in another thread."""
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+# ---------------------------------------------------------------------------------------------- what is noticed
+
+
+def edited(path: Path, edit: Callable[[dict], object]) -> None:
+    described = json.loads(path.read_text())
+    edit(described)
+    path.write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda d: d["sites"][SITES[0]].update(units=10),  # without a probe it scrambled the matrix
+        lambda d: d["sites"][SITES[0]].update(d_out=12),
+        lambda d: d["sites"].pop(SITES[2]),
+        lambda d: d["sites"].update({"blocks.7.mlp_in": d["sites"].pop(SITES[2])}),
+        lambda d: d["sites"].update({SITES[0]: d["sites"][SITES[1]], SITES[1]: d["sites"][SITES[0]]}),
+        lambda d: d["sites"][SITES[0]]["settings"].update(edges="dense"),
+        lambda d: d["provenance"].update(seed=1),
+        lambda d: d.update(format=3),
+        lambda d: d.pop("sha256"),
+        lambda d: d.update(sha256=None),
+    ],
+)
+def test_an_edited_index_is_refused(tmp_path, edit):
+    some().save(tmp_path)
+    edited(tmp_path / INDEX, edit)
+    with pytest.raises(FactorFileError, match=r"factors\.json: not what was written there as an index of factors"):
+        FactorSet.load(tmp_path)
+
+
+def test_no_changed_bit_of_any_file_gives_other_factors(tmp_path):
+    some().save(tmp_path)
+    draw = random.Random(0)
+    for path in sorted(tmp_path.iterdir()):
+        whole = path.read_bytes()
+        for position in draw.sample(range(len(whole)), 60):
+            path.write_bytes(
+                whole[:position] + bytes([whole[position] ^ 1 << draw.randrange(8)]) + whole[position + 1 :]
+            )
+            try:
+                assert same(FactorSet.load(tmp_path), some())  # white space between values
+            except FactorFileError:
+                continue
+            assert path.name == INDEX
+        path.write_bytes(whole)
+    assert same(FactorSet.load(tmp_path), some())
+
+
+# Indices that carry the right hash: written by a program that knows how, and wrong.
+WRONG = {
+    "a site that is a list": lambda d: d["sites"].update({SITES[0]: [1]}),
+    "sizes beyond memory": lambda d: d["sites"][SITES[0]].update(d_in=2**40, units=2**40),
+    "a size of 2**31": lambda d: d["sites"][SITES[0]].update(units=2**31),
+    "a size of many digits": lambda d: d["sites"][SITES[0]].update(units=10**4000),
+    "a truth value": lambda d: d["sites"][SITES[0]].update(units=True),
+    "no name": lambda d: d["sites"][SITES[0]].update(file=""),
+    "a folder": lambda d: d["sites"][SITES[0]].update(file=".."),
+    "a NUL": lambda d: d["sites"][SITES[0]].update(file="a\0b"),
+    "a long name": lambda d: d["sites"][SITES[0]].update(file="a" * 5000),
+    "a number for a name": lambda d: d["sites"][SITES[0]].update(file=3),
+    "the index itself": lambda d: d["sites"][SITES[0]].update(file=INDEX, sha256="0" * 64),
+    "provenance that is a text": lambda d: d.update(provenance="x"),
+    "settings that are a list": lambda d: d["sites"][SITES[0]].update(settings=[]),
+}
+
+
+@pytest.mark.parametrize("edit", WRONG.values(), ids=WRONG)
+def test_wrong_entries_are_the_documented_error(tmp_path, edit):
+    some().save(tmp_path)
+    edited(tmp_path / INDEX, lambda d: (edit(d), d.update(seal(d))))
+    with pytest.raises(FactorFileError):
+        FactorSet.load(tmp_path)[SITES[0]]
+
+
+NO_INDEX = {
+    "nested too deep": b"[" * 200_000,
+    "a number of 5,000 digits": b'{"format": ' + b"9" * 5000 + b"}",
+    "not UTF-8": b"\xff\xfe{}",
+    "empty": b"",
+    "NaN": b"NaN",
+    "a list": b"[4]",
+    "format as text": b'{"format": "4"}',
+    "a lone surrogate": b'{"format": 4, "sites": {"\\ud800": 1}, "provenance": {}}',
+}
+
+
+@pytest.mark.parametrize("content", NO_INDEX.values(), ids=NO_INDEX)
+def test_what_is_no_index(tmp_path, content):
+    some().save(tmp_path)
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(FactorFileError, match=r"factors\.json|is of factor format"):
+        FactorSet.load(tmp_path)
+    some(5).save(tmp_path)  # and may be saved over
+    assert same(FactorSet.load(tmp_path), some(5))
+
+
+@pytest.mark.parametrize("surroundings", ["float64", "bfloat16", "meta"])
+def test_defaults_change_nothing(tmp_path, surroundings):
+    before = torch.get_default_dtype()
+    device = torch.device("meta" if surroundings == "meta" else "cpu")
+    dtype = torch.float32 if surroundings == "meta" else getattr(torch, surroundings)
+    some().save(tmp_path / "a")
+    try:
+        torch.set_default_dtype(dtype)
+        with device:
+            for version in ("factors_v1", "factors_v4"):
+                for f in FactorSet.load(GOLDEN / version).values():
+                    assert f.read.dtype == torch.float32 and f.read.device.type == "cpu"
+            FactorSet.load(tmp_path / "a").save(tmp_path / "b")
+    finally:
+        torch.set_default_dtype(before)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()
+    }
+
+
+# ---------------------------------------------------------------------------------------------- what is deleted
+
+
+def test_saving_over_deletes_nothing_that_it_did_not_write(tmp_path):
+    """An index of an earlier format, which has no hash, may name anything in the folder."""
+    shutil.copytree(GOLDEN / "factors_v3", tmp_path, dirs_exist_ok=True)
+    own, *_ = (entry["file"] for entry in json.loads((tmp_path / INDEX).read_text())["sites"].values())
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "thesis.tex").touch()
+    foreign = ["thesis.tex", "model.safetensors", "blocks.0.mlp_in.safetensors", "x.0123456789ab.safetensors"]
+    for name in foreign:
+        (tmp_path / name).write_text(name)
+
+    def name_them(described: dict) -> None:
+        entry = described["sites"]["blocks.0.mlp_in"]
+        for name in ("sub", *foreign):
+            described["sites"][name] = {**entry, "file": name}
+
+    edited(tmp_path / INDEX, name_them)
+    FactorSet({"blocks.0.mlp_in": sparse(1), "blocks.1.mlp_in": sparse(2)}).save(tmp_path)
+    assert list(FactorSet.load(tmp_path)) == ["blocks.0.mlp_in", "blocks.1.mlp_in"]
+    assert not (tmp_path / own).exists()  # what the index really wrote
+    assert (tmp_path / "sub" / "thesis.tex").is_file()
+    assert {name: (tmp_path / name).read_text() for name in foreign} == {name: name for name in foreign}
+
+
+def test_a_file_of_a_set_that_was_changed_since_stays(tmp_path):
+    some().save(tmp_path)
+    changed = next(tmp_path.glob("*.safetensors"))
+    changed.write_text("something else now")
+    some(5).save(tmp_path)
+    assert same(FactorSet.load(tmp_path), some(5)) and changed.read_text() == "something else now"
+
+
+def test_a_folder_in_place_of_a_file_is_refused_before_the_index_is_replaced(tmp_path):
+    some().save(tmp_path)
+    some(5).save(tmp_path / "other")
+    (tmp_path / next((tmp_path / "other").glob("*.safetensors")).name).mkdir()
+    before = (tmp_path / INDEX).read_bytes()
+    with pytest.raises(OSError, match="directory"):
+        some(5).save(tmp_path)
+    assert (tmp_path / INDEX).read_bytes() == before and same(FactorSet.load(tmp_path), some())
+    (tmp_path / "third" / INDEX).mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"factors\.json is a folder"):
+        some().save(tmp_path / "third")
+    assert [path.name for path in (tmp_path / "third").iterdir()] == [INDEX]
+
+
+@pytest.mark.parametrize("where", ["first file", "index"])
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path, where):
+    some().save(tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()}
+    killed = f"""
+import os, sys
+import swd_lens.units.index, swd_lens.units.storage
+from swd_lens.units.factors import FactorSet
+from tests.units.test_folder import some
+module, name = {'(swd_lens.units.storage, "sha256")' if where == "first file" else '(swd_lens.units.index, "write_text")'}
+setattr(module, name, lambda *_: os._exit(9))
+some(5).save(sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert done.returncode == 9 and len(list(tmp_path.glob("*.safetensors"))) > len(SITES)
+    assert same(FactorSet.load(tmp_path), some())
+    (tmp_path / "mine.0123456789ab.safetensors").touch()
+    some().save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "mine.0123456789ab.safetensors"}
+
+
+def test_a_refused_save_leaves_nothing(tmp_path):
+    some().save(tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()}
+    bad = Factors(torch.eye(2), torch.tensor([[1.0, 0.0], [torch.nan, 1.0]]))
+    with pytest.raises(FactorFileError, match="nothing was saved"):
+        FactorSet({"a": sparse(9), "b": bad}).save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+# ---------------------------------------------------------------------------------------------- writers and readers
+
+
+def test_a_second_writer_is_refused_and_nothing_is_lost(tmp_path):
+    some().save(tmp_path)
+    with writing(tmp_path, "factorize"):
+        refusal = in_a_thread(lambda: some(5).save(tmp_path))
+        assert same(FactorSet.load(tmp_path), some())  # readers are not
+    assert isinstance(refusal, FolderInUseError) and "is written by factorize (process" in str(refusal)
+    assert same(FactorSet.load(tmp_path), some())
+    assert in_a_thread(lambda: some(5).save(tmp_path)) is None
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_an_impossible_folder_is_refused(tmp_path, out):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is no folder"):
+        some().save(tmp_path / out)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 100))
+    with pytest.raises(OSError, match=r"0\.00 GB are free"):
+        some().save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("moment", ["_opened", "StoredSite"])
+@pytest.mark.parametrize("times", [1, 2, 30])
+def test_a_reader_beside_a_writer_sees_one_of_the_sets(tmp_path, monkeypatch, moment, times):
+    """Between the index and its files, and between a file's check and its opening, another set is saved; the same one every
+    second time."""
+    some(0).save(tmp_path)
+    true, calls = getattr(index, moment), []
+
+    def in_between(*arguments):
+        calls.append(0)
+        if len(calls) <= times:
+            some(10 * (len(calls) % 2)).save(tmp_path)
+        return true(*arguments)
+
+    monkeypatch.setattr(index, moment, in_between)
+    assert same(FactorSet.load(tmp_path), some(10 * (times % 2)))
+
+
+def test_a_damaged_folder_is_read_twice_and_no_more(tmp_path, monkeypatch):
+    some().save(tmp_path)
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"")
+    true, calls = index._opened, []
+    monkeypatch.setattr(index, "_opened", lambda *arguments: calls.append(0) or true(*arguments))
+    with pytest.raises(FactorFileError, match="is not the file that"):
+        FactorSet.load(tmp_path)
+    assert len(calls) == 2
+
+
+SAVER = """
+import sys
+from swd_lens.base.errors import FolderInUseError
+from tests.units.test_folder import some
+sets, saved = [some(10 * int(number)) for number in sys.argv[2:]], 0
+while saved < 60:
+    try:
+        sets[saved % len(sets)].save(sys.argv[1])
+        saved += 1
+    except FolderInUseError:
+        pass
+"""
+
+
+def test_two_writers_and_two_readers_of_one_folder(tmp_path):
+    some(0).save(tmp_path)
+    root = Path(__file__).parents[2]
+    savers = [
+        subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path), *numbers], cwd=root) for numbers in ("012", "021")
+    ]
+    sets, seen = {number: some(number) for number in (0, 10, 20)}, set()
+    while any(saver.poll() is None for saver in savers):
+        loaded = FactorSet.load(tmp_path)
+        assert same(loaded, sets[loaded.provenance["seed"]])
+        seen.add(loaded.provenance["seed"])
+    assert [saver.returncode for saver in savers] == [0, 0] and len(seen) > 1
+    assert len(list(tmp_path.iterdir())) == len(SITES) + 1
+
+
+# ---------------------------------------------------------------------------------------------- copies and other processes
+
+
+def test_a_loaded_set_is_pickled_and_copied(tmp_path):
+    some().save(tmp_path / "a")
+    shutil.copytree(GOLDEN / "factors_v1", tmp_path / "v1")
+    for folder in (tmp_path / "a", tmp_path / "v1"):
+        whole, loaded = FactorSet.load(folder), FactorSet.load(folder)
+        _ = loaded[next(iter(loaded))]  # one site is made, the others are in their files
+        sent = pickle.dumps(loaded)
+        copied = [copy.deepcopy(loaded), copy.copy(loaded)]
+        shutil.rmtree(folder)
+        again = pickle.loads(sent)
+        assert "in its file" in repr(again) and pickle.loads(pickle.dumps(again)).edges == whole.edges
+        for other in (again, *copied):
+            assert type(other) is FactorSet and same(other, whole)
+        copied[0].provenance["seed"] = "changed"
+        copied[0][next(iter(loaded))].read.zero_()
+        assert same(loaded, whole)
+
+
+def test_a_pickle_is_eight_bytes_an_edge(tmp_path):
+    FactorSet({"a": sparse(0, 200, 150, 200), "b": sparse(1, 200, 150, 200)}).save(tmp_path)
+    loaded = FactorSet.load(tmp_path)
+    assert len(pickle.dumps(loaded)) < 8 * loaded.edges + 5000
+
+
+class _Sums(torch.utils.data.Dataset):
+    def __init__(self, factors: FactorSet):
+        self.factors = factors
+
+    def __len__(self) -> int:
+        return len(SITES)
+
+    def __getitem__(self, i: int) -> float:
+        return float(self.factors[SITES[i]].product().sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_loaded_set_in_a_data_loaders_worker(tmp_path, how):
+    some().save(tmp_path)
+    data = _Sums(FactorSet.load(tmp_path))
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=how)
+    assert list(loader) == [float(f.product().sum()) for f in some().values()]
+
+
+ON_RAY = """
+import sys
+import ray
+from swd_lens.units.factors import FactorSet
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+loaded = FactorSet.load(sys.argv[1])
+sums = ray.get(ray.remote(lambda s: {name: float(f.product().sum()) for name, f in s.items()}).remote(loaded))
+assert sums == {name: float(f.product().sum()) for name, f in loaded.items()}, sums
+print("the same")
+"""
+
+
+@pytest.mark.slow
+def test_a_loaded_set_on_ray(tmp_path):
+    pytest.importorskip("ray")
+    some().save(tmp_path)
+    environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert "the same" in done.stdout, done.stderr
