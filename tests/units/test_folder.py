@@ -323,7 +323,7 @@ import sys
 from swd_lens.base.errors import FolderInUseError
 from tests.units.test_folder import some
 sets, saved = [some(10 * int(number)) for number in sys.argv[2:]], 0
-while saved < 60:
+while saved < 20:
     try:
         sets[saved % len(sets)].save(sys.argv[1])
         saved += 1
@@ -332,7 +332,8 @@ while saved < 60:
 """
 
 
-def test_two_writers_and_two_readers_of_one_folder(tmp_path):
+@pytest.mark.slow
+def test_two_writers_and_a_reader_of_one_folder(tmp_path):
     some(0).save(tmp_path)
     root = Path(__file__).parents[2]
     savers = [
