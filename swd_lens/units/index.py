@@ -28,7 +28,6 @@ from swd_lens.base.sealed import (
     seal,
     tensor_digest,
     unseal,
-    warn_of_missing_seal,
 )
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.units.storage import OUR_NAME, UNNAMED, StoredSite
@@ -196,12 +195,10 @@ def _parse(folder: Path, warn: bool = True) -> dict[str, Any]:
             known=FORMAT_VERSION,
             advice="update swd_lens" if newer else "factorize again",
         )
-    if SEAL in described:
-        described = unseal(described, path, WHAT, FactorFileError)
-    elif version >= _SEALED_FROM:
+    if version >= _SEALED_FROM and SEAL not in described:
         raise error("file-changed", raised_as=FactorFileError, path=path, what=WHAT)
-    elif warn:
-        warn_of_missing_seal(path)
+    if warn or SEAL in described:
+        described = unseal(described, path, WHAT, FactorFileError)
     if version == 1:
         described = _from_format_1(described)
     for key in ("provenance", "sites"):

@@ -1,10 +1,15 @@
 """Stages: what is calibrated together; per-block and dense calibration, and the host in between."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import swd_lens as swd
 import swd_lens.factorization.stages
+from swd_lens.base.files import workplace_beside
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.stages import ReplacedHost, stages_of
 from swd_lens.hosts import find_sites
@@ -119,11 +124,18 @@ def _interrupt(*arguments, **named):
 
 
 def test_what_a_killed_process_left_is_removed(model, tmp_path):
-    left = tmp_path / "swd-lens-residuals-abc"
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    left = workplace_beside(tmp_path / "swd-lens-residuals")
+    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
     left.mkdir()
     (left / "layer-1").write_bytes(b"half a file")
     swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
-    assert not left.exists() and not list(tmp_path.glob("swd-lens-residuals-*"))
+    assert sorted(path.name[:17] for path in tmp_path.iterdir()) == [
+        "blocks.0.mlp_out.",
+        "blocks.1.mlp_out.",
+        "factors.json",
+    ]
     # Interrupted before the first matrix is finished, nothing is left of a folder that was not there.
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr("swd_lens.factorization.solve.solve", _interrupt)
