@@ -189,7 +189,7 @@ class _Search:
         first = int(reached.nonzero()[0])
         if first > 0:
             low, high = int(lengths[first - 1]) + 1, int(lengths[first])
-            between = torch.linspace(low, high, min(32, high - low + 1)).long().unique()
+            between = torch.linspace(low, high, min(32, high - low + 1), dtype=torch.float32).long().unique()
             also = self.sufficiency(self._prefixes(between)) >= self.target
             lengths, reached = torch.cat([lengths, between]), torch.cat([reached, also])
         prefixes = self._prefixes(lengths[reached])
@@ -224,7 +224,7 @@ class _Search:
         """Without as many of the first candidates as can go together (to the unit, by two grids); None if not even one."""
         low, high = 0, len(order)
         while high > low:
-            sizes = torch.linspace(low + 1, high, min(_GROUPS, high - low)).long().unique()
+            sizes = torch.linspace(low + 1, high, min(_GROUPS, high - low), dtype=torch.float32).long().unique()
             smaller = kept.repeat(len(sizes), 1)
             for row, size in enumerate(sizes.tolist()):
                 smaller[row, order[:size]] = False

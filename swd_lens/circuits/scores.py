@@ -61,7 +61,7 @@ class UnitScores(Record):
         """Scores of all units, best first, against their rank; a matplotlib Figure."""
         values = torch.cat([s.detach().float().cpu() for s in self.scores.values()]).sort(descending=True).values
         # Ranks in equal steps of the log axis: thousands of units would be as many points.
-        ranks = torch.logspace(0, math.log10(max(1, len(values))), _POINTS).long().unique()
+        ranks = torch.logspace(0, math.log10(max(1, len(values))), _POINTS, dtype=torch.float32).long().unique()
         figure, axes = new_figure(width=4.6, height=2.4)
         ax = axes[0, 0]
         ax.axhline(0.0, color="#888888", linewidth=0.8)

@@ -228,7 +228,7 @@ class _Check:
 
     def _run(self, shortcuts: Shortcuts, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
         """Last-position logits with the masked units at zero."""
-        values = {name: torch.zeros(1, 1, mask.shape[1]) for name, mask in masks.items()}
+        values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
         runner = Runner(self.host, self.units, shortcuts)
         with torch.no_grad():
             return runner.logits(runner.share(self.tokens), masks, values)

@@ -214,7 +214,11 @@ def _bridge_bias(leaf: Any, d_head: int) -> Float[Tensor, "_head d_head"]:
     from swd_lens.hosts.bridge.leaves import matrix
 
     weight = matrix(leaf).detach()
-    flat = torch.zeros(weight.shape[1], device=weight.device) if leaf.bias is None else leaf.bias.detach().float()
+    flat = (
+        torch.zeros(weight.shape[1], device=weight.device, dtype=torch.float32)
+        if leaf.bias is None
+        else leaf.bias.detach().float()
+    )
     return flat.view(-1, d_head)
 
 

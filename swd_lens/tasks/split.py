@@ -70,7 +70,7 @@ class Bucket:
     def correct(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
         """1.0 where the best answer lies above every distractor, else 0.0; NaN with a metric, which knows no right and wrong."""
         if self.metric is not None:
-            return torch.full(logits.shape[:-1], torch.nan)
+            return torch.full(logits.shape[:-1], torch.nan, dtype=torch.float32)
         columns = self._columns(logits).detach().float().cpu()
         best = columns.masked_fill(self.answers == 0, -torch.inf).amax(-1)
         return (best > columns.masked_fill(self.distractors == 0, -torch.inf).amax(-1)).float()
@@ -166,8 +166,8 @@ class TaskSplit:
 
     def _weights(self, ids: Sequence[Sequence[int]], rows: list[int]) -> Float[Tensor, "batch answer"]:
         if self.token_ids is None:
-            return torch.zeros(len(rows), 0)
-        weights = torch.zeros(len(rows), len(self.token_ids))
+            return torch.zeros(len(rows), 0, dtype=torch.float32)
+        weights = torch.zeros(len(rows), len(self.token_ids), dtype=torch.float32)
         for row, i in enumerate(rows):
             columns = torch.searchsorted(self.token_ids, torch.tensor(list(ids[i])))
             weights[row, columns] = 1.0 / len(ids[i])

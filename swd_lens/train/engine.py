@@ -219,7 +219,11 @@ class Engine:
                     tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p.device).view_as(p)
                     for moment in ("first", "second")
                 )
-                self._adam.state[p] = {"step": torch.tensor(float(self.step)), "exp_avg": first, "exp_avg_sq": second}
+                self._adam.state[p] = {
+                    "step": torch.tensor(float(self.step), dtype=torch.float32),
+                    "exp_avg": first,
+                    "exp_avg_sq": second,
+                }
 
 
 # ---------------------------------------------------------------------------------------------- what fits share

@@ -107,7 +107,10 @@ def same_input(host: Host, site: Site, origin: Origin | None) -> bool:
     for recorded, present, neutral in ((origin.scale, affine.scale, 1.0), (origin.shift, affine.shift, 0.0)):
         if recorded is None and present is None:
             continue
-        a, b = (torch.full((site.d_in,), neutral) if t is None else t.float().cpu() for t in (recorded, present))
+        a, b = (
+            torch.full((site.d_in,), neutral, dtype=torch.float32) if t is None else t.float().cpu()
+            for t in (recorded, present)
+        )
         tolerance = 1e-4 if dtype_of(host) in ("float32", "float64") else 2e-2
         if float((a - b).abs().max()) > tolerance * max(float(a.abs().max()), 1e-6):
             return False

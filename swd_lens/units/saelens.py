@@ -177,7 +177,7 @@ def _prove(sae: Any, units: CoderUnits) -> None:
     """Run it on three random positions: decode(encode(x)) is its forward, and the last z depends on the last x only."""
     device, dtype = place_of(sae)
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 3, units.d_read, generator=draw).to(device=device, dtype=dtype)
+    x = torch.randn(1, 3, units.d_read, generator=draw, dtype=torch.float32).to(device=device, dtype=dtype)
     # The last position as it is, among positions that drown it, and among positions that it drowns.
     loud, quiet = (
         x * torch.tensor([scale, scale, 1.0], device=device, dtype=dtype)[:, None] for scale in (100.0, 0.01)

@@ -90,8 +90,8 @@ class TopPlaces:
         if n < 1 or before < 0 or after < 0:
             raise error("audit-of-no-contexts", n=n, before=before, after=after)
         self.n, self.before, self.after, self.per_row = n, before, after, per_row
-        self.value = torch.empty(0)  # (unit, n), largest first; -1 where there is no place yet
-        self.row = self.pos = self.tokens = self.z = torch.empty(0)
+        self.value = torch.empty(0, dtype=torch.float32)  # (unit, n), largest first; -1 where there is no place yet
+        self.row = self.pos = self.tokens = self.z = torch.empty(0, dtype=torch.float32)
 
     def add(self, first_row: int, rows: Int[Tensor, "rows pos"], z: Float[Tensor, "rows pos unit"]) -> None:
         """A batch: its rows count from `first_row`."""
@@ -145,11 +145,11 @@ class TopPlaces:
 
     def _start(self, z: Tensor) -> None:
         shape, width = (z.shape[-1], self.n), self.before + 1 + self.after
-        self.value = torch.full(shape, -1.0, device=z.device)
+        self.value = torch.full(shape, -1.0, device=z.device, dtype=torch.float32)
         self.row = torch.full(shape, -1, dtype=torch.int64, device=z.device)
         self.pos = self.row.clone()
         self.tokens = torch.full((*shape, width), NO_TOKEN, dtype=torch.int32, device=z.device)
-        self.z = torch.zeros(*shape, width, device=z.device)
+        self.z = torch.zeros(*shape, width, device=z.device, dtype=torch.float32)
 
     def _windows(self, rows: Tensor, z: Tensor, row: Tensor, pos: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
         """(place, window) token ids and z around each place."""

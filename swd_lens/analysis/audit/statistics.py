@@ -82,8 +82,8 @@ class Statistics:
 
     def __init__(self, units: Int[Tensor, " column"], coactivation: bool = True):
         self.units, self.coactivation, self.n_tokens = units, coactivation, 0
-        self.sums = self.squares = self.products = self.smallest = self.largest = torch.empty(0)
-        self.exponent = self.bins_per_z = self.counts = torch.empty(0)
+        self.sums = self.squares = self.products = self.smallest = self.largest = torch.empty(0, dtype=torch.float32)
+        self.exponent = self.bins_per_z = self.counts = torch.empty(0, dtype=torch.float32)
 
     def add(self, z: Float[Tensor, "tokens unit"]) -> None:
         """z of some tokens, of all units of the site."""
@@ -125,7 +125,7 @@ class Statistics:
     def coactive(self, k: int) -> tuple[Int[Tensor, "column _k"], Float[Tensor, "column _k"]]:
         """Per column the k other units of largest |correlation|, and the correlations; constant units have 0."""
         if not self.coactivation:
-            none = torch.empty(len(self.units), 0)
+            none = torch.empty(len(self.units), 0, dtype=torch.float32)
             return none.long(), none
         mean, sd = self.sums / self.n_tokens, self._variance().sqrt()
         units = self.units.to(mean.device)
@@ -148,7 +148,7 @@ class Statistics:
         self.squares = self.sums.clone()
         if self.coactivation:
             self.products = torch.zeros(columns, units, dtype=torch.float64, device=device)
-        self.smallest = torch.full((columns,), float("inf"), device=device)
+        self.smallest = torch.full((columns,), float("inf"), device=device, dtype=torch.float32)
         self.largest = -self.smallest
         self._set(torch.full((columns,), _LEAST, dtype=torch.int64, device=device))
         self.counts = torch.zeros(columns, 2 * SIDE, dtype=torch.int64, device=device)
@@ -178,4 +178,6 @@ class Statistics:
     def _set(self, exponent: Int[Tensor, " column"]) -> None:
         self.exponent = exponent
         # By Python, whose powers of two are exact on every machine.
-        self.bins_per_z = torch.tensor([2.0**-e for e in exponent.tolist()], device=exponent.device)
+        self.bins_per_z = torch.tensor(
+            [2.0**-e for e in exponent.tolist()], device=exponent.device, dtype=torch.float32
+        )

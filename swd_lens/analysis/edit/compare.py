@@ -323,10 +323,10 @@ def lora_edits(
     require_free(host, [site])
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    drawn = INIT * torch.randn(site.d_in, rank, generator=generator)
+    drawn = INIT * torch.randn(site.d_in, rank, generator=generator, dtype=torch.float32)
     read = drawn.to(device).repeat(len(shifts), 1, 1).requires_grad_(True)
-    write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True)
-    requested = torch.tensor(list(shifts), device=device)
+    write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True, dtype=torch.float32)
+    requested = torch.tensor(list(shifts), device=device, dtype=torch.float32)
     optimizer = torch.optim.AdamW([read, write], lr=float(learning_rate), weight_decay=0.0)
     with torch.enable_grad(), _margins(host, site, target, read, write) as margins:
         first = None

@@ -259,9 +259,9 @@ def _nodes(
 def _activations(layout: Layout, group: NodeGroup) -> Tensor:
     """z of units, 1 of tokens, and an answer's logit less the mean over the vocabulary; NaN without a prompt."""
     if layout.static:
-        return torch.full((group.size,), float("nan"))
+        return torch.full((group.size,), float("nan"), dtype=torch.float32)
     if group.kind == TOKEN:
-        return torch.ones(group.size)
+        return torch.ones(group.size, dtype=torch.float32)
     if group.site is None:
         return layout.run.logits[list(group.items)] - layout.run.logits.mean()
     return layout.run.z[group.site.name][:, list(group.items)].flatten()

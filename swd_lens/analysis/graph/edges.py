@@ -179,7 +179,7 @@ class _Block(NamedTuple):
 def weights(layout: Layout) -> tuple[Float[Tensor, "node node"], UInt8[Tensor, "node node"]]:
     """(source, target) weights, and the kind of every pair as a number of KINDS (0: no edge is possible)."""
     n_nodes = layout.groups[-1].nodes.stop
-    table, kinds = torch.zeros(n_nodes, n_nodes), torch.zeros(n_nodes, n_nodes, dtype=torch.uint8)
+    table, kinds = torch.zeros(n_nodes, n_nodes, dtype=torch.float32), torch.zeros(n_nodes, n_nodes, dtype=torch.uint8)
     for target in layout.groups:
         for block in _blocks(layout, target):
             for whole, values in ((table, block.values), (kinds, torch.tensor(block.kind, dtype=torch.uint8))):

@@ -112,7 +112,10 @@ def read_norms(host: Host, tokens: Any = None) -> FrozenRun:
         for key, reading in run.readings.items():
             inverse[key] += float(reading.inverse.double().sum())
     means = {key: 1.0 if tokens is None else total / rows.numel() for key, total in inverse.items()}
-    readings = {key: replace(reading, inverse=torch.tensor([means[key]])) for key, reading in first.readings.items()}
+    readings = {
+        key: replace(reading, inverse=torch.tensor([means[key]], dtype=torch.float32))
+        for key, reading in first.readings.items()
+    }
     return replace(first, readings=readings)
 
 
@@ -254,7 +257,7 @@ def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> Reading:
     """The norm before the unembedding; its scale by the formula, with the host's own epsilon."""
     facts, weight = facts_of(host.model), host.readout()[0]
     if facts.norm is None:
-        return Reading(False, None, torch.ones(len(x)))
+        return Reading(False, None, torch.ones(len(x), dtype=torch.float32))
     centred = facts.norm == "layer"
     u = x - x.mean(-1, keepdim=True) if centred else x
     inverse = (u.square().mean(-1) + facts.eps).rsqrt()

@@ -88,13 +88,13 @@ def _influence(contribution: Tensor, rest: Tensor, nodes: pd.DataFrame) -> tuple
     pattern = [site is not None and split_name(site)[1] in READS_ATTENTION_INPUT for site in nodes["site"]]
     able = pattern if with_answers else (nodes["kind"] == UNIT).tolist()
     end = (size.sum(1) == 0) & (size.sum(0) > 0) & torch.tensor(able)
-    seed = torch.zeros(len(size))
+    seed = torch.zeros(len(size), dtype=torch.float32)
     if with_answers:
         likely = torch.tensor(nodes["probability"].fillna(0.0).to_numpy(dtype=float)[logit.numpy()]).float()
         seed[logit] = likely / likely.sum().clamp(min=1e-30)
     if bool(end.any()):
         seed = seed / 2 if with_answers else seed
         seed[end] = (0.5 if with_answers else 1.0) / int(end.sum())
-    eye = torch.eye(len(size))
+    eye = torch.eye(len(size), dtype=torch.float32)
     influence = torch.linalg.solve_triangular(eye - share, seed[:, None], upper=True, unitriangular=True)[:, 0]
     return influence, share

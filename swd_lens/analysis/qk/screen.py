@@ -155,7 +155,7 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
         width = min(top, max(side.n_units for of_layer in layers.values() for side in (of_layer.q, of_layer.k)))
         n_heads = max(of_layer.n_heads for of_layer in heads)
         shape = (len(model.blocks), n_heads, width)
-        gamma = torch.full((*shape, width), torch.nan)
+        gamma = torch.full((*shape, width), torch.nan, dtype=torch.float32)
         q_units, k_units = torch.full(shape, -1), torch.full(shape, -1)
         for layer, of_layer in layers.items():
             coefficients, q, k = _coefficients(of_layer, angles[layer], width, distance)

@@ -31,8 +31,8 @@ class Coder(nn.Module):
     def __init__(self, d_in: int, d_out: int, spec: TrainSpec):
         super().__init__()
         width = spec.units(d_in, d_out)
-        self.W_enc = nn.Parameter(torch.empty(d_in, width))
-        self.W_dec = nn.Parameter(torch.empty(width, d_out))
+        self.W_enc = nn.Parameter(torch.empty(d_in, width, dtype=torch.float32))
+        self.W_dec = nn.Parameter(torch.empty(width, d_out, dtype=torch.float32))
 
     def draw(self, generator: torch.Generator) -> None:
         """The random start."""
@@ -74,9 +74,9 @@ class Transcoder(Coder):
     def __init__(self, d_in: int, d_out: int, spec: TranscoderSpec):
         super().__init__(d_in, d_out, spec)
         self.spec, width = spec, self.W_enc.shape[1]
-        self.b_enc = nn.Parameter(torch.empty(width))
-        self.b_dec = nn.Parameter(torch.empty(d_in))
-        self.b_out = nn.Parameter(torch.empty(d_out))
+        self.b_enc = nn.Parameter(torch.empty(width, dtype=torch.float32))
+        self.b_dec = nn.Parameter(torch.empty(d_in, dtype=torch.float32))
+        self.b_out = nn.Parameter(torch.empty(d_out, dtype=torch.float32))
         self.register_buffer("silent", torch.zeros(width, dtype=torch.int64))
 
     @torch.no_grad()
@@ -213,4 +213,4 @@ def _mean(x: Tensor) -> Tensor:
 
 def _kaiming_uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """As torch's kaiming_uniform_ on this (rows, columns) shape: bound sqrt(6 / columns). Drawn on the CPU."""
-    return (torch.rand(like.shape, generator=generator) * 2 - 1) * math.sqrt(6.0 / like.shape[1])
+    return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1) * math.sqrt(6.0 / like.shape[1])

@@ -138,7 +138,11 @@ def bias_of(host: Host, site: Site, rows: Int[Tensor, "_rows pos"]) -> Float[Ten
         host.run_blocks(rows[:1, :1], site.layer + 1)
     require_seen([site], {site.name: 0} if watch.seen else {}, "output")
     device = next(host.model.parameters()).device
-    return torch.zeros(site.d_out, device=device) if watch.seen[0] is None else watch.seen[0].detach().float().clone()
+    return (
+        torch.zeros(site.d_out, device=device, dtype=torch.float32)
+        if watch.seen[0] is None
+        else watch.seen[0].detach().float().clone()
+    )
 
 
 class _Watch(nn.Module):

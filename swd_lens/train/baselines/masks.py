@@ -76,11 +76,11 @@ class Draws:
         """Where each matrix runs on its components, (*shape)."""
         n = len(self.widths)
         count = torch.randint(1, n + 1, (*shape, 1), generator=self.generator)
-        rank = torch.rand(*shape, n, generator=self.generator).argsort(-1).argsort(-1)
+        rank = torch.rand(*shape, n, generator=self.generator, dtype=torch.float32).argsort(-1).argsort(-1)
         return [route.to(self.device) for route in (rank < count).unbind(-1)]
 
     def _uniform(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=self.generator).to(self.device)
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float32).to(self.device)
 
 
 def seed_of(seed: int, step: int) -> int:
@@ -150,7 +150,9 @@ class Persistent:
     def _start(self, shape: tuple[int, ...]) -> None:
         # The seed after the last step's, which no step draws from.
         generator = torch.Generator().manual_seed(seed_of(self.spec.seed, self.spec.steps + 1))
-        self.current = [torch.rand(*shape, width, generator=generator).to(self.device) for width in self.widths]
+        self.current = [
+            torch.rand(*shape, width, generator=generator, dtype=torch.float32).to(self.device) for width in self.widths
+        ]
         self.first = [torch.zeros_like(s) for s in self.current]
         self.second = [torch.zeros_like(s) for s in self.current]
 

@@ -93,7 +93,7 @@ def new_network(config: Any, seed: int) -> Any:
         for name, p in network.named_parameters():
             if p.ndim == 2:
                 std = _STD / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else _STD
-                p.copy_(torch.randn(p.shape, generator=generator) * std)
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) * std)
     return network
 
 

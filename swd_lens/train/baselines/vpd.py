@@ -47,14 +47,18 @@ class Vpd(Coder):
         super().__init__(d_in, d_out, spec)
         self.spec = spec
         self.importance = IMPORTANCE_NETWORKS[spec.importance](d_in, self.W_enc.shape[1], spec.hidden)
-        self.register_buffer("bias", torch.zeros(d_out))
+        self.register_buffer("bias", torch.zeros(d_out, dtype=torch.float32))
         self.register_buffer("weight", None, persistent=False)
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
         """The random start."""
-        self.W_enc.copy_(torch.randn(self.W_enc.shape, generator=generator) / math.sqrt(self.W_enc.shape[0]))
-        self.W_dec.copy_(torch.randn(self.W_dec.shape, generator=generator) / math.sqrt(self.W_dec.shape[0]))
+        self.W_enc.copy_(
+            torch.randn(self.W_enc.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_enc.shape[0])
+        )
+        self.W_dec.copy_(
+            torch.randn(self.W_dec.shape, generator=generator, dtype=torch.float32) / math.sqrt(self.W_dec.shape[0])
+        )
         self.importance.draw(generator)
 
     def stand_for(self, weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> None:
@@ -227,16 +231,16 @@ class _Network(nn.Module):
     def __init__(self, d_in: int, hidden: int, first: tuple[int, ...], second: tuple[int, ...], width: int):
         super().__init__()
         self.d_in, self.hidden = d_in, hidden
-        self.w1 = nn.Parameter(torch.empty(first))
-        self.b1 = nn.Parameter(torch.empty(first[1:]))
-        self.w2 = nn.Parameter(torch.empty(second))
-        self.b2 = nn.Parameter(torch.empty(width))
+        self.w1 = nn.Parameter(torch.empty(first, dtype=torch.float32))
+        self.b1 = nn.Parameter(torch.empty(first[1:], dtype=torch.float32))
+        self.w2 = nn.Parameter(torch.empty(second, dtype=torch.float32))
+        self.b2 = nn.Parameter(torch.empty(width, dtype=torch.float32))
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
         """The random start: Kaiming normal, biases 0 (method.md §1.3)."""
-        self.w1.copy_(torch.randn(self.w1.shape, generator=generator) * math.sqrt(2 / self.d_in))
-        self.w2.copy_(torch.randn(self.w2.shape, generator=generator) * math.sqrt(1 / self.hidden))
+        self.w1.copy_(torch.randn(self.w1.shape, generator=generator, dtype=torch.float32) * math.sqrt(2 / self.d_in))
+        self.w2.copy_(torch.randn(self.w2.shape, generator=generator, dtype=torch.float32) * math.sqrt(1 / self.hidden))
         self.b1.zero_()
         self.b2.zero_()
 
