@@ -1,6 +1,6 @@
 """Surroundings: a caller's settings of torch that would change numbers, and other threads. Functions of swd_lens see neither.
 
-1. `in_plain_surroundings` marks a function, or every public method and property of a class. While the outermost marked call of a
+1. `in_plain_surroundings` marks a function, or every public method, operator and property of a class. While the outermost marked call of a
    thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off, and float32
    products have their full precision (no TF32, no bfloat16). Afterwards everything is as it was, whatever ended the call. Calls
    inside of it cost a look at one attribute, so that our own code may train under autocast.
@@ -31,6 +31,7 @@ from swd_lens.base.undo import Push, Undo
 
 Marked = TypeVar("Marked")
 
+_OPERATORS = ("__getitem__", "__or__", "__call__")  # of a class, marked like its public methods
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _lock = threading.RLock()
 
@@ -48,7 +49,7 @@ def in_plain_surroundings(marked: Marked) -> Marked:
     """Marks a function, or in place a class, see the module's docstring; generators of a class are left as they are."""
     if isinstance(marked, type):
         for name, member in list(vars(marked).items()):
-            if not name.startswith("_"):
+            if not name.startswith("_") or name in _OPERATORS:
                 _mark_member(marked, name, member)
         return marked
     assert callable(marked) and not _is_generator(marked)

@@ -34,6 +34,7 @@ from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcut
 from swd_lens.hosts import Host, Start, host_of, norms_output, require_no_dropout
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
 from swd_lens.units import attach
 from swd_lens.units.coder import CoderUnits, Units
@@ -132,6 +133,7 @@ def attribute(
         "units": units.sizes,
         "factors": units.identities,
         "swd_lens": __version__,
+        **standing_hooks(model),
     }
     if score == "direct_logit":
         settings["note"] = "swd_lens' reading of NaNA's score, which the paper describes in words only"

@@ -24,13 +24,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from swd_lens.base.divergence import CHUNK_BYTES, Divergence, divergence
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.text import as_rows
 from swd_lens.units import Attachment, UnitSet, attach
 
@@ -49,6 +50,7 @@ class Fidelity(Record):
         relmse: site -> relative squared error of the site's output in the replaced host against the dense host; with several
             sites replaced it includes what earlier ones did to this one's input.
         n_predictions: next-token predictions averaged over.
+        standing_hooks: hooks of the caller's that were on the host, by name; files name them only where there were any.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
@@ -59,6 +61,11 @@ class Fidelity(Record):
     top1_agreement: float
     relmse: Mapping[str, float]
     n_predictions: int
+    standing_hooks: Sequence[str] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        values = super().as_dict()
+        return values if self.standing_hooks else {key: values[key] for key in values if key != "standing_hooks"}
 
     @property
     def ce_delta(self) -> float:
@@ -112,6 +119,7 @@ def fidelity(
     return fidelities(model, {"": factors}, tokens, batch_size=batch_size, progress=progress)[""]
 
 
+@in_plain_surroundings
 def fidelities(
     model: Any, replacements: Mapping[str, Any], tokens: Any, *, batch_size: int | None = None, progress: bool = False
 ) -> dict[str, Fidelity]:
@@ -136,12 +144,13 @@ def fidelities(
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
         runs = _Staged(host, units, alone)
         if not runs.agree_with_whole(rows):
-            warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=2)
+            warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=callers_level())
             runs = _Whole(host, units, alone)
         size = batch_size or _rows_at_once(rows.shape[1], {site.name: site for s in sums.values() for site in s.sites})
         for batch in tqdm(rows.split(size), desc="fidelity", unit="batch", disable=not progress, leave=False):
             runs.add(batch, sums)
-    return {name: of_name.result() for name, of_name in sums.items()}
+    hooks = standing_hooks(model).get("standing_hooks", ())
+    return {name: of_name.result(hooks) for name, of_name in sums.items()}
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -162,9 +171,11 @@ class _Sums:
         for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
             sums[name] = sums.get(name, 0.0) + value.double().square().sum().cpu()
 
-    def result(self) -> Fidelity:
+    def result(self, hooks: Sequence[str]) -> Fidelity:
         relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
-        return Fidelity(**self.total.means(), relmse=relmse, n_predictions=self.total.n_predictions)
+        return Fidelity(
+            **self.total.means(), relmse=relmse, n_predictions=self.total.n_predictions, standing_hooks=tuple(hooks)
+        )
 
 
 def _rows_at_once(n_positions: int, sites: Mapping[str, Site]) -> int:

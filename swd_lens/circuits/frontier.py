@@ -29,6 +29,7 @@ from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
 
@@ -111,6 +112,7 @@ def evaluate(
         "bootstrap": bootstrap,
         "bootstrap_seed": seed,
         "replacement": provenance,
+        **standing_hooks(model),
     }
     margins = {"keep": outcome.margins[: len(lengths)], "ablate": outcome.margins[len(lengths) :]}
     margins |= {"unpruned": unpruned.margins[0], "dense": dense.margins[0]}

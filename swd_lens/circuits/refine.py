@@ -31,6 +31,7 @@ from swd_lens.circuits.frontier import judge, prefix_grid
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
 
@@ -138,6 +139,7 @@ def refine(
         reached = search.sufficiency(torch.stack([prefix, best]))
     train = {"prefix": float(reached[0]), "refined": float(reached[1])}
     about = {"cost": cost, "sufficiency": sufficiency, "ablation": ablation, "n_train": len(split)}
+    about |= standing_hooks(model)
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about})
         for kind, kept in (("prefix", prefix), ("refined", best))

@@ -30,6 +30,7 @@ from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges as edges_of
 from swd_lens.solver.spec import AnnealSpec
@@ -130,7 +131,7 @@ def allocate(
     allocated = spend(curves, sum(uniform.values()))
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
     settings |= {"units": units, "tokens": job.n_tokens, "options": dict(options)}
-    settings |= {"judged": 0 if judged is None else judged.numel()}
+    settings |= {"judged": 0 if judged is None else judged.numel(), **standing_hooks(model)}
     site_budgets = {
         site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name])
         for site in job.sites

@@ -24,6 +24,7 @@ from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, select_sites
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import is_number
@@ -201,6 +202,7 @@ class Job:
             "preset": self.preset,
             "calibration": self.kind,
             "tokens": self.n_tokens,
+            **standing_hooks(self.model),
         }
         if self.shard is not None:  # what enters its sites depends on other shards' factors
             return {**provenance, "shard": str(self.shard)}
@@ -214,6 +216,7 @@ class Job:
             shared["tokens_sha256"] = self.stream.fingerprint()
             shared["batch_size"] = self.batch_size  # the order of a sum
             shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
+            shared |= standing_hooks(self.model)
             if self.gram_dtype != "float32":
                 shared["gram_dtype"] = self.gram_dtype
         host = host_of(self.model)

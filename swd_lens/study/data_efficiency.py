@@ -29,6 +29,7 @@ from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.study.efficiency import CHECKPOINT, FIT, SINGLE, DataEfficiency, Point
 from swd_lens.tasks.text import as_rows
 from swd_lens.train.baselines.units import LearnedUnits
@@ -100,7 +101,7 @@ def data_efficiency(
     counts = list(token_counts)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
-    settings |= {"heldout_tokens": held.numel()}
+    settings |= {"heldout_tokens": held.numel(), **standing_hooks(model)}
     file = None
     if out is not None:
         # What decides every point, whatever the method.

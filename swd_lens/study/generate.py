@@ -35,6 +35,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import matches
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
@@ -226,7 +227,7 @@ def generate(
         for i, row in enumerate(rows)
     )
     settings = {"max_new_tokens": max_new_tokens, "temperature": float(temperature), "seed": seed}
-    return Samples(samples, {**settings, "prepend_bos": with_bos})
+    return Samples(samples, {**settings, "prepend_bos": with_bos, **standing_hooks(model)})
 
 
 def prompt_rows(model: Any, prompts: Any, prepend_bos: bool | None = None) -> tuple[list[tuple[int, ...]], bool | None]:

@@ -29,6 +29,7 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Pattern
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study.generate import Samples, generate, prompt_rows
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -184,7 +185,7 @@ def replace_model(
     asked = dict(sparsity) if isinstance(sparsity, Mapping) else float(sparsity)
     settings: dict[str, Any] = {"sites": names, "sparsity": asked}
     settings |= {"budgets": budgets, "calibration": calibration, "preset": preset, "finetune": finetune}
-    settings |= {"options": _plain(options), "finetune_options": _plain(tuning)}
+    settings |= {"options": _plain(options), "finetune_options": _plain(tuning), **standing_hooks(model)}
     folder = None if out is None else Path(out)
 
     allocation = None

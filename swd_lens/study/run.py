@@ -33,6 +33,7 @@ from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import PRESETS, resolve
 from swd_lens.study.run_file import (
     CONTROL,
@@ -277,6 +278,7 @@ def run_study(
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
     settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls), "beside": list(beside)}
+    settings |= standing_hooks(model)
     # As run.json gives it back: lists for tuples, text for names.
     run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
     sparsest = {surface: run.sparsest(surface) for surface in surfaces}

@@ -29,6 +29,7 @@ from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Pattern
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.text import as_rows
 from swd_lens.units.factors import FactorSet
@@ -244,6 +245,7 @@ def sweep(
         points.append(SweepPoint(s, without, factors.edges, factors.n_units, norm, measured, curves))
     asked = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
     asked |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
+    asked |= standing_hooks(model)
     return Sweep(points, tuple(sufficiency), tuple(necessity), tolerance, asked)
 
 

@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import warning
+from swd_lens.base.errors import error, warning
 from swd_lens.base.undo import Push
+from swd_lens.hosts.standing import hooks_of, name_of
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 from swd_lens.units.kernels import FactorProduct
@@ -63,11 +64,28 @@ class Projection(nn.Module):
         return dense(h)
 
     def show(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
-        """z as the hooks leave it. Where one looks and gradients are on, z can be differentiated by, also in a frozen host."""
+        """z as the hooks leave it. Where one looks and gradients are on, z can be differentiated by, also in a frozen host.
+
+        Raises:
+            ValueError: a hook gave it another shape.
+        """
         self.ran = True
         if (self.hook.fwd_hooks or self.hook.bwd_hooks) and torch.is_grad_enabled() and not z.requires_grad:
             z = z.detach().requires_grad_(True)
-        return self.hook(z)
+        left = self.hook(z)
+        if left is not z and getattr(left, "shape", None) != z.shape:
+            raise self._shape_changed(z, left)
+        return left
+
+    def _shape_changed(self, z: Tensor, left: Any) -> Exception:
+        """Such a z would be broadcast, or end in an error somewhere later in the host."""
+        return error(
+            "unit-hook-changed-shape",
+            point=self.hook.name,
+            hooks=", ".join(map(name_of, hooks_of(self.hook))),
+            shape=tuple(z.shape),
+            left=tuple(left.shape) if isinstance(left, Tensor) else type(left).__name__,
+        )
 
 
 @contextmanager

@@ -130,6 +130,14 @@ def host_in_use(*_):
 
 
 @on_hooked
+def unit_hook_changed_shape(*_):
+    model = toy_model()
+    with swd.attach(model, identity(model, SITE)):
+        hooks = [("blocks.0.hook_mlp_out_unit", lambda z, hook: z.mean(1, keepdim=True))]
+        model.run_with_hooks(random_tokens(2, 6), fwd_hooks=hooks)
+
+
+@on_hooked
 def factors_without_site(*_):
     model = toy_model()
     swd.attach(model, swd.solve(model.blocks[0].mlp.W_out.detach(), sparsity=0.5, outer_iterations=4))

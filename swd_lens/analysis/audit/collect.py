@@ -32,6 +32,7 @@ from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, parse_unit, select_sites
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach
 from swd_lens.units.match import weight_fingerprint
@@ -115,6 +116,7 @@ def audit(
         "before": before,
         "after": after,
         "version": __version__,
+        **standing_hooks(model),
     }
     return Audit(
         sites={site.name: observer.result() for site, observer in observers.items()},

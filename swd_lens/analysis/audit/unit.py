@@ -34,6 +34,7 @@ class TaskRank:
     of: int | None = None
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False, kw_only=True)
 class UnitCard:
     """A unit in brief.

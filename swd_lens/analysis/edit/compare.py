@@ -47,6 +47,7 @@ from swd_lens.base.undo import Undo
 from swd_lens.base.visible import visible_token
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.sites import Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.units.attach import require_free
 
 METHODS = ("unit", "random", "oracle", "lora")
@@ -223,6 +224,7 @@ def compare_edits(
         "n_text_predictions": effects[0].n_predictions,
         "target": target.described(),
         "model": str(model.cfg.model_name),
+        **standing_hooks(model),
         "weight_sha256": edits[0].settings["weight_sha256"],
         "swd_lens": __version__,
     }

@@ -30,6 +30,7 @@ from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import same_length
@@ -176,7 +177,7 @@ def measure(
         before, after = _margins(host, edits)
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)
         kl_text, n = _text(host, edits, stream, batch_size, progress)
-    measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__}
+    measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__, **standing_hooks(model)}
     return [
         SideEffects(
             edit=edit,

@@ -25,6 +25,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, norms_output, sites_of
 from swd_lens.hosts.sites import Site, hook_name, parse_unit
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.units import attach
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
@@ -182,6 +183,7 @@ def provenance(
         "model": str(host.model.cfg.model_name),
         "swd_lens": __version__,
         **described(host, site),
+        **standing_hooks(host.model),
     }
 
 

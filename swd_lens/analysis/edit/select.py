@@ -31,6 +31,7 @@ from swd_lens.base.visible import visible_token
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
@@ -193,6 +194,7 @@ def select_edit_unit(
         "text": n_tokens,
         "formula": "ours: strength x importance x specificity, as far as given",
         "swd_lens": __version__,
+        **standing_hooks(model),
     }
     return EditSelection(table, settings)
 

@@ -24,6 +24,7 @@ from swd_lens.base.visible import visible_token
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.sites import Site, parse_unit
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.example import Unusable
 from swd_lens.tasks.prompt import Prompt, decoded
 from swd_lens.tasks.tokenize import TaskTokenizer
@@ -123,6 +124,7 @@ def unit_graph(
         "model": str(getattr(model.cfg, "model_name", "")),
         "n_layers": len(model.blocks),
         "swd_lens": __version__,
+        **standing_hooks(model),
         "factors": dict(attached.identities),
         "units": sum(len(indices) for indices in drawn.values()),
         "prompt": None if ids is None else decoded(model, ids),

@@ -25,6 +25,7 @@ from swd_lens.base.record import Record
 from swd_lens.hosts import Host, require_no_dropout, sites_of
 from swd_lens.hosts.recording import Recording, record
 from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
@@ -131,6 +132,7 @@ class SiteRun:
             "row_length": self.stream.row_length,
             "tokens_sha256": self.stream.fingerprint(),
             "version": __version__,
+            **standing_hooks(self.host.model),
             **choices,
         }
 

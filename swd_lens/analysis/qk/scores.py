@@ -29,6 +29,7 @@ from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.attention import HeadNorm, Heads, Rotation, heads_of, rotations
 from swd_lens.hosts.recording import Recording, record
 from swd_lens.hosts.sites import Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.factors import Factors
@@ -149,6 +150,7 @@ def provenance(units: UnitSet, layers: Mapping[int, LayerUnits]) -> dict[str, An
         "qk_norm": "weight folded into write vectors" if heads.query_norm is not None else None,
         "soft_cap": heads.soft_cap,
         "version": __version__,
+        **standing_hooks(units.host.model),
     }
 
 

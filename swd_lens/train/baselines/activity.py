@@ -21,6 +21,7 @@ from swd_lens.base.figures import INK, PALETTE, literal, new_figure
 from swd_lens.base.record import Record
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import attach
 
@@ -98,4 +99,4 @@ def activity_of(model: Any, units: Any, tokens: Any, *, batch_size: int = 16, pr
             seen = record(host, batch, units=attachment.sites, keep=lambda z: (z != 0).sum((0, 1)).cpu())
             counts = {name: counts.get(name, 0) + count for name, count in seen.units.items()}
     settings = {"model": str(model.cfg.model_name), "rows": stream.n_rows, "row_length": stream.row_length}
-    return Activity(stream.n_tokens, counts, settings)
+    return Activity(stream.n_tokens, counts, settings | standing_hooks(model))

@@ -23,6 +23,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
@@ -214,6 +215,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         "replaces": site.name,
         "model": str(model.cfg.model_name),
         "swd_lens": __version__,
+        **standing_hooks(model),
         "settings": spec.as_dict(),
         "tokens_sha256": rows.fingerprint(),
         "unique_tokens": min(rows.n_rows * rows.row_length, spec.steps * spec.tokens_per_step),
@@ -226,6 +228,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     if how.out is not None:
         decides = {key: provenance[key] for key in ("method", "replaces", "tokens_sha256", "swd_lens")}
         decides |= {"host_sha256": host_fingerprint(model, model.cfg), "kept_after_steps": sorted(keep)}
+        decides |= standing_hooks(model)
         folder = TrainingFolder(Path(how.out), {**decides, **provenance["settings"]}, method, (INDEX,))
     n_weights = sum(p.numel() for p in coders_of(provenance, meta=True).parameters())
     with (

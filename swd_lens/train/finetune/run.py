@@ -21,6 +21,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.recording import record
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
@@ -109,6 +110,7 @@ def finetune(
     if out is not None:
         decides = {
             "host_sha256": host_fingerprint(model, model.cfg),
+            **standing_hooks(model),
             "factors_sha256": upstream_of(units.factors),
             "tokens_sha256": rows.fingerprint(),
             "heldout_sha256": None if heldout_rows is None else heldout_rows.fingerprint(),
@@ -184,6 +186,7 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
         "before": _means(fit.before),
         "after": _means(fit.after),
         "swd_lens": __version__,
+        **standing_hooks(units.host.model),
     }
     cfg = units.host.model.cfg
     tokens = list(provenance.get("probe_tokens") or probe_tokens(rows.first(), int(cfg.d_vocab), int(cfg.n_ctx)))

@@ -1,0 +1,380 @@
+"""Numbers do not depend on surroundings: every public call gives the same bits under every setting that a caller may have made.
+
+1. Everything public that computes carries the mark of base/surroundings.py.
+2. Real calls on a HookedTransformer and on a TransformerBridge, under each setting: the same bits, and nothing stays behind.
+3. Within an attachment a user's own forwards see the user's settings.
+4. A user's standing hooks are named in the settings of results; a hook that changes z's shape is refused.
+5. A second thread that uses the same host is refused.
+"""
+
+import inspect
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache, cached_property, partial
+from importlib import import_module, metadata
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import swd_lens as swd
+from swd_lens.base.surroundings import is_marked
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.hosts import host_of
+from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.task import Task, TaskSplit
+from tests import families
+from tests.base.test_surroundings import SETTINGS as PLAIN_SETTINGS
+from tests.base.test_surroundings import in_a_thread, state
+
+SITE, SITES = "blocks.1.mlp_out", "blocks.*.mlp_out"
+QUICK = {"outer_iterations": 3, "progress": False}
+HOSTS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)
+
+# ---------------------------------------------------------------------------------------------- the mark
+
+# No tensors in them, or nothing but fields.
+_NOTHING_TO_COMPUTE = {
+    *("Site", "TaskExample", "Estimate", "QKPair", "QKCase", "SparseSpec", "TranscoderSpec", "VpdSpec", "FinetuneSpec"),
+}
+
+
+def public() -> dict[str, Any]:
+    names = {n: getattr(swd, n) for table in (swd.PUBLIC, swd.ALIASES, swd.TYPES) for n in table}
+    for namespace, home in swd.NAMESPACES.items():
+        module = import_module(f"swd_lens.{home}")
+        names |= {f"{namespace}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: value for name, value in names.items() if callable(value)}
+
+
+def members(kind: type) -> dict[str, Any]:
+    """Public methods and properties that a class of swd_lens has, those of its bases in swd_lens included; no generators."""
+    made = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("swd_lens"):
+            made |= {name: value for name, value in vars(base).items() if not name.startswith("_")}
+    functions = {}
+    for name, value in made.items():
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, cached_property):
+            value = value.func
+        elif isinstance(value, classmethod | staticmethod):
+            value = value.__func__
+        if inspect.isfunction(value) and not inspect.isgeneratorfunction(inspect.unwrap(value)):
+            functions[name] = value
+    return functions
+
+
+@pytest.mark.parametrize("name", public())
+def test_everything_public_that_computes_is_marked(name):
+    value = public()[name]
+    if not inspect.isclass(value):
+        assert is_marked(value)
+    elif not issubclass(value, BaseException) and value.__name__ not in _NOTHING_TO_COMPUTE:
+        assert not [method for method, function in members(value).items() if not is_marked(function)]
+
+
+# ---------------------------------------------------------------------------------------------- the same bits
+
+
+def deterministic():
+    class Deterministic:
+        def __enter__(self):
+            torch.use_deterministic_algorithms(True)
+
+        def __exit__(self, *_):
+            torch.use_deterministic_algorithms(False)
+
+    return Deterministic()
+
+
+SETTINGS = {**PLAIN_SETTINGS, "deterministic": deterministic}
+del SETTINGS["none"]
+
+
+def split(name: str, seed: int) -> TaskSplit:
+    """Eight prompts of random tokens, one answer, two distractors."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = tuple(torch.randint(8, 99, (3 + i % 4,), generator=generator) for i in range(8))
+    examples = tuple(TaskExample(f"prompt {i}", ("right",), ("wrong",)) for i in range(8))
+    answers, wrong = [(9 + i,) for i in range(8)], [(30 + i, 60 + i) for i in range(8)]
+    return TaskSplit(name, examples, prompts, tuple(answers), tuple(wrong), families.D_VOCAB, task="toy")
+
+
+def load(kind: str) -> Any:
+    return swd.load_host(str(families.checkpoint("gpt2")), kind=kind)
+
+
+class Kit:
+    """A host and what calls on it take, made in plain surroundings."""
+
+    def __init__(self, kind: str):
+        self.model = load(kind)
+        self.tokens = families.some_tokens(6, 10)
+        self.task = Task("toy", split("train", 0), split("test", 1), "random", False)
+        self.factors = self.factorize()
+        attention = swd.factorize(self.model, ["blocks.*.attn_qkv"], sparsity=0.5, **QUICK)
+        self.attention, self.scores = attention, self.attribute()
+
+    def factorize(self, calibration: str = "sequential") -> Any:
+        return swd.factorize(self.model, SITES, sparsity=0.5, tokens=self.tokens, calibration=calibration, **QUICK)
+
+    def attribute(self, **how: Any) -> Any:
+        return swd.attribute(self.model, self.factors, self.task, **how)
+
+    def edits(self) -> Any:
+        edit = swd.edit_unit(self.model, self.factors, f"{SITE}/1", self.tokens[0], 9, 11, 1.5)
+        with edit.applied(self.model):
+            changed = host_of(self.model).weight(swd.find_sites(self.model, SITE)[0]).clone()
+        return edit, swd.side_effects(self.model, edit, [self.tokens[1]], self.tokens), changed
+
+    def finetune(self, autocast: str | None) -> Any:
+        how = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3, "autocast": autocast, "progress": False}
+        return swd.finetune(self.model, self.factors, self.tokens, heldout=self.tokens[:2], **how)
+
+    def train(self, method: Any, site: str = SITE) -> Any:
+        units = method(self.model, site, self.tokens, n_tokens=60, tokens_per_step=20, width=8, progress=False)
+        return {name: vars(of_site.coder) | dict(of_site.coder.state_dict()) for name, of_site in units.items()}
+
+    def circuit(self) -> Any:
+        curve = swd.evaluate(self.model, self.factors, self.task, self.scores, bootstrap=20, kl=True)
+        return curve, swd.judge(self.model, self.factors, self.task, curve.circuit(5), bootstrap=20)
+
+    def qk(self) -> Any:
+        screen = swd.qk_screen(self.model, self.attention, distance=2)
+        pair = screen.pairs(1)[0]
+        replay = swd.qk_replay(self.model, self.attention, pair, self.tokens[0])
+        return screen, replay, swd.qk_scan(self.model, self.attention, [self.tokens[0]], pairs=[pair], progress=False)
+
+
+CALLS = {
+    "grams": lambda kit: collect_grams(kit.model, swd.find_sites(kit.model, SITES), kit.tokens),
+    "factorize": Kit.factorize,
+    "factorize corrected": lambda kit: kit.factorize("corrected"),
+    "allocate": lambda kit: swd.allocate(kit.model, SITES, sparsity=0.5, tokens=kit.tokens, **QUICK),
+    "attribute": Kit.attribute,
+    "attribute by gradients": lambda kit: kit.attribute(score="integrated_gradients", steps=2, positions="all"),
+    "attribute by ablation": lambda kit: kit.attribute(score="ablation"),
+    "circuits": Kit.circuit,
+    "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task, kit.scores, rounds=1),
+    "fidelity": lambda kit: swd.fidelity(kit.model, kit.factors, kit.tokens),
+    "compare": lambda kit: swd.compare(
+        {"SWD": kit.factors, "SVD": swd.baselines.svd(kit.model, SITES)}, kit.model, kit.task, tokens=kit.tokens
+    ),
+    "qk": Kit.qk,
+    "audit": lambda kit: vars(swd.audit(kit.model, kit.factors, kit.tokens, n=2, progress=False))["sites"],
+    "edits": Kit.edits,
+    "graph": lambda kit: swd.unit_graph(
+        kit.model, kit.factors, {site: [0, 1, 2] for site in kit.factors}, prompt=kit.tokens[0], keep=None
+    ),
+    "interactions": lambda kit: swd.unit_interactions(
+        kit.model, swd.baselines.svd(kit.model, "blocks.1.mlp_in"), "blocks.1.mlp_in", kit.tokens, top=4, progress=False
+    ),
+    "overlap": lambda kit: swd.unit_overlap(kit.model, kit.factors, SITE, kit.tokens, progress=False),
+    "finetune": lambda kit: kit.finetune(None),
+    "finetune under its own autocast": lambda kit: kit.finetune("bfloat16"),
+    "transcoder": lambda kit: kit.train(swd.baselines.transcoder),
+    "VPD": lambda kit: kit.train(swd.baselines.vpd_kl),
+    "generate": lambda kit: swd.generate(
+        kit.model, ["a"], kit.factors, max_new_tokens=2, temperature=1.0, progress=False
+    ),
+    "load": lambda kit: host_of(load(kind_of(kit))).weight(swd.find_sites(kit.model, SITE)[0]),
+}
+
+
+def kind_of(kit: Kit) -> str:
+    return "hooked" if type(kit.model).__name__ == "HookedTransformer" else "bridge"
+
+
+@cache
+def kit_of(kind: str) -> Kit:
+    return Kit(kind)
+
+
+@cache
+def expected(kind: str, call: str) -> Any:
+    return plain(CALLS[call](kit_of(kind)))
+
+
+def plain(value: Any) -> Any:
+    """A result as nested values that are equal only if every bit and every dtype is."""
+    if isinstance(value, Tensor):
+        assert not value.is_inference()
+        whole = value.detach().contiguous()
+        return (
+            str(whole.dtype),
+            str(whole.device),
+            tuple(whole.shape),
+            whole.flatten().view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, pd.DataFrame):
+        return {str(column): plain(value[column].tolist()) for column in value}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items() if key not in ("seconds", "host")}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_gives_the_same_bits_under_every_setting(call, kind, setting):
+    wanted, kit = expected(kind, call), kit_of(kind)
+    with SETTINGS[setting]():
+        before = state()
+        got = CALLS[call](kit)
+        assert state() == before
+    assert plain(got) == wanted
+
+
+# ---------------------------------------------------------------------------------------------- the user's own forwards
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_forwards_of_an_attached_host_see_the_users_settings(kind):
+    kit = kit_of(kind)
+    with torch.autocast("cpu", torch.bfloat16), swd.attach(kit.model, kit.factors), torch.no_grad():
+        rounded = kit.model(kit.tokens)
+        assert torch.is_autocast_enabled("cpu")
+    with swd.attach(kit.model, kit.factors), torch.no_grad():
+        exact = kit.model(kit.tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(kit.model(kit.tokens), rounded)
+    assert not torch.equal(rounded.float(), exact.float())
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_a_host_and_tokens_made_under_inference_mode(kind):
+    """Its forwards can have no gradients that pass through weights; attributions ask for those of z alone."""
+    wanted, kit = expected(kind, "attribute"), kit_of(kind)
+    with torch.inference_mode():
+        host, tokens = swd.load_host.__wrapped__(str(families.checkpoint("gpt2")), kind=kind), kit.tokens.clone()
+        factors = swd.factorize(host, SITES, sparsity=0.5, tokens=tokens, **QUICK)
+    assert all(p.is_inference() for p in host.parameters()) and tokens.is_inference()
+    assert plain(factors) == expected(kind, "factorize")
+    assert plain(swd.fidelity(host, factors, tokens)) == expected(kind, "fidelity")
+    assert plain(swd.attribute(host, factors, kit.task)) == wanted
+    tuned = swd.finetune(kit.model, factors, tokens, steps=1, batch_size=2, learning_rate=1e-3, progress=False)
+    assert tuned[SITE].read.shape == factors[SITE].read.shape
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+def steer(resid: Tensor, hook: Any) -> Tensor:
+    return resid * 1.5
+
+
+def watch(module: Any, args: Any, output: Any = None) -> None:
+    pass
+
+
+NAMED = {
+    "attribute": lambda kit: kit.attribute().settings,
+    "evaluate": lambda kit: swd.evaluate(kit.model, kit.factors, kit.task, kit.scores, bootstrap=0).settings,
+    "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task, kit.scores, rounds=0).refined.provenance,
+    "fidelity": lambda kit: swd.fidelity(kit.model, kit.factors, kit.tokens).as_dict(),
+    "factorize": lambda kit: kit.factorize().provenance,
+    "allocate": lambda kit: CALLS["allocate"](kit).settings,
+    "finetune": lambda kit: kit.finetune(None).provenance["finetune"],
+    "transcoder": lambda kit: (
+        swd.baselines.transcoder(
+            kit.model, SITE, kit.tokens, n_tokens=60, tokens_per_step=20, width=8, progress=False
+        ).provenance
+    ),
+    "qk": lambda kit: kit.qk()[1].settings,
+    "audit": lambda kit: swd.audit(kit.model, kit.factors, kit.tokens, n=2, progress=False).settings,
+    "graph": lambda kit: CALLS["graph"](kit).settings,
+    "edit": lambda kit: kit.edits()[1].settings,
+    "overlap": lambda kit: CALLS["overlap"](kit).settings,
+    "generate": lambda kit: CALLS["generate"](kit).settings,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("call", NAMED)
+def test_standing_hooks_are_named_in_the_settings_of_results(call, kind):
+    kit = kit_of(kind)
+    assert "standing_hooks" not in NAMED[call](kit)
+    handle = kit.model.blocks[0].register_forward_hook(watch)
+    try:
+        with kit.model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", partial(steer))]):
+            named = NAMED[call](kit)["standing_hooks"]
+    finally:
+        handle.remove()
+    assert len(named) == 2 and named[0] == "blocks.0: watch" and named[1].endswith(": steer")
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_hooks_of_our_own_are_not_standing_hooks(kind):
+    kit = kit_of(kind)
+    with swd.attach(kit.model, {SITE: kit.factors[SITE]}):
+        assert (
+            "standing_hooks"
+            not in swd.attribute(kit.model, {"blocks.0.mlp_out": kit.factors["blocks.0.mlp_out"]}, kit.task).settings
+        )
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (lambda z, hook: z.mean(1, keepdim=True), r"\(6, 1, 16\) for a z of \(6, 10, 16\)"),
+        (lambda z, hook: z[:1], r"\(1, 10, 16\) for a z of"),
+        (lambda z, hook: z[0, 0], r"\(16,\) for a z of"),
+        (lambda z, hook: 0.0, "float for a z of"),
+    ],
+)
+def test_a_hook_that_changes_the_shape_of_z_is_refused(kind, change, left):
+    kit, name = kit_of(kind), "blocks.1.hook_mlp_out_unit"
+    with swd.attach(kit.model, kit.factors), torch.no_grad():
+        with pytest.raises(ValueError, match=rf"a hook on {name} \(.*lambda.*\) returned {left}"):
+            kit.model.run_with_hooks(kit.tokens, fwd_hooks=[(name, change)])
+        zeroed = kit.model.run_with_hooks(kit.tokens, fwd_hooks=[(name, lambda z, hook: z * 0)])
+        assert zeroed.shape == kit.model(kit.tokens).shape
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize(
+    "call", ["factorize", "attribute", "circuits", "fidelity", "qk", "audit", "edits", "graph", "overlap"]
+)
+def test_a_second_thread_on_an_attached_host_is_refused(call, kind):
+    kit = kit_of(kind)
+    with swd.attach(kit.model, {SITE: kit.factors[SITE]}):
+        refused = in_a_thread(lambda: CALLS[call](kit))
+        assert isinstance(refused, swd.errors.HostInUseError), refused
+    assert "blocks.1.hook_mlp_out_unit" not in kit.model.hook_dict
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_threads_with_hosts_of_their_own_give_the_same_bits(kind):
+    wanted, outcome = expected(kind, "fidelity"), {}
+
+    def run(i: int) -> None:
+        kit = Kit(kind)
+        outcome[i] = [plain(CALLS["fidelity"](kit)) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert outcome == {0: [wanted] * 3, 1: [wanted] * 3}
