@@ -97,13 +97,16 @@ SETTINGS = {**PLAIN_SETTINGS, "deterministic": deterministic}
 del SETTINGS["none"]
 
 
-def split(name: str, seed: int) -> TaskSplit:
-    """Eight prompts of random tokens, one answer, two distractors."""
+def split(model: Any, name: str, seed: int) -> TaskSplit:
+    """Eight prompts of random tokens, to which the host prefers the answer to the distractor."""
     generator = torch.Generator().manual_seed(seed)
     prompts = tuple(torch.randint(8, 99, (3 + i % 4,), generator=generator) for i in range(8))
     examples = tuple(TaskExample(f"prompt {i}", ("right",), ("wrong",)) for i in range(8))
-    answers, wrong = [(9 + i,) for i in range(8)], [(30 + i, 60 + i) for i in range(8)]
-    return TaskSplit(name, examples, prompts, tuple(answers), tuple(wrong), families.D_VOCAB, task="toy")
+    with torch.no_grad():
+        logits = [model(prompt[None])[0, -1] for prompt in prompts]
+    answers = tuple((int(of_prompt.argmax()),) for of_prompt in logits)
+    wrong = tuple((int(of_prompt.argmin()),) for of_prompt in logits)
+    return TaskSplit(name, examples, prompts, answers, wrong, families.D_VOCAB, task="toy")
 
 
 def load(kind: str) -> Any:
@@ -116,7 +119,7 @@ class Kit:
     def __init__(self, kind: str):
         self.model = load(kind)
         self.tokens = families.some_tokens(6, 10)
-        self.task = Task("toy", split("train", 0), split("test", 1), "random", False)
+        self.task = Task("toy", split(self.model, "train", 0), split(self.model, "test", 1), "random", False)
         self.factors = self.factorize()
         attention = swd.factorize(self.model, ["blocks.*.attn_qkv"], sparsity=0.5, **QUICK)
         self.attention, self.scores = attention, self.attribute()
@@ -130,7 +133,7 @@ class Kit:
     def edits(self) -> Any:
         edit = swd.edit_unit(self.model, self.factors, f"{SITE}/1", self.tokens[0], 9, 11, 1.5)
         with edit.applied(self.model):
-            changed = host_of(self.model).weight(swd.find_sites(self.model, SITE)[0]).clone()
+            changed = host_of(self.model).weight(swd.find_sites(self.model, SITE)[0]).tolist()
         return edit, swd.side_effects(self.model, edit, [self.tokens[1]], self.tokens), changed
 
     def finetune(self, autocast: str | None) -> Any:
@@ -170,7 +173,11 @@ CALLS = {
     "audit": lambda kit: vars(swd.audit(kit.model, kit.factors, kit.tokens, n=2, progress=False))["sites"],
     "edits": Kit.edits,
     "graph": lambda kit: swd.unit_graph(
-        kit.model, kit.factors, {site: [0, 1, 2] for site in kit.factors}, prompt=kit.tokens[0], keep=None
+        kit.model,
+        kit.factors,
+        [f"{site}/{i}" for site in kit.factors for i in range(3)],
+        prompt=kit.tokens[0],
+        keep=None,
     ),
     "interactions": lambda kit: swd.unit_interactions(
         kit.model, swd.baselines.svd(kit.model, "blocks.1.mlp_in"), "blocks.1.mlp_in", kit.tokens, top=4, progress=False
@@ -181,9 +188,9 @@ CALLS = {
     "transcoder": lambda kit: kit.train(swd.baselines.transcoder),
     "VPD": lambda kit: kit.train(swd.baselines.vpd_kl),
     "generate": lambda kit: swd.generate(
-        kit.model, ["a"], kit.factors, max_new_tokens=2, temperature=1.0, progress=False
+        kit.model, kit.factors, ["a"], max_new_tokens=2, temperature=1.0, progress=False
     ),
-    "load": lambda kit: host_of(load(kind_of(kit))).weight(swd.find_sites(kit.model, SITE)[0]),
+    "load": lambda kit: host_of(load(kind_of(kit))).weight(swd.find_sites(kit.model, SITE)[0]).tolist(),
 }
 
 

@@ -1,9 +1,9 @@
 """Surroundings: a caller's settings of torch that would change numbers, and other threads. Functions of swd_lens see neither.
 
-1. `in_plain_surroundings` marks a function, or every public method, operator and property of a class. While the outermost marked call of a
-   thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off, and float32
-   products have their full precision (no TF32, no bfloat16). Afterwards everything is as it was, whatever ended the call. Calls
-   inside of it cost a look at one attribute, so that our own code may train under autocast.
+1. `in_plain_surroundings` marks a function, or every public method, operator and property of a class. While the outermost
+   marked call of a thread runs, the default dtype is float32, the default device the CPU, autocast and inference mode are off,
+   and float32 products have their full precision (no TF32, no bfloat16). Afterwards everything is as it was, whatever ended
+   the call. Calls inside of it cost a look at one attribute, and our own code may train under autocast there.
 2. Default dtype and precision of products belong to the process: while marked calls run, other threads see them, too. They are
    given back when the last of these calls has ended; a thread that sets them meanwhile changes the numbers of the others.
 3. Gradients stay as the caller has them (under inference mode: on); who needs them switches them on. Deterministic
