@@ -4,6 +4,7 @@ import gc
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from swd_lens.base.errors import HostInUseError
 from swd_lens.base.surroundings import claim, hold, in_plain_surroundings, is_marked
 from swd_lens.base.undo import Undo
 from tests.interrupts import run_to_line
+
+MATMUL: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
@@ -28,14 +31,14 @@ def default_dtype(dtype: torch.dtype):
 @contextmanager
 def precision_of_products(backend: bool):
     if backend:
-        before, torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision, "bf16"
+        before, MATMUL.fp32_precision = MATMUL.fp32_precision, "bf16"
     else:
         torch.set_float32_matmul_precision("medium")
     try:
         yield
     finally:
         if backend:
-            torch.backends.mkldnn.matmul.fp32_precision = before
+            MATMUL.fp32_precision = before
         else:
             torch.set_float32_matmul_precision("highest")
 
@@ -57,7 +60,7 @@ def precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return torch.backends.mkldnn.matmul.fp32_precision
+        return MATMUL.fp32_precision
 
 
 def state() -> tuple:
@@ -115,6 +118,7 @@ def test_what_our_own_code_sets_holds_within_marked_calls():
 def test_an_interruption_at_any_line_leaves_nothing_behind():
     with default_dtype(torch.bfloat16), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         before, stop = state(), 0
+        lock: Any = surroundings._lock
         while True:
             stop += 1
             try:
@@ -123,8 +127,8 @@ def test_an_interruption_at_any_line_leaves_nothing_behind():
             except KeyboardInterrupt:
                 gc.collect()
                 # Between the last line under a lock and its release, where tracing interrupts, Python asks for no signals.
-                while surroundings._lock._is_owned():
-                    surroundings._lock.release()
+                while lock._is_owned():
+                    lock.release()
                 assert state() == before, stop
                 assert surroundings._thread.call is None and not surroundings._calls, stop
     assert stop > 20
