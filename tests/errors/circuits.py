@@ -182,3 +182,10 @@ def run_within_a_run(folder, patch):
 
 
 TRIGGERS["run-within-a-run"] = run_within_a_run
+
+
+@on_hooked
+def screen_while_attached(folder, patch):
+    model, factors, task, _ = setting()
+    with swd.attach(model, factors[SITE]):
+        swd.screen(model, task)

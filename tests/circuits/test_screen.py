@@ -1,0 +1,158 @@
+"""screen: the numbers of TransformerLens' own hooks, on both kinds of host; shortcuts change nothing; what is chosen and said.
+
+SmolLM2's screen is tests/real/.
+"""
+
+from importlib import metadata
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.circuits import screen as of_screen
+from swd_lens.tasks.example import TaskExample
+from tests import families
+
+KINDS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)
+HOOKS = {"mlp_out": "hook_mlp_out", "attn_o": "hook_attn_out"}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def host(request):
+    model = swd.load_default_model(kind=request.param)
+    return model, [swd.load_task(name, model, n_train=12, n_test=8) for name in ("ioi", "greater_than")]
+
+
+def by_hooks(model, split, names, last_only):
+    """Mean margin with some outputs at their means, by run_with_hooks, prompt by prompt."""
+    points = {name: f"blocks.{name.split('.')[1]}.{HOOKS[name.split('.')[2]]}" for name in names}
+    seen = {name: [] for name in names}
+    for tokens in split.tokens:
+        _, cache = model.run_with_cache(tokens[None], prepend_bos=False)
+        for name, point in points.items():
+            seen[name].append(cache[point][0, -1:] if last_only else cache[point][0])
+
+    def putting(mean):
+        def put(value, hook):
+            value = value.clone()
+            value[:, -1 if last_only else slice(None)] = mean
+            return value
+
+        return put
+
+    hooks = [(points[name], putting(torch.cat(outputs).mean(0))) for name, outputs in seen.items()]
+    margins = []
+    for tokens, right, wrong in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True):
+        with torch.no_grad():
+            logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0, -1]
+        margins.append(float(logits[list(right)].mean() - logits[list(wrong)].mean()))
+    return sum(margins) / len(margins)
+
+
+@pytest.mark.parametrize("positions", ["scoring", "all"])
+def test_margins_are_those_of_hooks_that_put_means_in_place(host, positions):
+    model, tasks = host
+    screened = swd.screen(model, tasks, positions=positions, tokens_per_forward=300)
+    assert screened.settings["shortcuts"]["ioi"] == (["start", "prefix"] if positions == "scoring" else ["start"])
+    for task in tasks:
+        result = screened.tasks[task.name]
+        interventions = {name: [name] for name in ("blocks.0.mlp_out", "blocks.2.attn_o", "blocks.3.mlp_out")}
+        interventions |= {"all attn_o": [f"blocks.{layer}.attn_o" for layer in range(4)]}
+        for label, names in interventions.items():
+            expected = by_hooks(model, task.train, names, positions == "scoring")
+            assert result.margins[label] == pytest.approx(expected, abs=2e-3)
+            assert result.dropped(label) == pytest.approx(result.margin - expected, abs=2e-3)
+            assert result.kept(label) == pytest.approx(expected / result.margin, abs=1e-3)
+
+
+def test_the_host_is_left_as_it_was(host):
+    model, tasks = host
+    tokens, hooks = tasks[0].test.tokens[0][None], list(model.hook_dict)
+    with torch.no_grad():
+        before = model(tokens)
+        swd.screen(model, tasks[0], sites="mlp_out", n_prompts=4)
+        assert torch.equal(model(tokens), before) and list(model.hook_dict) == hooks
+    factors = swd.baselines.svd(model, "blocks.1.mlp_out")
+    with (
+        swd.attach(model, factors),
+        pytest.raises(ValueError, match=r"units are attached at blocks\.1\.mlp_out: detach"),
+    ):
+        swd.screen(model, tasks[0])
+    with pytest.raises(ValueError, match="positions='last'"):
+        swd.screen(model, tasks[0], positions="last")
+    with pytest.raises(ValueError, match="n_prompts=0"):
+        swd.screen(model, tasks[0], n_prompts=0)
+
+
+def words(model):
+    names = ["Mary", "John", "Anna", "Paul", "Emma", "Mark"]
+    examples = [
+        TaskExample(f"{'Then ' * (i % 3)}{a} met {b} at the park and", (f" {a}",), (f" {b}",))
+        for i, (a, b) in enumerate((a, b) for a in names for b in names if a != b)
+    ]
+    return swd.Task.from_examples("words", examples[:12], examples[12:16], model)
+
+
+# Not qwen2, whose tokenizer class of transformers makes nothing of the embedded model's vocabulary.
+@pytest.mark.parametrize("family", ["gpt2", "pythia", "llama", "qwen3", "gemma2", "qwen3_5", "bert"])
+def test_shortcuts_change_nothing_on_other_hosts(family, monkeypatch):
+    model = families.bridge(family)
+    task = words(model)
+    shortened = swd.screen(model, task, n_prompts=9)
+    monkeypatch.setattr(of_screen._Runs, "_starts_agree", lambda *_: False)
+    monkeypatch.setattr(of_screen._Runs, "_prefix_agrees", lambda *_: False)
+    plain = swd.screen(model, task, n_prompts=9)
+    assert plain.settings["shortcuts"]["words"] == []
+    assert ("prefix" in shortened.settings["shortcuts"]["words"]) is (family != "bert")
+    for name, margin in plain.tasks["words"].margins.items():
+        assert shortened.tasks["words"].margins[name] == pytest.approx(margin, abs=2e-3), name
+
+
+def test_what_is_shown_saved_and_chosen(host, tmp_path):
+    model, tasks = host
+    screened = swd.screen(model, tasks, sites=["attn_o", "mlp_out"], surfaces={"late": "blocks.3.*"}, n_prompts=8)
+    assert screened.settings["prepend_bos"] == {"ioi": True, "greater_than": True}
+    assert screened.settings["prompts"] == {"ioi": 8, "greater_than": 8} and list(screened.surfaces) == ["late"]
+    table = screened.table(2)
+    assert list(table["task"]) == ["ioi"] * 3 + ["greater_than"] * 3 and set(table["without"]) >= {"late"}
+    result = screened.tasks["ioi"]
+    best = max(screened.sites, key=result.dropped)
+    assert screened.choose()[best] == [best]
+    assert list(screened.skill()["remark"]) == ["", ""] and "<svg" in screened._repr_html_()
+    screened.save(tmp_path / "screen.json")
+    again = type(screened).load(tmp_path / "screen.json")
+    assert again == screened and again.table().equals(screened.table())
+
+
+def test_a_surface_is_chosen_where_no_single_site_matters_and_nothing_where_the_task_is_not_done():
+    def task(margins, margin=4.0):
+        values = {name: 0.0 for name in margins}
+        return of_screen.TaskScreen("t", 4, margin, 0.7, margins, values, values)
+
+    sites, surfaces = ("blocks.0.attn_o", "blocks.0.mlp_out"), {"both": ("blocks.0.attn_o", "blocks.0.mlp_out")}
+    redundant = {"blocks.0.attn_o": 3.9, "blocks.0.mlp_out": 3.8, "both": 1.0}
+    single = {"blocks.0.attn_o": 3.9, "blocks.0.mlp_out": 2.0, "both": 1.0}
+    settings = {"positions": "scoring"}
+
+    def chosen(screened):
+        return of_screen.Screen({"t": screened}, sites, surfaces, settings).choose()
+
+    assert chosen(task(redundant)) == {"both": list(sites)}
+    assert chosen(task(single)) == {"blocks.0.mlp_out": ["blocks.0.mlp_out"]}
+    assert chosen(task(single, margin=-1.0)) == {}
+    assert task(single).remark == "the dense model does only 70% of the prompts: a circuit of this task says little"
+    assert "its mean margin is not positive" in task(single, margin=-1.0).remark
+
+
+def test_skill_is_the_share_right_and_the_margin_of_the_test_prompts(host):
+    model, tasks = host
+    table = swd.skill(model, tasks)
+    assert list(table["task"]) == ["ioi", "greater_than"] and list(table["right"]) == [1.0, 1.0]
+    expected = []
+    for tokens, right, wrong in zip(
+        tasks[0].test.tokens, tasks[0].test.answer_ids, tasks[0].test.distractor_ids, strict=True
+    ):
+        with torch.no_grad():
+            logits = model(tokens[None])[0, -1]
+        expected.append(float(logits[list(right)].mean() - logits[list(wrong)].mean()))
+    assert table["mean margin"][0] == pytest.approx(sum(expected) / len(expected), abs=1e-3)
