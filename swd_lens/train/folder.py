@@ -185,7 +185,7 @@ class TrainingFolder:
                 try:
                     line = json.loads(text)
                     line["step"] = int(line["step"])
-                except (ValueError, TypeError, KeyError, RecursionError):  # cut short by a kill, or damaged
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # cut short by a kill, or damaged
                     break
                 lines.append(line)
         return lines

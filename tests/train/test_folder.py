@@ -1,0 +1,483 @@
+"""Folders of trainings, whatever is trained: no changed bit is gone on from or returned, one writer, nothing lost or left behind.
+
+Four kinds of run stand for all: finetune, a transcoder, VPD-KL with everything that it can keep, sparse pretraining.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.base.errors import FolderInUseError, ResumeError, TrainError, UnsealedFileWarning
+from swd_lens.base.sealed import read_sealed, read_tensors, write_sealed, write_tensors
+from swd_lens.hosts.embedded import WEIGHTS
+from swd_lens.hosts.embedded.corpus import load_tokenizer
+from swd_lens.train import folder as module
+from swd_lens.train.baselines import LearnedUnits
+from swd_lens.train.engine import Engine
+from swd_lens.train.finetune import finetune
+from tests import families
+from tests.micro import random_tokens, toy_model
+from tests.train.conftest import HELD, ROWS, factorized
+
+SITE = "blocks.1.mlp_out"
+TOKENS = random_tokens(24, 10)
+CONFIG = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64, "vocab_size": families.D_VOCAB}
+# Seven steps, a checkpoint after every third.
+STEPS = {"n_tokens": 350, "tokens_per_step": 50, "checkpoint_every": 3, "progress": False}
+KINDS = ("finetune", "transcoder", "vpd_kl", "sparse")
+
+
+def train(kind, out, **more):
+    """A short run; its result as bytes that can be compared."""
+    if kind == "finetune":
+        quick = {"steps": 7, "batch_size": 5, "learning_rate": 3e-3, "checkpoint_every": 3, "progress": False}
+        tuned = finetune(*factorized("hooked"), ROWS, out=out, heldout=HELD, **{**quick, **more})
+        return {site: (f.read.numpy().tobytes(), f.write.numpy().tobytes()) for site, f in tuned.items()}
+    if kind == "sparse":
+        quick = {"updates": 7, "tokens_per_update": 96, "checkpoint_every": 3, "progress": False, "end_density": 0.3}
+        text = families.some_tokens(48, 12)
+        made = baselines.sparse_pretrain(CONFIG, text, out=out, tokenizer=load_tokenizer(WEIGHTS), **{**quick, **more})
+        return (made.folder / "model.safetensors").read_bytes()
+    kept = {"adversarial": 0.5, "adversary": "persistent", "width": 12} if kind == "vpd_kl" else {"width": 12}
+    units = getattr(baselines, kind)(toy_model(), SITE, TOKENS, out=out, **{**STEPS, **kept, **more})
+    return bits(units)
+
+
+def bits(units):
+    return {
+        tokens: {name: t.numpy().tobytes() for name, t in kept.items()} for tokens, kept in units.checkpoints.items()
+    }
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def interrupted(kind, out, after=5, **more):
+    """A folder as Ctrl-C leaves it after some steps."""
+    advance = Engine.advance
+
+    def stopping(self, rows):
+        if self.step == after:
+            raise KeyboardInterrupt
+        return advance(self, rows)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "advance", stopping)
+        train(kind, out, **more)
+
+
+@cache
+def original(kind, state):
+    """(folder, result, log) of a run left alone, finished or interrupted; not to be changed."""
+    base = Path(os.environ["SWD_TEST_FOLDERS"]) / f"{kind} {state}"
+    if state == "finished":
+        result = train(kind, base)
+    else:
+        interrupted(kind, base)
+        _, result, log = original(kind, "finished")
+        return base, result, log
+    return base, result, (base / "log.jsonl").read_bytes()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folders(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWD_TEST_FOLDERS", str(tmp_path_factory.mktemp("folders")))
+        yield
+    original.cache_clear()
+
+
+def flipped(path, dice):
+    """One bit of a file changed."""
+    changed = bytearray(path.read_bytes())
+    changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
+    path.write_bytes(bytes(changed))
+
+
+# ---------------------------------------------------------------------------------------------- changed bits
+
+
+@pytest.mark.parametrize("state", ["interrupted", "finished"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_flipped_bit_anywhere_is_refused_or_ends_in_the_original_numbers(kind, state, tmp_path):
+    folder, result, log = original(kind, state)
+    dice, refused = random.Random(0), 0
+    names = [
+        name for name in files(folder) for _ in range(3 if name.startswith(("weights", "model", "factors")) else 5)
+    ]
+    for number, name in enumerate(names):
+        out = tmp_path / str(number)
+        shutil.copytree(folder, out)
+        flipped(out / name, dice)
+        try:
+            assert train(kind, out) == result, name
+            assert (out / "log.jsonl").read_bytes() == log, name
+        except (ResumeError, TrainError, swd.FactorFileError) as refusal:
+            assert str(out) in str(refusal)
+            refused += 1
+        shutil.rmtree(out)
+    assert refused > len(names) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_run_made_is_not_returned_as_the_result(kind, tmp_path):
+    folder, _, _ = original(kind, "finished")
+    shutil.copytree(folder, tmp_path / "run")
+    if kind == "finetune":  # whole, and of the same sites
+        factorized("hooked")[1].save(tmp_path / "run" / "factors")
+    else:
+        train(kind, tmp_path / "other", seed=7)
+        part = "model" if kind == "sparse" else "weights"
+        shutil.rmtree(tmp_path / "run" / part)
+        shutil.copytree(tmp_path / "other" / part, tmp_path / "run" / part)
+        for name in {"units.json"} & set(files(folder)):
+            shutil.copy(tmp_path / "other" / name, tmp_path / "run" / name)
+    with pytest.raises(ResumeError, match=r"not what was written there as a training run|is missing; a training run"):
+        train(kind, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / {"finetune": "factors", "sparse": "model"}.get(kind, "weights"))
+    with pytest.raises((ResumeError, TrainError)):
+        train(kind, tmp_path / "run")
+
+
+def test_a_checkpoint_or_a_log_of_another_run_is_refused(tmp_path):
+    folder, _, _ = original("transcoder", "interrupted")
+    interrupted("transcoder", tmp_path / "other", seed=7)
+    for name in ("checkpoint.safetensors", "log.jsonl"):
+        out = tmp_path / name
+        shutil.copytree(folder, out)
+        shutil.copy(tmp_path / "other" / name, out / name)
+        with pytest.raises(ResumeError, match=rf"{name}: not what was written there"):
+            train("transcoder", out)
+
+
+def test_a_point_kept_before_the_kill_is_checked_before_training_goes_on(tmp_path):
+    folder, _, _ = original("transcoder", "interrupted")
+    shutil.copytree(folder, tmp_path / "run")
+    flipped(next((tmp_path / "run" / "weights").glob("000000000000050.*")), random.Random(3))
+    with pytest.raises(ResumeError, match=r"000000000000050\.\w+\.safetensors"):
+        train("transcoder", tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"step": 1e999}', "\xff", "{}", "[1]", '"step"'])
+def test_lines_that_are_no_lines_are_where_the_log_ends(tmp_path, text):
+    folder, result, log = original("transcoder", "interrupted")
+    shutil.copytree(folder, tmp_path / "run")
+    lines = (folder / "log.jsonl").read_bytes().splitlines()
+    (tmp_path / "run" / "log.jsonl").write_bytes(b"\n".join([*lines[:3], text.encode("latin-1"), *lines[4:]]))
+    assert train("transcoder", tmp_path / "run") == result  # the checkpoint is of step 3
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+
+
+# ---------------------------------------------------------------------------------------------- earlier versions
+
+
+def without_hashes(folder):
+    """A training folder as an earlier version wrote it."""
+    run = read_sealed(folder / "run.json", "a run")
+    (folder / "run.json").write_text(json.dumps({name: value for name, value in run.items() if name != "files"}))
+    if (path := folder / "checkpoint.safetensors").exists():
+        tensors, header = read_tensors(path, "a checkpoint")
+        state = json.loads(header["state"])
+        if "kept" in state:
+            state["kept"] = [int(tokens) for tokens in state["kept"]]
+        save_file(tensors, path, {"state": json.dumps(state)})
+    for path in (folder / "weights").glob("*"):
+        tensors, header = read_tensors(path, "weights")
+        path.unlink()
+        save_file(tensors, path.with_name(path.name.split(".")[0] + ".safetensors"), header)
+    if (path := folder / "units.json").exists():
+        index = read_sealed(path, "units")
+        tokens = [int(tokens) for tokens in index["tokens"]]
+        path.write_text(json.dumps({"format": 1, "provenance": index["provenance"], "tokens": tokens}))
+
+
+@pytest.mark.parametrize("state", ["interrupted", "finished"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_without_hashes_are_read_with_the_warning(kind, state, tmp_path):
+    folder, result, log = original(kind, state)
+    shutil.copytree(folder, tmp_path / "run")
+    without_hashes(tmp_path / "run")
+    with pytest.warns(UnsealedFileWarning, match=r"run\.json carries no hash"):
+        assert train(kind, tmp_path / "run") == result
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+
+
+def test_an_old_checkpoint_that_does_not_fit_is_the_one_error(tmp_path):
+    folder, _, _ = original("transcoder", "interrupted")
+    shutil.copytree(folder, tmp_path / "run")
+    without_hashes(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    kept = {name: t for name, t in load_file(path).items() if not name.startswith("second")}
+    save_file(kept, path, {"state": '{"step": 3, "kept": []}'})
+    with (
+        pytest.warns(UnsealedFileWarning),
+        pytest.raises(ResumeError, match=r"checkpoint\.safetensors is not a training"),
+    ):
+        train("transcoder", tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------- who writes, and where
+
+
+def test_a_second_call_is_told_who_trains_there_and_the_first_ends_as_if_alone(tmp_path, monkeypatch):
+    _, result, _ = original("transcoder", "finished")
+    advance, refusals = Engine.advance, []
+
+    def second():
+        try:
+            train("transcoder", tmp_path)
+        except FolderInUseError as refusal:
+            refusals.append(str(refusal))
+
+    def beginning(self, rows):
+        if self.step == 2 and not refusals:
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+        return advance(self, rows)
+
+    monkeypatch.setattr(Engine, "advance", beginning)
+    assert train("transcoder", tmp_path) == result
+    assert len(refusals) == 1 and f"is written by transcoder (process {os.getpid()} on" in refusals[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "run.json", "units.json", "weights"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_impossible_folder_is_refused_before_any_work(kind, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr("swd_lens.train.rows.Shuffled.__init__", lambda *_: pytest.fail("worked"))
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(NotADirectoryError, match=r"file is no folder"):
+            train(kind, out)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_run_is_read_where_nobody_may_write(kind, monkeypatch):
+    folder, result, _ = original(kind, "finished")
+    monkeypatch.setattr(module, "writing", lambda *_, **__: pytest.fail("written"))
+    monkeypatch.setattr(module, "require_writable", lambda *_: pytest.fail("written"))
+    assert train(kind, folder) == result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_is_told_with_its_path_and_training_goes_on_later(kind, tmp_path, monkeypatch):
+    _, result, log = original(kind, "finished")
+    limits, advance = resource.getrlimit(resource.RLIMIT_FSIZE), Engine.advance
+
+    def filling(self, rows):
+        if self.step == 5:  # the checkpoint after step 6 does not fit
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        return advance(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "advance", filling)
+        try:
+            with pytest.raises(OSError, match=r"checkpoint\.safetensors was not written \(.*File too large"):
+                train(kind, tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.rglob("*.part"))
+    assert train(kind, tmp_path) == result and (tmp_path / "log.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_kill_left_goes_modes_are_the_umasks_and_files_of_others_stay(kind, tmp_path):
+    folder, result, _ = original(kind, "interrupted")
+    part = {"finetune": "factors", "sparse": "model"}.get(kind, "weights")
+    before = os.umask(0o027)
+    try:
+        shutil.copytree(folder, tmp_path / "run")
+        (tmp_path / "run" / part).mkdir(exist_ok=True)
+        (tmp_path / "run" / part / "mine.txt").write_text("mine")
+        for place in (tmp_path / "run", tmp_path / "run" / part):
+            if part != "factors" or place == tmp_path / "run":
+                left = place / f".x.{os.uname().nodename}.{2**22 + 1}.0123abcd.part"
+                left.mkdir()
+                (left / ".tmpAbCdEf").touch()
+        assert train(kind, tmp_path / "run") == result
+        assert not [name for name in files(tmp_path / "run") if "/." in f"/{name}"]
+        train(kind, tmp_path / "run", seed=3, overwrite=True)
+    finally:
+        os.umask(before)
+    written = files(tmp_path / "run")
+    assert written.pop(f"{part}/mine.txt").read_text() == "mine"
+    assert {path.stat().st_mode & 0o777 for path in written.values()} == {0o640}
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from swd_lens.train.engine import Engine
+from tests.train.test_folder import train
+
+advance = Engine.advance
+def killing(self, rows):
+    if self.step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return advance(self, rows)
+Engine.advance = killing
+train(sys.argv[1], Path(sys.argv[2]))
+"""
+
+LAUNCHED = """
+import sys, time
+from pathlib import Path
+from swd_lens.train.engine import Engine
+from tests.train.test_folder import train
+
+advance = Engine.advance
+def counting(self, rows):
+    print("step", flush=True)
+    time.sleep(0.2)
+    return advance(self, rows)
+Engine.advance = counting
+print(hash(str(train("transcoder", Path(sys.argv[1])))))
+"""
+
+
+def process(script, *arguments, **environment):
+    fixed = {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, env={**os.environ, **fixed, **environment}, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_kill_9_and_on_with_the_same_files(kind, tmp_path):
+    """All in processes of one thread each: the run left alone, the killed one, and the one that goes on."""
+    assert process(KILLED, kind, tmp_path / "killed").wait() == -9
+    left = files(tmp_path / "killed")
+    assert ".writer.lock" in left and len(left["log.jsonl"].read_text().splitlines()) == 5 + (kind == "finetune")
+    alone = KILLED.replace("Engine.advance = killing", "")
+    both = [process(alone, kind, tmp_path / name) for name in ("killed", "alone")]
+    assert [each.wait() for each in both] == [0, 0]
+    killed, alone = (
+        {name: path.read_bytes() for name, path in files(tmp_path / each).items()} for each in ("killed", "alone")
+    )
+    assert killed == alone
+
+
+@pytest.mark.slow
+def test_of_two_launched_processes_one_trains_and_both_have_the_result(tmp_path):
+    both = [process(LAUNCHED, tmp_path / "run", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
+    printed = [each.communicate()[0].split() for each in both]
+    assert [each.returncode for each in both] == [0, 0]
+    assert sorted(len(words) for words in printed) == [1, 1 + 7] and printed[0][-1] == printed[1][-1]
+
+
+# ---------------------------------------------------------------------------------------------- saved units
+
+
+def test_one_flipped_bit_of_saved_units_is_refused_or_without_effect(tmp_path):
+    units = LearnedUnits.load(original("transcoder", "finished")[0])
+    units.save(tmp_path / "saved")
+    dice, refused, names = random.Random(1), 0, list(files(tmp_path / "saved")) * 12
+    for name in names:
+        whole = (tmp_path / "saved" / name).read_bytes()
+        flipped(tmp_path / "saved" / name, dice)
+        try:
+            loaded = LearnedUnits.load(tmp_path / "saved")
+            values = {tokens: dict(loaded.checkpoints[tokens]) for tokens in loaded.checkpoints}
+            assert {t: {n: v.numpy().tobytes() for n, v in kept.items()} for t, kept in values.items()} == bits(units)
+            assert loaded.log.equals(units.log) and loaded.provenance == units.provenance
+        except TrainError as refusal:
+            assert str(tmp_path) in str(refusal)
+            refused += 1
+        (tmp_path / "saved" / name).write_bytes(whole)
+    assert refused > len(names) / 2
+
+
+def test_weights_of_a_run_that_differs_in_its_last_bits_only_are_refused(tmp_path):
+    """Runs that keep other points have the same provenance; their weights pass every test but that of the index."""
+    one, other = (LearnedUnits.load(original("transcoder", "finished")[0]) for _ in range(2))
+    one.save(tmp_path)
+    (path,) = (tmp_path / "weights").glob("000000000000350.*")
+    tensors, header = read_tensors(path, "weights")
+    write_tensors(path, {name: t + 1e-6 for name, t in tensors.items()}, header)
+    with pytest.raises(TrainError, match=rf"{path.name}: not what was written there"):
+        LearnedUnits.load(tmp_path).at(350)
+    assert bits(other) == original("transcoder", "finished")[1]
+
+
+def test_who_reads_beside_a_writer_has_all_of_the_old_or_all_of_the_new(tmp_path):
+    train("transcoder", tmp_path / "other", seed=7)
+    both = [LearnedUnits.load(original("transcoder", "finished")[0]), LearnedUnits.load(tmp_path / "other")]
+    both = [units.at(350) for units in both]
+    both[0].save(tmp_path / "saved")
+    known = [units.checkpoints[350]["mlp_out.W_enc"].numpy().tobytes() for units in both]
+    done = threading.Event()
+
+    def writer():
+        for number in range(40):
+            both[number % 2].save(tmp_path / "saved")
+        done.set()
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+    seen = []
+    while not done.is_set():
+        units = LearnedUnits.load(tmp_path / "saved")
+        seen.append(known.index(units[SITE].coder.W_enc.numpy().tobytes()))
+        assert units.provenance["settings"]["seed"] == both[seen[-1]].provenance["settings"]["seed"]
+        assert units.log.equals(both[seen[-1]].log)
+    thread.join()
+    assert {0, 1} <= set(seen)
+
+
+def test_two_savers_of_units_are_not_one_folder(tmp_path, monkeypatch):
+    units = LearnedUnits.load(original("transcoder", "finished")[0])
+    refusals, write = [], write_sealed
+
+    def second():
+        try:
+            units.save(tmp_path / "saved")
+        except FolderInUseError as refusal:
+            refusals.append(str(refusal))
+
+    def slowly(path, values):
+        if not refusals:
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+        write(path, values)
+
+    monkeypatch.setattr("swd_lens.train.baselines.units.write_sealed", slowly)
+    units.save(tmp_path / "saved")
+    assert "is written by LearnedUnits.save" in refusals[0]
+    assert bits(LearnedUnits.load(tmp_path / "saved")) == bits(units)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "x"},
+        {"format": None},
+        {"tokens": {}},
+        {"tokens": {"x": ""}},
+        {"provenance": 3},
+        {"tokens": 3},
+        {"log": 3},
+    ],
+)
+def test_an_index_that_is_none_is_the_one_error(tmp_path, changes):
+    LearnedUnits.load(original("transcoder", "finished")[0]).save(tmp_path)
+    index = read_sealed(tmp_path / "units.json", "an index")
+    write_sealed(tmp_path / "units.json", {**index, **changes})
+    with pytest.raises(TrainError, match=r"units\.json is not an index of learned units, or damaged \("):
+        LearnedUnits.load(tmp_path)
