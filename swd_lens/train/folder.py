@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from swd_lens.base.sealed import (
     write_sealed,
     write_tensors,
 )
-from swd_lens.base.writer import require_writable, writing
+from swd_lens.base.writer import HOLDER, LOCK, require_writable, writing
 from swd_lens.factorization.checkpoint import differences
 from swd_lens.train.rows import Processes, launched
 
@@ -102,6 +102,9 @@ class TrainingFolder:
         if processes is None and overwrite and launched():
             raise error("training-overwrites-when-launched", path=self.path, call=self.call)
         if not overwrite and self.check():
+            if any((self.path / name).exists() for name in (CHECKPOINT, LOCK, HOLDER)):  # of a kill at the very end
+                with suppress(OSError), writing(self.path, self.call):
+                    (self.path / CHECKPOINT).unlink(missing_ok=True)
             yield True
             return
         finished = False
@@ -185,7 +188,13 @@ class TrainingFolder:
                 try:
                     line = json.loads(text)
                     line["step"] = int(line["step"])
-                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # cut short by a kill, or damaged
+                except (
+                    ValueError,
+                    TypeError,
+                    KeyError,
+                    OverflowError,
+                    RecursionError,
+                ):  # cut short by a kill, or damaged
                     break
                 lines.append(line)
         return lines

@@ -318,6 +318,15 @@ def test_what_a_kill_left_goes_modes_are_the_umasks_and_files_of_others_stay(kin
     assert {path.stat().st_mode & 0o777 for path in written.values()} == {0o640}
 
 
+def test_what_a_kill_at_the_very_end_left_goes_too(tmp_path):
+    folder, result, _ = original("transcoder", "finished")
+    shutil.copytree(folder, tmp_path / "run")
+    for name in ("checkpoint.safetensors", ".writer", ".writer.lock"):
+        (tmp_path / "run" / name).touch()
+    assert train("transcoder", tmp_path / "run") == result
+    assert list(files(tmp_path / "run")) == list(files(folder))
+
+
 # ---------------------------------------------------------------------------------------------- processes
 
 KILLED = """
