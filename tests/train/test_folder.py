@@ -472,6 +472,16 @@ def test_two_savers_of_units_are_not_one_folder(tmp_path, monkeypatch):
     assert bits(LearnedUnits.load(tmp_path / "saved")) == bits(units)
 
 
+def test_settings_that_no_units_have_are_told_with_the_folder(tmp_path):
+    LearnedUnits.load(original("transcoder", "finished")[0]).save(tmp_path)
+    index = read_sealed(tmp_path / "units.json", "an index")
+    for changes in ({"l1": -1.0}, {"beta2": [None]}, {"tied": True}):
+        provenance = {**index["provenance"], "settings": {**index["provenance"]["settings"], **changes}}
+        write_sealed(tmp_path / "units.json", {**index, "provenance": provenance})
+        with pytest.raises(TrainError, match=rf"{tmp_path}: settings that this swd_lens does not know \("):
+            LearnedUnits.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

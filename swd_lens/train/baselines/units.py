@@ -139,7 +139,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         self._units = self._built()
 
     def _built(self) -> dict[str, CoderUnits]:
-        coders = coders_of(self.provenance, meta=True)
+        coders = coders_of(self.provenance, meta=True, source=self.checkpoints.folder)
         coders.load_state_dict(dict(self.checkpoints[self.tokens]), assign=True)
         coders.requires_grad_(False)
         coders.to(self.device)
@@ -313,8 +313,12 @@ def _remove_weights(folder: Path, kept: set[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.ModuleDict:
-    """Untrained coders of every site, by its kind; meta: without memory, to be filled by load_state_dict(assign=True).
+def coders_of(provenance: Mapping[str, Any], *, meta: bool = False, source: Path | None = None) -> nn.ModuleDict:
+    """Untrained coders of every site, by its kind.
+
+    Args:
+        meta: without memory, to be filled by load_state_dict(assign=True).
+        source: the folder that they are of, for the message.
 
     Raises:
         TrainError: settings that this swd_lens does not know.
@@ -322,8 +326,8 @@ def coders_of(provenance: Mapping[str, Any], *, meta: bool = False) -> nn.Module
     try:
         settings, coder = METHODS[provenance["method"]]
         spec = settings(**provenance["settings"])
-    except (KeyError, TypeError) as cause:
-        raise error("learned-settings-of-the-future", reason=cause) from cause
+    except (KeyError, TypeError, TrainError) as cause:
+        raise error("learned-settings-of-the-future", source=source or "units", reason=cause) from cause
     with torch.device("meta" if meta else "cpu"):
         return nn.ModuleDict(
             {site["kind"]: coder(site["d_in"], site["d_out"], spec) for site in provenance["sites"].values()}
