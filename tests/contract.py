@@ -25,7 +25,7 @@ def identity(model: Any, sites: str) -> FactorSet:
     host = host_of(model)
     made = {}
     for site in find_sites(model, sites):
-        weight = host.weight(site)
+        weight = host.weight(site).clone()  # it may be the host's own memory
         made[site.name] = stamp(Factors(weight, torch.eye(site.d_out), weight=weight), model, site, {})
     return FactorSet(made)
 

@@ -192,18 +192,40 @@ class Host(Protocol):
         ...
 
 
+@runtime_checkable
+class Standing(Protocol):
+    """Something that stands in a host and must hold whenever a function of swd_lens takes the host up."""
+
+    def at_call(self, host: Host) -> None:
+        """Raises AttachError where it does not hold."""
+        ...
+
+
+# In a model's own __dict__: what stands in it, see `swd_lens.hosts.weights.keep_watch`. A deep copy has copies of them.
+STANDING = "_standing_units"
+
+
 def host_of(model: Any) -> Host:
     """Wrap a model.
 
     Cheap to call again: what was made of its matrices' shapes is remembered, and looked up by the shapes that it has now, so
     that modules that were replaced or processed since are seen. The model itself is neither changed nor kept alive. The call
-    of swd_lens that asks, if one does, has it for its thread alone until it ends.
+    of swd_lens that asks, if one does, has it for its thread alone until it ends. Where units are attached, their factors and
+    matrices are read once, to see that nobody changed them in place.
 
     Raises:
+        AttachError: the matrix or the factors of an attached site were changed.
         HostInUseError: another thread uses it.
         UnsupportedHostError: neither a HookedTransformer nor a TransformerBridge, or one whose matrices cannot be seen as
             (d_in, d_out).
     """
+    host = _wrapped(model)
+    for standing in tuple(model.__dict__.get(STANDING, ())):
+        standing.at_call(host)
+    return host
+
+
+def _wrapped(model: Any) -> Host:
     # Each imported where it is needed: transformer_lens 4 has no HookedTransformer, and importing swd_lens must work there.
     if is_hooked(model):
         from swd_lens.hosts.hooked import HookedTransformerHost

@@ -1,12 +1,14 @@
 """Weights: the parameter that holds a site's dense matrix, how to write to it, and how to forbid that it is rewritten.
 
-1. `stored_matrix` finds the parameter of a site that writes to the residual stream: W_out and W_O of a HookedTransformer
-   (W_O as (head, d_head, d_out)), the leaf's weight of a bridge (nn.Linear keeps it transposed, GPT-2's Conv1D does not).
+1. `stored_parameters` says where the parameters of a site's matrix are kept: W_Q, W_out, ... of a HookedTransformer, the leaf's
+   weight of a bridge. `stored_matrix` is that of a site that writes to the residual stream, and can be written to: W_out and
+   W_O (as (head, d_head, d_out)), or the leaf's (nn.Linear keeps it transposed, GPT-2's Conv1D does not).
    `Stored.matrix` is that parameter as (d_in, d_out), a view; `Stored.write` puts a matrix into it, in place, so that every
    alias (tied names, processed weights of a bridge) has the same numbers; `Stored.names` are its keys in a state_dict.
 2. `shadow_methods` covers methods of a host for a while. A method is covered in the instance's own __dict__ by a `Shadow`,
    which knows the attachments that want it; the last one to leave takes it away, and nothing of the host's class is touched.
    A `Refusal` raises, with the reason; a host may bring other shadows (bridge: stacked weights).
+3. `keep_watch` has `host_of`, with which every function of swd_lens begins, look whether units that stand in a host still hold.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.base.errors import error
-from swd_lens.hosts import Host, Register
+from swd_lens.hosts import STANDING, Host, Register, Standing
 from swd_lens.hosts.families import is_hooked
-from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
+from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
 
 # ---------------------------------------------------------------------------------------------- stored matrices
 
@@ -61,6 +63,24 @@ class Stored:
         return [name for name, tensor in state.items() if (tensor.data_ptr(), tensor.shape) == own]
 
 
+def stored_parameters(host: Host, site: Site) -> list[tuple[dict[str, Any], str]]:
+    """Where the parameters that make up a site's matrix are kept: (a module's `_parameters`, name), of a packed site those of
+    q, k and v; of a whole MLP those of all its matrices."""
+    parts = PACKED.get(site.kind, (site.kind,))
+    block: Any = host.model.blocks[site.layer]
+    if not is_hooked(host.model):
+        from swd_lens.hosts.bridge.leaves import leaves_of_block
+
+        leaves = leaves_of_block(block)[0]
+        of_site = [leaves[site.kind]] if site.kind in leaves else [leaves[part] for part in parts if part in leaves]
+        return [(leaf._parameters, "weight") for leaf in of_site]
+    module = block.attn if site.kind.startswith("attn") else block.mlp
+    names = [f"W_{part.partition('_')[2]}" for part in parts]
+    if module is block.attn:  # grouped keys and values are kept as _W_K and _W_V
+        names = [f"_{name.upper()}" if f"_{name.upper()}" in module._parameters else name.upper() for name in names]
+    return [(module._parameters, name) for name in names if name in module._parameters]
+
+
 def stored_matrix(host: Host, site: Site) -> Stored:
     """Where a host keeps the matrix of an mlp_out or attn_o site.
 
@@ -69,14 +89,13 @@ def stored_matrix(host: Host, site: Site) -> Stored:
     """
     if site.kind not in RESIDUAL_MATRICES:
         raise error("not-writable", site=site.name, kinds=", ".join(reversed(RESIDUAL_MATRICES)))
-    block: Any = host.model.blocks[site.layer]
+    ((parameters, name),) = stored_parameters(host, site)
+    kept: Any = parameters[name]
     if is_hooked(host.model):
-        module, name = (block.mlp, "W_out") if site.kind == "mlp_out" else (block.attn, "W_O")
-        return Stored(module._parameters[name], transposed=False)
+        return Stored(kept, transposed=False)
     from swd_lens.hosts.bridge.leaves import leaves_of_block
 
-    leaf: Any = leaves_of_block(block)[0][site.kind]
-    return Stored(leaf._parameters["weight"], transposed=isinstance(leaf, nn.Linear))
+    return Stored(kept, transposed=isinstance(leaves_of_block(host.model.blocks[site.layer])[0][site.kind], nn.Linear))
 
 
 # ---------------------------------------------------------------------------------------------- covered methods
@@ -131,3 +150,23 @@ def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: 
         if not isinstance(model.__dict__.get(name), Shadow):
             model.__dict__[name] = make[name]()
         model.__dict__[name].wanted_by.add(id(owner))
+
+
+# ---------------------------------------------------------------------------------------------- units that stand in a host
+
+
+def keep_watch(model: Any, watch: Standing, register: Register) -> None:
+    """Have `swd_lens.hosts.host_of` call `watch.at_call(host)`, until the undo.
+
+    Args:
+        register: is given the undo before anything is done; the undo may be called more than once.
+    """
+
+    def undo() -> None:
+        watches = model.__dict__.get(STANDING, [])
+        watches[:] = [other for other in watches if other is not watch]
+        if not watches:
+            model.__dict__.pop(STANDING, None)
+
+    register(undo)
+    model.__dict__.setdefault(STANDING, []).append(watch)

@@ -8,8 +8,10 @@
    with the factors (`add_probe`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
    error instead of in a paper. Parts of a set, sets put together, nested attachments and hooks of the user's change what
    enters a site: there it is not asked.
-4. While `dense` is open, the units hand over to the host's own products.
-5. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
+4. What stands is watched (watch.py): a host's matrix or factors that are changed while they are attached end the next forward,
+   or the next call, in an error.
+5. While `dense` is open, the units hand over to the host's own products.
+6. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,11 +30,13 @@ from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
+from swd_lens.hosts.weights import keep_watch
 from swd_lens.units.factors import Factors
 from swd_lens.units.match import check_units, dtype_of
 from swd_lens.units.passport import Probe
 from swd_lens.units.projection import Projection, bypassed, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
+from swd_lens.units.watch import Watch
 
 PROBE_LENGTH = 16
 # Relative to the largest |z| of the probe. Float32 hosts agree to 1e-5; rounding through a deep bfloat16 host is coarse.
@@ -68,6 +72,8 @@ class Attachment:
             projection.train(block.training)
             hook.train(block.training)
             host.swap(site, projection, hook, undo.push)
+            projection.watch = Watch(host, site, units[site.name])
+            keep_watch(host.model, projection.watch, undo.push)
             self._projections[site.name] = of_layer.setdefault(site.layer, {})[site.name] = projection
         for layer, projections in of_layer.items():
             watch_block(host.model.blocks[layer], projections, undo.push)
@@ -80,11 +86,19 @@ class Attachment:
         """Give the host back as it was: logits, state_dict and hook_dict are restored bit for bit.
 
         Raises:
-            AttachError: these factors are not attached (any more).
+            AttachError: these factors are not attached (any more). Or, once they are taken out: the host's matrix or the factors
+                were changed in place while they were attached, and nothing has said so yet.
         """
         if not self.attached:
             raise error("detached-twice")
         self._undo.run()
+        self._require_unedited()
+
+    def _require_unedited(self) -> None:
+        watches = [projection.watch for projection in self._projections.values() if projection.watch is not None]
+        if not any(watch.reported for watch in watches):
+            for watch in watches:
+                watch.at_call(self.factors.host)
 
     @contextmanager
     def dense(self) -> Iterator[None]:
@@ -111,7 +125,10 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        was_attached = self.attached  # an earlier detach has looked already
         self._undo.__exit__(kind, error, trace)
+        if kind is None and was_attached:
+            self._require_unedited()
 
     def __repr__(self) -> str:
         state = "attached" if self.attached else "detached"
@@ -133,8 +150,8 @@ def attach(model: Any, factors: Any) -> Attachment:
         Attachment: `with attach(model, factors): ...`, or keep it and call `.detach()`.
 
     Raises:
-        AttachError: a site is attached already, shapes differ, the factors were made from another W, or a loaded set's
-            probe does not give the stored z.
+        AttachError: a site is attached already, shapes differ, the factors were made from another W or were changed in place, or
+            a loaded set's probe does not give the stored z and y.
         HostInUseError: another thread uses this host; the attachment holds it until it is detached.
         UnknownSiteError: a site that this host does not have, or two that share weights.
         UnitSourceError, TypeError: see `swd_lens.units.unit_set.as_units`.

@@ -3,7 +3,9 @@
 The flow through this module:
 
 1. `Factors` holds the two factors of one matrix with how they were made; counts (edges, valid units) and errors
-   (relmse, relative Frobenius) are derived, never stored. They are dense; `sparse` gives the sparse view.
+   (relmse, relative Frobenius) are derived, never stored. They are dense; `sparse` gives the sparse view. They know the
+   values that they were made with: changed in place they are refused (`require_unedited`); `dataclasses.replace` makes new
+   ones, without the errors and the probe of the old values.
 2. `FactorSet` maps site names to Factors in execution order and carries the provenance of the whole replacement.
 3. `FactorSet.save` / `FactorSet.load` write and read a folder (index.py): indices and values of the nonzeros, settings,
    provenance, passport. A loaded set keeps its files memory-mapped and makes a site's Factors when they are first asked
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
+from swd_lens.base.marks import Mark, count_nonzeros, lasting
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
@@ -34,6 +37,8 @@ __all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
 _ROWS = 20  # of a table in a notebook
+# What provenance says of the values: how far they were from W, and the call that makes them.
+MEASURED = ("relmse", "relative_frobenius", "recipe")
 
 
 @in_plain_surroundings
@@ -49,7 +54,11 @@ class Factors:
         weight: (d_in, d_out) the dense matrix, kept in memory for `relmse`; it is never saved.
         origin: what they were made from, as far as another host needs it (passport.py). On the CPU, like probe.
         offsets: constants that transported factors add: z = h @ read + offsets.unit; y = z @ write + bias + offsets.out.
-        probe: an input and the z it must give. Whoever changes read, or the offsets, makes a new one or drops it.
+        probe: an input, the z and the y it must give. `dataclasses.replace` with other values drops it.
+        held: checksums of read, write and offsets, which provenance's errors and the probe were made with. Left out, it is
+            that of the present values. `dataclasses.replace` hands it on: where the new values are others, `MEASURED` and
+            the probe are dropped; give held=None with values, provenance and probe that belong together.
+        mark: read, write and offsets as they were when these Factors were made.
     """
 
     read: Float[Tensor, "d_in unit"]
@@ -60,6 +69,35 @@ class Factors:
     origin: Origin | None = None
     offsets: Offsets | None = None
     probe: Probe | None = None
+    held: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
+    mark: Mark = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Inference tensors count no versions, and no gradient could be taken through units made of them.
+        tensors: dict[str, Tensor | None] = {"read": lasting(self.read), "write": lasting(self.write)}
+        changes: dict[str, Any] = dict(tensors)
+        if self.offsets is not None:
+            tensors |= {"offsets.unit": self.offsets.unit, "offsets.out": self.offsets.out}
+        mark = Mark((tensors, name) for name in tensors)
+        if self.held not in (None, mark.checksums) and not self.read.is_meta:
+            changes |= {"probe": None, "provenance": {k: v for k, v in self.provenance.items() if k not in MEASURED}}
+        # The dense matrix is watched apart: it may change, as long as no error is asked of it.
+        weight = {} if self.weight is None else {"weight": self.weight}
+        changes |= {"held": mark.checksums, "mark": mark, "_weight_mark": Mark((weight, name) for name in weight)}
+        for name, value in changes.items():
+            object.__setattr__(self, name, value)  # frozen for others
+
+    def require_unedited(self, site: str = "") -> None:
+        """Do nothing if read, write and offsets hold the values that these Factors were made with.
+
+        Args:
+            site: how the message calls them; "" = as their provenance does.
+
+        Raises:
+            AttachError: they were changed in place.
+        """
+        if self.mark.changed():
+            raise error("factors-edited", site=site or self.provenance.get("site", "these factors"))
 
     # ------------------------------------------------------------------ sizes and counts
 
@@ -92,8 +130,10 @@ class Factors:
 
     @property
     def edges(self) -> int:
-        """nnz(read) + nnz(write): the K that was really used."""
-        return int(self.edges_per_unit.sum())
+        """nnz(read) + nnz(write): the K that was really used; `edges_per_unit` summed."""
+        if self.settings.get("edges") == "dense":
+            return self.n_units * (self.d_in + self.d_out)
+        return count_nonzeros(self.read) + count_nonzeros(self.write)
 
     @property
     def sparsity(self) -> float:
@@ -112,7 +152,8 @@ class Factors:
         """tr((W-AB)^T G (W-AB)) / tr(W^T G W); gram None means G = I. Computed in float64.
 
         Raises:
-            ValueError: no weight given and none remembered (factors that were loaded from a file).
+            ValueError: no weight given and none remembered (factors that were loaded from a file), or the one that was
+                remembered was changed in place since.
         """
         dense = self._dense(weight)
         read, metric = self.read.double(), None if gram is None else gram.double()
@@ -131,6 +172,8 @@ class Factors:
         dense = self.weight if weight is None else weight
         if dense is None:
             raise error("dense-weight-forgotten")
+        if weight is None and self._weight_mark.changed():  # type: ignore[attr-defined]
+            raise error("dense-weight-edited", site=self.provenance.get("site", "these factors"))
         return dense
 
     # ------------------------------------------------------------------ other
@@ -248,7 +291,14 @@ class FactorSet(OnHub, _SetBase):
         return 1.0 - self.edges / sum(f.d_in * f.d_out for f in self._factors.values())
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Site -> d_in, d_out, units, edges, settings and provenance; plain values. Factors still in files stay there."""
+        """Site -> d_in, d_out, units, edges, settings and provenance; plain values. Factors still in files stay there.
+
+        Raises:
+            AttachError: factors were changed in place: their provenance does not speak of them any more.
+        """
+        for site, f in self._factors.items():
+            if isinstance(f, Factors):
+                f.require_unedited(site)
         return {
             site: {"d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges}
             | {"settings": dict(f.settings), "provenance": dict(f.provenance)}
@@ -309,6 +359,7 @@ class FactorSet(OnHub, _SetBase):
         One file per site and an index. The index is replaced last, by a rename: interrupted, the folder holds what it held.
 
         Raises:
+            AttachError: factors were changed in place since they were made.
             ValueError: (FactorFileError) a factor is not finite (site and entry are named), or what travels with it does
                 not fit it.
             OSError: (FolderInUseError) another call writes the folder; or it cannot be written, or its disk is too small.
@@ -344,6 +395,7 @@ def _set_of(held: Mapping[str, Factors | StoredSite], provenance: Mapping[str, A
 
 def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
     """Write one site's file; returns its entry for `swd_lens.units.index.write_index`. Raises what `write_site` does."""
+    f.require_unedited(site)
     entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
     return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
 

@@ -29,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.base.errors import error
+from swd_lens.base.marks import count_nonzeros
 
 KERNELS = ("auto", "dense", "sparse")
 
@@ -59,10 +60,12 @@ class FactorProduct(nn.Module):
     _indices: Tensor
     _pointers: Tensor
 
-    def __init__(self, factor: Float[Tensor, "rows columns"], kernel: str = "auto"):
+    def __init__(self, factor: Float[Tensor, "rows columns"], kernel: str = "auto", n_nonzeros: int | None = None):
         """
         Args:
-            factor: held as it is. Its values must not change afterwards: the sparse kernel has its own copy of the nonzeros.
+            n_nonzeros: of the factor, where they are counted already.
+            factor: held as it is. Its values must not change afterwards: the sparse kernel has its own copy of the nonzeros. Who
+                attaches units has that watched (watch.py).
             kernel: "auto" (see `choose`), "dense" or "sparse".
 
         Raises:
@@ -71,7 +74,7 @@ class FactorProduct(nn.Module):
         super().__init__()
         if kernel not in KERNELS:
             raise error("unknown-kernel", kernel=kernel, choices=", ".join(map(repr, KERNELS)))
-        self.kernel = choose(factor) if kernel == "auto" else kernel
+        self.kernel = choose(factor, n_nonzeros) if kernel == "auto" else kernel
         self.register_buffer("factor", factor.detach(), persistent=False)
         if self.kernel == "sparse":
             for name, part in zip(("_pointers", "_indices", "_values"), _csr_of_transpose(self.factor), strict=True):
@@ -96,12 +99,12 @@ class FactorProduct(nn.Module):
         return f"{self.factor.shape[0]} x {self.factor.shape[1]}, {self.kernel}"
 
 
-def choose(factor: Float[Tensor, "rows columns"]) -> str:
+def choose(factor: Float[Tensor, "rows columns"], n_nonzeros: int | None = None) -> str:
     """The kernel of a factor: "sparse" on a CPU with MKL, in single or double precision, if its nonzeros are few enough."""
     if factor.device.type != "cpu" or factor.dtype not in _PRECISIONS or not torch.backends.mkl.is_available():
         return "dense"
-    nonzeros = int(torch.count_nonzero(factor))
-    added = nonzeros * (factor.element_size() + _INDEX_BYTES) + (factor.shape[1] + 1) * _INDEX_BYTES
+    n_nonzeros = count_nonzeros(factor) if n_nonzeros is None else n_nonzeros
+    added = n_nonzeros * (factor.element_size() + _INDEX_BYTES) + (factor.shape[1] + 1) * _INDEX_BYTES
     return "sparse" if added <= _MOST_ADDED * factor.nbytes else "dense"
 
 

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error, warning
+from swd_lens.base.marks import count_nonzeros
 from swd_lens.base.undo import Push
 from swd_lens.hosts.standing import hooks_of, name_of
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 from swd_lens.units.kernels import FactorProduct
+from swd_lens.units.watch import Watch
 
 
 class UnitHookPoint(HookPoint):
@@ -51,12 +53,22 @@ class Projection(nn.Module):
     hook: HookPoint
     ran: bool
     bypassed: bool
+    watch: Watch | None
 
     def __init__(self, hook: HookPoint):
         super().__init__()
         self.ran = self.bypassed = False
+        self.watch = None
         # Past nn.Module.__setattr__, which would register the hook as a child and give it a second name.
         object.__setattr__(self, "hook", hook)
+
+    def require_unedited(self) -> None:
+        """Before z is computed: raises AttachError where the host's matrix or the factors were changed since they were mounted.
+
+        What a compiled graph computes, the next call of swd_lens checks.
+        """
+        if self.watch is not None and not torch.compiler.is_compiling():
+            self.watch.at_forward()
 
     def run_dense(self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]) -> Tensor:
         """The host's own product, while `bypassed`; no z is computed and hooks on it are not called."""
@@ -110,6 +122,7 @@ class UnitProjection(Projection):
         read: (d_in, unit).
         write: (unit, d_out).
         offset_unit, offset_out: (unit,) and (d_out,) constants of transported factors, or None.
+        n_nonzeros: of read and write, where they are counted already.
     """
 
     offset_unit: Tensor | None
@@ -122,9 +135,11 @@ class UnitProjection(Projection):
         hook: HookPoint,
         offset_unit: Float[Tensor, " unit"] | None = None,
         offset_out: Float[Tensor, " d_out"] | None = None,
+        n_nonzeros: tuple[int, int] | None = None,
     ):
         super().__init__(hook)
-        self.read, self.write = FactorProduct(read), FactorProduct(write)
+        of_read, of_write = n_nonzeros or (None, None)
+        self.read, self.write = FactorProduct(read, n_nonzeros=of_read), FactorProduct(write, n_nonzeros=of_write)
         self.register_buffer("offset_unit", offset_unit, persistent=False)
         self.register_buffer("offset_out", offset_out, persistent=False)
 
@@ -133,6 +148,7 @@ class UnitProjection(Projection):
     ) -> Float[Tensor, "*batch d_out"]:
         if self.bypassed:
             return self.run_dense(h, dense)
+        self.require_unedited()
         if self.offset_out is not None:
             bias = self.offset_out if bias is None else bias + self.offset_out
         return self.write(self.show(self.read(h, self.offset_unit)), bias)
@@ -154,26 +170,32 @@ class CoderProjection(Projection):
     def forward(
         self, h: Float[Tensor, "*batch d_in"], bias: Float[Tensor, " d_out"] | None, dense: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "*batch d_out"]:
-        return self.run_dense(h, dense) if self.bypassed else self.units.run(h, dense, self.show)
+        if self.bypassed:
+            return self.run_dense(h, dense)
+        self.require_unedited()
+        return self.units.run(h, dense, self.show)
 
 
 def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, HookPoint]:
     """The projection for a unit source and its hook point, on the device and in the dtype of the host's weight `like`."""
-    label = (
-        f"{name} ({units.d_in}, {units.d_out}): {units.n_units} units, {units.edges:,} edges, s={units.sparsity:.4f}"
-    )
     if isinstance(units, CoderUnits):
-        hook = UnitHookPoint(f"{label}, {units.name}")
+        hook = UnitHookPoint(f"{_label(units, name, units.edges)}, {units.name}")
         return CoderProjection(units, hook), hook
     assert isinstance(units, Factors)  # as_units lets nothing else through
+    counts = count_nonzeros(units.read), count_nonzeros(units.write)  # once: the label and both kernels ask for them
+    edges = units.edges if units.settings.get("edges") == "dense" else sum(counts)
+    hook = UnitHookPoint(_label(units, name, edges))
     offsets = (None, None) if units.offsets is None else (units.offsets.unit, units.offsets.out)
-    tensors = [
+    read, write, offset_unit, offset_out = (
         None if t is None else t.detach().to(like.device, like.dtype) for t in (units.read, units.write, *offsets)
-    ]
-    read, write, offset_unit, offset_out = tensors
+    )
     assert read is not None and write is not None
-    hook = UnitHookPoint(label)
-    return UnitProjection(read, write, hook, offset_unit, offset_out), hook
+    return UnitProjection(read, write, hook, offset_unit, offset_out, counts), hook
+
+
+def _label(units: Units, name: str, edges: int) -> str:
+    sparsity = 1.0 - edges / (units.d_in * units.d_out)
+    return f"{name} ({units.d_in}, {units.d_out}): {units.n_units} units, {edges:,} edges, s={sparsity:.4f}"
 
 
 # ---------------------------------------------------------------------------------------------- sites that did not run

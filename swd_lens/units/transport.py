@@ -46,7 +46,7 @@ def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
     """Every site's factors moved to the weights that the model has now.
 
     Raises:
-        AttachError: they do not lead to this host's weights (site named), or carry no origin.
+        AttachError: they do not lead to this host's weights (site named), carry no origin, or were changed in place.
         UnknownSiteError: a site that this host does not have.
     """
     host = host_of(model)
@@ -56,6 +56,7 @@ def transport_set(model: Any, factors: Mapping[str, Factors]) -> FactorSet:
 
 
 def _moved(host: Host, site: Site, f: Factors) -> Factors:
+    f.require_unedited(site.name)
     weight, origin = host.weight(site), f.origin
     provenance = {**f.provenance, **described(host, site), "transported_from": f.provenance.get("processing")}
     known = "weight_sha256" in f.provenance
@@ -97,6 +98,7 @@ def _moved(host: Host, site: Site, f: Factors) -> Factors:
         offsets=None if nothing else offsets.to(f.read.device),
         probe=_moved_probe(f, ratio, constant, offsets),
         provenance=provenance,
+        held=None,  # errors and probe hold for what was moved exactly
     )
 
 

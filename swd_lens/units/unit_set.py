@@ -50,17 +50,21 @@ class UnitSet(Mapping[str, Units]):
                 source (see `as_units`), or one Factors or SAELens object that knows its site.
 
         Raises:
-            AttachError: nothing at all, or a single source that does not know its site.
+            AttachError: nothing at all, a single source that does not know its site, or Factors that were changed in place.
             UnknownSiteError: a site that this host does not have, or two that share weights.
             UnitSourceError, TypeError: see `as_units`.
             UnsupportedHostError: see `swd_lens.hosts.host_of`.
         """
         host = host if isinstance(host, Host) else host_of(host)
         if isinstance(given, UnitSet) and given.host.model is host.model:
-            return given
-        sources = sources_by_site(given)
-        units = {site: as_units(_source_of(site, sources), site) for site in sites_of(host, sources)}
-        return cls(host, units, getattr(given, "provenance", {}))
+            units = given
+        else:
+            sources = sources_by_site(given)
+            by_site = {site: as_units(_source_of(site, sources), site) for site in sites_of(host, sources)}
+            units = cls(host, by_site, getattr(given, "provenance", {}))
+        for name, f in units.factors.items():
+            f.require_unedited(name)
+        return units
 
     def __getitem__(self, site: str) -> Units:
         return self._units[site]

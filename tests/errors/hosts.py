@@ -24,9 +24,7 @@ from swd_lens.units.factors import Factors, FactorSet
 from tests import families
 from tests.contract import identity
 from tests.errors.triggers import on_hooked, trigger
-from tests.units.test_sources import (
-    Coder,
-)
+from tests.units.test_sources import Coder
 
 HOOKED = int(metadata.version("transformer_lens").split(".")[0]) < 4
 if HOOKED:
@@ -135,6 +133,29 @@ def unit_hook_changed_shape(*_):
     with swd.attach(model, identity(model, SITE)):
         hooks = [("blocks.0.hook_mlp_out_unit", lambda z, hook: z.mean(1, keepdim=True))]
         model.run_with_hooks(random_tokens(2, 6), fwd_hooks=hooks)
+
+
+@on_hooked
+def weight_edited_while_attached(*_):
+    model = toy_model()
+    swd.attach(model, identity(model, SITE))
+    model.blocks[0].mlp.load_state_dict({key: 2 * value for key, value in model.blocks[0].mlp.state_dict().items()})
+    model(random_tokens(1, 4))
+
+
+@trigger
+def factors_edited(folder, _):
+    f = small()
+    f.write.mul_(3)
+    f.save(folder)
+
+
+@trigger
+def dense_weight_edited(*_):
+    weight = torch.eye(2)
+    f = replace(small(), weight=weight)
+    weight.mul_(2)
+    f.relmse()
 
 
 @on_hooked

@@ -320,7 +320,7 @@ def saved_passport_misfit(folder, _):
 @trigger
 def saved_probe_differs(folder, _):
     f = probed()
-    replace(f, read=2 * f.read).save(folder)
+    replace(f, read=2 * f.read, held=None).save(folder)
 
 
 @trigger
@@ -330,7 +330,7 @@ def loaded_passport_misfit(folder, _):
 
 @trigger
 def loaded_probe_differs(folder, _):
-    f = replace(probed(), offsets=Offsets(torch.zeros(2), torch.zeros(2)))
+    f = replace(probed(), offsets=Offsets(torch.zeros(2), torch.zeros(2)), held=None)
     load_with_tensors(folder, f, read__value=torch.tensor([1.0, 2.25]))
 
 

@@ -140,21 +140,27 @@ def test_exact_factors_on_other_shapes_of_block(overrides):
 def test_the_dense_product_is_not_computed(model, factors):
     """With NaN in every dense matrix, the attached model still gives the right logits: nothing multiplies by them."""
     tokens = random_tokens(2, 6)
+    weights = [
+        weight
+        for block in model.blocks
+        for weight in (
+            block.attn.W_Q,
+            block.attn.W_K,
+            block.attn.W_V,
+            block.attn.W_O,
+            block.mlp.W_in,
+            block.mlp.W_out,
+        )
+    ]
     with torch.no_grad():
-        dense = model(tokens)
+        dense, kept = model(tokens), [weight.clone() for weight in weights]
         with attach(model, factors):
-            for block in model.blocks:
-                for weight in (
-                    block.attn.W_Q,
-                    block.attn.W_K,
-                    block.attn.W_V,
-                    block.attn.W_O,
-                    block.mlp.W_in,
-                    block.mlp.W_out,
-                ):
-                    weight.fill_(float("nan"))
+            for weight in weights:
+                weight.data.fill_(float("nan"))  # past the versions, which the forward looks at
             # attn_o leaves TransformerLens' forward before W_O is touched, so NaN there must not show either.
             replaced = model(tokens)
+            for weight, before in zip(weights, kept, strict=True):
+                weight.data.copy_(before)
     assert (replaced - dense).abs().max() <= 1e-5 * dense.abs().max()
 
 

@@ -100,7 +100,7 @@ def write_golden(folder: Path) -> None:
     made = {}
     for site, f in old.items():
         named = {name: torch.tensor(values) for name, values in PASSPORT[site].items()}
-        made[site] = dataclasses.replace(f, **from_tensors(named, 6, 4, 5))
+        made[site] = dataclasses.replace(f, **from_tensors(named, 6, 4, 5), held=None)
     FactorSet(made, old.provenance).save(folder)
 
 
@@ -322,16 +322,16 @@ def test_a_passport_that_does_not_fit(tmp_path, changed, message):
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     f = travelling()
     for changed, message in (
-        ({"read": f.read * 2}, "the probe is of other factors"),
-        ({"offsets": None}, r"unit 0 expected 1\.5, found 1, "),
+        ({"read": f.read * 2, "held": None}, "the probe is of other factors"),
+        ({"offsets": None, "held": None}, r"unit 0 expected 1\.5, found 1, "),
         ({"origin": Origin(None, None, None, torch.ones(2), torch.ones(2))}, r"origin\.right has 2 values"),
         ({"offsets": Offsets(torch.tensor([torch.inf, 0.0]), torch.zeros(2))}, r"offsets\.unit\[0\] is inf"),
     ):
         with pytest.raises(FactorFileError, match=message):
             write_factors(tmp_path, "matrix", dataclasses.replace(f, **changed))
     assert not list(tmp_path.iterdir())
-    dataclasses.replace(f, read=f.read * 2, probe=None).save(tmp_path)
-    assert Factors.load(tmp_path).read[1, 1] == 4.0
+    dataclasses.replace(f, read=f.read * 2).save(tmp_path)  # other values: without the probe
+    assert Factors.load(tmp_path).read[1, 1] == 4.0 and Factors.load(tmp_path).probe is None
 
 
 def test_files_without_a_passport_hold_no_extras(tmp_path):

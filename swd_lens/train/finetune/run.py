@@ -30,7 +30,7 @@ from swd_lens.train.finetune.spec import resolve
 from swd_lens.train.folder import RUN, TrainingFolder, require_possible
 from swd_lens.train.rows import Processes, Rows, rows_of
 from swd_lens.units import probe_tokens
-from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.factors import MEASURED, Factors, FactorSet
 from swd_lens.units.passport import Probe
 
 _FACTORS, _INDEX = "factors", "factors/factors.json"  # the index has the hashes of all files of the set
@@ -198,10 +198,12 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
     for site in units.sites:
         f = units.factors[site.name]
         read, write = fit.mounted.projections[site.name].factors(f)
-        new = replace(f, read=read, write=write, probe=Probe.of(inputs[site.name], read, write, f.offsets))
+        new = replace(f, read=read, write=write)
         error = new.relative_frobenius(units.host.weight(site).to(read.device))
         tuned[site.name] = replace(
-            new, provenance={**_renamed(f.provenance), "relative_frobenius": error, "finetune": entry}
+            new,
+            probe=Probe.of(inputs[site.name], read, write, f.offsets),
+            provenance={**_renamed(f.provenance), "relative_frobenius": error, "finetune": entry},
         )
     probed = {"probe_tokens": tokens, "probe_sites": list(units)}
     return FactorSet(
@@ -211,8 +213,7 @@ def _result(engine: Engine, fit: FinetuneFit, provenance: Mapping[str, Any], pre
 
 def _renamed(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured on the factors before, under a name that says so; also a recipe, which no longer makes these factors."""
-    stale = ("relmse", "relative_frobenius", "recipe")
-    return {f"{key}_before_finetune" if key in stale else key: value for key, value in provenance.items()}
+    return {f"{key}_before_finetune" if key in MEASURED else key: value for key, value in provenance.items()}
 
 
 def _means(heldout: Heldout | None) -> dict[str, float] | None:

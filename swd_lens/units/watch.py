@@ -1,0 +1,54 @@
+"""Watch: whether the matrix and the factors behind an attached site are still those that were attached.
+
+1. Both are marked (base/marks.py) when the site is mounted: the parameters that hold the host's matrix, and read, write and
+   offsets of factors. An encode/decode pair is used as it is, and whoever trains it may write to it.
+2. `at_forward` is asked before the units compute. It compares versions: in-place operations, `load_state_dict` of a submodule
+   and replaced parameters are noticed at the next forward.
+3. `at_call` is asked by `host_of`, with which every function of swd_lens begins, and when the units are taken out. It compares
+   values, so that what was written through `.data` is noticed, too.
+4. A host that was moved to another dtype has other bits: then the fingerprint in the units' provenance says whether its matrix
+   is the one that they were made from.
+"""
+
+from swd_lens.base.errors import error
+from swd_lens.base.marks import Mark
+from swd_lens.hosts import Host
+from swd_lens.hosts.sites import Site
+from swd_lens.hosts.weights import stored_parameters
+from swd_lens.units.coder import Units
+from swd_lens.units.factors import Factors
+from swd_lens.units.match import same_weights
+
+
+class Watch:
+    """Of one attached site. Also in a deep copy of the host, with its own matrix and factors.
+
+    Attributes:
+        reported: whether an error has said that something was changed.
+    """
+
+    def __init__(self, host: Host, site: Site, units: Units):
+        self.site, self.provenance = site, units.provenance
+        self.weight = Mark(stored_parameters(host, site))
+        self.factors = units.mark if isinstance(units, Factors) else None
+        self.reported = False
+
+    def at_forward(self) -> None:
+        """Raises AttachError where the matrix or the factors were written to."""
+        if self.weight.written() and not self.weight.recast() and self.weight.changed():
+            self._report("weight-edited-while-attached")
+        if self.factors is not None and self.factors.written() and self.factors.changed():
+            self._report("factors-edited")
+
+    def at_call(self, host: Host) -> None:
+        """Raises AttachError where the matrix or the factors hold other values."""
+        if self.weight.recast() and same_weights(host, self.site, self.provenance):
+            self.weight.renew()
+        if self.weight.changed():
+            self._report("weight-edited-while-attached")
+        if self.factors is not None and self.factors.changed():
+            self._report("factors-edited")
+
+    def _report(self, name: str) -> None:
+        self.reported = True
+        raise error(name, site=self.site.name)
