@@ -35,20 +35,20 @@ class Watch:
 
     def at_forward(self) -> None:
         """Raises AttachError where the matrix or the factors were written to."""
-        if self.weight.written() and not self.weight.recast() and self.weight.changed():
-            self._report("weight-edited-while-attached")
-        if self.factors is not None and self.factors.written() and self.factors.changed():
-            self._report("factors-edited")
+        self._require(
+            not self.weight.written() or self.weight.recast() or not self.weight.changed(),
+            self.factors is None or not self.factors.written() or not self.factors.changed(),
+        )
 
     def at_call(self, host: Host) -> None:
         """Raises AttachError where the matrix or the factors hold other values."""
         if self.weight.recast() and same_weights(host, self.site, self.provenance):
             self.weight.renew()
-        if self.weight.changed():
-            self._report("weight-edited-while-attached")
-        if self.factors is not None and self.factors.changed():
-            self._report("factors-edited")
+        self._require(not self.weight.changed(), self.factors is None or not self.factors.changed())
 
-    def _report(self, name: str) -> None:
-        self.reported = True
-        raise error(name, site=self.site.name)
+    def _require(self, weight_holds: bool, factors_hold: bool) -> None:
+        self.reported = self.reported or not (weight_holds and factors_hold)
+        if not weight_holds:
+            raise error("weight-edited-while-attached", site=self.site.name)
+        if not factors_hold:
+            raise error("factors-edited", site=self.site.name)
