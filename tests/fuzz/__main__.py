@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from tests.fuzz.cases import FAULTS, OUTCOMES, Fixtures, Outcome, prepare
 from tests.fuzz.disks import Disks
-from tests.fuzz.forked import Child, Died, Hang
+from tests.fuzz.forked import Child, Died, Hang, Raised
 from tests.fuzz.kills import Kills
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.writers import Rounds
@@ -113,7 +113,7 @@ def run_section(
         child, numbers = at_work.pop(0)
         try:
             outcomes = child.wait(_SECONDS)
-        except (Hang, Died):
+        except (Hang, Died, Raised):
             outcomes = [_alone(tried, number) for number in numbers]
         state.add(section, outcomes)
 
@@ -121,11 +121,13 @@ def run_section(
 def _alone(tried: Callable[[int], Outcome], number: int) -> Outcome:
     """A number whose batch hung or died, in a child of its own."""
     try:
-        return Child(lambda: tried(number)).wait(60)
+        return Child(lambda: tried(number)).wait(300)
     except Hang as end:
         return Outcome(number, "(unknown)", "", "hang", str(end))
     except Died as end:
         return Outcome(number, "(unknown)", "", "other exception", f"the process died: {end}")
+    except Raised as raised:
+        return Outcome(number, "(unknown)", "", "other exception", f"{raised.text} {raised.trace[-600:]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

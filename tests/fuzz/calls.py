@@ -151,7 +151,7 @@ def allocate(out: Path, seed: int = 0) -> Any:
 
 
 def study(out: Path) -> Any:
-    _run().save(out)
+    _run(0).save(out)
     return Run.load(out)
 
 

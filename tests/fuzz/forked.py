@@ -3,6 +3,7 @@
 `run` gives what a function returns in a child of its own, or says how the child ended; `Child` is one that is under way.
 """
 
+import faulthandler
 import os
 import pickle
 import select
@@ -43,6 +44,7 @@ class Child:
             os.setpgid(0, 0)
             os.close(self._read)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            faulthandler.enable()
             try:
                 answer = pickle.dumps((True, function()))
             except BaseException as raised:
@@ -71,7 +73,7 @@ class Child:
             while True:
                 ready, _, _ = select.select([self._read], [], [], max(0.0, end - time.monotonic()))
                 if not ready:
-                    self.kill()
+                    os.kill(self.pid, signal.SIGABRT)  # its stack goes to standard error
                     raise Hang(f"no answer in {seconds:.0f} s")
                 block = os.read(self._read, 1 << 16)
                 if not block:
