@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from swd_lens.base.errors import UnsealedFileWarning, declarations
 from tests.fuzz import calls
@@ -240,6 +241,7 @@ def _patterns() -> list[tuple[tuple[str, ...], re.Pattern[str]]]:
 def prepare() -> None:
     """Make what all forked children share."""
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # no thread may run where others are forked
     warnings.filterwarnings("ignore", message=".*deprecated.*")
     transformers.utils.logging.disable_progress_bar()
     calls.host()

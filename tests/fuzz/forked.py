@@ -9,11 +9,14 @@ import pickle
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from tqdm import tqdm
 
 
 class Hang(Exception):
@@ -45,6 +48,7 @@ class Child:
             os.close(self._read)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             faulthandler.enable()
+            tqdm.set_lock(threading.RLock())  # its own is shared by all forks: a killed one would keep it for ever
             try:
                 answer = pickle.dumps((True, function()))
             except BaseException as raised:
