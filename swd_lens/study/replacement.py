@@ -222,7 +222,7 @@ def replace_model(
         overwrite=overwrite,
         **options,
     )
-    before = fidelity(model, factors, heldout, batch_size=batch_size, progress=progress)
+    before = fidelity(model, factors, heldout, progress=progress)
     finetuned = after = None
     if finetune is not None:
         tuned = None if folder is None else folder / FINETUNED
@@ -230,7 +230,7 @@ def replace_model(
         stale = tuned is not None and is_of_other_factors(tuned, factors)
         recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
         finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
-        after = fidelity(model, finetuned, heldout, batch_size=batch_size, progress=progress)
+        after = fidelity(model, finetuned, heldout, progress=progress)
     samples = None
     if len(prompts):
         labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
