@@ -1,0 +1,172 @@
+"""The folder of factorize: one call at a time, refused before any work, nothing of others deleted, killed and gone on with."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import swd_lens as swd
+import swd_lens.factorization.solve
+from swd_lens.base.errors import FolderInUseError
+from swd_lens.base.writer import HOLDER, writing
+from swd_lens.units.factors import FactorSet
+from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
+from tests.micro import random_tokens, toy_model
+from tests.units.test_folder import in_a_thread
+
+TOKENS = random_tokens(12, 9)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.mark.parametrize("second", [{"sparsity": 0.25}, {"tokens": TOKENS}, {"overwrite": True}, {}], ids="-".join)
+@pytest.mark.parametrize("sites", ["mlp_out", "attn_o"])
+def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch, second, sites):
+    """While the first solves its second matrix, another one starts with other settings or sites, or the same."""
+    other, solve, calls, refusals = toy_model(), swd_lens.factorization.solve.solve, [], []
+
+    def beside(*arguments, **named):
+        calls.append(0)
+        if len(calls) == 2:
+            refusals.append(in_a_thread(lambda: swd.factorize(other, sites, **{**QUICK, **second}, out=tmp_path)))
+        return solve(*arguments, **named)
+
+    monkeypatch.setattr(swd_lens.factorization.solve, "solve", beside)
+    made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    assert len(calls) == 2 and isinstance(refusals[0], FolderInUseError)
+    assert f"is written by factorize (process {os.getpid()} on " in str(refusals[0])
+    assert_same(FactorSet.load(tmp_path), made)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("how", ["a file", "below a file", "a full disk", "read-only"])
+@pytest.mark.parametrize("shard", [None, "1/2"])
+def test_an_impossible_folder_is_refused_before_any_work(model, tmp_path, monkeypatch, how, shard):
+    (tmp_path / "file").touch()
+    out = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "out", "read-only": Path("/proc/out")}
+    if how == "a full disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 100))
+    calls = count_solves(monkeypatch)
+    monkeypatch.setattr("swd_lens.factorization.job.host_fingerprint", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr("swd_lens.factorization.stages.collect_grams", lambda *_, **__: pytest.fail("work was done"))
+    named = {**QUICK, "tokens": TOKENS, "calibration": "dense", "shard": shard}
+    with pytest.raises(OSError, match=r"nothing was done"):
+        swd.factorize(model, "mlp_out", **named, out=out.get(how, tmp_path / "new"))
+    assert not calls and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_finished_folder_is_taken_over_beside_a_writer_and_from_a_read_only_disk(model, tmp_path, monkeypatch):
+    made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    monkeypatch.setattr("swd_lens.base.writer.require_writable", lambda *_: pytest.fail("nothing has to be written"))
+    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)
+
+
+def test_only_the_matrices_that_are_missing_need_room(model, tmp_path, monkeypatch):
+    swd.factorize(model, "blocks.0.mlp_out", **QUICK, out=tmp_path)
+    one = (tmp_path / next(path.name for path in tmp_path.glob("*.safetensors"))).stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, int(1.5 * one) + 2000))
+    assert len(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)) == 2
+
+
+# ---------------------------------------------------------------------------------------------- shards
+
+DENSE = {**QUICK, "tokens": TOKENS, "calibration": "dense"}
+
+
+def test_starting_again_deletes_nothing_else_of_the_shards(model, tmp_path):
+    swd.factorize(model, "mlp_out", **{**DENSE, "sparsity": 0.25}, out=tmp_path, shard="1/2")
+    swd.factorize(model, "mlp_out", **{**DENSE, "sparsity": 0.25}, out=tmp_path, shard="2/2")
+    thesis = tmp_path / "shards" / "1-of-2" / "thesis.tex"
+    thesis.touch()
+    made = swd.factorize(model, "mlp_out", **DENSE, out=tmp_path, overwrite=True)
+    assert [path for path in (tmp_path / "shards").rglob("*") if path.is_file()] == [thesis]
+    assert_same(swd.factorize(model, "mlp_out", **DENSE, out=tmp_path), made)
+
+
+def test_starting_again_is_refused_while_a_shard_is_made(model, tmp_path, monkeypatch):
+    made = swd.factorize(model, "mlp_out", **{**DENSE, "sparsity": 0.25}, out=tmp_path, shard="1/2")
+    swd.factorize(model, "mlp_out", **DENSE, out=tmp_path / "whole")
+    shard, calls = tmp_path / "shards" / "1-of-2", count_solves(monkeypatch)
+    with writing(shard, "factorize"):
+        refusal = in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **DENSE, out=tmp_path, overwrite=True))
+        again = in_a_thread(
+            lambda: swd.factorize(toy_model(), "mlp_out", **DENSE, out=tmp_path, shard="1/2", overwrite=True)
+        )
+    for error in (refusal, again):
+        assert isinstance(error, FolderInUseError) and str(error).startswith(str(shard))
+    assert not calls and not (tmp_path / "factors.json").exists()
+    assert_same(FactorSet.load(shard), made)
+
+
+# ---------------------------------------------------------------------------------------------- killed, and workers
+
+FACTORIZE = """
+import sys
+import swd_lens as swd
+from tests.factorization.test_folder import SLOW, TOKENS
+from tests.micro import toy_model
+workers = sys.argv[2] if sys.argv[2] == "ray" else int(sys.argv[2])
+swd.factorize(toy_model(), "all", **SLOW, tokens=TOKENS, out=sys.argv[1], workers=workers, threads=1)
+"""
+SLOW = {**QUICK, "outer_iterations": 300}
+
+
+def started(out: Path, workers: str) -> subprocess.Popen:
+    environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-c", FACTORIZE, str(out), workers],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until(condition, process: subprocess.Popen) -> None:
+    end = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2", "ray"])
+def test_two_processes_one_is_killed_and_the_other_goes_on(model, tmp_path, workers):
+    """The second is refused while the first runs; killed, the first leaves a lock that is free, and the bits stay."""
+    if workers == "ray":
+        pytest.importorskip("ray")
+    out = tmp_path / "out"
+    with started(out, workers) as first:
+        until(lambda: (out / "factors.json").is_file(), first)
+        with started(out, "1") as second:
+            refusal = second.communicate()[1]
+        if first.poll() is None:  # it had not finished meanwhile
+            assert second.returncode != 0 and "FolderInUseError" in refusal, refusal
+        first.send_signal(signal.SIGKILL)
+    finished = list(FactorSet.load(out))
+    assert finished == ALL[: len(finished)]
+    resumed = swd.factorize(model, "all", **SLOW, tokens=TOKENS, out=out, threads=1)
+    assert_same(FactorSet.load(out), resumed)
+    assert_same(resumed, swd.factorize(model, "all", **SLOW, tokens=TOKENS, threads=1), provenance=False)
+    assert sorted(path.suffix for path in out.iterdir()) == [".json", *[".safetensors"] * len(ALL)]
+
+
+def test_a_holder_is_named_and_gone_at_the_end(model, tmp_path, monkeypatch):
+    seen, solve = [], swd_lens.factorization.solve.solve
+    monkeypatch.setattr(
+        swd_lens.factorization.solve,
+        "solve",
+        lambda *a, **n: seen.append((tmp_path / HOLDER).read_text()) or solve(*a, **n),
+    )
+    swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    assert all('"call": "factorize"' in holder and f'"process": {os.getpid()}' in holder for holder in seen)
+    assert not list(tmp_path.glob(".*"))
