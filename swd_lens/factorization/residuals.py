@@ -108,7 +108,9 @@ class Residuals:
                     if self.why_not is not None:
                         return None
                     new = _Kept(self._temporary_folder() / f"layer-{layer}", residual)
-                new.add(residual)
+                if not self._has_room_for(new, residual):
+                    new.path.unlink(missing_ok=True)
+                    return None
         except BaseException:
             if new is not None:
                 new.path.unlink(missing_ok=True)
@@ -129,25 +131,31 @@ class Residuals:
         needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
         free = shutil.disk_usage(self._temporary_folder()).free
         if needed + _SPARE > free:
-            n_tokens = self.stream.n_tokens
-            why = f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
-            warnings.warn(
-                warning(
-                    "disk-too-small",
-                    n_tokens=n_tokens,
-                    needed=needed / 1e9,
-                    free=free / 1e9,
-                    folder=self._temporary_folder().parent,
-                ),
-                stacklevel=callers_level(),
-            )
-            return why
+            return self._disk_too_small(needed, free)
         # A run from the residual must show the sites of its block what a whole run shows them.
         whole, resumed = self._inputs(tokens, layer, None), self._inputs(tokens, layer, Start(layer, residual))
         same = [site for site, _ in whole] == [site for site, _ in resumed]
         if not same or not all(torch.equal(h, again) for (_, h), (_, again) in zip(whole, resumed, strict=True)):
             return f"this host's runs from block {layer} are not those from the tokens, to the bit"
         return None
+
+    def _has_room_for(self, kept: "_Kept", residual: Tensor) -> bool:
+        """Adds one batch; False where others have filled the disk meanwhile."""
+        try:
+            kept.add(residual)
+        except OSError:
+            needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
+            self.why_not = self._disk_too_small(needed, shutil.disk_usage(self._temporary_folder()).free)
+        return self.kept
+
+    def _disk_too_small(self, needed: int, free: int) -> str:
+        """Why nothing is kept, after a warning; bytes."""
+        n_tokens, folder = self.stream.n_tokens, self._temporary_folder().parent
+        warnings.warn(
+            warning("disk-too-small", n_tokens=n_tokens, needed=needed / 1e9, free=free / 1e9, folder=folder),
+            stacklevel=callers_level(),
+        )
+        return f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
 
     def _inputs(self, tokens: Tensor, layer: int, start: Start | None) -> list[tuple[Site, Tensor]]:
         """What the sites of a block read, in the order of the run; sites that it does not show are missing."""

@@ -1,6 +1,7 @@
 """Residuals on disk: the same Grams to the bit with fewer runs of early blocks, and nothing left behind."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,20 @@ def test_too_small_a_disk_means_whole_runs_and_a_warning(model, tmp_path, monkey
             UserWarning, match=r"residuals of 63 tokens need 0\.0 GB of disk, and 0\.0 GB are free in .*TMPDIR"
         ):
             residuals.advance(1)
+        assert not residuals.kept and residuals.layer == 0 and list(tmp_path.iterdir()) == []
+        assert all(start is None for _, start in residuals.batches())
+
+
+def test_a_disk_that_fills_up_meanwhile_means_whole_runs(model, tmp_path):
+    """No file may become larger than 2,000 bytes: of 4,032 the first batch is written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            with pytest.warns(UserWarning, match=r"residuals of 63 tokens need .*TMPDIR"):
+                residuals.advance(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert not residuals.kept and residuals.layer == 0 and list(tmp_path.iterdir()) == []
         assert all(start is None for _, start in residuals.batches())
 
