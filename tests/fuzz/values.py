@@ -52,7 +52,7 @@ def _add(flat: Values, name: str, held: Any) -> None:
     elif isinstance(held, FactorSet):
         _add(flat, name, {"provenance": held.provenance, "order": list(held), "sites": {s: held[s] for s in held}})
     elif isinstance(held, Factors):
-        parts = {each.name: getattr(held, each.name) for each in fields(held) if each.name != "weight"}
+        parts = {each.name: getattr(held, each.name) for each in fields(held) if each.name not in ("weight", "mark")}
         _add(flat, name, {**parts, "edges": held.edges})
     elif isinstance(held, LearnedUnits):
         about = {"provenance": held.provenance, "log": held.log, "tokens": held.tokens}
