@@ -25,6 +25,7 @@ from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
 AnySaved = TypeVar("AnySaved", bound="SavedRecord")
@@ -69,7 +70,12 @@ class PlainRecord:
 
 
 class Record(PlainRecord):
-    """Base of results; subclasses are frozen dataclasses."""
+    """Base of results; subclasses are frozen dataclasses. Their own `__repr__` shows what is invisible in names (visible.py)."""
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "__repr__" in vars(cls):
+            cls.__repr__ = seen(cls.__repr__)  # pyright: ignore[reportAttributeAccessIssue]
 
     def title(self) -> str:
         """The card's first line."""
@@ -117,6 +123,33 @@ class SavedRecord(Record):
             return cls.from_dict(values)
         except ValueError as cause:
             raise error("record-file-with-other-values", path=path, kind=cls.WHAT, reason=cause) from cause
+
+
+def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
+    """The values of a result that is read by hand, those named in `kinds` as these types have them.
+
+    Args:
+        record: what it is called in messages.
+        kinds: name -> a type hint, as of a record's field.
+        optional: names may be missing.
+
+    Raises:
+        ValueError: one is missing or of another kind; the message names it.
+    """
+    if not isinstance(values, Mapping):
+        raise error("record-without-fields", record=record, kind=type(values).__name__)
+    own = dict(values)
+    for name, kind in kinds.items():
+        if name not in own:
+            if not optional:
+                raise error("record-with-other-values", record=record, reason=f"{name} is missing")
+            continue
+        try:
+            own[name] = _CONVERTER.structure(own[name], kind)
+        except Exception as cause:
+            reason = "; ".join(cattrs.transform_error(cause, name, _reason))
+            raise error("record-with-other-values", record=record, reason=reason) from cause
+    return own
 
 
 # ---------------------------------------------------------------------------------------------- conversion

@@ -55,7 +55,7 @@ def unseal(values: Any, path: str | Path, what: str, raised_as: type[Exception] 
     if not isinstance(values, Mapping):
         raise error("file-unreadable", raised_as=raised_as, path=path, what=what, reason=f"{type(values).__name__}")
     rest = {name: value for name, value in values.items() if name != SEAL}
-    if SEAL not in values and not _marked(rest):
+    if SEAL not in values and not marked(rest):
         warn_of_missing_seal(path)
     elif values.get(SEAL) != _MARK + _digest(rest):
         raise error("file-changed", raised_as=raised_as, path=path, what=what)
@@ -110,8 +110,9 @@ def warn_of_missing_seal(path: str | Path) -> None:
     warnings.warn(warning("file-without-hash", path=path), stacklevel=callers_level())
 
 
-def _marked(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, str) and value.startswith(_MARK) for value in values.values())
+def marked(values: Mapping[str, Any]) -> bool:
+    """Whether some value is a hash of ours, whatever it is called."""
+    return any(isinstance(v, str) and v.startswith(_MARK) and len(v) == len(_MARK) + 64 for v in values.values())
 
 
 def _digest(values: Any) -> str:
@@ -151,7 +152,7 @@ def read_tensors(
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     sealed_as = metadata.pop(SEAL, None)
     known = {sealed_as, None if expected is None else _MARK + expected} - {None}
-    if not known and not _marked(metadata):
+    if not known and not marked(metadata):
         warn_of_missing_seal(path)
     elif known != {_MARK + tensor_digest(tensors, metadata)}:
         raise error("file-changed", raised_as=raised_as, path=path, what=what)

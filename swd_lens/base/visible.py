@@ -4,9 +4,14 @@
    zero-width characters, lone surrogates, private use) their number; spaces stay.
 2. `visible_lines`: the same of text that has lines of its own, such as a printed table.
 3. `visible_token`: a token by itself, where spaces count.
+4. `seen` makes a `__repr__` show its text so; of every Record it does by itself.
 
 Everything that is printed, drawn or put into a page goes through one of these; files keep what they were given.
 """
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 _SIGNS = {"\n": "↵", "\t": "⇥", "\u00a0": "⍽", "\x7f": "␡"}
 
@@ -24,6 +29,16 @@ def visible_lines(text: str) -> str:
 def visible_token(token: str) -> str:
     """A token alone: every space a dot, and a sign where there is nothing."""
     return visible(token).replace(" ", "·") or "∅"
+
+
+def seen(method: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A method that gives text of several lines, everything in it seen."""
+
+    @wraps(method)
+    def shown(self: Any) -> str:
+        return visible_lines(method(self))
+
+    return shown
 
 
 def _sign(character: str) -> str:

@@ -16,10 +16,12 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -28,6 +30,8 @@ from swd_lens.base.files import remove_remains
 
 LOCK, HOLDER = ".writer.lock", ".writer"
 _PATIENCE = 0.3  # seconds: between the end of one holder and the lock of the next nobody is refused
+_READING = 5.0  # seconds
+Value = TypeVar("Value")
 # Folder or file -> the thread that holds it, and how often it took it.
 _held: dict[Path, tuple[int, int]] = {}
 _guard = threading.Lock()
@@ -99,6 +103,23 @@ def _held_for(folder: Path, prefix: str, call: str, target: Path, patience: floa
         for path in made:  # what nothing was written into goes again
             with suppress(OSError):
                 path.rmdir()
+
+
+def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
+    """What `read` gives of a folder.
+
+    Refused while a call writes the folder, so that files of two states lie there, it reads again, for a few seconds; raises what
+    `read` raised last.
+    """
+    end = time.monotonic() + _READING
+    while True:
+        written = (folder / HOLDER).exists()
+        try:
+            return read()
+        except (OSError, ValueError):
+            if not (written or (folder / HOLDER).exists()) or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
 
 
 def require_writable(folder: str | Path, n_bytes: int = 0) -> None:

@@ -3,7 +3,7 @@
 1. `main` prints help and version from COMMANDS, without loading torch; for a command it loads the modules that have it.
 2. Options (options.py) become a host, token rows and arguments of the solver.
 3. The commands (circuits.py, matrices.py, baselines.py) call one function each; progress goes to stderr, results to stdout.
-4. Files are written whole, the report last. Errors that a user can mend are printed without a traceback; exit code 1. Ctrl-C
+4. Files are written whole, the report last. Errors are printed in one line, without a traceback; exit code 1. Ctrl-C
    exits with 130 and leaves no half-written file; `factorize`, `replace` and `train-baseline` go on from there when called again.
 """
 

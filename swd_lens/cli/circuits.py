@@ -10,6 +10,7 @@ import torch
 from typer import Argument, Option
 
 from swd_lens.base.errors import error
+from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.cli.options import (
     HostOption,
     ModelOptions,
@@ -43,24 +44,25 @@ def demo(
     printed: OutputOptions,
 ) -> None:
     """The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline."""
-    model = load_default_model(kind=host)
-    last = f"blocks.{model.cfg.n_layers - 1}.mlp_out"
-    tasks = [load_task(name, model, n_train=150, n_test=150) for name in FAMILIES]
-    # In float64, both kinds of host get the same factors: choosing supports amplifies the rounding of float32.
-    exact = load_default_model(kind=host, dtype=torch.float64)
-    run = run_study(
-        model,
-        # One matrix, then a kind of matrix in every layer. Names are copied by attention, so attn_o is there beside the MLPs.
-        {last: last, "all attn_o": "attn_o", "all mlp_out": "mlp_out"},
-        tasks,
-        sparsities=(0.5, 0.75),
-        calibration_tokens=text_tokens(16_384, split="train"),
-        heldout_tokens=text_tokens(16_384, split="test"),
-        calibration_model=exact,
-        on_step=say,
-        progress=show_progress(),
-    )
-    _deliver(_with_look_inside(run, model, exact, tasks), out, printed)
+    with writing(out, "demo"):
+        model = load_default_model(kind=host)
+        last = f"blocks.{model.cfg.n_layers - 1}.mlp_out"
+        tasks = [load_task(name, model, n_train=150, n_test=150) for name in FAMILIES]
+        # In float64, both kinds of host get the same factors: choosing supports amplifies the rounding of float32.
+        exact = load_default_model(kind=host, dtype=torch.float64)
+        run = run_study(
+            model,
+            # One matrix, then a kind of matrix in every layer. Names are copied by attention, so attn_o is there beside the MLPs.
+            {last: last, "all attn_o": "attn_o", "all mlp_out": "mlp_out"},
+            tasks,
+            sparsities=(0.5, 0.75),
+            calibration_tokens=text_tokens(16_384, split="train"),
+            heldout_tokens=text_tokens(16_384, split="test"),
+            calibration_model=exact,
+            on_step=say,
+            progress=show_progress(),
+        )
+        _deliver(_with_look_inside(run, model, exact, tasks), out, printed)
 
 
 def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task]) -> Run:
@@ -110,25 +112,26 @@ def circuit(
     exact = [] if controls == "none" else [name.strip() for name in controls.split(",")]
     if unknown := [name for name in exact if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
-    model = model_options.load(sites)
-    tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
-    tokens, heldout = text.rows(model, model_options)
-    run = run_study(
-        model,
-        {", ".join(sites): sites},
-        tasks,
-        sparsities=tuple(sparsity or (0.5, 0.75)),
-        calibration_tokens=tokens,
-        heldout_tokens=heldout,
-        positions=positions,
-        ablation=ablation,
-        controls=exact,
-        beside=baselines,
-        on_step=say,
-        progress=show_progress(),
-        **solver.arguments(),
-    )
-    _deliver(run, out, printed)
+    with writing(out, "circuit"):
+        model = model_options.load(sites)
+        tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
+        tokens, heldout = text.rows(model, model_options)
+        run = run_study(
+            model,
+            {", ".join(sites): sites},
+            tasks,
+            sparsities=tuple(sparsity or (0.5, 0.75)),
+            calibration_tokens=tokens,
+            heldout_tokens=heldout,
+            positions=positions,
+            ablation=ablation,
+            controls=exact,
+            beside=baselines,
+            on_step=say,
+            progress=show_progress(),
+            **solver.arguments(),
+        )
+        _deliver(run, out, printed)
 
 
 def _labelled(folders: Sequence[Path]) -> dict[str, LearnedUnits]:
@@ -167,7 +170,9 @@ def report(
     as_json: Annotated[bool, Option("--json", help="Print the run's numbers as JSON instead of tables.")] = False,
 ) -> None:
     """The report of a finished run, made again from its run.json and factors/. Loads no model; takes seconds."""
+    path = folder / "report.html" if out is None else out
+    require_writable_file(path)
     run = Run.load(folder)
-    path = write_report(run, folder / "report.html" if out is None else out)
+    write_report(run, path)
     line = f"The report is in {path} ({path.stat().st_size / 1e6:.1f} MB)."
     show(as_json, {"report": str(path), **run.as_dict()}, *run_tables(run), line, unbroken=True)

@@ -3,12 +3,13 @@
 1. A group of options is a dataclass: a field per option, with its help and its default, and methods that turn the options into
    what a command works on (a host, token rows, arguments of the solver). A command that has another default subclasses it.
 2. `command` registers a function. A parameter whose type is a group stands for all options of the group.
-3. `show` prints JSON or tables to stdout, `say` progress to stderr. Errors that a user can mend become one line and exit code 1;
-   Ctrl-C exits with 130 and leaves no half-written file.
+3. `show` prints JSON or tables to stdout, `say` progress to stderr. Errors become one line and exit code 1, with no traceback;
+   Ctrl-C exits with 130 and leaves no half-written file. What is invisible in names is shown.
 """
 
 import inspect
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,8 @@ from typer import Option
 
 from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.base.files import plain
+from swd_lens.base.sealed import readable
+from swd_lens.base.visible import visible, visible_lines
 from swd_lens.cli import new_app, output, status
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
@@ -34,6 +37,7 @@ from swd_lens.tasks import load_text, pack_text
 from swd_lens.tasks.named_text import NAMES
 
 app = new_app()
+TRACEBACK = "SWD_LENS_TRACEBACK"  # set: errors that are not foreseen show where they were raised
 
 
 def _set_threads(threads: int | None) -> None:
@@ -144,7 +148,9 @@ class TextOptions:
         """Rows of the whole file; of a named text as many as are needed."""
         assert self.text is not None
         if self.text.is_file() or str(self.text) not in NAMES:
-            return pack_text(model, self.text.read_text(encoding="utf-8"))
+            with readable(self.text, "text in UTF-8"):
+                text = self.text.read_text(encoding="utf-8")
+            return pack_text(model, text)
         length = min(int(model.cfg.n_ctx), 1024)
         n_rows = -(-wanted // length) - (-self.heldout_tokens // length)
         separator = "eos" if model.tokenizer.eos_token_id is not None else None
@@ -233,22 +239,35 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
 
 @contextmanager
 def _told(goes_on: bool) -> Iterator[None]:
-    """Errors that a user can mend become one line and exit code 1; Ctrl-C becomes exit code 130."""
+    """Errors become one line and exit code 1; Ctrl-C becomes exit code 130."""
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
     try:
         yield
+        sys.stdout.flush()  # a full disk may be noticed only here
+    except (typer.Exit, typer.Abort):
+        raise
     except (ValueError, OSError, ImportError, UnsupportedHostError) as error:
-        status.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
+        _say_error(str(error) or type(error).__name__)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         again = "; the same command again goes on from the last checkpoint" if goes_on else ""
         status.print(f"interrupted; nothing half-written was left behind{again}", soft_wrap=True)
         raise typer.Exit(130) from None
+    except Exception as error:  # nothing that a user could mend, as far as we know
+        if TRACEBACK in os.environ:
+            raise
+        _say_error(f"{type(error).__name__}: {error}")
+        status.print(f"{TRACEBACK}=1 in the environment shows where it was raised", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _say_error(text: str) -> None:
+    status.print(f"[bold red]error:[/bold red] {escape(visible_lines(text))}", highlight=False, soft_wrap=True)
 
 
 def say(step: str) -> None:
     """A line of progress."""
-    status.print(f"[dim]·[/dim] {escape(step)}", highlight=False)
+    status.print(f"[dim]·[/dim] {escape(visible(step))}", highlight=False)
 
 
 def show_progress() -> bool:
@@ -263,6 +282,6 @@ def show(as_json: bool, values: Mapping[str, Any], *tables: Any, unbroken: bool 
         return
     for table in tables:
         if isinstance(table, str):
-            output.print(Text(table), soft_wrap=unbroken)
+            output.print(Text(visible_lines(table)), soft_wrap=unbroken)
         else:
             output.print(table)

@@ -14,11 +14,12 @@ from typing import Any
 from markupsafe import Markup
 
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
-from swd_lens.analysis.audit.drawing import number, printable, unit_style, words_html
+from swd_lens.analysis.audit.drawing import number, unit_style, words_html
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import require_writable, require_writable_file, writing
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.page import encodable, template
 from swd_lens.report.wording import count, percent, plural
@@ -51,15 +52,18 @@ def dashboard(
     Raises:
         ValueError: no unit at all, one unit twice, or too many for one page.
         KeyError: a unit in `only` was not audited.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written (a FolderInUseError: another call writes the folder); before any profile is made.
     """
+    to_file = path is not None and Path(path).suffix.lower() in (".html", ".htm")
+    if path is not None:
+        (require_writable_file if to_file else require_writable)(path)
     names, profiles, settings = _of(units, only)
     if not names:
         raise error("dashboard-of-nothing")
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise error("dashboard-of-a-unit-twice", units=", ".join(twice))
-    title = printable(title or f"Units of {settings.get('model') or 'a model'}")
-    if path is None or Path(path).suffix.lower() in (".html", ".htm"):
+    title = title or f"Units of {settings.get('model') or 'a model'}"
+    if path is None or to_file:
         if len(names) > _PAGE_LIMIT:
             raise error("dashboard-too-long", n_units=len(names), limit=_PAGE_LIMIT)
         page = _one_page(names, profiles, settings, title)
@@ -67,7 +71,8 @@ def dashboard(
             return page
         write_text(Path(path), page)
         return Path(path)
-    return _folder(Path(path), names, profiles, settings, title)
+    with writing(path, "dashboard") as folder:
+        return _folder(folder, names, profiles, settings, title)
 
 
 def _of(units: Any, only: Iterable[str] | None) -> tuple[list[str], Iterator[UnitProfile], dict[str, Any]]:
@@ -113,7 +118,6 @@ def _one_page(names: Sequence[str], profiles: Iterable[UnitProfile], settings: d
 def _folder(
     folder: Path, names: Sequence[str], profiles: Iterable[UnitProfile], settings: dict[str, Any], title: str
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     shown, rows = set(names), []
     for i, profile in enumerate(profiles):
         html = unit_html(profile, lambda unit: _file(unit) if unit in shown else None)
@@ -174,7 +178,7 @@ def _row(profile: UnitProfile, target: str) -> dict[str, Any]:
         "site": profile.site,
         "index": profile.index,
         "target": target,
-        "label": "" if profile.label is None else printable(profile.label.label),
+        "label": "" if profile.label is None else profile.label.label,
         "ranks": {task: count(rank.rank) for task, rank in profile.tasks.items()},
         "largest": number(profile.peak, signed=False),
         "density": percent(profile.density),

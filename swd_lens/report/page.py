@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from swd_lens.analysis.audit.drawing import printable, unit_html, unit_style
+from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
+from swd_lens.base.visible import visible, visible_lines
 from swd_lens.circuits.compare import TaskComparison
 from swd_lens.report import plots, wording
 from swd_lens.report.headline import control_of, headline, main_replacement
@@ -75,11 +76,23 @@ def render_report(run: Run) -> str:
 
 @cache
 def template(name: str) -> Template:
-    """templates/NAME.html.j2; whatever it is given is escaped, and nothing may be missing."""
+    """templates/NAME.html.j2; whatever it is given is escaped and shown whole, and nothing may be missing."""
     loader = PackageLoader("swd_lens.report", "templates")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters.update({name: getattr(wording, name) for name in FILTERS}, printable=printable)
+    env = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True
+    )
+    env.filters.update({name: getattr(wording, name) for name in FILTERS}, code=_code)
     return env.get_template(f"{name}.html.j2")
+
+
+def _shown(value: Any) -> Any:
+    """What a template is given, as it is put into the page."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _code(text: str) -> Markup:
+    """Lines of code."""
+    return escape(visible_lines(text))
 
 
 def encodable(page: str) -> str:

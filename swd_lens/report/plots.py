@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from swd_lens.base.errors import error
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, style, svg
-from swd_lens.base.visible import visible_token
+from swd_lens.base.visible import visible, visible_token
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, cost_axis, draw_curves
 from swd_lens.study.run_file import Replacement
@@ -149,7 +149,7 @@ def pattern_grid(view: AttentionView) -> str:
 def _text(text: str, x: float | int, y: float | int, size: float | int, anchor: str) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" font-size="{size:.1f}" '
-        f'font-family="sans-serif">{escape(text)}</text>'
+        f'font-family="sans-serif">{escape(visible(text))}</text>'
     )
 
 
@@ -193,9 +193,9 @@ def page_svg(text: str, prefix: str, title: str, description: str) -> str:
         raise error("picture-prefix", prefix=prefix)
     described = f" {prefix}-desc" if description else ""
     attributes = f'role="img" aria-labelledby="{prefix}-title{described}"'
-    inside = f'<title id="{prefix}-title">{escape(title)}</title>'
+    inside = f'<title id="{prefix}-title">{escape(visible(title))}</title>'
     if description:
-        inside += f'<desc id="{prefix}-desc">{escape(description)}</desc>'
+        inside += f'<desc id="{prefix}-desc">{escape(visible(description))}</desc>'
     return _page_svg(text, prefix, attributes, inside)
 
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from swd_lens.base.visible import visible
 from swd_lens.study import Run
 
 # Long column names of the DataFrames -> what fits a terminal.
@@ -47,10 +48,14 @@ def _cost(units: Any, edges: Any) -> str:
 
 def table(title: str, frame: pd.DataFrame) -> Table:
     """A DataFrame as a rich table; numeric columns to the right."""
-    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold", padding=(0, 1))
+    shown = Table(
+        title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold", padding=(0, 1)
+    )
     for column in frame.columns:
         numeric = pd.api.types.is_numeric_dtype(frame[column]) or frame[column].astype(str).str.contains(" / ").any()
-        shown.add_column(_SHORT.get(str(column), str(column)), justify="right" if numeric else "left", no_wrap=True)
+        shown.add_column(
+            Text(_SHORT.get(str(column), visible(str(column)))), justify="right" if numeric else "left", no_wrap=True
+        )
     for row in frame.itertuples(index=False):
         shown.add_row(*(_cell(value) for value in row))
     return shown
@@ -62,4 +67,4 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         # Below a thousandth the digits after the point say nothing: two significant ones do.
         return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else escape(str(value))
+    return f"{value:,}" if isinstance(value, int) else escape(visible(str(value)))

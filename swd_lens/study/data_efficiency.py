@@ -12,6 +12,7 @@ Tokens are data used; they equate neither optimization steps nor FLOPs.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.files import plain, write_json
+from swd_lens.base.files import plain
+from swd_lens.base.sealed import read_json, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import require_writable_file, writing_file
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.checkpoint import differences, host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
@@ -83,10 +86,13 @@ def data_efficiency(
         ValueError: no method, not one site, units of another site, no or bad token counts, or bad options for SWD; before any
             work, but for methods that are functions.
         TokenError, AttachError, UnknownSiteError, UnitSourceError, TrainError: bad text, host, site, units or folder.
-            Also an `out` that is a folder, or a file of something else.
+            Also an `out` that is a file of something else.
+        OSError: `out` is a folder or cannot be written (a FolderInUseError: another call writes it); before any work.
         ResumeError: `out` holds points of another host, site, held-out text or version, or of a method of the same name that
             was made otherwise.
     """
+    if out is not None:
+        require_writable_file(out)
     sites = find_sites(model, site)
     if len(sites) != 1:
         raise error("efficiency-of-several-sites", pattern=site, n_sites=len(sites))
@@ -102,32 +108,33 @@ def data_efficiency(
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
     settings |= {"heldout_tokens": held.numel(), **standing_hooks(model)}
-    file = None
-    if out is not None:
-        # What decides every point, whatever the method.
-        recipe = {"site": sites[0].name, "host_sha256": host_fingerprint(model, model.cfg)}
-        recipe |= {"heldout_sha256": tokens_fingerprint(held), "swd_lens": __version__}
-        file = _File(Path(out), recipe, settings, overwrite)
-    points: list[Point] = []
-    about: dict[str, Any] = {}
-    for name, candidates in tqdm(
-        series.items(), desc="data efficiency", unit="method", disable=not progress, leave=False
-    ):
-        for candidate in candidates():
-            about[name] = dict(candidate.about)
-            point = None if file is None else file.measured(name, candidate)
-            if point is None:
-                units = candidate.make()
-                measured = fidelity(model, units, held)
-                # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
-                own = sites[0].name in measured.relmse
-                relmse = measured.relmse[sites[0].name if own else surface.matrices[-1].name]
-                edges = sum(of_site.edges for of_site in units.values())
-                point = Point(name, candidate.tokens, candidate.kind, edges, measured, relmse)
-                if file is not None:
-                    file.add(point, candidate)
-            points.append(point)
-    return DataEfficiency(points, {**settings, "methods": about})
+    with nullcontext() if out is None else writing_file(out, "data_efficiency"):
+        file = None
+        if out is not None:
+            # What decides every point, whatever the method.
+            recipe = {"site": sites[0].name, "host_sha256": host_fingerprint(model, model.cfg)}
+            recipe |= {"heldout_sha256": tokens_fingerprint(held), "swd_lens": __version__}
+            file = _File(Path(out), recipe, settings, overwrite)
+        points: list[Point] = []
+        about: dict[str, Any] = {}
+        for name, candidates in tqdm(
+            series.items(), desc="data efficiency", unit="method", disable=not progress, leave=False
+        ):
+            for candidate in candidates():
+                about[name] = dict(candidate.about)
+                point = None if file is None else file.measured(name, candidate)
+                if point is None:
+                    units = candidate.make()
+                    measured = fidelity(model, units, held)
+                    # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
+                    own = sites[0].name in measured.relmse
+                    relmse = measured.relmse[sites[0].name if own else surface.matrices[-1].name]
+                    edges = sum(of_site.edges for of_site in units.values())
+                    point = Point(name, candidate.tokens, candidate.kind, edges, measured, relmse)
+                    if file is not None:
+                        file.add(point, candidate)
+                points.append(point)
+        return DataEfficiency(points, {**settings, "methods": about})
 
 
 # ---------------------------------------------------------------------------------------------- methods
@@ -260,20 +267,21 @@ class _File:
         self.path, self.recipe, self.settings = path, dict(recipe), dict(settings)
         self.points: dict[tuple[str, int], tuple[Point, Any]] = {}  # and identities
         self.methods: dict[str, Any] = {}
-        if path.is_dir():
-            raise error("efficiency-into-a-folder", path=str(path), file=str(path / "efficiency.json"))
         if path.exists() and not overwrite:
             self._read()
 
     def _read(self) -> None:
         held = DataEfficiency.load(self.path)
-        saved = json.loads(self.path.read_text(encoding="utf-8"))
+        saved = read_json(self.path, DataEfficiency.WHAT)
         words = {"host_sha256": "the host", "heldout_sha256": "the held-out tokens"}
-        if changed := differences(saved.get("recipe", {}), self.recipe, words):
+        with readable(self.path, DataEfficiency.WHAT):
+            changed = differences(saved.get("recipe", {}), self.recipe, words)
+        if changed:
             raise error("efficiency-another-measurement", path=self.path, changed="; ".join(changed))
-        self.methods = dict(held.settings["methods"])
-        for point, identity in zip(held.points, saved["identities"], strict=True):
-            self.points[point.method, point.tokens] = point, identity
+        with readable(self.path, DataEfficiency.WHAT):
+            self.methods = dict(held.settings["methods"])
+            for point, identity in zip(held.points, saved["identities"], strict=True):
+                self.points[point.method, point.tokens] = point, None if identity is None else dict(identity)
 
     def measured(self, name: str, candidate: Candidate) -> Point | None:
         """The point, where it was measured before."""
@@ -297,4 +305,4 @@ class _File:
         self.methods[point.method] = dict(candidate.about)
         points, identities = map(list, zip(*self.points.values(), strict=True))
         values = DataEfficiency(points, {**self.settings, "methods": self.methods}).as_dict()
-        write_json(self.path, {"format": 1, **values, "recipe": self.recipe, "identities": identities})
+        write_sealed(self.path, {"format": 1, **values, "recipe": self.recipe, "identities": identities})

@@ -32,6 +32,7 @@ from tqdm.auto import tqdm
 from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord, Record
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import visible
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import matches
@@ -74,9 +75,9 @@ class Continuation(PlainRecord):
         if self.text is None or dense.text is None:
             return " ".join(_MARK * (i == self.departs) + str(token) for i, token in enumerate(self.tokens))
         if self.departs is None:
-            return _visible(self.text)
+            return visible(self.text)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.text, dense.text, strict=False)))
-        return f"{_visible(self.text[:same])}{_MARK}{_visible(self.text[same:])}"
+        return f"{visible(self.text[:same])}{_MARK}{visible(self.text[same:])}"
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,11 @@ class Samples(Record):
         console = Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False)
         console.print(Text(self.title()))
         for number, sample in enumerate(self.samples):
-            console.print(Text(f"\n[{number}] {_visible(_text_or_ids(sample.prompt, sample.prompt_tokens))}"))
+            console.print(Text(f"\n[{number}] {visible(_text_or_ids(sample.prompt, sample.prompt_tokens))}"))
             columns = Table(box=SIMPLE, expand=True, padding=(0, 1))
             labels, courses, texts = zip(*sample.rows(), strict=True)
             for label in labels:
-                columns.add_column(Text(label), ratio=1, overflow="fold")
+                columns.add_column(Text(visible(label)), ratio=1, overflow="fold")
             columns.add_row(*map(Text, courses))
             columns.add_row(*map(Text, texts))
             console.print(columns)
@@ -150,7 +151,7 @@ class Samples(Record):
         rows = [
             [text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …" for text in (prompt, label, how, written)]
             for sample in self.samples
-            for prompt in [_visible(_text_or_ids(sample.prompt, sample.prompt_tokens))]
+            for prompt in [visible(_text_or_ids(sample.prompt, sample.prompt_tokens))]
             for label, how, written in sample.rows()
         ]
         return (pd.DataFrame(rows, columns=["prompt", "host", "how", "text"]),)
@@ -158,12 +159,6 @@ class Samples(Record):
 
 def _text_or_ids(text: str | None, tokens: tuple[int, ...]) -> str:
     return " ".join(map(str, tokens)) if text is None else text
-
-
-def _visible(text: str) -> str:
-    """Line breaks as a sign, and nothing that would move the columns."""
-    signs = {"\n": "↵ "}
-    return "".join(c if c.isprintable() else signs.get(c, c.encode("unicode_escape").decode()) for c in text)
 
 
 # ---------------------------------------------------------------------------------------------- generate

@@ -9,8 +9,8 @@
 With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
 """
 
-import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base._version import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.record import Record
+from swd_lens.base.sealed import read_sealed, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import writing
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.factorization.allocate import BY, allocate
 from swd_lens.factorization.allocation import Allocation
@@ -166,6 +168,7 @@ def replace_model(
         ValueError: unknown budgets; fine-tuning without tokens; whatever the steps raise. Held-out text, prompts and the
             settings of fine-tuning are checked before the first of them.
         ResumeError: `out` holds something that was made otherwise.
+        OSError: `out` cannot be written (a FolderInUseError: another call writes it); before any work.
     """
     names = [site.name for site in find_sites(model, sites)]
     paper, given = preset == "paper", isinstance(sparsity, Mapping)
@@ -188,68 +191,67 @@ def replace_model(
     settings |= {"options": _plain(options), "finetune_options": _plain(tuning), **standing_hooks(model)}
     folder = None if out is None else Path(out)
 
-    allocation = None
-    if budgets != "uniform":
-        rows = None if tokens is None else _first_rows(as_stream(tokens, model))
-        solver = {name: value for name, value in options.items() if name == "units"}
-        question = {
-            "budgets": budgets,
-            "sparsity": asked,
-            "sites": names,
-            "solver": _plain(solver),
-            "tokens_sha256": None if rows is None else as_stream(rows, model).fingerprint(),
-            "host_sha256": host_fingerprint(model, model.cfg),
-            "batch_size": batch_size,
-        }
-        file = None if folder is None else folder / BUDGETS_FILE
-        if file is not None and file.is_file() and not overwrite:
-            allocation = _saved_allocation(file, question)
-        else:
-            solver |= {"by": budgets, "batch_size": batch_size, "progress": progress}
-            allocation = allocate(model, sites, settings["sparsity"], rows, **solver)
-            if file is not None:
-                write_json(file, {**allocation.as_dict(), "question": question})
-    factors = factorize(
-        model,
-        sites,
-        sparsity=sparsity if allocation is None else allocation,
-        tokens=tokens,
-        calibration=calibration,
-        preset=preset,
-        batch_size=batch_size,
-        progress=progress,
-        out=None if folder is None else folder / FACTORS,
-        overwrite=overwrite,
-        **options,
-    )
-    before = fidelity(model, factors, heldout, progress=progress)
-    finetuned = after = None
-    if finetune is not None:
-        tuned = None if folder is None else folder / FINETUNED
-        # Of other factors: what an overwriting call that was interrupted has left.
-        stale = tuned is not None and is_of_other_factors(tuned, factors)
-        recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
-        finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
-        after = fidelity(model, finetuned, heldout, progress=progress)
-    samples = None
-    if len(prompts):
-        labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
-        samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens)
-    replacement = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
-    if folder is not None:
-        write_json(folder / NUMBERS, replacement.as_dict())
-        if samples is not None:
-            write_text(folder / SAMPLES, samples.side_by_side())
-    return replacement
+    with nullcontext() if folder is None else writing(folder, "replace_model"):
+        allocation = None
+        if budgets != "uniform":
+            rows = None if tokens is None else _first_rows(as_stream(tokens, model))
+            solver = {name: value for name, value in options.items() if name == "units"}
+            question = {
+                "budgets": budgets,
+                "sparsity": asked,
+                "sites": names,
+                "solver": _plain(solver),
+                "tokens_sha256": None if rows is None else as_stream(rows, model).fingerprint(),
+                "host_sha256": host_fingerprint(model, model.cfg),
+                "batch_size": batch_size,
+            }
+            file = None if folder is None else folder / BUDGETS_FILE
+            if file is not None and file.is_file() and not overwrite:
+                allocation = _saved_allocation(file, question)
+            else:
+                solver |= {"by": budgets, "batch_size": batch_size, "progress": progress}
+                allocation = allocate(model, sites, settings["sparsity"], rows, **solver)
+                if file is not None:
+                    write_sealed(file, {**allocation.as_dict(), "question": question})
+        factors = factorize(
+            model,
+            sites,
+            sparsity=sparsity if allocation is None else allocation,
+            tokens=tokens,
+            calibration=calibration,
+            preset=preset,
+            batch_size=batch_size,
+            progress=progress,
+            out=None if folder is None else folder / FACTORS,
+            overwrite=overwrite,
+            **options,
+        )
+        before = fidelity(model, factors, heldout, progress=progress)
+        finetuned = after = None
+        if finetune is not None:
+            tuned = None if folder is None else folder / FINETUNED
+            # Of other factors: what an overwriting call that was interrupted has left.
+            stale = tuned is not None and is_of_other_factors(tuned, factors)
+            recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
+            finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
+            after = fidelity(model, finetuned, heldout, progress=progress)
+        samples = None
+        if len(prompts):
+            labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
+            samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens)
+        replacement = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
+        if folder is not None:
+            write_json(folder / NUMBERS, replacement.as_dict())
+            if samples is not None:
+                write_text(folder / SAMPLES, samples.side_by_side())
+        return replacement
 
 
 def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
     """The allocation in a file, if it answers this question. Raises ResumeError."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        then, allocation = values["question"], Allocation.from_dict(values)
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise error("budgets-file-damaged", file=file, reason=cause) from cause
+    values = read_sealed(file, "budgets", ResumeError)
+    with readable(file, "budgets", ResumeError):
+        then, allocation = dict(values["question"]), Allocation.from_dict(values)
     if changed := [key for key in question if then.get(key) != question[key]]:
         raise error(
             "budgets-of-another-call", file=file, changed=", ".join(key.removesuffix("_sha256") for key in changed)

@@ -25,9 +25,11 @@ import torch
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.files import plain, write_json
-from swd_lens.base.record import Record
+from swd_lens.base.files import plain
+from swd_lens.base.record import Record, checked
+from swd_lens.base.sealed import readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import read_beside_writer, writing
 from swd_lens.circuits import Comparison, compare
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.factorize import factorize
@@ -39,11 +41,14 @@ from swd_lens.study.run_file import (
     CONTROL,
     FORMAT,
     NAME,
+    WHAT,
     Replacement,
     comparison_to_dict,
     comparisons_of,
     folders_of,
+    indexes_of,
     read_run,
+    settings_of,
     with_factors,
 )
 from swd_lens.study.section import AttentionView, ReportSection
@@ -130,12 +135,17 @@ class Run(Record):
         }
 
     def save(self, folder: str | Path) -> None:
-        """Write the factors of every sparse replacement, then run.json, each atomically."""
-        folder = Path(folder)
-        for r, name in zip(self.replacements, folders_of(self.replacements), strict=True):
-            if isinstance(r.factors, FactorSet) and not r.exact:
-                r.factors.save(folder / name)
-        write_json(folder / NAME, self.as_dict())
+        """Write the factors of every sparse replacement, then run.json with their hashes and its own, each atomically.
+
+        Raises:
+            FolderInUseError: another call writes the folder.
+            OSError: it cannot be written.
+        """
+        with writing(folder, "Run.save") as folder:
+            for r, name in zip(self.replacements, folders_of(self.replacements), strict=True):
+                if isinstance(r.factors, FactorSet) and not r.exact:
+                    r.factors.save(folder / name)
+            write_sealed(folder / NAME, {**self.as_dict(), "files": indexes_of(folder, self.replacements)})
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":
@@ -145,23 +155,27 @@ class Run(Record):
 
         Raises:
             FileNotFoundError: no run.json, or a folder of factors that it names is missing.
-            ValueError: run.json is broken, not a run's, of a later format, or of other factors than those beside it.
+            ValueError: run.json is broken, not a run's, of a later format, or of other factors than those beside it; or it, or
+                they, are not what was written.
         """
         folder = Path(folder)
+        return read_beside_writer(folder, lambda: cls._read(folder))
+
+    @classmethod
+    def _read(cls, folder: Path) -> "Run":
         values = read_run(folder)
-        try:
+        with readable(folder / NAME, WHAT):
             run = cls(
-                values["settings"],
+                settings_of(values),
                 [Replacement.from_dict(row) for row in values["fidelity"]],
                 comparisons_of(values),
                 [TaskUnit.from_dict(card) for card in values["units"]],
-                values["seconds"],
+                checked("Run", values, {"seconds": float})["seconds"],
                 [AttentionView.from_dict(view) for view in values["attention"]],
                 [ReportSection.from_dict(section) for section in values["extras"]],
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as cause:
-            raise error("run-file-with-other-values", path=folder / NAME, reason=cause) from cause
-        return replace(run, replacements=with_factors(folder, run.replacements))
+            hashes = checked("Run", values, {"files": Mapping[str, str]})["files"]
+        return replace(run, replacements=with_factors(folder, run.replacements, hashes))
 
     def __repr__(self) -> str:
         tasks = list(dict.fromkeys(task for comparison in self.comparisons.values() for task in comparison))

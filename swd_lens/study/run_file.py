@@ -5,11 +5,12 @@
 2. The file names its format. Format 2 keeps everything the report shows; format 1 (until swd_lens had `Run.load`) named no
    format and lacks what exact factors were, which curves are seeds of one method, and fidelities of controls: it is read with
    those left out. A later format is refused.
-3. JSON knows no NaN: undefined and infinite numbers are null there, and NaN when read. Scores, means and prompts' margins are
+3. The file is sealed, and "files" has the hash of every folder's index, which has those of its tensors: what was changed since,
+   or belongs to another run, is refused (runs of earlier versions carry no hash and are read with a warning).
+4. JSON knows no NaN: undefined and infinite numbers are null there, and NaN when read. Scores, means and prompts' margins are
    tensors and stay out; curves that were loaded price circuits, but cannot make them.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -17,16 +18,52 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.base.record import PlainRecord, checked
+from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
+from swd_lens.hosts.sites import split_name
 from swd_lens.units.factors import FactorSet
+from swd_lens.units.index import INDEX
 
 FORMAT = 2
-NAME = "run.json"
+NAME, WHAT = "run.json", "a run"
 # The method that exact factors go by: the control.
 CONTROL = "SVD"
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
+_CURVE = {"units", "edges", "sufficiency", "necessity_drop"}  # columns of a curve that every report draws
+
+
+@dataclass(frozen=True)
+class _Task(PlainRecord):
+    """What a run's settings say of a task."""
+
+    train: int | None = None
+    test: int | None = None
+    source: str = ""
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class _Site(PlainRecord):
+    """What is known of a site's exact factors."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+# What tables and reports read, where it is there.
+_SETTINGS: Mapping[str, Any] = {
+    **dict.fromkeys(("model", "host", "shape", "swd_lens", "calibration", "calibration dtype"), str),
+    **dict.fromkeys(("calibration tokens", "held-out tokens"), int),
+    **dict.fromkeys(("solver", "solver spec"), Mapping[str, Any]),
+    "surfaces": Mapping[str, list[str]],
+    "tasks": Mapping[str, _Task],
+    "sparsities": list[float],
+}
+_ROW = {"surface": str, "method": str, "edges": int, "units": int, "sparsity": float, "seconds": float}
+_COMPARISON = {"tasks": list[str], "groups": Mapping[str, list[str]], "reference": str, "tolerance": float}
 
 
 @dataclass(frozen=True)
@@ -84,11 +121,22 @@ class Replacement:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "Replacement":
-        """The replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them."""
-        exact = "factors" in row
-        described = row["factors"] if exact else {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}
+        """The replacement in a row of "fidelity"; of sparse factors with a record until `with_factors` reads them.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        row = checked("Replacement", row, _ROW)
+        measured, exact = Fidelity.from_dict(row), "factors" in row
+        described = row["factors"] if exact else {"sites": {site: {} for site in measured.relmse}, "provenance": {}}
+        described = checked(
+            "factors", described, {"sites": Mapping[str, Mapping[str, Any]], "provenance": Mapping[str, Any]}
+        )
+        for site, known in described["sites"].items():
+            split_name(site)
+            _Site.from_dict(known)
         record = FactorsRecord(described["sites"], row["edges"], row["units"], row["sparsity"], described["provenance"])
-        return cls(row["surface"], row["method"], record, Fidelity.from_dict(row), row["seconds"], exact)
+        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact)
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:
@@ -104,8 +152,17 @@ def folders_of(replacements: Sequence[Replacement]) -> list[str]:
     return names
 
 
-def with_factors(folder: Path, replacements: Sequence[Replacement]) -> list[Replacement]:
+def indexes_of(folder: Path, replacements: Sequence[Replacement]) -> dict[str, str]:
+    """Index of each folder of factors -> its SHA-256."""
+    names = zip(replacements, folders_of(replacements), strict=True)
+    return hashes_of(folder, [f"{name}/{INDEX}" for r, name in names if not r.exact])
+
+
+def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
     """The replacements of a run.json with the sparse factors that lie beside it, memory-mapped.
+
+    Args:
+        hashes: of indexes, as `indexes_of` gave them; a folder that is not among them is taken as it is.
 
     Raises:
         FileNotFoundError: a folder of factors is missing.
@@ -113,15 +170,19 @@ def with_factors(folder: Path, replacements: Sequence[Replacement]) -> list[Repl
     """
     # The folders are never what the file says: a name that leads elsewhere would be followed.
     return [
-        r if r.exact else replace(r, factors=_factors(folder, name, r))
+        r if r.exact else replace(r, factors=_factors(folder, name, r, hashes))
         for r, name in zip(replacements, folders_of(replacements), strict=True)
     ]
 
 
-def _factors(folder: Path, name: str, replacement: Replacement) -> FactorSet:
-    if not (folder / name / "factors.json").is_file():
+def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[str, str]) -> FactorSet:
+    index = f"{name}/{INDEX}"
+    if not (folder / index).is_file():
         raise error("run-without-its-factors", path=folder / NAME, factors=name, folder=folder)
+    expected = {index: hashes[index]} if index in hashes else {}
+    require_hashes(folder, expected, WHAT)
     factors, edges = FactorSet.load(folder / name), replacement.factors.edges
+    require_hashes(folder, expected, WHAT)  # another writer may have come meanwhile
     if factors.edges != edges or set(factors) != set(replacement.factors):
         raise error(
             "run-of-other-factors", path=folder / NAME, factors=folder / name, recorded=edges, edges=factors.edges
@@ -137,15 +198,12 @@ def read_run(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: no JSON, not a run's, or of a later format.
+        ValueError: no JSON, not a run's, of a later format, or not what was written.
     """
     path = folder / NAME
     if not path.is_file():
         raise error("run-file-missing", file=NAME, folder=folder)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as cause:
-        raise error("run-file-broken", path=path, reason=cause) from cause
+    values = read_json(path, WHAT)
     if not isinstance(values, dict) or not set(_PARTS) <= set(values):
         missing = ", ".join(part for part in _PARTS if not isinstance(values, dict) or part not in values)
         raise error("run-file-without-a-part", path=path, missing=missing)
@@ -158,7 +216,10 @@ def read_run(folder: Path) -> dict[str, Any]:
             swd_lens=values.get("swd_lens", "of a later version"),
             known=FORMAT,
         )
-    return _from_format_1(values) if version == 1 else values
+    values = unseal(values, path, WHAT)
+    with readable(path, WHAT):
+        values = _from_format_1(values) if version == 1 else values
+    return {"files": {}, **values}
 
 
 def _from_format_1(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,17 +252,34 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
-    """Surface -> comparison, from the curves of all surfaces."""
+    """Surface -> comparison, from the curves of all surfaces.
+
+    Raises:
+        KeyError, TypeError, ValueError: the values are something else.
+    """
     curves: dict[tuple[str, str], dict[str, CostCurve]] = {}
     for row in values["circuits"]:
-        curves.setdefault((row["surface"], row["task"]), {})[row["method"]] = CostCurve.from_dict(row)
-    return {
-        surface: Comparison(
-            {task: TaskComparison(task, curves.get((surface, task), {}), {}) for task in described["tasks"]},
-            {name: tuple(names) for name, names in described["groups"].items()},
-            {name: Fidelity.from_dict(measured) for name, measured in described["fidelities"].items()},
-            described["reference"],
-            described["tolerance"],
+        curve = CostCurve.from_dict(row)
+        if missing := _CURVE - set(curve.rows):
+            raise error(
+                "record-with-other-values", record="CostCurve", reason=f"no columns {', '.join(sorted(missing))}"
+            )
+        names = checked("CostCurve", row, {"surface": str, "method": str})
+        curves.setdefault((names["surface"], curve.task), {})[names["method"]] = curve
+    comparisons = {}
+    for surface, described in values["comparisons"].items():
+        own = checked("Comparison", described, _COMPARISON)
+        comparisons[surface] = Comparison(
+            {task: TaskComparison(task, curves.get((surface, task), {}), {}) for task in own["tasks"]},
+            {name: tuple(names) for name, names in own["groups"].items()},
+            {name: Fidelity.from_dict(measured) for name, measured in own["fidelities"].items()},
+            own["reference"],
+            own["tolerance"],
         )
-        for surface, described in values["comparisons"].items()
-    }
+    return comparisons
+
+
+def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings as they are, once what tables and reports read of them is of the right kind. Raises ValueError."""
+    checked("settings", values["settings"], _SETTINGS, optional=True)
+    return values["settings"]

@@ -23,6 +23,7 @@ from torch import Tensor
 from swd_lens.base.errors import error
 from swd_lens.base.figures import svg
 from swd_lens.base.record import PlainRecord
+from swd_lens.base.visible import visible_lines
 
 Cell = str | int | float | None
 DIGITS = 4  # of a view's values: finer than any screen shows
@@ -182,6 +183,8 @@ def _clean(element: ElementTree.Element) -> None:
     element.tag = name
     element.attrib.clear()
     element.attrib.update(attributes)
+    # Its text; attributes are shapes, where line ends and tabs only part numbers.
+    element.text, element.tail = (text and visible_lines(text) for text in (element.text, element.tail))
     for child in list(element):
         if child.tag.removeprefix(_NAMESPACE) in _LEFT_OUT:
             element.remove(child)

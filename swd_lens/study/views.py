@@ -35,9 +35,10 @@ from swd_lens.analysis.audit import (
     top_contexts,
 )
 from swd_lens.base.divergence import kl
+from swd_lens.base.record import checked
 from swd_lens.circuits import Comparison
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.sites import split_name
+from swd_lens.hosts.sites import parse_unit, split_name
 from swd_lens.study.section import AttentionView
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
@@ -53,6 +54,13 @@ _CHANGED = 1e-4  # a pattern that moves less is shown the same
 Patterns = Mapping[str, Float[Tensor, "_dest _src"]]  # head -> where it looks, in the order of layers
 
 # ---------------------------------------------------------------------------------------------- units
+
+
+_CARD = {
+    **dict.fromkeys(("task", "surface", "method", "unit"), str),
+    **dict.fromkeys(("rank", "read_edges", "write_edges"), int),
+    "score": float,
+}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -102,14 +110,15 @@ class TaskUnit(UnitCard):
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        rest = dict(values)
+        rest = checked("TaskUnit", values, _CARD)
+        parse_unit(rest["unit"])
         task, score, logits = rest.pop("task"), rest.pop("score"), rest.pop("logits")
         return cls(
             contexts=tuple(map(Context.from_dict, rest.pop("contexts"))),
             reads=Edges(rest.pop("read_edges")),
             writes=Edges(rest.pop("write_edges")),
             logits=logits and LogitEffect.from_dict(logits),
-            tasks={task: TaskRank(float("nan") if score is None else float(score), rest.pop("rank") + 1)},
+            tasks={task: TaskRank(score, rest.pop("rank") + 1)},
             task=task,
             **rest,
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
 from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
@@ -48,6 +49,7 @@ class Task:
         for name in ("train", "test"):
             object.__setattr__(self, name, replace(getattr(self, name), **about))
 
+    @seen
     def __repr__(self) -> str:
         return f"Task({self.name}: {len(self.train)} train, {len(self.test)} test ({self.counts()}); {self.source})"
 

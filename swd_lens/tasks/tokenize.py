@@ -12,6 +12,7 @@
 
 import functools
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,6 +29,7 @@ from swd_lens.tasks.split import TaskSplit
 
 TWO_DIGITS = dict.fromkeys(f"{number:02d}" for number in range(100))  # in order, and quick to look up
 DUPLICATE = "duplicate prompt"
+_HALVES = re.compile("[\ud800-\udfff]")  # lone surrogates: JSON can hold them, no tokenizer reads them
 
 
 class TaskTokenizer:
@@ -53,7 +55,15 @@ class TaskTokenizer:
         self.side = functools.cache(self._side)
 
     def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """The tokens of a text.
+
+        Raises:
+            TaskError: the tokenizer cannot read it (a lone surrogate, half of an emoji, is no text).
+        """
+        try:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except (TypeError, ValueError) as cause:
+            raise error("text-not-tokenizable", task=self.task, text=str(text)[:60], reason=cause) from None
 
     def pieces(self, text: str) -> list[str]:
         return [self.tokenizer.decode([i]) for i in self.ids(text)]
@@ -197,6 +207,9 @@ class Collector:
     def _tokenize(self, example: TaskExample) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]:
         if self.seen is not None and example.prompt in self.seen:
             raise Unusable(DUPLICATE, "it was there before, and a prompt must not be in both splits")
+        texts = (example.prompt, example.corrupt or "", *example.answers, *example.distractors)
+        if halves := [text for text in texts if _HALVES.search(text)]:
+            raise Unusable("half of a character", repr(halves[0]))
         tokenizer = self.tokenizer
         tokens = tokenizer.prompt(example.prompt)
         corrupt = None if example.corrupt is None else tokenizer.prompt(example.corrupt, "corrupt prompt")

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.errors import error
+from swd_lens.base.visible import seen
 
 SIDES = ("input", "output")
 
@@ -210,6 +211,7 @@ class CoderUnits:
             raise error("coder-not-counted-yet", name=self.name, d_in=self.d_in, d_out=self.d_out)
         return width
 
+    @seen
     def __repr__(self) -> str:
         site = self.provenance.get("site", "matrix")
         shape = f"({self.d_in or '?'}, {self.d_out or '?'}) -> {self.n_units} units"

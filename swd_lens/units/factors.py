@@ -27,6 +27,7 @@ from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.marks import Mark, count_nonzeros, lasting
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
@@ -216,6 +217,7 @@ class Factors:
         site = self.provenance.get("site", "matrix")
         return FactorSet({site: self}).transport(model)[site]
 
+    @seen
     def __repr__(self) -> str:
         name = self.provenance.get("site", "matrix")
         return (
@@ -339,6 +341,7 @@ class FactorSet(OnHub, _SetBase):
 
         return transport_set(model, self)
 
+    @seen
     def __repr__(self) -> str:
         return "\n  ".join([self._counted(), *map(repr, self._factors.values())])
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from swd_lens.base.errors import FactorFileError, error
 from swd_lens.base.files import sha256
 from swd_lens.base.sealed import readable, tensor_digest, write_tensors
+from swd_lens.base.visible import seen
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
 
 # Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.
@@ -216,6 +217,7 @@ class StoredSite:
             raise error("loaded-probe-differs", site=self.site, difference=difference, path=self.pair.path)
         return {"read": read, "write": write, "settings": self.settings, "provenance": self.provenance, **passport}
 
+    @seen
     def __repr__(self) -> str:
         shape = f"({self.d_in}, {self.d_out}) -> {self.n_units} units"
         return f"Factors({self.site}: {shape}, {self.edges:,} edges, s={self.sparsity:.4f}, in its file)"

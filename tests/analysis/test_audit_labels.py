@@ -1,10 +1,12 @@
 """The export for a labelling model, and labels on their way back: round trips, and what is refused."""
 
 import json
+import warnings
 
 import pytest
 
 from swd_lens.analysis.audit import UnitLabel, UnitLabels, audit
+from swd_lens.base.errors import UnsealedFileWarning
 from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
 
@@ -30,6 +32,7 @@ def other(model):
 def test_an_export_holds_what_the_profiles_hold(found, tmp_path):
     path = found.export(tmp_path / "units.jsonl")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert all(list(line)[-1] == "sha256" for line in lines)
     assert [line["unit"] for line in lines] == found.units
     for line, profile in zip(lines, found.profiles(), strict=True):
         assert (line["site"], line["index"]) == (profile.site, profile.index)
@@ -59,6 +62,72 @@ def test_a_filled_in_export_becomes_labels(found, tmp_path):
     assert dict(UnitLabels.load(again)) == dict(labels)
 
 
+def test_an_export_may_be_filled_in_by_any_tool_and_not_changed(found, tmp_path):
+    path = found.export(tmp_path / "units.jsonl", units=[f"{SITE}/3", f"{SITE}/4"])
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # JavaScript knows one kind of number; keys come in any order; some editors put a mark in front of a file.
+    other = {k: v for k, v in reversed(lines[0].items())} | {
+        "label": "years",
+        "statistics": dict(lines[0]["statistics"]),
+    }
+    other["statistics"] |= {name: int(v) for name, v in other["statistics"].items() if float(v).is_integer()}
+    path.write_text("\ufeff" + json.dumps(other), encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dict(UnitLabels.load(path)) == {f"{SITE}/3": UnitLabel("years")}
+    # A unit's number that changed was once a label of another unit, silently.
+    path.write_text(json.dumps({**other, "unit": f"{SITE}/4"}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r'line 1 of .*hash of other values in it.*remove its "sha256"'):
+        UnitLabels.load(path)
+    path.write_text(json.dumps({k: v for k, v in other.items() if k != "sha256"}), encoding="utf-8")
+    with pytest.warns(UnsealedFileWarning, match=r"units\.jsonl carries no hash"):  # as earlier versions wrote it
+        UnitLabels.load(path)
+
+
+def test_labels_of_a_labelled_export_are_covered(found, tmp_path):
+    path = found.with_labels({f"{SITE}/3": "years"}).export(tmp_path / "units.jsonl", units=[f"{SITE}/3"])
+    path.write_text(path.read_text(encoding="utf-8").replace('"years"', '"tears"'), encoding="utf-8")
+    with pytest.raises(ValueError, match="something was changed since it was written"):
+        UnitLabels.load(path)
+
+
+def test_a_saved_file_is_covered_and_lines_may_be_added(found, tmp_path):
+    labels = UnitLabels.of(found.identities, {f"{SITE}/{i}": f"label {i}" for i in range(3)})
+    path = labels.save(tmp_path / "labels.jsonl")
+    whole = path.read_text(encoding="utf-8")
+    first, *rest = whole.splitlines(keepends=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path.write_text(whole + f'\n{{"unit": "{SITE}/7", "label": "by hand"}}', encoding="utf-8")
+        assert UnitLabels.load(path)[f"{SITE}/7"].label == "by hand"
+        path.write_text("".join(f'{{"unit": "{SITE}/{i}", "label": "by hand"}}\n' for i in range(2)), encoding="utf-8")
+        assert len(UnitLabels.load(path)) == 2
+    for changed in (whole.replace("label 1", "label 9"), first + "".join(rest[:2]), first + "".join(rest[::-1])):
+        path.write_text(changed, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"line 1 of .*hash of other lines below it.*remove that line"):
+            UnitLabels.load(path)
+    path.write_text("".join(rest[:2]), encoding="utf-8")
+    with pytest.warns(UnsealedFileWarning, match="carries no hash"):
+        assert len(UnitLabels.load(path)) == 2
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe", b"[" * 100_000, b'{"labels": -1, "sha256": 3}', b'{"unit": ' + b"9" * 5000]
+)
+def test_damaged_files_are_one_kind_of_error(tmp_path, text):
+    (tmp_path / "labels.jsonl").write_bytes(text)
+    with pytest.raises(ValueError, match=r"labels\.jsonl"):
+        UnitLabels.load(tmp_path / "labels.jsonl")
+
+
+def test_odd_labels_are_seen(found):
+    odd = "x\x1b[31m\x00\u202e"
+    labels = UnitLabels.of(found.identities, {f"{SITE}/0": {"label": odd, "note": odd}})
+    audited = found.with_labels(labels)
+    for shown in (repr(labels), repr(audited.unit(f"{SITE}/0")), labels._repr_html_(), audited._repr_html_()):
+        assert not [c for c in shown if not c.isprintable() and c != "\n"]
+
+
 def test_labels_to_a_file_and_back(found, tmp_path):
     labels = UnitLabels.of(found.identities, {f"{SITE}/0": "naïve “ü”\n", f"{SITE}/1": {"label": "b", "author": "me"}})
     loaded = UnitLabels.load(labels.save(tmp_path / "labels.jsonl"))
@@ -81,7 +150,7 @@ def test_labels_of_other_factors_are_refused(found, other, tmp_path):
         tmp_path / "more.jsonl"
     ).read_text(encoding="utf-8")
     path.write_text(lines, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 2 of .*of other factors than the lines before"):
+    with pytest.raises(ValueError, match=r"line 4 of .*of other factors than the lines before"):
         UnitLabels.load(path)
 
 

@@ -1,5 +1,6 @@
 """Edits of one matrix: calibration, applying and undoing, files, errors. What they do elsewhere: test_edit_effects.py."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from swd_lens.analysis.edit.compare import lora_edits
 from swd_lens.analysis.edit.edited import FORMAT
 from swd_lens.analysis.edit.make import oracle_edit, random_unit, unit_edit
 from swd_lens.analysis.edit.target import find_target
-from swd_lens.base.errors import AttachError, EditError
+from swd_lens.base.errors import AttachError, EditError, UnsealedFileWarning
+from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.units import attach
@@ -287,12 +289,12 @@ def test_files(model, factors, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         Edit.load(tmp_path / "two.safetensors")
     (tmp_path / "junk").write_bytes(b"nothing of the kind")
-    with pytest.raises(EditError, match="cannot be read as an edit"):
+    with pytest.raises(EditError, match="is not an edit, or damaged"):
         Edit.load(tmp_path / "junk")
     broken = replace(edit, delta=replace(edit.delta, write=edit.delta.write * float("nan")))
     with pytest.raises(EditError, match="write holds values that are not finite"):
         Edit.load(broken.save(tmp_path / "nan"))
-    monkeypatch.setattr("swd_lens.analysis.edit.edited.save_file", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("swd_lens.base.sealed.save_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         broken.save(path)
     assert Edit.load(path).local_shift == edit.local_shift  # the old file, whole
@@ -305,8 +307,31 @@ def test_a_file_that_names_the_format_and_nothing_else(model, factors, tmp_path,
     tensors = {"read": edit.delta.read, "write": edit.delta.write}
     tensors |= {"input": edit.target.input, "direction": edit.target.direction}
     save_file(tensors, tmp_path / "odd", metadata={"format": FORMAT, **({"edit": text} if text else {})})
-    with pytest.raises(EditError, match="cannot be read as an edit"):
+    with pytest.raises(EditError, match="is not an edit, or damaged"):
         Edit.load(tmp_path / "odd")
+
+
+def test_no_changed_bit_of_a_file_is_applied(model, factors, tmp_path):
+    """A flipped bit of the pair was once another edit, silently."""
+    edit = edit_unit(model, factors, "blocks.0.mlp_out/3", PROMPT, 3, 5, 2)
+    path = edit.save(tmp_path / "edit.safetensors")
+    whole, dice = path.read_bytes(), random.Random(0)
+    for place in [len(whole) - 1, *(dice.randrange(len(whole)) for _ in range(60))]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(8)]) + whole[place + 1 :])
+        try:
+            again = Edit.load(path)
+        except EditError as refusal:
+            assert str(path) in str(refusal)
+        else:  # blanks of the header
+            assert repr(again) == repr(edit) and torch.equal(again.delta.dense(), edit.delta.dense())
+    path.write_bytes(whole)
+    tensors, metadata = read_tensors(path, "an edit")
+    save_file(tensors, path, metadata)  # as earlier versions wrote it
+    with pytest.warns(UnsealedFileWarning, match="carries no hash"):
+        assert repr(Edit.load(path)) == repr(edit)
+    write_tensors(path, {**tensors, "input": tensors["input"][:2]}, metadata)
+    with pytest.raises(EditError, match=r"is not an edit, or damaged .*do not fit each other"):
+        Edit.load(path)
 
 
 # ---------------------------------------------------------------------------------------------- controls

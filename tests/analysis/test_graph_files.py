@@ -10,6 +10,8 @@ import pytest
 
 from swd_lens.analysis.graph import UnitGraph, draw, plot_unit_paths, unit_graph
 from swd_lens.analysis.graph.result import records
+from swd_lens.base.errors import UnsealedFileWarning
+from swd_lens.base.sealed import seal
 from swd_lens.circuits import Circuit, attribute
 from swd_lens.tasks import load_task
 from swd_lens.train.baselines import svd
@@ -90,7 +92,10 @@ def test_json_round_trip(tmp_path):
 def test_files_that_are_no_graph(tmp_path):
     with pytest.raises(FileNotFoundError, match="no graph file"):
         UnitGraph.load(tmp_path / "nothing.json")
-    for text in ("{", "{}", '{"metadata": {"slug": "of another tool"}}', "[]"):
+    (tmp_path / "other.json").write_text("{")
+    with pytest.raises(ValueError, match=r"other\.json is not a unit graph, or damaged"):
+        UnitGraph.load(tmp_path / "other.json")
+    for text in ("{}", '{"metadata": {"slug": "of another tool"}}', "[]"):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match="not a graph that swd_lens wrote"):
             UnitGraph.load(tmp_path / "other.json")
@@ -99,6 +104,52 @@ def test_files_that_are_no_graph(tmp_path):
     (tmp_path / "later.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"format 99.*update swd_lens"):
         UnitGraph.load(tmp_path / "later.json")
+
+
+def test_what_viewers_change_is_theirs_and_the_graph_is_not(tmp_path):
+    """A changed weight of the graph was once read as if it were its own."""
+    path, graph = tmp_path / "graph.json", _graph(prompt=TOKENS)
+    written = _written(graph, path)
+    written["qParams"]["pinnedIds"] = ["x"]
+    written["nodes"][0]["clerp"] = "named by a reader"
+    path.write_text(json.dumps(written))
+    pd.testing.assert_frame_equal(UnitGraph.load(path).edges, graph.edges)
+    written["metadata"]["swd_lens"]["edges"][0]["weight"] *= 2
+    path.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"graph\.json: not what was written there as a unit graph"):
+        UnitGraph.load(path)
+    old = written["metadata"]["swd_lens"]
+    del old["sha256"]  # as earlier versions wrote it
+    path.write_text(json.dumps(written))
+    with pytest.warns(UnsealedFileWarning, match=r"graph\.json carries no hash"):
+        UnitGraph.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values["edges"][0].update(source="nowhere"),
+        lambda values: values["nodes"].append(values["nodes"][0]),
+        lambda values: values["nodes"][0].update(layer="x"),
+        lambda values: values["settings"].pop("answers"),
+        lambda values: values.update(nodes=3),
+    ],
+)
+def test_other_values_are_no_graph(tmp_path, change):
+    path = tmp_path / "graph.json"
+    written = _written(_graph(prompt=TOKENS), path)
+    change(written["metadata"]["swd_lens"])
+    written["metadata"]["swd_lens"] = seal(written["metadata"]["swd_lens"])
+    path.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"graph\.json is not a unit graph, or damaged"):
+        UnitGraph.load(path)
+
+
+def test_odd_names_are_seen_in_the_drawing_and_in_its_words():
+    graph = _graph(prompt=TOKENS)
+    unit = graph.nodes[graph.nodes["kind"] == "unit"].iloc[0]
+    page = draw(graph, {f"{unit['site']}/{unit['unit']}": "a\x1b\x00\u202e"})._repr_html_()
+    assert "a␛␀⟨U+202E⟩" in page and not [c for c in page if not c.isprintable() and c != "\n"]
 
 
 # ---------------------------------------------------------------------------------------------- pictures

@@ -13,6 +13,8 @@ from swd_lens.base.errors import error
 from swd_lens.base.figures import literal
 from swd_lens.base.panels import Panel, attention_heads, library
 from swd_lens.base.visible import visible, visible_lines, visible_token
+from swd_lens.circuits import UnitScores
+from swd_lens.units.factors import Factors, FactorSet
 
 TOKENS = ["<|bos|>", "</script>", "<!--", "\n", " Mary", ""]
 PATTERN = torch.eye(6).repeat(2, 1, 1)
@@ -112,3 +114,16 @@ def test_errors_and_cards_and_figures_show_what_is_invisible():
     shown = card("t\x1b", "p\x00", pd.DataFrame({"c\x1b": ["v\u202e"]}))
     assert all(text in shown for text in ("t␛", "p␀", "c␛", "v⟨U+202E⟩")) and "\x1b" not in shown
     assert literal("$\x00") == r"\$␀"
+
+
+def test_every_repr_of_names_shows_what_is_invisible():
+    odd = "x\x1b[31m\x00\u202e"
+    f = Factors(torch.eye(2), torch.eye(2), {}, {"site": odd})
+    scores = UnitScores({"blocks.0.mlp_out": torch.ones(2)}, {}, {"task": odd})
+    for shown in (
+        repr(f),
+        repr(FactorSet({odd: f})),
+        FactorSet({odd: f})._repr_html_(),
+        repr(scores),
+    ):
+        assert "x␛[31m␀⟨U+202E⟩" in shown and not [c for c in shown if not c.isprintable() and c != "\n"]

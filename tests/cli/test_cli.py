@@ -2,15 +2,19 @@
 
 import inspect
 import json
+import os
+import resource
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
+from swd_lens.report import terminal
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
 PROMPTS = ["--n-train", "20", "--n-test", "10"]
@@ -77,7 +81,8 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path):
     result = run(*arguments, *SMALL, *PROMPTS, "--json")
     assert result.exit_code == 0, result.output
     printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
-    assert {key: value for key, value in printed.items() if key != "report"} == saved
+    assert list(saved)[-2:] == ["files", "sha256"]
+    assert {k: v for k, v in printed.items() if k != "report"} == {k: saved[k] for k in list(saved)[:-2]}
     assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "docstring"}
     assert saved["settings"]["host"] == "HookedTransformer"
     assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "SVD"}
@@ -198,7 +203,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["swd_lens.units.storage.save_file", "swd_lens.study.run.write_json", "swd_lens.report.page.write_text"]
+    "where", ["swd_lens.base.sealed.save_file", "swd_lens.study.run.write_sealed", "swd_lens.report.page.write_text"]
 )
 def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):
@@ -213,6 +218,78 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
     assert not (tmp_path / "report.html").exists()
     for folder in (tmp_path / "factors").glob("*/factors.json"):
         swd.FactorSet.load(folder.parent)  # what is there is whole
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["demo"], ["circuit", "--sites", "mlp_out", "--task", "ioi"], ["replace"], ["factorize", "--sites", "mlp_out"]],
+)
+def test_an_impossible_out_is_refused_before_any_work(tmp_path, monkeypatch, arguments):
+    """It was noticed after the whole study."""
+
+    def worked(*_, **__):
+        raise AssertionError("it worked")
+
+    for module, name in ((cli.circuits, "run_study"), (cli.matrices, "fidelity"), (cli.matrices, "estimate_cost")):
+        monkeypatch.setattr(module, name, worked)
+    monkeypatch.setattr("swd_lens.study.replacement.allocate", worked)
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        result = run(*arguments, "--out", out)
+        assert result.exit_code == 1 and "is no folder" in " ".join(result.stderr.split()), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_path):
+    result = run("report", tmp_path / "nothing", "--out", tmp_path)
+    assert result.exit_code == 1 and "is a folder; give the name of a file in it" in " ".join(result.stderr.split())
+
+
+def program(*arguments):
+    return f"import sys; sys.argv = {['swd-lens', *map(str, arguments)]}\nfrom swd_lens.cli import main\nmain()\n"
+
+
+def test_a_full_disk_gives_one_line_with_the_path(tmp_path):
+    """A traceback of safetensors without a path was once all that was said."""
+
+    def small():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    out, arguments = tmp_path / "f", ["--sites", "blocks.1.mlp_out", "--preset", "quick", *SMALL]
+    code = program("factorize", "--out", out, *arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=small)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not done.stdout, done.stderr
+    assert "error:" in done.stderr and str(out) in "".join(done.stderr.split())
+    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is the disk that is always full")
+def test_an_output_that_is_full_gives_one_line():
+    with open("/dev/full", "w") as full:
+        code = [sys.executable, "-c", program("estimate", "--shape", "64x64")]
+        done = subprocess.run(code, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode != 0 and "error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_what_nobody_foresaw_is_one_line_too(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("odd\x1b\u202e")
+
+    monkeypatch.setattr(cli.circuits.Run, "load", broken)
+    result = run("report", tmp_path)
+    assert result.exit_code == 1 and "error: KeyError: 'odd\\x1b\\u202e'" in result.stderr
+    assert "SWD_LENS_TRACEBACK=1" in result.stderr and "Traceback" not in result.output
+    monkeypatch.setenv("SWD_LENS_TRACEBACK", "1")
+    assert isinstance(run("report", tmp_path).exception, KeyError)
+
+
+def test_odd_names_are_seen_in_the_terminal(capsys):
+    odd = "a\x1b[31m\x00\u202e"
+    cli.options.say(odd)
+    cli.options.show(False, {}, odd, terminal.table(odd, pd.DataFrame({odd: [odd]})))
+    printed = capsys.readouterr()
+    shown = printed.out + printed.err
+    assert "a␛[31m␀⟨U+202E⟩" in shown.replace("\n", "") and not [c for c in shown if not c.isprintable() and c != "\n"]
 
 
 def test_version_and_help():
@@ -249,7 +326,7 @@ def test_report_of_what_is_no_run(tmp_path):
         assert result.exit_code == 1 and message in " ".join(result.stderr.split())
     (tmp_path / "run.json").write_text('{"settings": {}')
     result = run("report", tmp_path)
-    assert result.exit_code == 1 and "is broken" in " ".join(result.stderr.split()) and not result.stdout
+    assert result.exit_code == 1 and "is not a run, or damaged" in " ".join(result.stderr.split()) and not result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -259,20 +336,19 @@ def test_the_help_is_the_whole_apps_and_loads_no_torch():
     whole = {name: inspect.getdoc(command.callback).split("\n\n")[0] for name, command in lines.items()}
     whole |= {group.name: group.typer_instance.info.help for group in cli.app.registered_groups}
     assert whole == cli.COMMANDS
-    program = (
+    code = (
         "import sys; sys.argv = ['swd-lens', '--help']\n"
         "from swd_lens.cli import main\n"
         "try:\n    main()\n"
         "except SystemExit:\n    pass\n"
         "assert not {'torch', 'transformer_lens', 'pandas', 'matplotlib'} & set(sys.modules), 'too much is loaded'\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in cli.COMMANDS:
         assert name in done.stdout
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones():
-    program = "import sys; sys.argv = ['swd-lens', 'circuits']\nfrom swd_lens.cli import main\nmain()\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program("circuits")], capture_output=True, text=True)
     assert done.returncode == 2 and "No such command 'circuits'" in done.stderr and "circuit" in done.stderr

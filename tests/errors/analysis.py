@@ -362,6 +362,9 @@ TRIGGERS |= {
     "labels-file-of-two-sets": lambda folder, _: loaded_labels(
         folder, *({"unit": f"{WRITES}/{i}", "label": "years", "factors": f"{i}"} for i in range(2))
     ),
+    "labels-file-changed": lambda folder, _: loaded_labels(
+        folder, {"unit": f"{WRITES}/0", "label": "years", "sha256": "of something else"}
+    ),
     "dashboard-of-nothing": lambda *_: swd.dashboard([]),
     "dashboard-of-a-unit-twice": lambda *_: swd.dashboard([found().unit(f"{WRITES}/0")] * 2),
     "dashboard-without-that-unit": lambda *_: swd.dashboard([found().unit(f"{WRITES}/0")], only=[f"{WRITES}/1"]),

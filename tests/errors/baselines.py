@@ -249,7 +249,6 @@ TRIGGERS |= {
     "efficiency-tokens-of-units": lambda *_: efficiency({"SVD": (baselines.svd(model(), SITE), 0)}),
     "efficiency-options-that-are-set": lambda *_: of_swd({"tokens": tokens()}),
     "efficiency-on-single-tokens": lambda *_: swd.data_efficiency(model(), SITE, {}, heldout=tokens(4, 1)),
-    "efficiency-into-a-folder": lambda folder, _: of_swd(out=folder),
 }
 
 

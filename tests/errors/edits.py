@@ -18,6 +18,7 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.edit import side_effects
 from swd_lens.base.panels import attention_heads, library
+from swd_lens.base.sealed import seal
 from swd_lens.circuits.compare import Comparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.study.inside import look_inside
@@ -149,12 +150,6 @@ def edit_without_a_model(folder, _):
 
 
 @trigger
-def edit_file_unreadable(folder, _):
-    (folder / "edit").write_bytes(b"nothing of the kind")
-    swd.Edit.load(folder / "edit")
-
-
-@trigger
 def edit_file_of_another_kind(folder, _):
     save_file({"read": torch.ones(2)}, folder / "edit")
     swd.Edit.load(folder / "edit")
@@ -179,7 +174,7 @@ def task():
     return swd.Task.from_examples("ioi", examples, examples, model())
 
 
-def run_with(folder, change=None, **parts):
+def run_with(folder, change=None):
     """A saved run of one replacement, with its file changed by `change(values)`, loaded."""
     factors = swd.FactorSet({WRITES: swd.Factors(torch.eye(2), torch.eye(2))})
     one = Replacement("mlp", "SWD", factors, Fidelity(1.0, 1.0, 0.0, 1.0, {WRITES: 0.5}, 10), 0.0)
@@ -187,16 +182,14 @@ def run_with(folder, change=None, **parts):
     values = json.loads((folder / "run.json").read_text())
     if change is not None:
         change(values)
-    (folder / "run.json").write_text(parts.get("text") or json.dumps(values))
+    (folder / "run.json").write_text(json.dumps(seal(values)))
     return swd.Run.load(folder)
 
 
 TRIGGERS |= {
     "run-file-missing": lambda folder, _: swd.Run.load(folder),
-    "run-file-broken": lambda folder, _: run_with(folder, text="{"),
     "run-file-without-a-part": lambda folder, _: run_with(folder, lambda values: values.pop("circuits")),
     "run-file-of-the-future": lambda folder, _: run_with(folder, lambda values: values.update(format=99)),
-    "run-file-with-other-values": lambda folder, _: run_with(folder, lambda values: values["fidelity"][0].pop("ce")),
     "run-of-other-factors": lambda folder, _: run_with(folder, lambda values: values["fidelity"][0].update(edges=1)),
     "picture-of-another-kind": lambda *_: Picture("<html></html>", "a title"),
     "picture-broken": lambda *_: Picture("<svg><g></svg>", "a title"),

@@ -13,6 +13,7 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.factorization.allocation import LossCurve, spend
+from swd_lens.tasks.prompt import Prompt
 from swd_lens.units.factors import Factors
 from tests import families
 from tests.errors.factorization import QUICK, SITE, factorized, model, tokens
@@ -87,6 +88,11 @@ def finetuning_without_tokens(*_):
 @cache
 def factors():
     return baselines.svd(model(), SITE)
+
+
+@trigger
+def text_not_tokenizable(*_):
+    Prompt.of(swd.load_default_model(), "half \ud83d", "generate")
 
 
 @trigger

@@ -120,7 +120,7 @@ def test_nothing_turns_a_page_around(found: Audit) -> None:
     odd = "x\u202ey\u2066\x00\ud83d"
     named = replace(found, scores={odd: next(iter(found.scores.values()))}, labels=UnitLabels({}))
     text = dashboard(named.with_labels({f"{SITE}/0": {"label": odd, "note": odd, "author": odd}}), title=odd)
-    assert isinstance(text, str) and "x\ufffdy\ufffd" in text
+    assert isinstance(text, str) and "x⟨U+202E⟩y⟨U+2066⟩␀⟨U+D83D⟩" in text
     assert not [c for c in text if not c.isprintable() and c != "\n"]
 
 

@@ -1,6 +1,9 @@
 """A run in its folder: what comes back is the run that was saved, as far as a report shows it; nothing else passes for one."""
 
+import io
 import json
+import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from math import isnan, nan
@@ -8,15 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
+from swd_lens.base.errors import FolderInUseError, UnsealedFileWarning
 from swd_lens.base.figures import new_figure
 from swd_lens.base.files import plain
+from swd_lens.base.sealed import seal
+from swd_lens.base.writer import writing
 from swd_lens.circuits import Comparison
+from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.report import render_report
+from swd_lens.report.terminal import run_tables
 from swd_lens.study import Run
-from swd_lens.study.run_file import FORMAT, FactorsRecord
+from swd_lens.study.run_file import FORMAT, FactorsRecord, Replacement
 from swd_lens.study.section import Picture, ReportSection, SectionTable
-from swd_lens.units.factors import FactorSet
+from swd_lens.units.factors import Factors, FactorSet
 from tests.report.conftest import HOSTILE, with_attention, with_cards
 
 
@@ -33,7 +43,9 @@ def _numbers(run: Run) -> dict[str, Any]:
 
 def test_the_report_of_a_loaded_run_has_the_same_bytes(run: Run, folder: Path) -> None:
     loaded = Run.load(folder)
-    assert _numbers(loaded) == _numbers(run) == json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert list(saved)[-2:] == ["files", "sha256"]
+    assert _numbers(loaded) == _numbers(run) == {k: v for k, v in saved.items() if k not in ("files", "sha256")}
     assert render_report(loaded) == render_report(run)
     assert loaded.circuit_table().equals(run.circuit_table())
     assert loaded.fidelity_table().equals(run.fidelity_table())
@@ -122,22 +134,22 @@ def _dropped(key: str) -> Callable[[dict[str, Any]], Any]:
         (lambda values: values.update(format=FORMAT + 1), rf"run format {FORMAT + 1} .*reads up to {FORMAT}; update"),
         (lambda values: values.update(format="x"), "run format 'x'"),
         (_dropped("circuits"), "lacks circuits"),
-        (_dropped("comparisons"), "not what Run.save writes"),
+        (_dropped("comparisons"), "is not a run, or damaged"),
         (lambda values: values["fidelity"][0].update(edges=1), "of other factors than those in"),
-        (lambda values: values["fidelity"][0].pop("ce"), "not what Run.save writes"),
-        (lambda values: values["units"][0].update(new=1), "not what Run.save writes"),
+        (lambda values: values["fidelity"][0].pop("ce"), "is not a run, or damaged"),
+        (lambda values: values["units"][0].update(new=1), "is not a run, or damaged"),
         (lambda values: values["attention"][0]["names"].pop(), "names"),
         (lambda values: values["extras"].append(_SCRIPT), "may not hold <script>"),
-        (lambda values: values["extras"].append(_RAGGED), "not what Run.save writes .*rows of other lengths"),
-        (lambda values: values["units"][0]["contexts"][0].update(peak=99), "not what Run.save writes .*its peak at 99"),
-        (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "not what Run.save writes .*3 tokens has 2 z"),
+        (lambda values: values["extras"].append(_RAGGED), "is not a run, or damaged .*rows of other lengths"),
+        (lambda values: values["units"][0]["contexts"][0].update(peak=99), "is not a run, or damaged .*its peak at 99"),
+        (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "is not a run, or damaged .*3 tokens has 2 z"),
     ],
 )
 def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
     values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     change(values)
     (tmp_path / "factors").symlink_to(folder / "factors")
-    (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
+    (tmp_path / "run.json").write_text(json.dumps(seal(values)), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         Run.load(tmp_path)
 
@@ -156,8 +168,148 @@ def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="copy the whole folder"):
         Run.load(tmp_path)
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes()[:1000])
-    with pytest.raises(ValueError, match="is broken: no JSON"):
+    with pytest.raises(ValueError, match=r"run\.json is not a run, or damaged"):
         Run.load(tmp_path)
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match="lacks settings, seconds"):
         Run.load(tmp_path)
+
+
+def test_no_changed_byte_of_run_json_is_read_as_another_run(run: Run, folder: Path, tmp_path: Path) -> None:
+    """A changed digit was once another number in the report, silently."""
+    whole, numbers, dice = (folder / "run.json").read_bytes(), _numbers(run), random.Random(0)
+    (tmp_path / "factors").symlink_to(folder / "factors")
+    digit = whole.index(b"ce_delta") + 15
+    for place in [digit, *(dice.randrange(len(whole)) for _ in range(20))]:
+        byte = whole[place] ^ (1 << dice.randrange(8) if place != digit else 1)
+        (tmp_path / "run.json").write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+        try:
+            loaded = Run.load(tmp_path)
+        except ValueError as refusal:
+            assert str(tmp_path / "run.json") in str(refusal) and place != -1
+        else:  # a blank that became another
+            assert place != digit and _numbers(loaded) == numbers
+    (tmp_path / "run.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="or damaged"):
+        Run.load(tmp_path)
+
+
+def test_factors_of_another_run_are_refused_although_their_edges_are_as_many(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path)
+    name, values = next(iter(json.loads((tmp_path / "run.json").read_text())["files"].items()))
+    place = (tmp_path / name).parent
+    other = FactorSet.load(place)
+    scaled = {site: Factors(f.read.clone(), f.write * 2) for site, f in other.items()}
+    assert len(values) == 64 and FactorSet(scaled).edges == other.edges
+    FactorSet(scaled).save(place)
+    with pytest.raises(ValueError, match=r"factors\.json: not what was written there as a run"):
+        Run.load(tmp_path)
+
+
+def test_a_run_without_hashes_is_read_with_one_warning(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path)
+    values = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+    old = {key: value for key, value in values.items() if key not in ("files", "sha256")}
+    (tmp_path / "run.json").write_text(json.dumps(old), encoding="utf-8")
+    with pytest.warns(UnsealedFileWarning) as warned:
+        loaded = Run.load(tmp_path)
+    assert len(warned) == 1 and "run.json carries no hash" in str(warned[0].message)
+    assert _numbers(loaded) == _numbers(run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values["settings"].update(tasks=[1]),
+        lambda values: values["settings"].update(surfaces=3),
+        lambda values: values["settings"].update(model=None),
+        lambda values: values["fidelity"][0].update(edges="many"),
+        lambda values: values["fidelity"][-1]["factors"]["sites"].update({"nowhere": {}}),
+        lambda values: values["circuits"][0]["rows"][0].pop("edges"),
+        lambda values: values["circuits"][0].update(task=None),
+        lambda values: values["units"][0].update(unit="c380"),
+        lambda values: values["units"][0].update(rank=[]),
+        lambda values: values.update(comparisons=[1, 2]),
+        lambda values: values.update(seconds="long"),
+        lambda values: values.update(files=3),
+    ],
+)
+def test_values_of_another_kind_are_refused_when_loaded(folder: Path, tmp_path: Path, change: Any) -> None:
+    """They once broke the report, with a KeyError or an AttributeError."""
+    values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    change(values)
+    (tmp_path / "factors").symlink_to(folder / "factors")
+    (tmp_path / "run.json").write_text(json.dumps(seal(values)), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"run\.json is not a run, or damaged"):
+        Run.load(tmp_path)
+
+
+def test_one_writer_and_a_possible_folder(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="is no folder"):
+        run.save(tmp_path / "file")
+    refused: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            run.save(tmp_path / "run")
+        except OSError as refusal:
+            refused.append(refusal)
+
+    with writing(tmp_path / "run", "demo"):
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+    assert isinstance(refused[0], FolderInUseError) and "is written by demo (process" in str(refused[0])
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run").exists()
+
+
+def test_odd_names_are_seen_in_the_report_the_terminal_and_reprs(run: Run) -> None:
+    odd = "x\x1b[31m\x00\u202e\u2066"
+    first = run.replacements[0]
+    named = replace(run, settings={**run.settings, "model": odd, "shape": odd}, attention=[])
+    named = replace(
+        named,
+        replacements=[replace(first, surface=odd, method=odd)],
+        cards=[replace(run.cards[0], task=odd, method=odd)],
+    )
+    comparison = run.comparisons[first.surface]
+    task = next(iter(comparison))
+    named = replace(named, comparisons={odd: replace(comparison, tasks={odd: replace(comparison[task], task=odd)})})
+    page = render_report(named)
+    assert "x␛[31m␀⟨U+202E⟩⟨U+2066⟩" in page
+    console = Console(file=io.StringIO(), width=200)
+    for table in run_tables(named):
+        console.print(table)
+    for shown in (page, console.file.getvalue(), repr(named), named._repr_html_()):  # type: ignore[attr-defined]
+        assert not [c for c in shown if not c.isprintable() and c not in "\n\t"]
+
+
+def test_a_reader_beside_a_writer_sees_one_run_or_the_other(tmp_path: Path) -> None:
+    site, ended, failed = "blocks.0.mlp_out", threading.Event(), []
+
+    def made(scale: float) -> Run:
+        factors = FactorSet({site: Factors(torch.eye(2), scale * torch.eye(2))})
+        measured = Fidelity(1.0, 1.0, 0.0, 1.0, {site: 0.5}, 10)
+        return Run({}, [Replacement("mlp", "SWD", factors, measured, 0.0)], {}, [], scale)
+
+    def write() -> None:
+        try:
+            for i in range(10):
+                made(2.0 - i % 2).save(tmp_path)
+        except BaseException as failure:
+            failed.append(failure)
+        finally:
+            ended.set()
+
+    made(1.0).save(tmp_path)
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not ended.is_set():
+        loaded = Run.load(tmp_path)
+        factors = loaded.replacements[0].factors
+        assert isinstance(factors, FactorSet) and float(factors[site].write[0, 0]) == loaded.seconds
+        seen.add(loaded.seconds)
+    writer.join()
+    assert not failed and Run.load(tmp_path).seconds == 1.0 and seen <= {1.0, 2.0}

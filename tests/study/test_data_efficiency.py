@@ -4,7 +4,9 @@ Then what is made of them: the first count that suffices, the figure, the file.
 """
 
 import dataclasses
+import json
 import sys
+import threading
 from functools import partial
 from importlib.util import find_spec
 
@@ -14,7 +16,9 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.errors import ResumeError
+from swd_lens.base.errors import FolderInUseError, ResumeError, UnsealedFileWarning
+from swd_lens.base.sealed import seal
+from swd_lens.base.writer import writing_file
 from swd_lens.study.data_efficiency import DataEfficiency, Point, data_efficiency
 from tests.contract import saelens_transcoder
 from tests.micro import random_tokens, toy_model
@@ -197,6 +201,46 @@ def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
     assert DataEfficiency.load(path) == renewed
 
 
+def test_a_changed_point_is_refused_when_the_file_is_read_and_when_it_goes_on(model, tmp_path):
+    """A changed digit was once taken over as a measured point, silently."""
+    path = tmp_path / "efficiency.json"
+    asked = {"heldout": HELD, "tokens": TEXT, "token_counts": (20,), "out": path}
+    made = data_efficiency(model, SITE, {"SWD": SWD}, **asked)
+    values = json.loads(path.read_text())
+    values["points"][0]["relmse"] *= 2
+    path.write_text(json.dumps(values))
+    for read in (DataEfficiency.load, lambda _: data_efficiency(model, SITE, {"SWD": SWD}, **asked)):
+        with pytest.raises(ValueError, match=r"efficiency\.json: not what was written there"):
+            read(path)
+    values["points"][0]["relmse"] /= 2
+    del values["sha256"]  # as earlier versions wrote it
+    path.write_text(json.dumps(values))
+    with pytest.warns(UnsealedFileWarning, match=r"efficiency\.json carries no hash"):
+        assert data_efficiency(model, SITE, {"SWD": SWD}, **asked) == made
+    path.write_text(json.dumps(seal({**values, "identities": 3})))
+    with pytest.raises(ValueError, match="is not a file of data_efficiency, or damaged"):
+        data_efficiency(model, SITE, {"SWD": SWD}, **asked)
+
+
+def test_one_call_at_a_time_writes_a_file(model, tmp_path):
+    path, refused = tmp_path / "efficiency.json", []
+
+    def second():
+        try:
+            data_efficiency(model, SITE, {"SWD": SWD}, heldout=HELD, tokens=TEXT, token_counts=(20,), out=path)
+        except OSError as refusal:
+            refused.append(refusal)
+
+    with writing_file(path, "data_efficiency"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert isinstance(refused[0], FolderInUseError) and not path.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is no folder"):
+        data_efficiency(model, SITE, {"x": lambda: 1 / 0}, heldout=HELD, out=tmp_path / "file" / "efficiency.json")
+
+
 def test_files_that_are_none(found, tmp_path):
     path = tmp_path / "efficiency.json"
     nan = DataEfficiency(points("a", float("nan")), {"site": SITE})
@@ -232,7 +276,7 @@ def test_files_that_are_none(found, tmp_path):
         ),
         ({"SWD": {**SWD, "steps": 3}}, {}, ValueError, "steps"),
         ({"SWD": SWD}, {"heldout": HELD[:, :1]}, swd.TokenError, "heldout needs rows of at least two tokens"),
-        ({"SWD": SWD}, {"out": "."}, ValueError, r"out='\.' is a folder; give a file, such as 'efficiency\.json'"),
+        ({"SWD": SWD}, {"out": "."}, IsADirectoryError, r"\. is a folder; give the name of a file in it"),
         ({"x": lambda: 3}, {}, TypeError, "the function of 'x' gave a int"),
         ({"x": swd.FactorSet({})}, {}, TypeError, "'x' is a FactorSet, which does not say how many tokens"),
     ],

@@ -114,8 +114,16 @@ def test_another_question_makes_another_allocation(model, tmp_path):
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
     swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, overwrite=True, **named)
     assert json.loads((tmp_path / "budgets.json").read_text())["sparsity"] == 0.7
+    changed = json.loads((tmp_path / "budgets.json").read_text())
+    next(iter(changed["sites"].values()))["allocated"] -= 9  # once taken over, silently
+    (tmp_path / "budgets.json").write_text(json.dumps(changed))
+    with pytest.raises(swd.ResumeError, match=r"budgets\.json: not what was written there as budgets"):
+        swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is no folder"):
+        swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path / "file", **named)
     (tmp_path / "budgets.json").write_text("[1, 2")
-    with pytest.raises(swd.ResumeError, match=r"budgets\.json is damaged .*; remove it, or overwrite=True"):
+    with pytest.raises(swd.ResumeError, match=r"budgets\.json is not budgets, or damaged"):
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
 
 

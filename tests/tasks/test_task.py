@@ -9,6 +9,7 @@ import swd_lens as swd
 from swd_lens.base.errors import TaskError
 from swd_lens.tasks import Task, TaskExample, load_task
 from swd_lens.tasks.loaders import _check_numbers
+from swd_lens.tasks.prompt import Prompt
 from tests.micro import random_split, split_of
 
 WORDS = ["<unk>", "<bos>", "the", "cat", "dog", "sat", "ran", "he", "she", "4", "2"]
@@ -105,6 +106,8 @@ def test_tokens_answers_and_bos():
         (TaskExample("the cat", (), ("ran",)), r"no answers or no distractors: 0 answers, 1 distractors"),
         (TaskExample("the cat", ("zebra",), ("ran",)), r"answer is not in the vocabulary: 'zebra'"),
         (TaskExample("", ("sat",), ("ran",)), r"empty prompt"),
+        (TaskExample("the \ud83d", ("sat",), ("ran",)), r"half of a character: 'the \\ud83d'"),
+        (TaskExample("the", ("sat",), ("\ude00",)), r"half of a character"),
         (TaskExample("cat", ("sat",), ("ran",), corrupt=""), r"empty corrupt prompt"),
         (
             TaskExample("cat", ("sat",), ("ran",), corrupt="the " * 9),
@@ -120,6 +123,12 @@ def test_unusable_examples_are_refused_or_dropped_and_counted(bad, message):
     assert len(task.train) == 1 and sum(task.train.dropped.values()) == 1
     (reason,) = task.train.dropped
     assert f"1 train, 1 test (kept 2 of 3; dropped: 1 {reason})" in repr(task)
+
+
+def test_a_text_that_the_tokenizer_cannot_read_is_refused(default_model):
+    """A lone surrogate was a TypeError of the tokenizers' library."""
+    with pytest.raises(TaskError, match=r"this host's tokenizer cannot read 'half \\ud83d'"):
+        Prompt.of(default_model, "half \ud83d", "generate")
 
 
 def test_a_tokenizer_that_puts_a_space_before_every_text():

@@ -20,7 +20,7 @@ from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.unit import UnitCard, UnitProfile
 from swd_lens.analysis.audit.vectors import Edges
 from swd_lens.base.figures import INK, PALETTE, NotebookFigure, literal
-from swd_lens.base.visible import visible_token
+from swd_lens.base.visible import visible, visible_token
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
 
 Link = Callable[[str], "str | None"]  # unit -> where its page is, if there is one
@@ -50,7 +50,7 @@ def unit_html(unit: UnitCard, link: Link = lambda unit: None, *, level: int = 2,
     """
     profile = unit if isinstance(unit, UnitProfile) else None
     label = profile and profile.label
-    heading = f"<code>{escape(unit.unit)}</code>"
+    heading = f"<code>{_plain(unit.unit)}</code>"
     heading += f' <span class="label">{_plain(label.label)}</span>' if label else ""
     remark = " · ".join(filter(None, (label.note, label.author and f"by {label.author}"))) if label else ""
     pieces = [
@@ -134,13 +134,9 @@ def number(value: float, *, signed: bool = True) -> str:
     return text.replace("-", "\u2212")
 
 
-def printable(text: str) -> str:
-    """Text of a user: nothing in it is invisible but its spaces, or turns what follows around. Not escaped."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _plain(text: str) -> str:
-    return escape(printable(text))
+    """Text of a user or of names, in HTML."""
+    return escape(visible(text))
 
 
 def _heading(level: int, kind: str, html: str) -> str:
@@ -220,7 +216,7 @@ def _neighbours(profile: UnitProfile, link: Link, level: int) -> str:
         )
         if units
     ]
-    heading = _heading(level, "part", f"Neighbours in {escape(profile.site)}")
+    heading = _heading(level, "part", f"Neighbours in {_plain(profile.site)}")
     return f'{heading}<div class="parts">{"".join(columns)}</div>' if columns else ""
 
 
@@ -235,7 +231,7 @@ def _bars(
     """Names and numbers, a bar behind each."""
     items = []
     for name, value in rows:
-        target, text = link(name), f"<code>{escape(name)}</code>"
+        target, text = link(name), f"<code>{_plain(name)}</code>"
         text = f'<a href="{escape(target)}">{text}</a>' if target else text
         width = 100 * min(1.0, abs(value) / largest) if largest > 0 else 0.0
         bar = f'<i class="{colour or ("p" if value > 0 else "n")}" style="width:{width:.0f}%"></i>'

@@ -1,13 +1,19 @@
 """UnitLabels: what people or models call units, kept apart from the factors and checked against them.
 
-One line of JSON per label, {"unit", "label", "note", "author", "factors"}, where "factors" is the identity of the site's factors:
-unit 5 of other factors is another unit. The lines of `Audit.export` with "label" filled in are read as well. Labels never take
-part in a ranking (paper app. E.1).
+1. One line of JSON per label, {"unit", "label", "note", "author", "factors"}, where "factors" is the identity of the site's
+   factors: unit 5 of other factors is another unit. The lines of `Audit.export` with "label" filled in are read as well.
+2. Labels may be typed by hand: "unit" and "label" are enough. What we write is sealed all the same. `save` begins with a line
+   {"labels": n, "sha256"} over the n lines that follow; lines added below them are free. Every line of an export has a
+   "sha256" over what was exported, and "label", "note" and "author" may be filled in where they were empty.
+3. A hash that no longer fits is refused; who changed the line on purpose takes the hash out. Lines that carry an identity, so
+   that we wrote them, but no hash, are of an earlier version: read, with one warning.
+
+Labels never take part in a ranking (paper app. E.1).
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +21,11 @@ import pandas as pd
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
-from swd_lens.base.files import write_text
+from swd_lens.base.files import plain, write_text
+from swd_lens.base.record import checked
+from swd_lens.base.sealed import SEAL, marked, readable, seal, warn_of_missing_seal
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
 from swd_lens.hosts.sites import parse_unit
 
 
@@ -71,48 +80,40 @@ class UnitLabels(_Base):
 
         Raises:
             FileNotFoundError: nothing there.
-            ValueError: a line that is no label, a unit labelled twice, or labels of two sets of factors in one file.
+            ValueError: a line that is no label, lines whose hash is another, a unit labelled twice, or labels of two sets of
+                factors in one file.
         """
         labels: dict[str, UnitLabel] = {}
         factors: dict[str, str] = {}
-        # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-            if not line.strip():
-                continue
+        for number, entry in _entries(Path(path)):
             try:
-                entry = json.loads(line)
-                if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
+                if not isinstance(entry.get("unit"), str):
                     raise error("not-a-label")
                 unit, label = entry["unit"], _label(entry["unit"], entry, "")
-            except (ValueError, KeyError, TypeError) as cause:
+                site, identity = parse_unit(unit)[0], entry.get("factors") or ""
+                if not isinstance(identity, str):
+                    raise error("label-without-text", key="factors", unit=unit, text=identity)
+            except (ValueError, TypeError) as cause:
                 raise error("labels-file-with-another-line", number=number, path=path, reason=cause) from None
             if not label.label:
                 continue
             if unit in labels:
                 raise error("labels-file-names-a-unit-twice", number=number, path=path, unit=unit)
-            site, identity = parse_unit(unit)[0], entry.get("factors", "")
             if identity and factors.setdefault(site, identity) != identity:
                 raise error("labels-file-of-two-sets", number=number, path=path, unit=unit)
             labels[unit] = label
         return cls(labels, factors)
 
     def save(self, path: str | Path) -> Path:
-        """Write the labels, atomically; returns the path."""
-        lines = [
-            json.dumps(
-                {
-                    "unit": unit,
-                    "label": label.label,
-                    "note": label.note,
-                    "author": label.author,
-                    "factors": self.factors.get(parse_unit(unit)[0], ""),
-                },
-                ensure_ascii=False,
-            )
+        """Write the labels, sealed and atomically; returns the path."""
+        entries = [
+            {"unit": unit, **asdict(label), "factors": self.factors.get(parse_unit(unit)[0], "")}
             for unit, label in self.labels.items()
         ]
+        lines = list(map(jsonl_line, entries))
+        hashed = {"labels": len(lines), SEAL: _digest([json.loads(line) for line in lines])}
         path = Path(path)
-        write_text(path, "".join(line + "\n" for line in lines).encode("utf-8", "replace").decode("utf-8"))
+        write_text(path, "".join([jsonl_line(hashed), *lines]))
         return path
 
     def require(self, identities: Mapping[str, str], n_units: Mapping[str, int]) -> None:
@@ -156,6 +157,7 @@ class UnitLabels(_Base):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @seen
     def __repr__(self) -> str:
         first = ", ".join(f"{unit}: {label.label!r}" for unit, label in list(self.labels.items())[:3])
         return f"UnitLabels({len(self)} labels{'; ' + first if first else ''}{', ...' if len(self) > 3 else ''})"
@@ -166,6 +168,88 @@ class UnitLabels(_Base):
     def _differs(self, site: str, identity: str) -> bool:
         own = self.factors.get(site, "")
         return bool(own and identity and own != identity)
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+def jsonl_line(values: Mapping[str, Any]) -> str:
+    """A line of JSON that UTF-8 can write: a lone surrogate (half of an emoji, cut by a tokenizer) becomes "?"."""
+    text = json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace").decode("utf-8") + "\n"
+
+
+def sealed_line(values: Mapping[str, Any]) -> str:
+    """A line of an export, with its hash."""
+    written = json.loads(jsonl_line(values))  # what a reader will see
+    return jsonl_line({**written, SEAL: _digest(written)})
+
+
+def _digest(values: Any) -> str:
+    return str(seal({"values": _as_any_tool_writes(values)})[SEAL])
+
+
+def _as_any_tool_writes(values: Any) -> Any:
+    """1.0 as 1: labels are filled in by tools of other languages, which know one kind of number."""
+    if isinstance(values, dict):
+        return {name: _as_any_tool_writes(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [_as_any_tool_writes(value) for value in values]
+    return int(values) if isinstance(values, float) and values.is_integer() else values
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, values) of every line of a unit. Hashes are checked; raises ValueError as `UnitLabels.load` does."""
+    with readable(path, "labels"):
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark in front
+    head, n_covered, expected = 0, 0, _digest([])  # of the last line that covers others
+    covered: list[dict[str, Any]] = []
+    unsealed = False
+
+    def require_covered() -> None:
+        if len(covered) != n_covered or _digest(covered) != expected:
+            raise error("labels-file-changed", number=head, path=path, what="lines below it", hash="that line")
+
+    # By "\n" alone: U+2028 and its like stand unescaped within JSON strings, and splitlines would cut them there.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        entry = _parsed(path, number, line)
+        if "unit" not in entry and SEAL in entry:
+            require_covered()
+            head, n_covered, expected, covered = number, entry["labels"], entry[SEAL], []
+            continue
+        if len(covered) < n_covered:
+            covered.append(entry)
+        elif SEAL in entry or marked(entry):
+            _require_line(path, number, entry)
+        else:
+            unsealed |= bool(entry.get("factors"))
+        yield number, entry
+    require_covered()
+    if unsealed:
+        warn_of_missing_seal(path)
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        if not isinstance(entry, dict):
+            raise error("not-a-label")
+        if "unit" not in entry and SEAL in entry:
+            return checked("labels", entry, {"labels": int, SEAL: str})
+        _digest(entry)  # what JSON cannot have
+        return entry
+    except (ValueError, RecursionError) as cause:
+        raise error("labels-file-with-another-line", number=number, path=path, reason=cause) from None
+
+
+def _require_line(path: Path, number: int, entry: dict[str, Any]) -> None:
+    """Raises ValueError where a line's values are not those that were exported, label, note and author filled in or not."""
+    values = {name: value for name, value in entry.items() if name != SEAL}
+    empty = dict.fromkeys(("label", "note", "author"), "")
+    if entry.get(SEAL) not in (_digest(values), _digest({**values, **empty})):
+        raise error("labels-file-changed", number=number, path=path, what="values in it", hash=f'its "{SEAL}"')
 
 
 def _label(unit: str, value: Any, author: str) -> UnitLabel:

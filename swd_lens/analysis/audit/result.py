@@ -6,7 +6,6 @@
 4. `export` is for whoever finds labels, and `with_labels` puts them back.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import Context, TokenNames
 from swd_lens.analysis.audit.drawing import draw_layers
-from swd_lens.analysis.audit.labels import UnitLabels
+from swd_lens.analysis.audit.labels import UnitLabels, sealed_line
 from swd_lens.analysis.audit.statistics import SiteAudit
 from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
 from swd_lens.analysis.audit.vectors import (
@@ -32,8 +31,10 @@ from swd_lens.analysis.audit.vectors import (
 )
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
-from swd_lens.base.files import atomic, plain
+from swd_lens.base.files import atomic
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
+from swd_lens.base.writer import writing_file
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
 from swd_lens.units.coder import Units
@@ -310,6 +311,8 @@ class Audit:
             unit, site, index: the name, "blocks.2.mlp_out/5", and its parts.
             label, note, author: texts, empty unless the unit has a label.
             factors: identity of the site's factors, by which labels are recognised when they come back; model: its name.
+            sha256: of all the line's values; `UnitLabels.load` looks that they are what was exported, but for label, note and
+                author, which may be filled in where they were empty.
             contexts: largest |z| first, each {"text": running text with the peak token between << and >>, "tokens": strings,
                 "z": activation on each token, "peak": index of the ranked token}.
             promoted, suppressed: [[token, centred logit per unit of z], ...], or null where the site does not write to the
@@ -323,20 +326,18 @@ class Audit:
         """
         path = Path(path)
         with (
+            writing_file(path, "Audit.export"),
             atomic(path) as temporary,
-            # A lone surrogate (half of an emoji, cut by a byte-level tokenizer) cannot be written as UTF-8.
-            open(temporary, "w", encoding="utf-8", errors="replace", newline="\n") as file,
+            open(temporary, "w", encoding="utf-8", newline="\n") as file,
         ):
             for profile in self.profiles(units):
-                line = profile.as_dict() | {
-                    "factors": self.identities.get(profile.site, ""),
-                    "model": str(self.settings["model"]),
-                }
-                file.write(json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n")
+                origin = {"factors": self.identities.get(profile.site, ""), "model": str(self.settings["model"])}
+                file.write(sealed_line(profile.as_dict() | origin))
         return path
 
     # ------------------------------------------------------------------ showing itself
 
+    @seen
     def __repr__(self) -> str:
         label = f", {len(self.labels)} labels" if self.labels else ""
         tasks = f", scores of {', '.join(self.scores)}" if self.scores else ""

@@ -16,6 +16,7 @@ from swd_lens.analysis.audit.statistics import Histogram
 from swd_lens.analysis.audit.vectors import Edges, LogitEffect
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
 from swd_lens.hosts.sites import parse_unit
 
 MARK = ("<<", ">>")  # around the peak, where a context is plain text
@@ -68,6 +69,7 @@ class UnitCard:
         rows = [{"z": c.z[c.peak], "context": c.text(MARK)} for c in self.contexts]
         return pd.DataFrame(rows, columns=["z", "context"])
 
+    @seen
     def __repr__(self) -> str:
         tasks = "".join(f", {task} #{rank.rank}" for task, rank in self.tasks.items())
         first = f"; fires most on {self.contexts[0].text(MARK)!r}" if self.contexts else "; never fires"

@@ -7,7 +7,7 @@
    they are undone in reverse order. Undoing the lower one first is refused.
 4. An edit of a replacement (base="replacement") changes a row of the factors and no weight of the host: applying it
    attaches the changed factors.
-5. `save` and `load` keep the pair in one safetensors file; `state_dict` gives the host's own state_dict with W' in it.
+5. `save` and `load` keep the pair in one sealed safetensors file; `state_dict` gives the host's own state_dict with W' in it.
 """
 
 import json
@@ -21,16 +21,16 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.analysis.edit.target import Target
 from swd_lens.base.display import card
-from swd_lens.base.errors import error
-from swd_lens.base.files import atomic
+from swd_lens.base.errors import EditError, error
+from swd_lens.base.record import checked
+from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
+from swd_lens.base.visible import visible
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.weights import stored_matrix
@@ -40,8 +40,17 @@ from swd_lens.units.factors import FactorSet, fingerprint
 from swd_lens.units.match import check_units, same_weights
 from swd_lens.units.unit_set import UnitSet
 
-FORMAT = "swd_lens edit 1"
+FORMAT, WHAT = "swd_lens edit 1", "an edit"
 _TENSORS = ("read", "write", "input", "direction")
+_HEADER: Mapping[str, Any] = {
+    "site": str,
+    "method": str,
+    "shift": float,
+    "target": Mapping[str, Any],
+    "settings": Mapping[str, Any],
+}
+# What an edit reads of its settings.
+_SETTINGS: Mapping[str, Any] = {"base": str, "weight_norm": float}
 
 
 @in_plain_surroundings
@@ -186,7 +195,7 @@ class Edit:
     def __repr__(self) -> str:
         which = f" ({self.settings['unit']})" if self.settings.get("unit") else ""
         state = "applied" if self._standing else "not applied"
-        return (
+        return visible(
             f"Edit({self.method}{which} of {self.site}, {self.base}: {self.target.answer!r} over {self.target.foil!r} by "
             f"{self.shift:+g}, rank {self.delta.rank}, |dW|/|W| = {self.relative_norm:.2g}, {state})"
         )
@@ -341,12 +350,8 @@ class Edit:
         tensors = (self.delta.read, self.delta.write, self.target.input, self.target.direction)
         header = {"site": self.site, "method": self.method, "shift": self.shift, "target": self.target.described()}
         header |= {"settings": dict(self.settings)}
-        with atomic(path) as temporary:
-            save_file(
-                {name: tensor.contiguous() for name, tensor in zip(_TENSORS, tensors, strict=True)},
-                temporary,
-                metadata={"format": FORMAT, "edit": json.dumps(header, allow_nan=False)},
-            )
+        metadata = {"format": FORMAT, "edit": json.dumps(header, allow_nan=False)}
+        write_tensors(path, dict(zip(_TENSORS, tensors, strict=True)), metadata)
         return path
 
     @classmethod
@@ -358,32 +363,36 @@ class Edit:
 
         Raises:
             FileNotFoundError: no such file.
-            EditError: not a file of `save`, or values that are not finite.
+            EditError: not a file of `save`, not what was written, or values that are not finite.
         """
         path = Path(path)
         if not path.is_file():
             raise error("edit-file-missing", path=path)
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except SafetensorError as cause:
-            raise error("edit-file-unreadable", path=path, reason=cause) from None
+        tensors, metadata = read_tensors(path, WHAT, EditError)
         if metadata.get("format") != FORMAT or set(tensors) != set(_TENSORS):
             raise error("edit-file-of-another-kind", path=path, format=metadata.get("format"), known=FORMAT)
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 raise error("edit-file-not-finite", path=path, name=name)
-        try:
-            header = json.loads(metadata.get("edit", ""))
+        with readable(path, WHAT, EditError):
+            header = checked(WHAT, json.loads(metadata.get("edit", "")), _HEADER)
+            checked(WHAT, header["settings"], _SETTINGS)
+            _require_shapes(tensors)
             return cls(
                 site=header["site"],
                 method=header["method"],
-                shift=float(header["shift"]),
+                shift=header["shift"],
                 delta=Delta(tensors["read"], tensors["write"]),
                 target=Target.of_described(header["site"], header["target"], tensors["input"], tensors["direction"]),
                 settings=header["settings"],
                 model=model,
             )
-        except (KeyError, TypeError, ValueError) as cause:
-            raise error("edit-file-incomplete", path=path, reason=cause) from cause
+
+
+def _require_shapes(tensors: Mapping[str, Tensor]) -> None:
+    """Raises EditError unless a pair, h* and d fit each other."""
+    read, write, h, d = (tensors[name] for name in _TENSORS)
+    if not (read.ndim == write.ndim == 2 and read.shape[1] == write.shape[0]):
+        raise error("edit-file-shapes", read=tuple(read.shape), write=tuple(write.shape))
+    if h.shape != read.shape[:1] or d.shape != write.shape[1:]:
+        raise error("edit-file-shapes", read=tuple(read.shape), write=tuple(write.shape))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swd_lens.base.figures import GRID, INK, PALETTE
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import visible_token
+from swd_lens.base.visible import visible, visible_token
 from swd_lens.hosts.sites import KINDS, execution_key
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDr
         _edge_in_words({**row, "source": named[row["source"]], "target": named[row["target"]]}, graph)
         for row in values["edges"][:_IN_WORDS]
     ]
-    items = "".join(f"<li>{escape(words)}</li>" for words in strongest)
+    items = "".join(f"<li>{escape(visible(words))}</li>" for words in strongest)
     return GraphDrawing(svg, f"<ol>{items}</ol>" if items else "<p>No edges.</p>")
 
 
@@ -128,7 +128,7 @@ def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDr
 def _node(row: Mapping[str, Any], labels: Mapping[str, str], last: int) -> _Node:
     """A node; answers stand above the last position."""
     is_unit = row["kind"] == "unit"
-    label = labels.get(f"{row['site']}/{row['unit']}" if is_unit else "", row["label"]) or ""
+    label = visible(labels.get(f"{row['site']}/{row['unit']}" if is_unit else "", row["label"]) or "")
     text = f"{row['unit']} {label}".rstrip() if is_unit else label
     if row["probability"] is not None:
         text = f"{text} {row['probability']:.0%}"
@@ -232,7 +232,7 @@ def _edge_svg(row: Mapping[str, Any], grid: _Grid, largest: float, graph: "UnitG
     return (
         f'<path d="M{x0:.1f} {y0:.1f}C{x0:.1f} {y0 - bend:.1f} {x1:.1f} {y1 + bend:.1f} {x1:.1f} {y1:.1f}" fill="none" '
         f'stroke="{POSITIVE if positive else NEGATIVE}" stroke-width="{0.6 + 3.6 * share:.2f}" '
-        f'stroke-opacity="{0.22 + 0.63 * share:.2f}"{dash}><title>{escape(_edge_in_words(row, graph))}</title></path>'
+        f'stroke-opacity="{0.22 + 0.63 * share:.2f}"{dash}><title>{escape(visible(_edge_in_words(row, graph)))}</title></path>'
     )
 
 
@@ -254,7 +254,7 @@ def _node_svg(node: _Node, grid: _Grid, graph: "UnitGraph") -> str:
         title.append(f"score {row['score']:.3g}")
     dashed = ' stroke-dasharray="3 2"' if row["kind"] == "token" else ""
     return (
-        f'<g><title>{escape(", ".join(title))}</title><rect x="{x - node.width / 2:.1f}" y="{y:.1f}" '
+        f'<g><title>{escape(visible(", ".join(title)))}</title><rect x="{x - node.width / 2:.1f}" y="{y:.1f}" '
         f'width="{node.width:.1f}" height="{_HEIGHT:.0f}" rx="5" fill="{_FILL[row["kind"]]}" stroke="{INK}" '
         f'stroke-width="{1.6 if node.label and row["kind"] == "unit" else 0.9}"{dashed}/>'
         f'<text x="{x:.1f}" y="{y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle">{escape(node.text)}</text></g>'

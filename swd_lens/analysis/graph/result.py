@@ -13,7 +13,6 @@ c. influence is the cumulative share, strongest node first: viewers hide what li
 d. An answer's text contains (p=...): viewers read the probability from it.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from swd_lens.analysis.graph.drawing import GraphDrawing, draw
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_json
-from swd_lens.base.record import Record
+from swd_lens.base.record import Record, checked
+from swd_lens.base.sealed import read_json, readable, seal, unseal
 from swd_lens.hosts.sites import KINDS, split_name
 
 NODES = {
@@ -43,7 +43,14 @@ EDGES = {
     **dict.fromkeys(("source", "target", "kind"), "object"),
     **dict.fromkeys(("weight", "contribution", "strength"), "float64"),
 }
-_FORMAT, _VERSION = "swd_lens unit graph", 1
+_FORMAT, _VERSION, _WHAT = "swd_lens unit graph", 1, "a unit graph"
+# What is shown of a graph reads these.
+_SETTINGS: Mapping[str, Any] = {
+    **dict.fromkeys(("model", "prompt", "attention"), str | None),
+    **dict.fromkeys(("n_layers", "edges_possible"), int),
+    **dict.fromkeys(("tokens", "answers", "token_ids"), list[Any] | None),
+}
+_NODE: Mapping[str, Any] = {"node": str, "kind": str, "label": str | None}
 # Viewers know this type; no other one is drawn as a feature by all of them.
 _UNIT_TYPE = "cross layer transcoder"
 
@@ -98,11 +105,28 @@ class UnitGraph(Record):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "UnitGraph":
-        return cls(table(values["nodes"], NODES), table(values["edges"], EDGES), values["settings"])
+        """What `as_dict` gave, also after JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        checked("UnitGraph", values["settings"], _SETTINGS)
+        nodes, edges = (
+            checked("UnitGraph", values, {part: list[Mapping[str, Any]]})[part] for part in ("nodes", "edges")
+        )
+        for row in nodes:
+            checked("node", row, _NODE)
+        names = [row["node"] for row in nodes]
+        if len(set(names)) < len(names) or not {row[end] for row in edges for end in ("source", "target")} <= set(
+            names
+        ):
+            raise error("graph-of-unknown-nodes")
+        return cls(table(nodes, NODES), table(edges, EDGES), values["settings"])
 
     def to_json(self, path: str | Path, *, slug: str = "unit-graph") -> None:
         """Write one JSON file, whole or not at all, in the schema of attribution graphs that circuit-tracer and Neuronpedia
-        read. What that schema has no place for stands under "swd_lens" in its metadata, so that `load` gives all of it back.
+        read. What that schema has no place for stands under "swd_lens" in its metadata, sealed, so that `load` gives all of it
+        back; the rest of the file is the viewers', who may change it.
         """
         write_json(Path(path), viewer_json(self, slug))
 
@@ -112,18 +136,22 @@ class UnitGraph(Record):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: no JSON, a graph of another tool, or of a later format.
+            ValueError: no JSON, a graph of another tool, of a later format, or not what was written.
         """
         path = Path(path)
         if not path.is_file():
             raise error("graph-file-missing", path=path)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))["metadata"]["swd_lens"]
-        except (ValueError, KeyError, TypeError):
-            raise error("graph-file-of-another-tool", path=path) from None
-        if values["version"] > _VERSION:
-            raise error("graph-file-of-the-future", path=path, version=values["version"], known=_VERSION)
-        return cls.from_dict(values)
+        whole = read_json(path, _WHAT)
+        metadata = whole.get("metadata") if isinstance(whole, dict) else None
+        values = metadata.get("swd_lens") if isinstance(metadata, dict) else None
+        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            raise error("graph-file-of-another-tool", path=path)
+        version = values.get("version")
+        if type(version) is int and version > _VERSION:
+            raise error("graph-file-of-the-future", path=path, version=version, known=_VERSION)
+        values = unseal(values, path, _WHAT)
+        with readable(path, _WHAT):
+            return cls.from_dict(values)
 
     def parts(self) -> tuple[Any, ...]:
         return (self.plot(),)
@@ -159,7 +187,7 @@ def viewer_json(graph: UnitGraph, slug: str) -> dict[str, Any]:
                 "description": f"Units of sparse weight decomposition; links are direct {measure}",
                 "generator": {"name": "swd_lens", "version": __version__},
             },
-            "swd_lens": {"format": _FORMAT, "version": _VERSION, **graph.as_dict()},
+            "swd_lens": seal({"format": _FORMAT, "version": _VERSION, **graph.as_dict()}),
         },
         "qParams": {"linkType": "both", "pinnedIds": [], "clickedId": "", "supernodes": [], "sg_pos": ""},
         "nodes": [

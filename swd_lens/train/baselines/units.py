@@ -27,6 +27,7 @@ from swd_lens.base.errors import TrainError, error
 from swd_lens.base.files import remove_remains
 from swd_lens.base.sealed import read_sealed, read_tensors, readable, tensor_digest, write_sealed, write_tensors
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.visible import seen
 from swd_lens.base.writer import writing
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
@@ -108,6 +109,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
     def __len__(self) -> int:
         return len(self._points)
 
+    @seen
     def __repr__(self) -> str:
         where = "in memory" if self.folder is None else f"in {self.folder}"
         return f"Trajectory(after {', '.join(f'{tokens:,}' for tokens in self)} tokens, {where})"
@@ -213,6 +215,7 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         """
         return activity_of(model, self, tokens, batch_size=batch_size, progress=progress)
 
+    @seen
     def __repr__(self) -> str:
         lines = [f"{site}: {units!r}" for site, units in self.items()]
         head = f"LearnedUnits({self.provenance['method']}, {self.tokens:,} tokens, {len(self.checkpoints)} checkpoints)"
