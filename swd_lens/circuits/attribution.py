@@ -31,7 +31,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
-from swd_lens.hosts import Host, Start, host_of, norms_output, require_no_dropout
+from swd_lens.hosts import Host, Start, host_of, norms_output, require_gradients, require_no_dropout
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
 from swd_lens.hosts.standing import standing_hooks
@@ -106,6 +106,8 @@ def attribute(
         raise error("prompts-of-another-type", kind=type(split).__name__)
     split.require_vocabulary(model.cfg.d_vocab)
     require_no_dropout(model)
+    if score != "ablation":
+        require_gradients(model)
     host = host_of(model)
     with attach(model, factors) as attachment:
         units, sites = attachment.factors, attachment.sites

@@ -300,6 +300,12 @@ def require_no_dropout(model: Any) -> None:
         raise error("measured-under-dropout")
 
 
+def require_gradients(model: Any) -> None:
+    """Raises UnsupportedHostError where no gradient passes the host's weights: tensors of torch.inference_mode()."""
+    if any(p.is_inference() for p in model.blocks.parameters()):
+        raise error("host-of-inference-mode")
+
+
 def require_before(start: Start | None, layer: int, prefix: Any = None) -> None:
     """Raises ValueError where a run to `layer` would start behind it, or take up a residual beside a kept prefix."""
     if start is None:

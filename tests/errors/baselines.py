@@ -13,7 +13,6 @@ from swd_lens import baselines
 from swd_lens.base.sealed import read_sealed, write_sealed, write_tensors
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
-from swd_lens.hosts.load import load_host
 from swd_lens.train.baselines import LearnedUnits
 from tests import families
 from tests.errors.triggers import TRIGGERS, trigger
@@ -67,13 +66,6 @@ def learned_site_attached(*_):
 @trigger
 def learned_not_finite(*_):
     trained(learning_rate=1e30, n_tokens=480, train=baselines.vpd_recon)
-
-
-@trigger
-def learned_host_of_inference_mode(*_):
-    with torch.inference_mode():  # load_host itself makes a host that can be trained
-        host = load_host.__wrapped__(str(families.checkpoint("gpt2")), kind="bridge")  # type: ignore[attr-defined]
-    baselines.vpd_kl(host, SITE, tokens(), n_tokens=96, tokens_per_step=48, width=4, progress=False)
 
 
 @trigger

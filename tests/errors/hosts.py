@@ -128,6 +128,13 @@ def host_in_use(*_):
 
 
 @on_hooked
+def host_of_inference_mode(*_):
+    with torch.inference_mode():
+        model = toy_model()
+    swd.attribute(model, identity(model, SITE), random_split())
+
+
+@on_hooked
 def unit_hook_changed_shape(*_):
     model = toy_model()
     with swd.attach(model, identity(model, SITE)):

@@ -45,7 +45,7 @@ from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.base.visible import visible_token
-from swd_lens.hosts import Host, Start, host_of
+from swd_lens.hosts import Host, Start, host_of, require_gradients
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.units.attach import require_free
@@ -330,6 +330,7 @@ def lora_edits(
     write = torch.zeros(len(shifts), rank, site.d_out, device=device, requires_grad=True, dtype=torch.float32)
     requested = torch.tensor(list(shifts), device=device, dtype=torch.float32)
     optimizer = torch.optim.AdamW([read, write], lr=float(learning_rate), weight_decay=0.0)
+    require_gradients(model)
     with torch.enable_grad(), _margins(host, site, target, read, write) as margins:
         first = None
         for _ in tqdm(range(steps), desc="LoRA", unit="step", disable=not progress, leave=False):

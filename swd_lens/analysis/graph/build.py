@@ -22,7 +22,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.visible import visible_token
 from swd_lens.circuits import Circuit, UnitScores
-from swd_lens.hosts import require_no_dropout
+from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.sites import Site, parse_unit
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.example import Unusable
@@ -110,6 +110,7 @@ def unit_graph(
         if prompt is None:
             read, ids, run = None, None, read_norms(attached.host, tokens)
         else:
+            require_gradients(model)
             read = _read_prompt(model, prompt)
             ids = list(read.ids)
             run = _frozen_run(attached, drawn, ids, attention)

@@ -21,7 +21,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
-from swd_lens.hosts import Host, find_sites, host_of, require_no_dropout
+from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
@@ -207,8 +207,8 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     host = host_of(model)
     parts = matrices_of(host, site) if spec.per_matrix else [site]
     require_free(host, parts)
-    if spec.inside(site.kind) and any(p.is_inference() for p in model.parameters()):
-        raise error("learned-host-of-inference-mode")
+    if spec.inside(site.kind):
+        require_gradients(model)
     device = next(model.parameters()).device
     provenance = {
         "method": method,

@@ -19,7 +19,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
-from swd_lens.hosts import require_no_dropout
+from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream
@@ -100,6 +100,7 @@ def finetune(
     rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
     heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
     require_no_dropout(model)
+    require_gradients(model)
     units = trainable(model, factors)
     device = next(model.parameters()).device
     processes = Processes()

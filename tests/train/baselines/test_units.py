@@ -6,7 +6,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.errors import TrainError
+from swd_lens.base.errors import TrainError, UnsupportedHostError
 from swd_lens.cli.baselines import parsed_settings
 from swd_lens.hosts import find_sites
 from swd_lens.study.run import require_surface
@@ -103,7 +103,7 @@ def test_a_host_made_in_inference_mode(model, units):
     recon = baselines.vpd_recon(host, SITE, TOKENS, **QUICK)
     assert bits(recon) == bits(baselines.vpd_recon(model, SITE, TOKENS, **QUICK))
     for train, site in ((baselines.vpd_kl, SITE), (baselines.vpd_recon, "blocks.0.mlp")):
-        with pytest.raises(TrainError, match=r"made under torch\.inference_mode\(\)"):
+        with pytest.raises(UnsupportedHostError, match=r"made under torch\.inference_mode\(\)"):
             train(host, site, TOKENS, **QUICK)
         assert everything(host) == before
 
