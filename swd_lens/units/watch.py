@@ -35,10 +35,12 @@ class Watch:
 
     def at_forward(self) -> None:
         """Raises AttachError where the matrix or the factors were written to."""
-        self._require(
-            not self.weight.written() or self.weight.recast() or not self.weight.changed(),
-            self.factors is None or not self.factors.written() or not self.factors.changed(),
-        )
+        # In most forwards this line is all that is done.
+        if self.weight.written() or (self.factors is not None and self.factors.written()):
+            self._require(
+                not self.weight.written() or self.weight.recast() or not self.weight.changed(),
+                self.factors is None or not self.factors.changed(),
+            )
 
     def at_call(self, host: Host) -> None:
         """Raises AttachError where the matrix or the factors hold other values."""
