@@ -159,7 +159,7 @@ def replace_model(
         finetune_tokens: to fine-tune on; None = the calibration tokens.
         finetune_options: further arguments of `swd_lens.finetune` (passes=, learning_rate=, heldout=, ...).
         prompts: to be continued by the dense and the replaced model: strings or token rows, see `swd_lens.generate`.
-        batch_size: rows per calibration and fidelity forward.
+        batch_size: rows per calibration forward.
         out: a folder for budgets, factors, fine-tuning, numbers and samples; the same call goes on from what is there.
         overwrite: start again in place of what `out` holds. Interrupted, the same call without it goes on.
         options: further arguments of `swd_lens.factorize` (calibration=, units=, workers=, outer_iterations=, ...).

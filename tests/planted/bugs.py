@@ -134,8 +134,8 @@ BUGS = [
     ),
     Bug(
         "units/passport.py",
-        "return z if offsets is None else z + offsets",
-        "return z if offsets is None else z - offsets",
+        "return y if offsets is None else y + offsets",
+        "return y if offsets is None else y - offsets",
         "units/test_probe.py units/test_transport.py",
     ),
     # factorization
@@ -143,13 +143,13 @@ BUGS = [
         "factorization/grams.py",
         "(gram / n_tokens, cross / n_tokens)",
         "(gram / n_tokens, cross)",
-        "factorization/test_targets.py factorization/test_calibration.py",
+        "factorization/test_grams_corrected.py factorization/test_grams.py",
     ),
     Bug(
         "factorization/checkpoint.py",
         "if not 1 <= number <= count:",
         "if not 0 <= number <= count:",
-        "factorization/test_shards.py",
+        "factorization/test_checkpoint.py",
     ),
     Bug(
         "factorization/allocate.py",
@@ -238,7 +238,7 @@ BUGS = [
         "study/generate.py",
         "values = values.double() / temperature + noise",
         "values = values.double() * temperature + noise",
-        "study/test_samples.py",
+        "study/test_generate.py",
     ),
     Bug("report/wording.py", "fixed(100 * value, digits)", "fixed(value, digits)", "report"),
     Bug(
