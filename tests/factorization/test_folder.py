@@ -13,8 +13,10 @@ import pytest
 import swd_lens as swd
 import swd_lens.factorization.solve
 from swd_lens.base.errors import FolderInUseError
-from swd_lens.base.writer import HOLDER, writing
+from swd_lens.base.files import workplace_beside
+from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
+from swd_lens.units.storage import UNNAMED
 from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
 from tests.micro import random_tokens, toy_model
 from tests.units.test_folder import in_a_thread
@@ -68,6 +70,49 @@ def test_a_finished_folder_is_taken_over_beside_a_writer_and_from_a_read_only_di
     made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     monkeypatch.setattr("swd_lens.base.writer.require_writable", lambda *_: pytest.fail("nothing has to be written"))
     assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)
+
+
+def test_what_a_call_left_that_was_killed_at_its_very_end_goes(model, tmp_path):
+    made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()}
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    left = workplace_beside(tmp_path / "factors.json")
+    left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}.")).mkdir()
+    for name in (HOLDER, LOCK, UNNAMED):
+        (tmp_path / name).touch()
+    assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    with writing(tmp_path, "save"):  # beside a living writer
+        assert in_a_thread(lambda: swd.factorize(toy_model(), "mlp_out", **QUICK, out=tmp_path)) is None
+        assert (tmp_path / HOLDER).exists()
+
+
+READ_ONLY = """
+import sys
+from tests.factorization.test_folder import QUICK
+from tests.micro import toy_model
+import swd_lens as swd
+out, model = sys.argv[1], toy_model()
+
+def forbid(event, arguments):
+    changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
+    opened = event == "open" and (arguments[2] or 0) & 3
+    if (changes or opened) and str(arguments[0]).startswith(out):
+        raise PermissionError(f"{event} {arguments}")
+
+sys.addaudithook(forbid)
+with swd.attach(model, swd.FactorSet.load(out)):
+    pass
+swd.factorize(model, "mlp_out", **QUICK, out=out)
+print("nothing was written")
+"""
+
+
+def test_a_read_only_disk_is_enough_to_read(model, tmp_path):
+    swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
+    done = subprocess.run([sys.executable, "-c", READ_ONLY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert "nothing was written" in done.stdout, done.stderr
 
 
 def test_only_the_matrices_that_are_missing_need_room(model, tmp_path, monkeypatch):
