@@ -216,7 +216,7 @@ class Engine:
             self.fit.load_state(tensors, checkpoint.values)
             for name, p in self.fit.parameters.items():
                 first, second = (
-                    tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p.device).view_as(p)
+                    tensors[self.fit.moment_key.format(name=name, moment=moment)].to(p).view_as(p)
                     for moment in ("first", "second")
                 )
                 self._adam.state[p] = {

@@ -190,7 +190,9 @@ KINDS: dict[str, Kind] = {
     ),
     "vpd_kl, interrupted": Kind(_interrupted(calls.vpd_kl, Engine, "advance", 3), calls.vpd_kl, (_RUN, _UNITS), 1),
     "finetune, finished": Kind(_version(calls.finetune), calls.finetune, (_RUN, _FACTORS)),
-    "finetune, interrupted": Kind(_interrupted(calls.finetune, Engine, "advance", 3), calls.finetune, (_RUN,), 2),
+    "finetune, interrupted": Kind(
+        _interrupted(calls.finetune, Engine, "advance", 3), calls.finetune, (_RUN, "FinetuneError"), 2
+    ),
     "sparse_pretrain, finished": Kind(_version(calls.sparse_pretrain), calls.sparse_pretrain, (_RUN, _UNITS)),
     "sparse_pretrain, interrupted": Kind(
         _interrupted(calls.sparse_pretrain, Engine, "advance", 3), calls.sparse_pretrain, (_RUN, _UNITS), 1

@@ -176,7 +176,8 @@ class Persistent:
 
     def load_state(self, named: Mapping[str, Tensor]) -> None:
         def group(name: str) -> list[Tensor]:
-            return [named[f"{name}.{i}"].to(self.device) for i in range(len(self.widths))]
+            shapes = ((*named[f"source.{i}"].shape[:2], width) for i, width in enumerate(self.widths))
+            return [named[f"{name}.{i}"].to(self.device, torch.float32).view(shape) for i, shape in enumerate(shapes)]
 
         self.current, self.first, self.second = group("source"), group("first"), group("second")
 
