@@ -91,6 +91,26 @@ def test_labels_of_a_labelled_export_are_covered(found, tmp_path):
         UnitLabels.load(path)
 
 
+def test_a_missing_line_of_an_export_and_an_emptied_file_are_noticed(found, tmp_path):
+    path = found.with_labels({f"{SITE}/3": "years"}).export(
+        tmp_path / "units.jsonl", units=[f"{SITE}/{i}" for i in (2, 3, 4)]
+    )
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for kept in (lines[:2], lines[1:], [lines[0], lines[2]]):
+        path.write_text("".join(kept), encoding="utf-8")
+        with pytest.raises(
+            ValueError, match=r"units\.jsonl holds 2 of the 3 lines of its export; line \d is the first"
+        ):
+            UnitLabels.load(path)
+    unsealed = [json.dumps({k: v for k, v in json.loads(line).items() if k != "sha256"}) for line in lines[:2]]
+    path.write_text("\n".join(unsealed), encoding="utf-8")
+    with pytest.warns(UnsealedFileWarning):
+        assert list(UnitLabels.load(path)) == [f"{SITE}/3"]
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"units\.jsonl is not labels, or damaged \(it is empty\)"):
+        UnitLabels.load(path)
+
+
 def test_a_saved_file_is_covered_and_lines_may_be_added(found, tmp_path):
     labels = UnitLabels.of(found.identities, {f"{SITE}/{i}": f"label {i}" for i in range(3)})
     path = labels.save(tmp_path / "labels.jsonl")

@@ -339,6 +339,12 @@ def loaded_labels(folder, *lines):
     return swd.UnitLabels.load(folder / "labels.jsonl")
 
 
+def without_a_line(folder):
+    path = found().export(folder / "units.jsonl", units=[f"{WRITES}/0", f"{WRITES}/1"])
+    path.write_text(path.read_text().splitlines()[0])
+    swd.UnitLabels.load(path)
+
+
 TRIGGERS |= {
     "audit-of-no-units": lambda *_: audited(units=[]),
     "audit-no-such-unit": lambda *_: audited(units=f"{WRITES}/12"),
@@ -365,6 +371,7 @@ TRIGGERS |= {
     "labels-file-changed": lambda folder, _: loaded_labels(
         folder, {"unit": f"{WRITES}/0", "label": "years", "sha256": "of something else"}
     ),
+    "labels-file-without-lines": lambda folder, _: without_a_line(folder),
     "dashboard-of-nothing": lambda *_: swd.dashboard([]),
     "dashboard-of-a-unit-twice": lambda *_: swd.dashboard([found().unit(f"{WRITES}/0")] * 2),
     "dashboard-without-that-unit": lambda *_: swd.dashboard([found().unit(f"{WRITES}/0")], only=[f"{WRITES}/1"]),

@@ -4,7 +4,8 @@
    factors: unit 5 of other factors is another unit. The lines of `Audit.export` with "label" filled in are read as well.
 2. Labels may be typed by hand: "unit" and "label" are enough. What we write is sealed all the same. `save` begins with a line
    {"labels": n, "sha256"} over the n lines that follow; lines added below them are free. Every line of an export has a
-   "sha256" over what was exported, and "label", "note" and "author" may be filled in where they were empty.
+   "sha256" over what was exported, and "label", "note" and "author" may be filled in where they were empty; "line" and "lines"
+   say whether all are there.
 3. A hash that no longer fits is refused; who changed the line on purpose takes the hash out. Lines that carry an identity, so
    that we wrote them, but no hash, are of an earlier version: read, with one warning.
 
@@ -80,8 +81,8 @@ class UnitLabels(_Base):
 
         Raises:
             FileNotFoundError: nothing there.
-            ValueError: a line that is no label, lines whose hash is another, a unit labelled twice, or labels of two sets of
-                factors in one file.
+            ValueError: a line that is no label, lines whose hash is another or that are missing, a unit labelled twice, labels
+                of two sets of factors in one file, or an empty file.
         """
         labels: dict[str, UnitLabel] = {}
         factors: dict[str, str] = {}
@@ -202,9 +203,12 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, values) of every line of a unit. Hashes are checked; raises ValueError as `UnitLabels.load` does."""
     with readable(path, "labels"):
         text = path.read_text(encoding="utf-8-sig")  # some editors put a mark in front
+    if not text.strip():
+        raise error("file-unreadable", path=path, what="labels", reason="it is empty")
     head, n_covered, expected = 0, 0, _digest([])  # of the last line that covers others
     covered: list[dict[str, Any]] = []
     unsealed = False
+    exported: dict[int, set[int]] = {}  # lines of an export -> which of them are there
 
     def require_covered() -> None:
         if len(covered) != n_covered or _digest(covered) != expected:
@@ -223,10 +227,17 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             covered.append(entry)
         elif SEAL in entry or marked(entry):
             _require_line(path, number, entry)
+            line, n_lines = entry.get("line"), entry.get("lines")
+            if type(line) is int and type(n_lines) is int:  # exports of earlier versions have none
+                exported.setdefault(n_lines, set()).add(line)
         else:
             unsealed |= bool(entry.get("factors"))
         yield number, entry
     require_covered()
+    for n_lines, there in exported.items():
+        if len(there) < n_lines:
+            first = next(line for line in range(1, n_lines + 1) if line not in there)
+            raise error("labels-file-without-lines", path=path, n_lines=n_lines, n_there=len(there), first=first)
     if unsealed:
         warn_of_missing_seal(path)
 

@@ -313,6 +313,7 @@ class Audit:
             factors: identity of the site's factors, by which labels are recognised when they come back; model: its name.
             sha256: of all the line's values; `UnitLabels.load` looks that they are what was exported, but for label, note and
                 author, which may be filled in where they were empty.
+            line, lines: its number in the export, and how many there are, so that a missing one is noticed.
             contexts: largest |z| first, each {"text": running text with the peak token between << and >>, "tokens": strings,
                 "z": activation on each token, "peak": index of the ranked token}.
             promoted, suppressed: [[token, centred logit per unit of z], ...], or null where the site does not write to the
@@ -324,14 +325,19 @@ class Audit:
 
         Scores of tasks are left out on purpose: labels are to be found without knowing what the unit is good for.
         """
-        path = Path(path)
+        path, chosen = Path(path), self.units if units is None else list(units)
         with (
             writing_file(path, "Audit.export"),
             atomic(path) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
         ):
-            for profile in self.profiles(units):
-                origin = {"factors": self.identities.get(profile.site, ""), "model": str(self.settings["model"])}
+            for line, profile in enumerate(self.profiles(chosen), 1):
+                origin = {
+                    "line": line,
+                    "lines": len(chosen),
+                    "factors": self.identities.get(profile.site, ""),
+                    "model": str(self.settings["model"]),
+                }
                 file.write(sealed_line(profile.as_dict() | origin))
         return path
 
