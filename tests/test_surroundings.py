@@ -415,3 +415,24 @@ def test_threads_with_hosts_of_their_own_give_the_same_bits(kind):
     finally:
         torch.set_default_dtype(torch.float32)
     assert outcome == {0: [wanted] * 3, 1: [wanted] * 3}
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_two_threads_on_one_host_are_right_or_refused(kind):
+    calls = ("attribute", "fidelity")
+    kit, wanted, outcome = kit_of(kind), {call: expected(kind, call) for call in calls}, []
+
+    def run(call: str) -> None:
+        for _ in range(6):
+            try:
+                outcome.append(plain(CALLS[call](kit)) == wanted[call])
+            except swd.errors.HostInUseError:
+                outcome.append(None)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcome) == 12 and outcome.count(True) >= 6 and False not in outcome
+    assert plain(CALLS["fidelity"](kit)) == wanted["fidelity"]

@@ -34,6 +34,13 @@ Marked = TypeVar("Marked")
 _OPERATORS = ("__getitem__", "__or__", "__call__")  # of a class, marked like its public methods
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _lock = threading.RLock()
+_MKLDNN: Any = torch.backends.mkldnn
+_CONVOLUTIONS: Any = getattr(_MKLDNN, "conv", None)
+_BACKENDS: list[Any] = [
+    each
+    for each in (torch.backends.cuda.matmul, getattr(_MKLDNN, "matmul", None), _CONVOLUTIONS)
+    if hasattr(each, "fp32_precision")
+]
 
 
 class _Thread(threading.local):
@@ -146,18 +153,28 @@ _settings = Undo()  # gives back those of the process
 
 
 def _highest_precision(push: Push) -> None:
-    """Float32 matrix products in full precision.
+    """Float32 products in full precision, also those of convolutions on the CPU.
 
-    torch has two settings for this and refuses to read the first once the caller has written the second.
+    torch has two settings for this, of the process and (since 2.9) of each backend, and refuses to read the first once the caller
+    has written the second.
     """
     try:
-        if (before := torch.get_float32_matmul_precision()) != "highest":
-            push(functools.partial(torch.set_float32_matmul_precision, before))
-            torch.set_float32_matmul_precision("highest")
+        of_process = torch.get_float32_matmul_precision()
     except RuntimeError:
-        for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # pyright: ignore[reportAttributeAccessIssue]
-            push(functools.partial(setattr, backend, "fp32_precision", backend.fp32_precision))
-            backend.fp32_precision = "ieee"
+        of_process = None
+    # The highest of the process is that of its backends' matrix products, or it could not be read.
+    if of_process == "highest" and getattr(_CONVOLUTIONS, "fp32_precision", "none") in ("none", "ieee"):
+        return
+    before = {backend: backend.fp32_precision for backend in _BACKENDS}
+    push(functools.partial(_set_precision, of_process, before))
+    _set_precision(of_process and "highest", dict.fromkeys(before, "ieee"))
+
+
+def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
+    if of_process is not None:
+        torch.set_float32_matmul_precision(of_process)
+    for backend, value in of_backends.items():
+        backend.fp32_precision = value
 
 
 # ---------------------------------------------------------------------------------------------- one thread per host

@@ -99,6 +99,40 @@ def test_a_marked_call_sees_plain_settings_and_gives_the_callers_back(name):
     assert surroundings._thread.call is None and not surroundings._calls
 
 
+def precisions() -> tuple:
+    """Of the process ("mixed" where torch refuses to say it) and of every backend."""
+    try:
+        of_process = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        of_process = "mixed"
+    return of_process, *(backend.fp32_precision for backend in surroundings._BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (torch.backends, "fp32_precision", "tf32"),
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32", True),
+        (torch.backends.mkldnn, "fp32_precision", "bf16"),
+        (surroundings._CONVOLUTIONS, "fp32_precision", "bf16"),
+    ],
+)
+def test_every_way_to_round_products_is_off_inside_and_back_afterwards(owner, name, value):
+    former = getattr(owner, name)
+    try:
+        setattr(owner, name, value)
+        before = precisions()
+        assert in_plain_surroundings(precisions)() == ("highest", "ieee", "ieee", "ieee")
+        assert precisions() == before
+    finally:
+        setattr(owner, name, former)
+        torch.set_float32_matmul_precision("highest")
+        for backend in surroundings._BACKENDS:
+            backend.fp32_precision = "none"
+    assert precisions() == ("highest", "none", "none", "none")
+
+
 def test_set_default_device_is_given_back_too():
     torch.set_default_device("meta")
     try:
