@@ -28,11 +28,14 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error, warning
 from swd_lens.base.figures import heatmap, new_figure
 from swd_lens.base.record import PlainRecord, SavedRecord
+from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.circuits.bench import Outcome
+from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import KINDS, Pattern, Site, split_name
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.split import Bucket, TaskSplit
 from swd_lens.tasks.task import Task
 
@@ -40,7 +43,6 @@ POSITIONS = ("scoring", "all")
 WELL_DONE = 0.8  # share right, below which a circuit of the task says little
 # Of the margin: where no single site costs as much, `Screen.choose` takes a surface.
 _MATTERS = 0.1
-_AGREES = 1e-3  # of the largest logit; as shortcuts.py, with room for another batch size
 _CHECKED_PROMPTS = 4
 _LOGITS_AT_ONCE = 2**26
 
@@ -86,6 +88,7 @@ class TaskScreen(PlainRecord):
         return ""
 
 
+@in_plain_surroundings
 @dataclass(frozen=True, repr=False)
 class Screen(SavedRecord):
     """What tasks need of a dense host.
@@ -175,6 +178,7 @@ def _skill_table(screened: Iterable[TaskScreen]) -> pd.DataFrame:
 # ---------------------------------------------------------------------------------------------- calls
 
 
+@in_plain_surroundings
 def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> pd.DataFrame:
     """How well the host does tasks, on their test prompts: share right, mean margin, and a remark where a circuit says little.
 
@@ -196,6 +200,7 @@ def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> 
     return _skill_table(rows)
 
 
+@in_plain_surroundings
 def screen(
     model: Any,
     tasks: Task | Sequence[Task],
@@ -244,7 +249,7 @@ def screen(
     listed = [tasks] if isinstance(tasks, Task) else list(tasks)
     for task in listed:
         task.train.require_vocabulary(model.cfg.d_vocab)
-    screened, shortcuts = {}, {}
+    screened, shortcuts, hooks = {}, {}, standing_hooks(model)
     with torch.no_grad(), _mounted(host, list(every.values())) as outputs:
         for task in listed:
             runs = _Runs(host, outputs, _first(task.train, n_prompts), positions, batch_size, tokens_per_forward)
@@ -258,6 +263,7 @@ def screen(
         "sources": {task.name: task.source for task in listed},
         "prepend_bos": {task.name: task.prepend_bos for task in listed},
         "shortcuts": shortcuts,
+        **hooks,
     }
     names = {label: tuple(site.name for site in group) for label, group in of_surfaces.items()}
     return Screen(screened, tuple(site.name for site in of_sites), names, settings)
@@ -460,5 +466,5 @@ class _Runs:
 
 
 def _same(shortened: Tensor, plain: Tensor) -> bool:
-    tolerance = max(_AGREES, 8 * torch.finfo(plain.dtype).eps)
+    tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps)
     return bool((shortened - plain).abs().max() <= tolerance * plain.abs().max())
