@@ -11,11 +11,12 @@ from typer import Argument, Option
 
 from swd_lens.base.errors import error
 from swd_lens.base.writer import require_writable_file, writing
+from swd_lens.circuits.screen import Screen, screen
+from swd_lens.cli import status
 from swd_lens.cli.options import (
     HostOption,
     ModelOptions,
     OutputOptions,
-    SitesOption,
     SolverOptions,
     TextOptions,
     app,
@@ -27,13 +28,15 @@ from swd_lens.cli.options import (
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts.embedded import load_default_model, text_tokens
 from swd_lens.report import write_report
-from swd_lens.report.terminal import run_tables
+from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.inside import look_inside
 from swd_lens.study.run import CONTROLS
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 from swd_lens.train.baselines import LearnedUnits
+
+_SCREENED = 32  # training prompts of each task
 
 
 @command(app)
@@ -83,7 +86,9 @@ def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task]) -
 def circuit(
     *,
     out: Annotated[Path, Option(help="Folder for the report, the numbers and the factors.")],
-    sites: SitesOption,
+    sites: Annotated[
+        list[str], Option("--sites", help="Pattern of sites; repeatable. Or 'auto': those that the tasks need most.")
+    ],
     task: Annotated[list[str], Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")],
     model_options: ModelOptions,
     sparsity: Annotated[
@@ -112,13 +117,18 @@ def circuit(
     exact = [] if controls == "none" else [name.strip() for name in controls.split(",")]
     if unknown := [name for name in exact if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
+    auto = sites == ["auto"]
     with writing(out, "circuit"):
-        model = model_options.load(sites)
+        model = model_options.load(None if auto else sites)
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)
+        screened = _screened(model, tasks, "all" if auto else sites)
+        surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites}
+        if not surfaces:
+            raise error("cli-nothing-to-choose", tasks=", ".join(screened.tasks))
         run = run_study(
             model,
-            {", ".join(sites): sites},
+            surfaces,
             tasks,
             sparsities=tuple(sparsity or (0.5, 0.75)),
             calibration_tokens=tokens,
@@ -132,6 +142,19 @@ def circuit(
             **solver.arguments(),
         )
         _deliver(run, out, printed)
+        screened.save(out / "screen.json")
+
+
+def _screened(model: Any, tasks: Sequence[Task], sites: Any) -> Screen:
+    """Which of the sites the tasks need, printed before anything is factorized."""
+    say("screen: what the tasks lose where outputs are their means")
+    screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=show_progress())
+    status.print(table("The dense model on training prompts", screened.skill().drop(columns="remark")))
+    for name, of_task in screened.tasks.items():
+        if of_task.remark:
+            say(f"{name}: {of_task.remark}")
+    status.print(table("The margin without a site or surface", screened.table(n=3)))
+    return screened
 
 
 def _labelled(folders: Sequence[Path]) -> dict[str, LearnedUnits]:
