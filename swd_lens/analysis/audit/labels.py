@@ -204,7 +204,7 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with readable(path, "labels"):
         text = path.read_text(encoding="utf-8-sig")  # some editors put a mark in front
     if not text.strip():
-        raise error("file-unreadable", path=path, what="labels", reason="it is empty")
+        raise error("file-unreadable", raised_as=ValueError, path=path, what="labels", reason="it is empty")
     head, n_covered, expected = 0, 0, _digest([])  # of the last line that covers others
     covered: list[dict[str, Any]] = []
     unsealed = False
