@@ -234,7 +234,7 @@ def test_an_old_checkpoint_that_does_not_fit_is_the_one_error(tmp_path):
 
 def test_a_second_call_is_told_who_trains_there_and_the_first_ends_as_if_alone(tmp_path, monkeypatch):
     _, result, _ = original("transcoder", "finished")
-    advance, refusals = Engine.advance, []
+    advance, refusals, threads = Engine.advance, [], []
 
     def second():
         try:
@@ -243,10 +243,10 @@ def test_a_second_call_is_told_who_trains_there_and_the_first_ends_as_if_alone(t
             refusals.append(str(refusal))
 
     def beginning(self, rows):
-        if self.step == 2 and not refusals:
-            thread = threading.Thread(target=second)
-            thread.start()
-            thread.join()
+        if self.step == 2 and not threads:
+            threads.append(threading.Thread(target=second))
+            threads[0].start()
+            threads[0].join()
         return advance(self, rows)
 
     monkeypatch.setattr(Engine, "advance", beginning)
