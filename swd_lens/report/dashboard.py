@@ -19,7 +19,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.writer import require_writable, require_writable_file, writing
+from swd_lens.base.writer import require_writable, require_writable_file, writing, writing_file
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.page import encodable, template
 from swd_lens.report.wording import count, percent, plural
@@ -66,11 +66,11 @@ def dashboard(
     if path is None or to_file:
         if len(names) > _PAGE_LIMIT:
             raise error("dashboard-too-long", n_units=len(names), limit=_PAGE_LIMIT)
-        page = _one_page(names, profiles, settings, title)
         if path is None:
-            return page
-        write_text(Path(path), page)
-        return Path(path)
+            return _one_page(names, profiles, settings, title)
+        with writing_file(path, "dashboard") as file:
+            write_text(file, _one_page(names, profiles, settings, title))
+        return file
     with writing(path, "dashboard") as folder:
         return _folder(folder, names, profiles, settings, title)
 

@@ -48,6 +48,8 @@ BUDGETS_FILE, FACTORS, FINETUNED = "budgets.json", "factors", "finetune"
 NUMBERS, SAMPLES = "replacement.json", "samples.txt"
 # Rows that allocation takes of a stream, in tokens: its Grams rank matrices, they do not make the final factors.
 _ALLOCATION_TOKENS = 65_536
+# On disk, from above: a value and where it stands; twice, and a checkpoint with moments of the values, where they are tuned.
+_BYTES_PER_EDGE, _BYTES_PER_TUNED_EDGE = 8, 48
 # Arguments of `swd_lens.finetune` that `finetune_options` may not hold, and those that are no settings of its recipe.
 _OWN = ("out", "overwrite")
 _BESIDE_RECIPE = ("preset", "progress", "heldout", "eval_every", "checkpoint_every")
@@ -170,7 +172,8 @@ def replace_model(
         ResumeError: `out` holds something that was made otherwise.
         OSError: `out` cannot be written (a FolderInUseError: another call writes it); before any work.
     """
-    names = [site.name for site in find_sites(model, sites)]
+    surface = find_sites(model, sites)
+    names = [site.name for site in surface]
     paper, given = preset == "paper", isinstance(sparsity, Mapping)
     if budgets is None:
         budgets = "uniform" if paper or given or tokens is None or len(names) == 1 else "kl"
@@ -190,8 +193,12 @@ def replace_model(
     settings |= {"budgets": budgets, "calibration": calibration, "preset": preset, "finetune": finetune}
     settings |= {"options": _plain(options), "finetune_options": _plain(tuning), **standing_hooks(model)}
     folder = None if out is None else Path(out)
+    n_bytes = 0  # of a folder that holds some of it already the steps know better
+    if folder is not None and not (folder / FACTORS).exists() and isinstance(asked, float):
+        edges = max(0.0, 1.0 - asked) * sum(site.d_in * site.d_out for site in surface)
+        n_bytes = int(edges * (_BYTES_PER_EDGE if finetune is None else _BYTES_PER_TUNED_EDGE))
 
-    with nullcontext() if folder is None else writing(folder, "replace_model"):
+    with nullcontext() if folder is None else writing(folder, "replace_model", n_bytes):
         allocation = None
         if budgets != "uniform":
             rows = None if tokens is None else _first_rows(as_stream(tokens, model))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_bad_arguments(model, changed, message):
         swd.replace_model(model, "mlp_out", **{**QUICK, "finetune_options": TUNE, **changed})
 
 
-def test_another_question_makes_another_allocation(model, tmp_path):
+def test_another_question_makes_another_allocation(model, tmp_path, monkeypatch):
     named = {**QUICK, "budgets": "error", "finetune": None}
     swd.replace_model(model, "mlp_out", sparsity=0.6, out=tmp_path, **named)
     with pytest.raises(swd.ResumeError, match=r"budgets\.json holds budgets of another call: other sparsity\."):
@@ -122,6 +123,11 @@ def test_another_question_makes_another_allocation(model, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is no folder"):
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path / "file", **named)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+        patch.setattr("swd_lens.study.replacement.allocate", lambda *_, **__: 1 / 0)
+        with pytest.raises(OSError, match="GB will be written"):
+            swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path / "new", **named)
     (tmp_path / "budgets.json").write_text("[1, 2")
     with pytest.raises(swd.ResumeError, match=r"budgets\.json is not budgets, or damaged"):
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
