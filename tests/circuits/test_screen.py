@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.circuits import screen as of_screen
+from swd_lens.circuits.screen import Screen, TaskScreen
+from swd_lens.circuits.screen_runs import ScreenRuns
 from swd_lens.tasks.example import TaskExample
 from tests import families
 
@@ -99,8 +100,8 @@ def test_shortcuts_change_nothing_on_other_hosts(family, monkeypatch):
     model = families.bridge(family)
     task = words(model)
     shortened = swd.screen(model, task, n_prompts=9)
-    monkeypatch.setattr(of_screen._Runs, "_starts_agree", lambda *_: False)
-    monkeypatch.setattr(of_screen._Runs, "_prefix_agrees", lambda *_: False)
+    monkeypatch.setattr(ScreenRuns, "_starts_agree", lambda *_: False)
+    monkeypatch.setattr(ScreenRuns, "_prefix_agrees", lambda *_: False)
     plain = swd.screen(model, task, n_prompts=9)
     assert plain.settings["shortcuts"]["words"] == []
     assert ("prefix" in shortened.settings["shortcuts"]["words"]) is (family != "bert")
@@ -127,7 +128,7 @@ def test_what_is_shown_saved_and_chosen(host, tmp_path):
 def test_a_surface_is_chosen_where_no_single_site_matters_and_nothing_where_the_task_is_not_done():
     def task(margins, margin=4.0):
         values = {name: 0.0 for name in margins}
-        return of_screen.TaskScreen("t", 4, margin, 0.7, margins, values, values)
+        return TaskScreen("t", 4, margin, 0.7, margins, values, values)
 
     sites, surfaces = ("blocks.0.attn_o", "blocks.0.mlp_out"), {"both": ("blocks.0.attn_o", "blocks.0.mlp_out")}
     redundant = {"blocks.0.attn_o": 3.9, "blocks.0.mlp_out": 3.8, "both": 1.0}
@@ -135,7 +136,7 @@ def test_a_surface_is_chosen_where_no_single_site_matters_and_nothing_where_the_
     settings = {"positions": "scoring"}
 
     def chosen(screened):
-        return of_screen.Screen({"t": screened}, sites, surfaces, settings).choose()
+        return Screen({"t": screened}, sites, surfaces, settings).choose()
 
     assert chosen(task(redundant)) == {"both": list(sites)}
     assert chosen(task(single)) == {"blocks.0.mlp_out": ["blocks.0.mlp_out"]}

@@ -1,0 +1,213 @@
+"""Runs of a screen: sites of the dense host whose outputs are set to their means.
+
+1. Every site gets an `Output`, which hands over to the host's own product, so that what it computes can be averaged and replaced.
+2. Each bucket of prompts is run once: dense margins, the mean output of every site, what enters each block, and the keys and
+   values of all positions but the last.
+3. An intervention is run from its first layer on; those of one layer run together, one copy of the prompts each.
+4. Before that, a few prompts are run plainly and by these shortcuts; where they differ, the plain way is taken.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformer_lens.hook_points import HookPoint
+
+from swd_lens.base.errors import error, warning
+from swd_lens.base.undo import Undo
+from swd_lens.circuits.bench import Outcome
+from swd_lens.circuits.shortcuts import AGREES
+from swd_lens.hosts import Host, Start
+from swd_lens.hosts.recording import recording, require_seen
+from swd_lens.hosts.sites import Site
+from swd_lens.tasks.split import Bucket, TaskSplit
+
+_CHECKED_PROMPTS = 4
+_LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
+
+
+class Output(nn.Module):
+    """Stands for a site's product: the host's own, summed up while `counts`, replaced in `rows` by `mean`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.counts, self.n = False, 0
+        self.sums: Tensor | float = 0.0
+        self.mean: Tensor | None = None
+        self.rows: list[slice] = []
+        self.last_only = True
+
+    def forward(self, h: Float[Tensor, "batch pos d_in"], bias: Tensor | None, dense: Any) -> Tensor:
+        y = dense(h)
+        if self.counts:
+            seen = y[:, -1:] if self.last_only else y
+            self.sums = self.sums + seen.double().sum((0, 1)).cpu()
+            self.n += seen.shape[0] * seen.shape[1]
+        if self.rows and self.mean is not None:
+            y = y.clone()
+            for rows in self.rows:
+                y[rows, -1 if self.last_only else slice(None)] = self.mean.to(y)
+        return y
+
+
+@contextmanager
+def replaceable(host: Host, sites: Sequence[Site]) -> Iterator[dict[str, Output]]:
+    """While open, every site's product goes through an `Output`."""
+    for site in host.sites():
+        if host.is_swapped(site):
+            raise error("screen-while-attached", site=site.name)
+    outputs, mode = {site.name: Output() for site in sites}, host.model.training
+    with Undo() as undo:
+        for site in sites:
+            host.swap(site, outputs[site.name].train(mode), HookPoint().train(mode), undo.push)
+        yield outputs
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A bucket with what its interventions share: what enters each block (at the last position where a prefix is kept)."""
+
+    bucket: Bucket
+    prefix: Any
+    residuals: Mapping[int, Tensor]
+
+
+class ScreenRuns:
+    """The interventions on one task."""
+
+    def __init__(
+        self,
+        host: Host,
+        outputs: Mapping[str, Output],
+        split: TaskSplit,
+        positions: str,
+        batch_size: int,
+        tokens_per_forward: int,
+    ):
+        self.host, self.outputs, self.split, self.positions = host, outputs, split, positions
+        self.batch_size, self.tokens_per_forward = batch_size, tokens_per_forward
+        self.keeps_prefix, self.starts = positions == "scoring", True
+        for output in outputs.values():
+            output.clear()
+            output.last_only = positions == "scoring"
+
+    @property
+    def shortcuts(self) -> list[str]:
+        """What runs leave out, by name."""
+        return ["start"] * self.starts + ["prefix"] * self.keeps_prefix
+
+    def screen(
+        self, interventions: Mapping[str, Sequence[Site]], described: str | None = None
+    ) -> tuple[Outcome, Outcome]:
+        """The dense host's outcome, and that of the interventions, a row each; `described`: as progress, None shows none."""
+        dense = Outcome.empty(1, len(self.split))
+        layers = sorted({min(site.layer for site in sites) for sites in interventions.values()})
+        buckets = list(self.split.buckets(self.batch_size))
+        if self.keeps_prefix:
+            self.keeps_prefix = self._prefix_agrees(buckets[-1])
+        prepared = [self._prepare(bucket, layers, dense) for bucket in buckets]
+        require_seen([site for sites in interventions.values() for site in sites], self._averaged(), "output")
+        for output in self.outputs.values():
+            output.mean = torch.as_tensor(output.sums) / output.n
+        groups = {
+            layer: [name for name, sites in interventions.items() if min(site.layer for site in sites) == layer]
+            for layer in layers
+        }
+        if not self._starts_agree(prepared[-1], interventions):
+            self.starts = self.keeps_prefix = False
+        places = {name: row for row, name in enumerate(interventions)}
+        outcome = Outcome.empty(len(interventions), len(self.split))
+        steps = [(each, layer) for each in prepared for layer in layers]
+        for each, layer in tqdm(steps, desc=described, unit="layer", disable=described is None, leave=False):
+            for names in self._together(each, groups[layer]):
+                logits = self._logits(each, layer, [interventions[name] for name in names])
+                outcome.put(torch.tensor([places[name] for name in names]), each.bucket, logits)
+        return dense, outcome
+
+    def _averaged(self) -> set[str]:
+        return {name for name, output in self.outputs.items() if output.n}
+
+    def _prepare(self, bucket: Bucket, layers: Sequence[int], dense: Outcome) -> _Prepared:
+        """Run a bucket once: its dense margins, its share of the means, and what enters the blocks."""
+        prefix = self.host.freeze_prefix(bucket.tokens) if self.keeps_prefix else None
+        names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in layers}
+        for output in self.outputs.values():
+            output.counts = True
+        with recording(self.host, hooks=names.values()) as seen:
+            logits = self.host.last_logits(bucket.tokens, prefix, token_ids=bucket.token_ids)
+        for output in self.outputs.values():
+            output.counts = False
+        dense.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
+        residuals = {
+            layer: seen.hooks[name] if name in seen.hooks else self.host.residual(bucket.tokens, layer, prefix)
+            for layer, name in names.items()
+        }
+        return _Prepared(bucket, prefix, residuals)
+
+    def _together(self, prepared: _Prepared, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Interventions that run at once."""
+        bucket = prepared.bucket
+        length = 1 if prepared.prefix is not None and self.keeps_prefix else bucket.tokens.shape[1]
+        at_once = self.tokens_per_forward // (len(bucket.index) * length)
+        if bucket.token_ids is None:
+            at_once = min(at_once, _LOGITS_AT_ONCE // (len(bucket.index) * bucket.d_vocab))
+        at_once = max(1, at_once)
+        for i in range(0, len(names), at_once):
+            yield names[i : i + at_once]
+
+    def _logits(
+        self, prepared: _Prepared, layer: int, interventions: Sequence[Sequence[Site]], plainly: bool = False
+    ) -> Float[Tensor, "intervention batch _vocab"]:
+        """Last-position logits under each intervention; the first replaced layer of all is `layer` or later."""
+        bucket, times = prepared.bucket, len(interventions)
+        tokens, prefix, start = bucket.tokens.repeat(times, 1), None, None
+        if self.starts and not plainly:
+            residual = prepared.residuals[layer]
+            start = Start(layer, residual.repeat(times, *[1] * (residual.ndim - 1)))
+            if prepared.prefix is not None and self.keeps_prefix:
+                prefix = self.host.repeat_prefix(prepared.prefix, times, layer)
+        batch = len(bucket.index)
+        try:
+            for i, sites in enumerate(interventions):
+                for site in sites:
+                    self.outputs[site.name].rows.append(slice(i * batch, (i + 1) * batch))
+            logits = self.host.last_logits(tokens, prefix, start=start, token_ids=bucket.token_ids)
+        finally:
+            for output in self.outputs.values():
+                output.rows = []
+        return logits.view(times, batch, -1)
+
+    # ------------------------------------------------------------------------------------------ shortcuts
+
+    def _prefix_agrees(self, bucket: Bucket) -> bool:
+        """Whether the longest prompts give the same logits with their prefix kept (a host may attend both ways)."""
+        tokens = bucket.tokens[:_CHECKED_PROMPTS]
+        prefix = self.host.freeze_prefix(tokens)
+        return prefix is not None and _same(self.host.last_logits(tokens, prefix), self.host.last_logits(tokens))
+
+    def _starts_agree(self, prepared: _Prepared, interventions: Mapping[str, Sequence[Site]]) -> bool:
+        """Whether the interventions of a layer in the middle give what they give from the tokens on."""
+        singles = [sites for sites in interventions.values() if len(sites) == 1] or list(interventions.values())
+        middle = min(site.layer for site in singles[len(singles) // 2])
+        tried = [sites for sites in singles if min(site.layer for site in sites) == middle][-2:]
+        shortened, plain = (self._logits(prepared, middle, tried, plainly=plainly) for plainly in (False, True))
+        if not (agrees := _same(shortened, plain)):
+            warnings.warn(warning("shortened-run-differs", shortcut=self.shortcuts), stacklevel=4)
+        return agrees
+
+
+def _same(shortened: Tensor, plain: Tensor) -> bool:
+    tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps)
+    return bool((shortened - plain).abs().max() <= tolerance * plain.abs().max())
