@@ -132,7 +132,7 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
     if "\0" in str(folder):
         raise error("out-not-writable", folder=folder, reason="a null character in its name")
     there = folder
-    while not there.exists() and there != there.parent:
+    while not (there.exists() or there.is_symlink()) and there != there.parent:  # a link may lead nowhere
         there = there.parent
     if not there.is_dir():
         raise error("out-is-no-folder", folder=folder, file=there)

@@ -80,6 +80,10 @@ def test_an_impossible_folder_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=r"file is no folder"), writing(tmp_path / "file" / "out", "factorize"):
         pass
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match=r"link is no folder"), writing(tmp_path / "link", "factorize"):
+        pass
+    (tmp_path / "link").unlink()
     with pytest.raises(OSError, match=r"GB will be written"), writing(tmp_path / "out", "factorize", 10**18):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
