@@ -214,7 +214,7 @@ def as_units(source: Any, site: Site) -> Units:
         TypeError: none of the above.
     """
     if isinstance(source, Factors):
-        return _with_gradients(source)
+        return source
     if isinstance(source, CoderUnits):
         return _of_site(source, site)
     if is_saelens(source):
@@ -224,13 +224,6 @@ def as_units(source: Any, site: Site) -> Units:
     if has_pair(source):
         return _from_pair(source, site)
     raise error("unknown-source", kind=type(source).__name__, site=site.name)
-
-
-def _with_gradients(f: Factors) -> Factors:
-    """The factors, copied where they were made under torch.inference_mode(): such tensors cannot be kept for a gradient."""
-    made = {name: getattr(f, name) for name in ("read", "write")}
-    copies = {name: factor.clone() for name, factor in made.items() if factor.is_inference()}
-    return replace(f, **copies) if copies else f
 
 
 def _of_site(units: CoderUnits, site: Site) -> CoderUnits:
