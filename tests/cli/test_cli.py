@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
+from swd_lens.cli.options import ModelOptions, TextOptions
 from swd_lens.report import terminal
+from swd_lens.tasks import pack_text
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
 PROMPTS = ["--n-train", "20", "--n-test", "10"]
@@ -368,3 +370,11 @@ def test_the_help_is_the_whole_apps_and_loads_no_torch():
 def test_an_unknown_command_is_refused_with_the_known_ones():
     done = subprocess.run([sys.executable, "-c", program("circuits")], capture_output=True, text=True)
     assert done.returncode == 2 and "No such command 'circuits'" in done.stderr and "circuit" in done.stderr
+
+
+def test_text_that_judges_is_none_that_fits_however_much_is_asked_for(tmp_path):
+    model, file = swd.load_default_model(), tmp_path / "text.txt"
+    file.write_text(" ".join(f"the {number} mill" for number in range(600)), encoding="utf-8")
+    every = pack_text(model, file.read_text(encoding="utf-8"))
+    calibration, heldout = TextOptions(text=file, tokens=10**6, heldout_tokens=200).rows(model, ModelOptions())
+    assert torch.equal(torch.cat([calibration, heldout]), every) and len(heldout) == 2
