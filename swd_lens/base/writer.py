@@ -26,7 +26,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from swd_lens.base.errors import error
-from swd_lens.base.files import remove_remains
+from swd_lens.base.files import naming, remove_remains
 
 LOCK, HOLDER = ".writer.lock", ".writer"
 _PATIENCE = 0.3  # seconds: between the end of one holder and the lock of the next nobody is refused
@@ -158,7 +158,8 @@ def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patienc
         with _guard:
             _held[target] = (threading.get_ident(), 1)
         holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": _now()}
-        holder_file.write_text(json.dumps(holder), encoding="utf-8")
+        with naming(holder_file):
+            holder_file.write_text(json.dumps(holder), encoding="utf-8")
         yield
     finally:
         with _guard:

@@ -101,6 +101,8 @@ class TrainingFolder:
         """
         if processes is None and overwrite and launched():
             raise error("training-overwrites-when-launched", path=self.path, call=self.call)
+        if not self.path.is_dir():
+            require_writable(self.path, n_bytes)
         if not overwrite and self.check():
             if any((self.path / name).exists() for name in (CHECKPOINT, LOCK, HOLDER)):  # of a kill at the very end
                 with suppress(OSError), writing(self.path, self.call):
