@@ -12,6 +12,7 @@ model (run_file.py).
 import hashlib
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -41,6 +42,7 @@ from swd_lens.study.run_file import (
     CONTROL,
     FORMAT,
     NAME,
+    STAGED,
     WHAT,
     Replacement,
     comparison_to_dict,
@@ -142,10 +144,18 @@ class Run(Record):
             OSError: it cannot be written.
         """
         with writing(folder, "Run.save") as folder:
-            for r, name in zip(self.replacements, folders_of(self.replacements), strict=True):
-                if isinstance(r.factors, FactorSet) and not r.exact:
-                    r.factors.save(folder / name)
-            write_sealed(folder / NAME, {**self.as_dict(), "files": indexes_of(folder, self.replacements)})
+            named = zip(self.replacements, folders_of(self.replacements), strict=True)
+            factors = {name: r.factors for r, name in named if isinstance(r.factors, FactorSet) and not r.exact}
+            # Over another run: its factors stay until run.json names the new ones, which are read beside them until then.
+            over = (folder / NAME).exists()
+            for name, each in factors.items():
+                each.save(folder / (f"{name}{STAGED}" if over else name))
+            files = indexes_of(folder, self.replacements, STAGED if over else "")
+            write_sealed(folder / NAME, {**self.as_dict(), "files": files})
+            for name, each in factors.items():
+                if over:
+                    each.save(folder / name)
+                shutil.rmtree(folder / f"{name}{STAGED}", ignore_errors=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.base.files import sha256
 from swd_lens.base.record import PlainRecord, checked
 from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
@@ -29,6 +30,8 @@ from swd_lens.units.index import INDEX
 
 FORMAT = 2
 NAME, WHAT = "run.json", "a run"
+# What folders of factors end in while a run is saved over another one.
+STAGED = ".new"
 # The method that exact factors go by: the control.
 CONTROL = "SVD"
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
@@ -152,10 +155,11 @@ def folders_of(replacements: Sequence[Replacement]) -> list[str]:
     return names
 
 
-def indexes_of(folder: Path, replacements: Sequence[Replacement]) -> dict[str, str]:
-    """Index of each folder of factors -> its SHA-256."""
-    names = zip(replacements, folders_of(replacements), strict=True)
-    return hashes_of(folder, [f"{name}/{INDEX}" for r, name in names if not r.exact])
+def indexes_of(folder: Path, replacements: Sequence[Replacement], staged: str = "") -> dict[str, str]:
+    """Index of each folder of factors -> its SHA-256; staged: what the folders' names end in for now."""
+    names = [name for r, name in zip(replacements, folders_of(replacements), strict=True) if not r.exact]
+    hashes = hashes_of(folder, [f"{name}{staged}/{INDEX}" for name in names])
+    return {f"{name}/{INDEX}": hashes[f"{name}{staged}/{INDEX}"] for name in names}
 
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:
@@ -177,6 +181,9 @@ def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapp
 
 def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[str, str]) -> FactorSet:
     index = f"{name}/{INDEX}"
+    staged = folder / f"{name}{STAGED}" / INDEX
+    if index in hashes and staged.is_file() and sha256(staged) == hashes[index]:  # of a save that was killed at its end
+        return FactorSet.load(staged.parent)
     if not (folder / index).is_file():
         raise error("run-without-its-factors", path=folder / NAME, factors=name, folder=folder)
     expected = {index: hashes[index]} if index in hashes else {}

@@ -313,3 +313,38 @@ def test_a_reader_beside_a_writer_sees_one_run_or_the_other(tmp_path: Path) -> N
         seen.add(loaded.seconds)
     writer.join()
     assert not failed and Run.load(tmp_path).seconds == 1.0 and seen <= {1.0, 2.0}
+
+
+@pytest.mark.parametrize("after", [0, 3, 4, 7])
+def test_a_run_saved_over_another_is_the_old_or_the_new_one_wherever_it_stops(run, tmp_path, monkeypatch, after):
+    """after: how many folders of factors are written: four beside the old ones, then run.json, then four in their place."""
+    old = replace(run, seconds=1.0, replacements=[replace(r, factors=_scaled(r.factors)) for r in run.replacements])
+    old.save(tmp_path)
+    save, count = FactorSet.save, 0
+
+    def stopping(self, folder):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        return save(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FactorSet, "save", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(tmp_path)
+    n_sparse = sum(isinstance(r.factors, FactorSet) and not r.exact for r in run.replacements)
+    loaded, expected = Run.load(tmp_path), run if after >= n_sparse else old
+    assert loaded.seconds == expected.seconds
+    for one, other in zip(loaded.replacements, expected.replacements, strict=True):
+        if not one.exact:
+            assert all(torch.equal(one.factors[site].read, other.factors[site].read) for site in other.factors)
+    run.save(tmp_path)
+    assert Run.load(tmp_path).seconds == run.seconds and not list(tmp_path.rglob("*.new"))
+
+
+def _scaled(factors):
+    if not isinstance(factors, FactorSet):
+        return factors
+    twice = {site: replace(f, read=2 * f.read, write=f.write / 2, probe=None) for site, f in factors.items()}
+    return FactorSet(twice, factors.provenance)
