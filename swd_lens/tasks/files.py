@@ -14,7 +14,7 @@
 import json
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,13 +218,21 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
     rows: dict[str, list[TaskExample]] = {"train": [], "test": []}
     dropped: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
     for split, name in zip(rows, names, strict=True):
-        for i, row in enumerate(saved[name]):
+        for i, row in enumerate(_rows_of(saved[name], path)):
             try:
                 rows[split].append(row_example(task, dict(row), f"{path}: {name}, row {i}", inclusive))
             except Unusable as why:
                 dropped[split][why.reason] += 1
     source = f"Edge-Pruning folder {path.name}, splits {names[0]} and {names[1]}{note}"
     return SavedSplits(task, rows["train"], rows["test"], dropped, source + (", inclusive" if inclusive else ""))
+
+
+def _rows_of(split: Any, path: Path) -> Iterator[Any]:
+    """The rows of a split; what Arrow raises on damaged ones has no common class."""
+    try:
+        yield from split
+    except Exception as cause:
+        raise error("task-folder-unreadable", path=path, reason=cause) from None
 
 
 def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[tuple[str, str], str]:
