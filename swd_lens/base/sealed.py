@@ -16,7 +16,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from swd_lens.base.files import atomic, plain, sha256, write_text
 
 SEAL = "sha256"
 # Begins every hash: that a file has one is seen also where the name that it stands under is damaged.
+_ATTEMPTS = 100  # to open a file that is exchanged all the time
 _MARK = "swd_lens "
 
 # ---------------------------------------------------------------------------------------------- JSON
@@ -135,19 +136,51 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         _order_metadata(temporary)
 
 
+def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError) -> Any:
+    """A safetensors file, mapped: what it holds can be read, with `read_tensors`, also when its name is gone.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        raised_as: it is not a safetensors file.
+    """
+    for attempt in range(_ATTEMPTS):
+        before = _identity(path)
+        try:
+            with readable(path, what, raised_as):
+                file = safe_open(str(path), "pt")
+        except raised_as:
+            if before == _identity(path) or attempt + 1 == _ATTEMPTS:
+                raise
+            continue
+        # safetensors opens the file twice, by its name: the header may be that of the one and the bytes those of the next.
+        if before == _identity(path):
+            break
+    return file
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What changes when another file gets this name; None where there is none."""
+    with suppress(OSError):
+        state = path.stat()
+        return state.st_ino, state.st_mtime_ns
+    return None
+
+
 def read_tensors(
-    path: Path, what: str, raised_as: type[Exception] = ValueError, expected: str | None = None
+    path: Path, what: str, raised_as: type[Exception] = ValueError, expected: str | None = None, file: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of what `write_tensors` wrote.
 
     Args:
         expected: the `tensor_digest` that it must have, where somebody knows it: a file that was exchanged is refused, too.
+        file: of `open_tensors`, where it is open already.
 
     Raises:
         FileNotFoundError: there is no such file.
         raised_as: it is not a safetensors file, or not what was written; see `unseal` for the arguments.
     """
-    with readable(path, what, raised_as), safe_open(str(path), "pt") as file:
+    file = open_tensors(path, what, raised_as) if file is None else file
+    with readable(path, what, raised_as):
         metadata = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     sealed_as = metadata.pop(SEAL, None)

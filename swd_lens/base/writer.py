@@ -32,13 +32,15 @@ LOCK, HOLDER = ".writer.lock", ".writer"
 _PATIENCE = 0.3  # seconds: between the end of one holder and the lock of the next nobody is refused
 _READING = 5.0  # seconds
 Value = TypeVar("Value")
-# Folder or file -> the thread that holds it, and how often it took it.
+# What is held -> the thread that holds it, and how often it took it.
 _held: dict[Path, tuple[int, int]] = {}
 _guard = threading.Lock()
 
 
 @contextmanager
-def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = False) -> Iterator[Path]:
+def writing(
+    folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = False, alone: bool = False
+) -> Iterator[Path]:
     """Hold a folder, which is made if it is not there, for as long as the block runs.
 
     Args:
@@ -46,6 +48,7 @@ def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = Fal
         call: the function that writes, as others are told: "factorize".
         n_bytes: about how much it will write; refused where the disk has less.
         wait: until the folder is free, where another call holds it.
+        alone: refused, too, where this thread holds the folder: a training within a training is a second one.
 
     Raises:
         FolderInUseError: another call holds the folder; who and since when is said.
@@ -53,7 +56,7 @@ def writing(folder: str | Path, call: str, n_bytes: int = 0, *, wait: bool = Fal
     """
     folder = Path(folder)
     require_writable(folder, n_bytes)
-    with _held_for(folder, "", call, folder, math.inf if wait else _PATIENCE):
+    with _held_for(folder, "", call, folder, math.inf if wait else _PATIENCE, alone):
         yield folder
 
 
@@ -84,12 +87,14 @@ def require_writable_file(path: str | Path) -> None:
 
 
 @contextmanager
-def _held_for(folder: Path, prefix: str, call: str, target: Path, patience: float) -> Iterator[None]:
+def _held_for(
+    folder: Path, prefix: str, call: str, target: Path, patience: float, alone: bool = False
+) -> Iterator[None]:
     """The folder is made, and the target (itself, or a file of it) held; locks of files begin with their names."""
     made = _make(folder)
     target = target.resolve()
     try:
-        if _taken_again(target):
+        if not alone and _taken_again(target):
             try:
                 yield
             finally:

@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import AttachError, error
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
@@ -38,6 +38,7 @@ from swd_lens.solver import DEFAULT_PRESET, Step
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import add_probe, described, is_bare, origin_of, require_free
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.match import check_weights
 
 
 @in_plain_surroundings
@@ -142,7 +143,11 @@ def _factorized(
     # 2. What earlier calls and shards have finished, and whether the rest fits.
     model = job.model
     finished = {} if checkpoint is None else checkpoint.resume()
-    done = {site.name: job.remembering(site, finished[site.name]) for site in job.sites if site.name in finished}
+    done = {
+        site.name: _taken_over(job, checkpoint, site, finished[site.name])
+        for site in job.sites
+        if site.name in finished
+    }
     plan = {row.site: row for row in forecast(job, done)}
     Estimate(tuple(plan.values()), available_bytes(next(model.parameters()).device), None, job.kind).require_fit()
     in_shards = {} if checkpoint is None else checkpoint.in_shards()
@@ -176,14 +181,30 @@ def _factorized(
             for site in stage:
                 if site.name not in done:
                     in_shard = in_shards.get(site.name)
-                    f = _stamped(job, site, next(solved)) if in_shard is None else in_shard()
-                    f = job.remembering(site, f)
+                    if in_shard is None:
+                        f = job.remembering(site, _stamped(job, site, next(solved)))
+                    else:
+                        f = _taken_over(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
                     done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
                     bar.finished(site.name, f.provenance["relmse"])
                 if job.shard is None and site != job.sites[-1]:
                     replaced.replace(site, done[site.name])
     return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())
+
+
+def _taken_over(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors) -> Factors:
+    """Factors that the folder holds, with the host's dense weight.
+
+    Raises:
+        ResumeError: they were made from another W, or from another input, than their recipe says.
+    """
+    try:
+        check_weights(host_of(job.model), site, f)
+    except AttachError as cause:
+        folder = None if checkpoint is None else checkpoint.folder
+        raise error("resume-damaged", reason=f"{folder}: {cause}") from cause
+    return job.remembering(site, f)
 
 
 def _tasks(job: Job, sites: Sequence[Site], calibrated: dict[str, Calibrated], bar: "_Bar") -> Iterator[SolveTask]:

@@ -113,7 +113,7 @@ class TrainingFolder:
         with ExitStack() as held:
             if processes is None or processes.main:
                 waiting = processes is None and launched()
-                held.enter_context(writing(self.path, self.call, n_bytes, wait=waiting))
+                held.enter_context(writing(self.path, self.call, n_bytes, wait=waiting, alone=True))
                 finished = not overwrite and self.check()  # another call may have ended meanwhile
                 if overwrite:
                     self.begin()

@@ -213,7 +213,7 @@ def check_probe(units: UnitSet) -> None:
     if not _is_as_it_was_made(units):
         return
     tolerance = _TOLERANCE.get(dtype_of(host), _ROUNDED_TOLERANCE)
-    tokens = torch.tensor([units.provenance["probe_tokens"]])
+    tokens = _probe_row(units)
     # z as the mounted units compute it: the kernel is tried, too, and y is one product with a few columns.
     run = record(host, tokens, units=units.sites, keep=lambda z: z[0, -1].double().cpu())
     for name, z in run.units.items():
@@ -223,6 +223,19 @@ def check_probe(units: UnitSet) -> None:
         what, difference = probe.misfit(z, f.write, f.offsets)
         if difference > tolerance:
             raise error("attached-probe-differs", site=name, what=what, difference=difference, tolerance=tolerance)
+
+
+def _probe_row(units: UnitSet) -> Int[Tensor, "1 pos"]:
+    """The tokens of the set's probe, as a row.
+
+    Raises:
+        AttachError: the provenance holds something that this host cannot run.
+    """
+    ids, cfg = units.provenance["probe_tokens"], units.host.model.cfg
+    whole = isinstance(ids, list | tuple) and all(type(token) is int and 0 <= token < cfg.d_vocab for token in ids)
+    if not whole or not 1 <= len(ids) <= cfg.n_ctx:
+        raise error("attached-probe-without-tokens", tokens=ids)
+    return torch.tensor([ids], dtype=torch.int64)
 
 
 def _is_as_it_was_made(units: UnitSet) -> bool:

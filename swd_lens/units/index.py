@@ -132,8 +132,9 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
         FactorFileError: another format, a damaged index, or a file that is missing or is not the one it was written with.
     """
     index = folder / INDEX
-    failed_with: Any = None
-    for attempt in range(1, _ATTEMPTS + 1):
+    failed_with, attempt = None, 0
+    while True:
+        attempt += 1
         version = _version(index)
         try:
             with readable(index, WHAT, FactorFileError):
@@ -143,7 +144,6 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, StoredSite]]:
             if version is None or version == failed_with or attempt == _ATTEMPTS:
                 raise
             failed_with = version
-    raise AssertionError("unreachable")
 
 
 def _version(index: Path) -> tuple[int, int] | None:

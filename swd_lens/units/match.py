@@ -80,7 +80,9 @@ def same_weights(host: Host, site: Site, made_from: Mapping[str, Any]) -> bool:
     sha = made_from.get("weight_sha256")
     if sha is None:
         return True
-    return weight_fingerprint(host, site) in (sha, made_from.get("weight_sha256_as", {}).get(dtype_of(host)))
+    rounded = made_from.get("weight_sha256_as")
+    of_dtype = rounded.get(dtype_of(host)) if isinstance(rounded, Mapping) else None
+    return weight_fingerprint(host, site) in (sha, of_dtype)
 
 
 def same_input(host: Host, site: Site, origin: Origin | None) -> bool:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from swd_lens.base.errors import FactorFileError, error
-from swd_lens.base.files import sha256
+from swd_lens.base.files import naming, sha256
 from swd_lens.base.sealed import readable, tensor_digest, write_tensors
 from swd_lens.base.visible import seen
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
@@ -64,7 +64,7 @@ def write_pair(
         tensors[f"{part}.index"] = index.to("cpu", torch.int32 if flat.numel() < 2**31 else torch.int64)
         tensors[f"{part}.value"] = values.cpu()
     name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', site)[:100]}.{tensor_digest(tensors)[:12]}.safetensors"
-    with open(folder / UNNAMED, "a", encoding="utf-8") as unnamed:
+    with naming(folder / UNNAMED), open(folder / UNNAMED, "a", encoding="utf-8") as unnamed:
         unnamed.write(f"{name}\n")
     write_tensors(folder / name, tensors, {})
     shape = {"d_in": read.shape[0], "units": read.shape[1], "d_out": write.shape[1]}

@@ -204,9 +204,10 @@ def test_of_equal_edges_no_more_are_kept_than_asked_for():
     """Small whole numbers and no norm: weights that are equal on paper are equal to the bit."""
     model = toy_model(normalization_type=None)
     factors = random_factors(model, "attn_o", "mlp_in")
-    for f in factors.values():
-        f.read[:], f.write[:] = (4 * f.read).round(), (4 * f.write).round()
-    factors["blocks.0.attn_o"].write[:] = factors["blocks.0.attn_o"].write[:1].clone()
+    for site, f in factors.items():
+        write = (4 * f.write).round()
+        same = write[:1].expand_as(write).clone() if site == "blocks.0.attn_o" else write
+        factors[site] = Factors((4 * f.read).round(), same)
     graph = unit_graph(model, factors, all_units(factors), keep=None, per_node=2)
     counts = graph.edges["target"].value_counts()
     assert counts.max() == 2 and counts.min() == 2

@@ -260,9 +260,10 @@ def test_errors_say_what_to_do():
 
 def test_units_without_edges_are_never_paired():
     model = toy_model()
-    factors = sparse_factors(model, SITE)
-    factors.write[3] = 0
-    factors.read[:, 5] = 0
+    whole = sparse_factors(model, SITE)
+    read, write = whole.read.clone(), whole.write.clone()
+    write[3], read[:, 5] = 0, 0
+    factors = Factors(read, write)
     # Transported factors add constants to z: unit 5 has the most energy, and no read edge.
     constants = Offsets(torch.zeros(12).index_fill(0, torch.tensor([5]), 50.0), torch.zeros(32))
     moved = Factors(factors.read, factors.write, offsets=constants)

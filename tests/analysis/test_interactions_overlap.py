@@ -63,9 +63,10 @@ def test_undefined_correlations_are_counted_and_said():
     site = "blocks.1.mlp_in"
     with torch.no_grad():
         model.blocks[1].ln2.w.fill_(1)
-    factors = sparse_factors(model, site)
-    factors.read[:, 2] = 1.0
-    factors.write[3] = 0
+    whole = sparse_factors(model, site)
+    read, write = whole.read.clone(), whole.write.clone()
+    read[:, 2], write[3] = 1.0, 0
+    factors = Factors(read, write)
     found = unit_overlap(model, {site: factors}, site, TOKENS, progress=False)
     assert found.constant == (2,) and found.no_edges == (3,)
     assert found.read_correlation[2].isnan().all() and found.contribution_correlation[:, 3].isnan().all()

@@ -5,6 +5,7 @@ import torch
 
 from swd_lens.analysis.qk import score_parts
 from swd_lens.base.errors import QKError, UnsupportedHostError
+from swd_lens.units.factors import Factors
 from tests import families
 from tests.analysis.qk_checks import ROW, check_parts, random_factors
 from tests.micro import toy_model
@@ -56,7 +57,8 @@ def test_scores_that_are_all_zero_are_summed_without_error():
     factors = random_factors(model)
     for block in model.blocks:
         block.attn.b_Q.data.zero_()
-    factors["blocks.0.attn_qkv"].write[:, :16] = 0
+    packed = factors["blocks.0.attn_qkv"]
+    factors["blocks.0.attn_qkv"] = Factors(packed.read, packed.write.index_fill(1, torch.arange(16), 0))
     parts = score_parts(model, factors, 0, 1, ROW)
     assert parts.error == 0 and not parts.total.any() and "within 0.0e+00" in repr(parts)
 

@@ -8,6 +8,7 @@ from swd_lens.base.errors import QKError, TokenError, UnsupportedHostError
 from swd_lens.base.figures import svg
 from swd_lens.train.baselines import svd
 from swd_lens.units import attach
+from swd_lens.units.factors import Factors
 from tests import families
 from tests.analysis.qk_checks import ROW, intervened, random_factors, same, snapshot
 from tests.micro import toy_model
@@ -82,7 +83,10 @@ def test_removing_the_pair_alone_is_what_the_map_foretells():
 def test_a_unit_that_writes_nothing_changes_nothing():
     model = toy_model()
     factors = random_factors(model)
-    factors["blocks.0.attn_qkv"].write[1, :8] = 0
+    packed = factors["blocks.0.attn_qkv"]
+    write = packed.write.clone()
+    write[1, :8] = 0
+    factors["blocks.0.attn_qkv"] = Factors(packed.read, write)
     replay = qk_replay(model, factors, QKPair(0, 0, 1, 2), ROW)
     assert replay.max_change == 0 and replay.removed_kl == 0 and replay.agreement != replay.agreement
 

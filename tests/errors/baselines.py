@@ -138,9 +138,9 @@ def learned_missing_weights(folder, _):
 @trigger
 def learned_weights_changed(folder, _):
     units().save(folder)
-    loaded = LearnedUnits.load(folder)
     for path in (folder / "weights").iterdir():
         write_tensors(path, {}, {})
+    loaded = LearnedUnits.load(folder)
     # Not through LearnedUnits: the tests' type checker reads a mapping's items when it is handed on.
     dict(loaded.checkpoints)
 

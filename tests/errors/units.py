@@ -406,3 +406,10 @@ def resume_made_otherwise(folder, _):
 def resume_damaged(folder, _):
     (folder / "factors.json").write_text("{")
     swd.factorize(toy_model(), SITE, out=folder, **QUICK)
+
+
+@on_hooked
+def attached_probe_without_tokens(folder, patch):
+    model = toy_model()
+    made = swd.factorize(model, SITE, sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
+    swd.attach(model, swd.FactorSet(dict(made), {**made.provenance, "probe_tokens": [1.5]}))

@@ -199,7 +199,10 @@ KINDS: dict[str, Kind] = {
     ),
     "replace_model": Kind(_version(calls.replace_model), calls.replace_model, (_RUN, _FACTORS), 1),
     "replace_model, interrupted": Kind(
-        _interrupted(calls.replace_model, Engine, "advance", 3), calls.replace_model, (_RUN, _FACTORS), 1
+        _interrupted(calls.replace_model, Engine, "advance", 3),
+        calls.replace_model,
+        (_RUN, _FACTORS, "FinetuneError"),
+        1,
     ),
     "residuals in use": Kind(lambda folder, version: None, _residuals, ("OSError", "ValueError"), 1, live=True),
     "study": _saved("study", "ValueError", _FACTORS, weight=4),

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from swd_lens.base.display import card
 from swd_lens.base.errors import TrainError, error
 from swd_lens.base.files import remove_remains
-from swd_lens.base.sealed import read_sealed, read_tensors, readable, tensor_digest, write_sealed, write_tensors
+from swd_lens.base.sealed import (
+    open_tensors,
+    read_sealed,
+    read_tensors,
+    readable,
+    tensor_digest,
+    write_sealed,
+    write_tensors,
+)
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.visible import seen
 from swd_lens.base.writer import writing
@@ -40,6 +48,7 @@ INDEX = "units.json"
 _WEIGHTS = "weights"
 _FORMAT = 2  # 1: no hashes; the log in log.jsonl alone
 _WHAT = "an index of learned units"
+_WEIGHTS_FILE = "weights of learned units"
 
 # Method -> its settings, and its coder, made by (d_in, d_out, settings).
 METHODS: Mapping[str, tuple[type[TrainSpec], Callable[[int, int, Any], Coder]]] = {
@@ -60,6 +69,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         self.folder, self.provenance = folder, dict(provenance or {})
         self.hashes: dict[int, str | None] = {}
         self._points: dict[int, Mapping[str, Tensor] | Path] = {}
+        self._files: dict[int, Any] = {}  # open, so that points stay readable when other units are saved over them
 
     def add(self, tokens: int, weights: Mapping[str, Tensor]) -> None:
         """Keep these weights; a point that is there is replaced.
@@ -84,9 +94,15 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         """
         self.hashes[tokens] = digest
         path = self.path(tokens)
-        if not path.is_file():
-            raise error("learned-missing-weights", path=path)
+        try:
+            self._files[tokens] = open_tensors(path, _WEIGHTS_FILE, TrainError)
+        except FileNotFoundError:
+            raise error("learned-missing-weights", path=path) from None
         self._points[tokens] = path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied reads its files by name again."""
+        return {**self.__dict__, "_files": {}}
 
     def path(self, tokens: int) -> Path:
         """Of a point in the folder."""
@@ -99,7 +115,7 @@ class Trajectory(Mapping[int, Mapping[str, Tensor]]):
         if not isinstance(point, Path):
             return point
         try:
-            return read_tensors(point, "weights of learned units", TrainError, self.hashes[tokens])[0]
+            return read_tensors(point, _WEIGHTS_FILE, TrainError, self.hashes[tokens], self._files.get(tokens))[0]
         except FileNotFoundError:
             raise error("learned-missing-weights", path=point) from None
 

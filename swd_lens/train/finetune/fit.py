@@ -158,13 +158,13 @@ class FinetuneFit(Fit):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        self.scales = dict(zip(self.parameters, values["scales"], strict=True))
+        self.scales = dict(zip(self.parameters, map(float, values["scales"]), strict=True))
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[f"{name}.values"])
             if f"best {name}" in tensors:
                 self.best_values[name] = tensors[f"best {name}"].to(parameter.device)
         self.before, self.after, self.best = (
-            None if values[name] is None else Heldout(*values[name]) for name in ("before", "after", "best")
+            None if values[name] is None else Heldout(*map(float, values[name])) for name in ("before", "after", "best")
         )
 
 

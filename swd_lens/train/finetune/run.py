@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swd_lens.base._version import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
@@ -127,6 +127,11 @@ def finetune(
             # With the dense weights that the given factors remember; files never hold them.
             tuned = FactorSet.load(folder.path / _FACTORS)
             weights = {name: f.weight for name, f in units.factors.items()}
+            if missing := [name for name in weights if name not in tuned]:
+                path, reason = folder.path / _FACTORS, f"no factors for {', '.join(missing)}"
+                raise error(
+                    "file-unreadable", raised_as=ResumeError, path=path, what="this run's result", reason=reason
+                )
             return FactorSet({name: replace(tuned[name], weight=weights[name]) for name in weights}, tuned.provenance)
         with torch.enable_grad(), mounted(units) as training:
             fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
