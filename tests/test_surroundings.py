@@ -36,6 +36,9 @@ from tests.base.test_surroundings import in_a_thread, state
 SITE, SITES = "blocks.1.mlp_out", "blocks.*.mlp_out"
 QUICK = {"outer_iterations": 3, "progress": False}
 HOSTS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:60 calibration tokens"
+)  # few, for speed; shrinkage is one of the surroundings
 
 # ---------------------------------------------------------------------------------------------- the mark
 
