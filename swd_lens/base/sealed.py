@@ -231,10 +231,13 @@ def require_hashes(folder: Path, hashes: Mapping[str, str], what: str, raised_as
     """Do nothing if the folder holds these files as they were written.
 
     Raises:
-        raised_as: one is missing or has other bytes.
+        raised_as: one is missing, has other bytes, or lies elsewhere.
     """
     for name, expected in hashes.items():
         path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            reason = f"it names a file outside of the folder, {name}"
+            raise error("file-unreadable", raised_as=raised_as, path=folder, what=what, reason=reason)
         if not path.is_file():
             raise error("file-gone", raised_as=raised_as, path=path, what=what)
         if sha256(path) != expected:

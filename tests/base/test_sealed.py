@@ -154,6 +154,10 @@ def test_a_finished_folder_knows_its_files(tmp_path):
     with pytest.raises(EditError, match=r"b\.txt: not what was written"):
         require_hashes(tmp_path / "out", hashes, "a run", EditError)
     (tmp_path / "out" / "sub" / "b.txt").unlink()
+    with pytest.raises(
+        EditError, match=r"out is not a run, or damaged \(it names a file outside of the folder, \.\./x"
+    ):
+        require_hashes(tmp_path / "out", {"../x": "0"}, "a run", EditError)
     with pytest.raises(EditError, match=r"b\.txt is missing"):
         require_hashes(tmp_path / "out", hashes, "a run", EditError)
 

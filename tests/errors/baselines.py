@@ -14,6 +14,7 @@ from swd_lens.base.sealed import read_sealed, write_sealed, write_tensors
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
 from swd_lens.train.baselines import LearnedUnits
+from swd_lens.train.baselines.units import Trajectory
 from tests import families
 from tests.errors.triggers import TRIGGERS, trigger
 from tests.units.test_sources import Coder
@@ -138,11 +139,14 @@ def learned_missing_weights(folder, _):
 @trigger
 def learned_weights_changed(folder, _):
     units().save(folder)
+    hashes = LearnedUnits.load(folder).checkpoints.hashes
     for path in (folder / "weights").iterdir():
         write_tensors(path, {}, {})
-    loaded = LearnedUnits.load(folder)
     # Not through LearnedUnits: the tests' type checker reads a mapping's items when it is handed on.
-    dict(loaded.checkpoints)
+    points = Trajectory(folder)
+    for tokens, digest in hashes.items():
+        points.take_over(tokens, digest)
+    dict(points)
 
 
 # ---------------------------------------------------------------------------------------------- as units

@@ -1,5 +1,6 @@
 """Training a baseline: the same bits whatever interrupts it, folders, what is refused, the host as it was, reports."""
 
+import copy
 import json
 import math
 
@@ -166,9 +167,8 @@ def test_damaged_folders_are_named(model, tmp_path):
     train(model, "transcoder", out=tmp_path)
     (weights,) = (tmp_path / "weights").glob("000000000000100.*.safetensors")
     weights.write_bytes(b"short")
-    loaded = LearnedUnits.load(tmp_path)
     with pytest.raises(TrainError, match=rf"{weights.name} is not weights of learned units, or damaged"):
-        loaded.at(100)
+        LearnedUnits.load(tmp_path)
     weights.unlink()
     with pytest.raises(TrainError, match=rf"{weights.name} is missing"):
         LearnedUnits.load(tmp_path)
@@ -340,3 +340,15 @@ def test_worst_masks_are_worse(model):
     assert (log["adversarial"] > log["error"]).all()
     wide = train(model, "vpd_kl", adversarial_scope="batch", n_tokens=100).log
     assert (wide["adversarial"] > 0).all()
+
+
+def test_loaded_units_stay_what_they_were_when_others_are_saved_over_them(model, tmp_path):
+    first, second = train(model, "transcoder"), train(model, "transcoder", seed=1)
+    first.save(tmp_path)
+    loaded = LearnedUnits.load(tmp_path)
+    second.save(tmp_path)
+    for tokens, weights in first.checkpoints.items():
+        assert all(torch.equal(loaded.checkpoints[tokens][name], value) for name, value in weights.items())
+    copied = copy.deepcopy(LearnedUnits.load(tmp_path))
+    for tokens, weights in second.checkpoints.items():
+        assert all(torch.equal(copied.checkpoints[tokens][name], value) for name, value in weights.items())
