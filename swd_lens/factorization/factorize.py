@@ -13,6 +13,7 @@
 The bar counts operations, not matrices, so that its remaining time means something when the matrices differ in size.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -187,7 +188,7 @@ def _factorized(
                         f = _taken_over(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
                     done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
-                    bar.finished(site.name, f.provenance["relmse"])
+                    bar.finished(site.name, f.provenance.get("relmse", math.nan))
                 if job.shard is None and site != job.sites[-1]:
                     replaced.replace(site, done[site.name])
     return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())

@@ -155,8 +155,14 @@ class TrainingFolder:
         return finished
 
     def outcome(self) -> dict[str, Any]:
-        """What `end` was told of the result."""
-        return read_sealed(self.path / RUN, _WHAT, ResumeError)["result"]
+        """What `end` was told of the result.
+
+        Raises:
+            ResumeError: the run does not say.
+        """
+        run = read_sealed(self.path / RUN, _WHAT, ResumeError)
+        with readable(self.path / RUN, _WHAT, ResumeError):
+            return dict(run["result"])
 
     def checkpoint(self) -> Checkpoint | None:
         """Where an interrupted run goes on; None where it begins.
