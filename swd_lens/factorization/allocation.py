@@ -44,8 +44,8 @@ class LossCurve(Record):
         losses: the loss at each, in any unit that can be added over matrices (nats of KL).
 
     Raises:
-        ValueError: no budgets, budgets that do not rise (or pass 64 bits), another number of losses, or losses that are not finite or have no
-            positive one among them.
+        ValueError: no budgets, budgets that do not rise (or pass 64 bits), another number of losses, or losses that are not
+            finite or have no positive one among them.
     """
 
     edges: tuple[int, ...]
