@@ -214,7 +214,9 @@ def undocumented(
     declared = (gone and isinstance(raised, OSError)) or any(
         kind in each and pattern.fullmatch(message) for each, pattern in _patterns()
     )
-    if known and declared and (str(path) in message or (not by_path and path.name in message)):
+    # Factors whose hashes were made again are refused by the host that they do not fit, which names the site.
+    named = str(path) in message or (not by_path and path.name in message) or kind == "AttachError"
+    if known and declared and named:
         return ""
     reason = "" if known else "of another class: " if declared else ""
     reason = reason or ("" if declared else "not declared: ") or "without the path: "

@@ -197,7 +197,7 @@ KINDS: dict[str, Kind] = {
     "sparse_pretrain, interrupted": Kind(
         _interrupted(calls.sparse_pretrain, Engine, "advance", 3), calls.sparse_pretrain, (_RUN, _UNITS), 1
     ),
-    "replace_model": Kind(_version(calls.replace_model), calls.replace_model, (_RUN, _FACTORS), 1),
+    "replace_model": Kind(_version(calls.replace_model), calls.replace_model, (_RUN, _FACTORS, "AttachError"), 1),
     "replace_model, interrupted": Kind(
         _interrupted(calls.replace_model, Engine, "advance", 3),
         calls.replace_model,
