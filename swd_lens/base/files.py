@@ -77,8 +77,19 @@ def remove_remains(folder: Path, name: str = "*") -> None:
     """Remove workplaces beside a file (or any file) of the folder that a process of this machine left which is dead."""
     for part in folder.glob(f".{glob.escape(name) if name != '*' else name}.*.part"):
         made_by = re.search(r"\.([^.]+)\.(\d+)\.[0-9a-f]{8}\.part$", part.name)
-        if made_by and made_by[1] == _HOST and not psutil.pid_exists(int(made_by[2])):
+        if made_by and made_by[1] == _HOST and not _is_alive(int(made_by[2]), part):
             shutil.rmtree(part, ignore_errors=True)
+
+
+def _is_alive(process: int, workplace: Path) -> bool:
+    """Whether the process that made a workplace still runs; another one may have got its number since."""
+    try:
+        running = psutil.Process(process)
+        # Starts are told to a hundredth of a second.
+        is_maker = running.create_time() <= workplace.stat().st_mtime + 0.1
+        return is_maker and running.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, OSError, OverflowError):
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

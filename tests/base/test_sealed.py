@@ -178,9 +178,13 @@ def test_modes_are_those_of_the_umask(tmp_path):
 def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
     with atomic(tmp_path / "x.json") as living:
         dead = tmp_path / living.parent.name.replace(f".{os.getpid()}.", f".{2**22 + 1}.")
-        dead.mkdir()
-        (dead / ".tmpAbCdEf").touch()
+        # A process of that number lives, and began after the workplace was made: its maker is dead, too.
+        reused = tmp_path / living.parent.name.replace(living.parent.name.split(".")[-2], "0" * 8)
+        for folder in (dead, reused):
+            folder.mkdir()
+            (folder / ".tmpAbCdEf").touch()
+        os.utime(reused, (1, 1))
         remove_remains(tmp_path)
-        assert living.exists() and not dead.exists()
+        assert living.exists() and not dead.exists() and not reused.exists()
         living.write_text("{}")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
