@@ -88,6 +88,9 @@ class SiteBudget(Record):
         uniform: K at the uniform s.
         allocated: K given.
         curve: its loss at the budgets tried; nats per token for "kl", relMSE for "error".
+
+    Raises:
+        ValueError: a matrix without entries.
     """
 
     derived = ("s",)
@@ -96,6 +99,10 @@ class SiteBudget(Record):
     uniform: int
     allocated: int
     curve: LossCurve
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise error("site-budget-of-no-entries", numel=self.numel)
 
     @property
     def s(self) -> float:

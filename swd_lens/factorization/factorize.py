@@ -13,7 +13,6 @@
 The bar counts operations, not matrices, so that its remaining time means something when the matrices differ in size.
 """
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -188,7 +187,7 @@ def _factorized(
                         f = _taken_over(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
                     done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
-                    bar.finished(site.name, f.provenance.get("relmse", math.nan))
+                    bar.finished(site.name, f.provenance.get("relmse"))
                 if job.shard is None and site != job.sites[-1]:
                     replaced.replace(site, done[site.name])
     return FactorSet({site.name: done[site.name] for site in job.sites}, job.provenance())
@@ -296,13 +295,13 @@ class _Bar:
         if self.present is not None:
             self._to(self.start + self.plan[self.present].flops * step.iteration / step.total)
 
-    def finished(self, site: str, relmse: float) -> None:
-        """A matrix is done: solved here, elsewhere, or taken over."""
+    def finished(self, site: str, relmse: Any) -> None:
+        """A matrix is done: solved here, elsewhere, or taken over, from a file that may say anything of its relMSE."""
         if site != self.present:
             self.label, self.start = f"{site} ({self.numbers[site]}/{len(self.numbers)})", self.at
         self.present = None
         self._to(self.start + self.plan[site].flops)
-        self._tell(f" relMSE {relmse:.3g}")
+        self._tell(f" relMSE {relmse:.3g}" if isinstance(relmse, float) else "")
 
     def _calibration(self, site: str) -> float:
         return self.plan[site].calibration_flops if self.chained else 0.0
