@@ -213,6 +213,8 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
         raise error("task-folder-unreadable", path=path, reason=cause) from None
     if not isinstance(saved, datasets.DatasetDict):
         raise error("task-folder-of-one-split", path=path)
+    if not saved:
+        raise error("task-folder-unreadable", path=path, reason="it has no splits")
     task = task_of_fields(next(iter(saved.values())).column_names, str(path))
     names, note = _splits(path, task, [str(name) for name in saved], splits)
     rows: dict[str, list[TaskExample]] = {"train": [], "test": []}
