@@ -12,6 +12,7 @@ Runs in stages are verified on a few tokens before they are trusted; where a hos
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -187,7 +188,7 @@ def _rows_at_once(n_positions: int, sites: Mapping[str, Site]) -> int:
 # ---------------------------------------------------------------------------------------------- runs
 
 
-class _Runs:
+class _Runs(ABC):
     """The dense host and its replacements on a batch of rows.
 
     Args:
@@ -222,17 +223,17 @@ class _Runs:
     def _mounted(self, units: UnitSet) -> AbstractContextManager[Any]:
         return nullcontext() if self.alone else attach(self.host.model, units)
 
+    @abstractmethod
     def dense(self, batch: Int[Tensor, "batch pos"]) -> Tensor:
         """What the dense host ends in, on these rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replaced(self, batch: Int[Tensor, "batch pos"], name: str) -> Tensor:
         """The same of a replacement, which is mounted; after `dense` of these rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
         """Add the divergence of each replacement from the dense host."""
-        raise NotImplementedError
 
 
 class _Whole(_Runs):
