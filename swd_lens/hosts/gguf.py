@@ -138,8 +138,9 @@ def label_of(file: Path) -> str:
     reader = GGUFReader(file)
     stated = reader.get_field("general.file_type")
     try:
-        quantization = LlamaFileType(int(stated.contents())).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    except (AttributeError, ValueError, TypeError):  # not stated, or a type that this gguf does not know
+        file_type = int(stated.contents()) if stated is not None else -1
+        quantization = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except (ValueError, TypeError):  # not stated, or a type that this gguf does not know
         by_type: dict[str, int] = {}
         for tensor in reader.tensors:
             by_type[tensor.tensor_type.name] = by_type.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
