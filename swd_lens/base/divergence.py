@@ -66,12 +66,14 @@ def divergence(
     dense: Float[Tensor, "batch pos vocab"],
     replaced: Float[Tensor, "batch pos vocab"],
     tokens: Int[Tensor, "batch pos"],
+    ce_deltas: Float[Tensor, " batch"] | None = None,
 ) -> Divergence:
     """Sums over the next-token predictions of whole rows: position t predicts token t + 1.
 
     Args:
         dense, replaced: logits of the two hosts on the same rows.
         tokens: the rows.
+        ce_deltas: float64, on the CPU; what each row adds to the cross-entropy is added to it.
     """
     rows, vocab = tokens.shape[0], dense.shape[-1]
     positions = max(1, CHUNK_BYTES // (4 * vocab * max(rows, 1)))
@@ -81,9 +83,12 @@ def divergence(
             chunk = slice(start, min(start + positions, tokens.shape[1] - 1))
             targets = tokens[:, chunk.start + 1 : chunk.stop + 1].to(dense.device)
             log_p, log_q = log_probabilities(dense[:, chunk]), log_probabilities(replaced[:, chunk])
+            ce_dense, ce = (cross_entropy(log, targets).double() for log in (log_p, log_q))
+            if ce_deltas is not None:
+                ce_deltas += (ce - ce_dense).sum(1).cpu()
             total += Divergence(
-                float(cross_entropy(log_p, targets).double().sum()),
-                float(cross_entropy(log_q, targets).double().sum()),
+                float(ce_dense.sum()),
+                float(ce.sum()),
                 float(kl_sum(log_p, log_q)),
                 float((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
                 targets.numel(),

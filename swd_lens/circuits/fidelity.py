@@ -7,6 +7,7 @@
 3. Sum, over all next-token predictions, cross-entropy of both hosts, KL(dense || replaced) and top-1 agreement; over all
    positions, squared error and squared norm of every site's output (bias included).
 4. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
+   Both hosts predict the same tokens, so that the CE delta's standard error is that of the rows' differences.
 
 Runs in stages are verified on a few tokens before they are trusted; where a host gives other logits, everything is run whole.
 """
@@ -52,6 +53,7 @@ class Fidelity(Record):
             sites replaced it includes what earlier ones did to this one's input.
         n_predictions: next-token predictions averaged over.
         standing_hooks: hooks of the caller's that were on the host, by name; files name them only where there were any.
+        ce_delta_se: standard error of `ce_delta`, rows being the independent observations; None of a single row.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
@@ -63,10 +65,11 @@ class Fidelity(Record):
     relmse: Mapping[str, float]
     n_predictions: int
     standing_hooks: Sequence[str] = ()
+    ce_delta_se: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        values = super().as_dict()
-        return values if self.standing_hooks else {key: values[key] for key in values if key != "standing_hooks"}
+        absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None}
+        return {key: v for key, v in super().as_dict().items() if key not in absent or v != absent[key]}
 
     @property
     def ce_delta(self) -> float:
@@ -74,13 +77,15 @@ class Fidelity(Record):
         return self.ce - self.ce_dense
 
     def table(self) -> pd.DataFrame:
-        """One row: the model-level metrics and the mean and largest site relMSE."""
+        """One row: the model-level metrics, the CE delta's standard error where there is one, and site relMSE."""
         errors = list(self.relmse.values())
+        se = {} if self.ce_delta_se is None else {"CE delta se": [self.ce_delta_se]}
         return pd.DataFrame(
             {
                 "CE dense": [self.ce_dense],
                 "CE": [self.ce],
                 "CE delta": [self.ce_delta],
+                **se,
                 "KL": [self.kl],
                 "top-1 agreement": [self.top1_agreement],
                 "mean relMSE": [sum(errors) / len(errors)],
@@ -89,7 +94,8 @@ class Fidelity(Record):
         )
 
     def title(self) -> str:
-        return f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions: CE delta {self.ce_delta:+.4f} nats"
+        of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se
+        return f"{of}: CE delta {self.ce_delta:+.4f} {'' if se is None else f'± {se:.4f} '}nats"
 
     def parts(self) -> tuple[Any, ...]:
         sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
@@ -165,6 +171,16 @@ class _Sums:
     total: Divergence = field(default_factory=Divergence)
     errors: dict[str, Tensor] = field(default_factory=dict)
     norms: dict[str, Tensor] = field(default_factory=dict)
+    ce_deltas: list[Tensor] = field(default_factory=list)  # of each batch, (row,)
+
+    def add_predictions(
+        self,
+        dense: Float[Tensor, "batch pos vocab"],
+        replaced: Float[Tensor, "batch pos vocab"],
+        tokens: Int[Tensor, "batch pos"],
+    ):
+        """Of the batch that `ce_deltas` was begun for last."""
+        self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1])
 
     def add_output(
         self, name: str, replaced: Float[Tensor, "batch pos d_out"], dense: Float[Tensor, "batch pos d_out"]
@@ -174,8 +190,15 @@ class _Sums:
 
     def result(self, hooks: Sequence[str]) -> Fidelity:
         relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
+        n_predictions, of_rows = self.total.n_predictions, torch.cat(self.ce_deltas)
+        # Rows are of one length: the mean over predictions is the mean of the rows' means.
+        se = float(of_rows.std() * len(of_rows) ** 0.5 / n_predictions) if len(of_rows) > 1 else None
         return Fidelity(
-            **self.total.means(), relmse=relmse, n_predictions=self.total.n_predictions, standing_hooks=tuple(hooks)
+            **self.total.means(),
+            relmse=relmse,
+            n_predictions=n_predictions,
+            standing_hooks=tuple(hooks),
+            ce_delta_se=se,
         )
 
 
@@ -206,6 +229,7 @@ class _Runs(ABC):
             dense = self.dense(batch)
         replaced: dict[str, Tensor] = {}
         for name, of_name in self.units.items():
+            sums[name].ce_deltas.append(torch.zeros(len(batch), dtype=torch.float64))
             shown: set[str] = set()
 
             def compare(site: Site, y: Tensor, name: str = name, shown: set[str] = shown) -> None:
@@ -247,7 +271,7 @@ class _Whole(_Runs):
 
     def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
         for name, logits in replaced.items():
-            sums[name].total += divergence(dense.float(), logits.float(), batch)
+            sums[name].add_predictions(dense.float(), logits.float(), batch)
 
 
 class _Staged(_Runs):
@@ -274,7 +298,7 @@ class _Staged(_Runs):
             tokens = batch[:, chunk]
             logits = self.host.unembed(tokens, dense[:, chunk]).float()
             for name, residual in replaced.items():
-                sums[name].total += divergence(logits, self.host.unembed(tokens, residual[:, chunk]).float(), tokens)
+                sums[name].add_predictions(logits, self.host.unembed(tokens, residual[:, chunk]).float(), tokens)
 
     def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[slice]:
         """Positions, as many at a time as CHUNK_BYTES allow; the last of a chunk predicts nothing and begins the next."""
