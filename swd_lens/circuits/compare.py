@@ -8,12 +8,15 @@
    behave: circuits are comparable only where the unpruned replacements behave alike (paper §protocol: CE within 0.001), so
    whatever is further off than the tolerance carries its difference in legends and tables.
 4. Seeds of one method become a mean, a standard deviation, a minimum and a count (method.md §4.1).
+5. Several positions or ablations: the same replacements under each; scores are shared by the ablations of the same positions.
 """
 
 import reprlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -89,6 +92,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
         fidelities: curve -> its `Fidelity`; those that were not measured are not there.
         reference: the method whose CE the others are matched to.
         tolerance: nats of CE within which two replacements count as matched.
+        others: the same replacements and tasks under further interventions, where several were asked for.
     """
 
     tasks: Mapping[str, TaskComparison]
@@ -96,6 +100,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
     fidelities: Mapping[str, Fidelity] = field(default_factory=dict)
     reference: str = ""
     tolerance: float | int = TOLERANCE
+    others: tuple["Comparison", ...] = ()
 
     def __getitem__(self, task: str) -> TaskComparison:
         return self.tasks[task]
@@ -112,6 +117,17 @@ class Comparison(Mapping[str, TaskComparison], Record):
         of_seed = {name: (method, names) for method, names in self.groups.items() for name in names}
         curves = dict.fromkeys(name for of_task in self.values() for name in of_task.curves)
         return dict(of_seed.get(name, (name, (name,))) for name in curves)
+
+    @property
+    def intervention(self) -> tuple[str, str]:
+        """(positions, ablation) of its curves."""
+        curve = next((curve for of_task in self.values() for curve in of_task.curves.values()), None)
+        settings = {} if curve is None else curve.settings
+        return settings.get("positions", "scoring"), settings.get("ablation", "mean")
+
+    def under_each(self) -> dict[tuple[str, str], "Comparison"]:
+        """(positions, ablation) -> comparison: this one first, then `others`."""
+        return {each.intervention: each for each in (self, *self.others)}
 
     # ------------------------------------------------------------------------------------------ matched CE
 
@@ -273,8 +289,8 @@ def compare(
     fidelities: Mapping[str, Any] | None = None,
     attribution: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
-    positions: str = "scoring",
-    ablation: str = "mean",
+    positions: str | Sequence[str] = "scoring",
+    ablation: str | Sequence[str] = "mean",
     progress: bool = False,
 ) -> Comparison:
     """Run the circuit protocol for several replacements (paper §3.2): same prompts, same scores, same prefixes.
@@ -290,13 +306,14 @@ def compare(
         tolerance: nats of CE within which replacements count as matched (paper: 0.001).
         fidelities: name of a curve ("SVD", "Random-B/0") -> its `Fidelity`, where it was measured already.
         attribution, evaluation: further options for `attribute` and `evaluate`.
-        positions, ablation: see `attribute` and `evaluate`.
+        positions, ablation: see `attribute` and `evaluate`; several of either are combined: the first of both is the result,
+            the rest are its `others`.
         progress: show a bar over replacements.
 
     Raises:
         TypeError: methods that are no mapping, something among the tasks that is no Task, or an unknown option.
-        ValueError: no method, no task, two tasks of one name, two curves of one name, an unknown reference, or a fidelity of
-            no curve.
+        ValueError: no method, no task, two tasks of one name, two curves of one name, an unknown reference, a fidelity of no
+            curve, or no positions or ablation.
         AttachError: see `swd_lens.attach`.
     """
     tasks = check_tasks(tasks)
@@ -309,8 +326,11 @@ def compare(
     reference = next(iter(methods)) if reference is None else reference
     if reference not in methods:
         raise error("comparison-unknown-reference", reference=reference, methods=", ".join(map(repr, methods)))
-    scores: dict[str, dict[str, UnitScores]] = {task.name: {} for task in tasks}
-    curves: dict[str, dict[str, CostCurve]] = {task.name: {} for task in tasks}
+    positions = several((attribution or {}).get("positions", positions), "positions")
+    ablation = several((evaluation or {}).get("ablation", ablation), "ablation")
+    # (task, positions) -> name of a curve -> scores; of curves, each ablation apart.
+    scores: dict[tuple[str, str], dict[str, UnitScores]] = defaultdict(dict)
+    curves: dict[tuple[str, str, str], dict[str, CostCurve]] = defaultdict(dict)
     for name, source in tqdm(sources.items(), desc="compare", unit="replacement", disable=not progress, leave=False):
         # A module can be called, too, but a transcoder is a source itself.
         if callable(source) and not isinstance(source, Mapping | nn.Module):
@@ -318,14 +338,32 @@ def compare(
         factors = UnitSet.of(model, source)
         if tokens is not None and name not in measured:
             measured[name] = fidelity(model, factors, tokens)
-        for task in tasks:
-            ranked = attribute(model, factors, task, **{"positions": positions, **(attribution or {})})
-            scores[task.name][name] = ranked
-            curves[task.name][name] = evaluate(
-                model, factors, task, ranked, **{"ablation": ablation, **(evaluation or {})}
-            )
-    by_task = {task: TaskComparison(task, curves[task], scores[task]) for task in curves}
-    return Comparison(by_task, groups, measured, reference, tolerance)
+        for task, where in product(tasks, positions):
+            ranked = attribute(model, factors, task, **{**(attribution or {}), "positions": where})
+            scores[task.name, where][name] = ranked
+            for kind in ablation:
+                curves[task.name, where, kind][name] = evaluate(
+                    model, factors, task, ranked, **{**(evaluation or {}), "ablation": kind}
+                )
+    first, *others = (
+        Comparison(
+            {t.name: TaskComparison(t.name, curves[t.name, where, kind], scores[t.name, where]) for t in tasks},
+            groups,
+            measured,
+            reference,
+            tolerance,
+        )
+        for where, kind in product(positions, ablation)
+    )
+    return replace(first, others=tuple(others))
+
+
+def several(given: Any, name: str) -> tuple[str, ...]:
+    """One name or several, each once. Raises ValueError where there is none."""
+    names = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+    if not names:
+        raise error("comparison-without-intervention", name=name)
+    return names
 
 
 def check_tasks(tasks: Any) -> list[Task]:

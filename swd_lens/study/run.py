@@ -1,6 +1,7 @@
 """run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
 
-1. For each surface (a named pattern of sites): SWD factors per sparsity, and exact factors (SVD, Random-B) as controls.
+1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and exact factors (SVD,
+   Random-B) as controls.
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
@@ -11,6 +12,7 @@ model (run_file.py).
 
 import hashlib
 import json
+import math
 import platform
 import shutil
 import time
@@ -60,9 +62,10 @@ from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
+from swd_lens.units.match import check_units
 
 CONTROLS = ("svd", "random_b")
-RANDOM_B_SEEDS = 3
+RANDOM_B, RANDOM_B_SEEDS = "Random-B", 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,13 +110,17 @@ class Run(Record):
 
     def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
         """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop, and whether
-        the method's CE is matched to that of the surface's first (see `Comparison.table`)."""
+        the method's CE is matched to that of the surface's first (see `Comparison.table`); with positions and ablation
+        where there are several."""
+        head = ["surface", *(["positions", "ablation"] if any(c.others for c in self.comparisons.values()) else [])]
         tables = [
-            comparison.table(sufficiency, necessity).assign(surface=surface)
+            each.table(sufficiency, necessity).assign(surface=surface, positions=positions, ablation=ablation)
             for surface, comparison in self.comparisons.items()
+            for (positions, ablation), each in comparison.under_each().items()
         ]
         table = pd.concat(tables, ignore_index=True)
-        return pd.DataFrame(table, columns=["surface", *(column for column in table.columns if column != "surface")])
+        rest = (column for column in table.columns if column not in ("surface", "positions", "ablation"))
+        return pd.DataFrame(table, columns=[*head, *rest])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; everything that the report shows."""
@@ -210,13 +217,15 @@ def run_study(
     surfaces: Mapping[str, str | Sequence[str]],
     tasks: Sequence[Task],
     *,
-    sparsities: Sequence[float | int],
-    calibration_tokens: Any,
+    sparsities: Sequence[float | int] = (),
+    factors: Mapping[str, FactorSet] = MappingProxyType({}),
+    calibration_tokens: Any = None,
     heldout_tokens: Any,
     calibration_model: Any = None,
-    positions: str = "scoring",
-    ablation: str = "mean",
+    positions: str | Sequence[str] = "scoring",
+    ablation: str | Sequence[str] = "mean",
     controls: Sequence[str] = ("svd",),
+    random_b_seeds: int = RANDOM_B_SEEDS,
     beside: Mapping[str, Any] = MappingProxyType({}),
     cards_per_task: int = 3,
     contexts_per_card: int = 6,
@@ -230,12 +239,15 @@ def run_study(
         surfaces: label -> pattern of sites, replaced together.
         tasks: tokenized for this host.
         sparsities: one SWD replacement each, per surface.
+        factors: label -> factors that are finished (or tuned), as further methods on the surface whose matrices they replace;
+            where there is none, that is a surface of its own.
         calibration_tokens: (rows, pos), or None for zero-data.
         heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
         calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
             do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
-        positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`.
-        controls: exact factorizations beside SWD: "svd", "random_b" (three seeds, in the circuits only), both or none.
+        positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
+        controls: exact factorizations beside SWD: "svd", "random_b" (in the circuits only), both or none.
+        random_b_seeds: how many (the paper has ten).
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
         cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
@@ -243,10 +255,22 @@ def run_study(
         solver: options for `factorize` (preset=, calibration=, ...).
 
     Raises:
-        ValueError: nothing to do (no surface, task or sparsity), `beside` of another surface, and whatever the steps raise.
+        ValueError: nothing to do (no surface, task, sparsity or factors), `beside` of another surface, and whatever the steps
+            raise.
+        AttachError: `factors` of another model.
     """
-    if not surfaces or not tasks or not sparsities:
+    of_factors = {label: surface_of(model, given) for label, given in factors.items()}
+    surfaces = dict(surfaces)
+    for names in of_factors.values():
+        if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
+            surfaces[", ".join(names)] = names
+    if not surfaces or not tasks or not (sparsities or factors):
         raise error("study-of-nothing")
+    own = [*(f"SWD s={sparsity:g}" for sparsity in sparsities), CONTROL, RANDOM_B, *beside]
+    if twice := [label for label in factors if label in own]:
+        raise error("study-label-taken", labels=", ".join(map(repr, twice)))
+    if random_b_seeds < 1:
+        raise error("study-without-seeds", n_seeds=random_b_seeds)
     if unknown := sorted(set(controls) - set(CONTROLS)):
         raise error("study-unknown-control", unknown=", ".join(map(repr, unknown)), controls=", ".join(CONTROLS))
     began = time.perf_counter()
@@ -254,6 +278,9 @@ def run_study(
         sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
         for label, units in beside.items():
             require_surface(model, label, units, sites)
+        names = [site.name for site in sites]
+        if not sparsities and names not in of_factors.values():
+            raise error("study-surface-without-factors", surface=", ".join(names))
 
     replacements: list[Replacement] = []
     comparisons: dict[str, Comparison] = {}
@@ -262,7 +289,7 @@ def run_study(
         for sparsity in sparsities:
             on_step(f"factorize {surface} at s={sparsity:g}")
             start = time.perf_counter()
-            factors = factorize(
+            solved = factorize(
                 model if calibration_model is None else calibration_model,
                 pattern,
                 sparsity=float(sparsity),
@@ -271,19 +298,24 @@ def run_study(
                 **solver,
             )
             seconds = time.perf_counter() - start
-            measured = fidelity(model, factors, heldout_tokens)
-            of_surface.append(Replacement(surface, f"SWD s={sparsity:g}", factors, measured, seconds))
+            measured = fidelity(model, solved, heldout_tokens)
+            of_surface.append(Replacement(surface, f"SWD s={sparsity:g}", solved, measured, seconds))
+        names = [site.name for site in find_sites(model, pattern)]
+        for label in (label for label, of_label in of_factors.items() if of_label == names):
+            on_step(f"fidelity of {label}")
+            measured = fidelity(model, factors[label], heldout_tokens)
+            of_surface.append(Replacement(surface, label, factors[label], measured, math.nan))
         if "svd" in controls:
             on_step(f"exact SVD of {surface}")
             start = time.perf_counter()
-            factors = baselines.svd(model, pattern)
+            exact = baselines.svd(model, pattern)
             seconds = time.perf_counter() - start
-            measured = fidelity(model, factors, heldout_tokens)
-            of_surface.append(Replacement(surface, CONTROL, factors, measured, seconds, exact=True))
+            measured = fidelity(model, exact, heldout_tokens)
+            of_surface.append(Replacement(surface, CONTROL, exact, measured, seconds, exact=True))
         methods: dict[str, Any] = {r.method: r.factors for r in of_surface}
         fidelities = {r.method: r.fidelity for r in of_surface}
         if "random_b" in controls:
-            methods["Random-B"] = baselines.random_b_seeds(model, pattern, range(RANDOM_B_SEEDS))
+            methods[RANDOM_B] = baselines.random_b_seeds(model, pattern, range(random_b_seeds))
         for label, units in beside.items():
             on_step(f"fidelity of {label}")
             methods[label], fidelities[label] = units, fidelity(model, units, heldout_tokens)
@@ -301,7 +333,11 @@ def run_study(
         replacements += of_surface
     settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
-    settings |= _settings_used(replacements, comparisons, solver) | {"controls": list(controls), "beside": list(beside)}
+    settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None) | {
+        "controls": list(controls),
+        "beside": list(beside),
+    }
+    settings |= {"factors": list(factors)} if factors else {}
     settings |= standing_hooks(model)
     # As run.json gives it back: lists for tuples, text for names.
     run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
@@ -325,6 +361,15 @@ def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site])
             sites=", ".join(sorted(replaced)),
             surface=", ".join(site.name for site in surface),
         )
+
+
+def surface_of(model: Any, factors: Any) -> list[str]:
+    """The sites that factors replace, in execution order. Raises AttachError where they are of another model."""
+    host = host_of(model)
+    units = UnitSet.of(host, factors)
+    for site in units.sites:
+        check_units(host, site, units[site.name])
+    return [site.name for site in units.sites]
 
 
 def _settings(
@@ -363,18 +408,23 @@ def _settings(
 
 
 def _settings_used(
-    replacements: Sequence[Replacement], comparisons: Mapping[str, Comparison], solver: Mapping[str, Any]
+    first: Replacement, comparisons: Mapping[str, Comparison], solver: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What solver, attribution and interventions say they used: read off their results, not repeated here."""
-    factors = replacements[0].factors
-    solved = next(iter(factors.summary().values()))["settings"]
-    curve = next(iter(next(iter(comparisons.values())).values())).curves[replacements[0].method]
+    """What solver (None: none was run), attribution and interventions say they used: read off their results."""
+    comparison = next(iter(comparisons.values()))
+    curve = next(iter(comparison.values())).curves[first.method]
     used: dict[str, Any] = {
         key: curve.settings[key]
         for key in ("positions", "mean_over", "ablation", "score", "sign")
         if key in curve.settings
     }
-    used["calibration"] = factors.provenance["calibration"]
+    if comparison.others:
+        positions, ablations = zip(*comparison.under_each(), strict=True)
+        used |= {"positions": list(dict.fromkeys(positions)), "ablation": list(dict.fromkeys(ablations))}
+    used["calibration"] = first.factors.provenance.get("calibration")
+    if solver is None:
+        return used
+    solved = next(iter(first.factors.summary().values()))["settings"]
     used["solver"] = {"preset": solved["preset"], **solver}
     # Every setting by its value: what is not said would change its meaning when a default does.
     names = [field.name for field in fields(PRESETS[solved["preset"]])]

@@ -248,13 +248,18 @@ def _from_format_1(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
-    """All of a comparison but its curves, which stand in a list of their own."""
+    """All of a comparison but its curves, which stand in a list of their own; those of further interventions stand here."""
+    others = [
+        [{"method": name, **curve.as_dict()} for of_task in other.values() for name, curve in of_task.curves.items()]
+        for other in comparison.others
+    ]
     return {
         "tasks": list(comparison),
         "groups": {name: list(names) for name, names in comparison.groups.items()},
         "reference": comparison.reference,
         "tolerance": comparison.tolerance,
         "fidelities": {name: measured.as_dict() for name, measured in comparison.fidelities.items()},
+        **({"others": others} if others else {}),
     }
 
 
@@ -264,26 +269,36 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
     Raises:
         KeyError, TypeError, ValueError: the values are something else.
     """
-    curves: dict[tuple[str, str], dict[str, CostCurve]] = {}
+    curves: dict[str, list[Mapping[str, Any]]] = {}
     for row in values["circuits"]:
-        curve = CostCurve.from_dict(row)
-        if missing := _CURVE - set(curve.rows):
-            raise error(
-                "record-with-other-values", record="CostCurve", reason=f"no columns {', '.join(sorted(missing))}"
-            )
-        names = checked("CostCurve", row, {"surface": str, "method": str})
-        curves.setdefault((names["surface"], curve.task), {})[names["method"]] = curve
+        curves.setdefault(checked("CostCurve", row, {"surface": str})["surface"], []).append(row)
     comparisons = {}
     for surface, described in values["comparisons"].items():
         own = checked("Comparison", described, _COMPARISON)
-        comparisons[surface] = Comparison(
-            {task: TaskComparison(task, curves.get((surface, task), {}), {}) for task in own["tasks"]},
+        first = Comparison(
+            _tasks(own["tasks"], curves.get(surface, [])),
             {name: tuple(names) for name, names in own["groups"].items()},
             {name: Fidelity.from_dict(measured) for name, measured in own["fidelities"].items()},
             own["reference"],
             own["tolerance"],
         )
+        others = checked("Comparison", described, {"others": list[list[Mapping[str, Any]]]}, optional=True)
+        others = [replace(first, tasks=_tasks(own["tasks"], rows)) for rows in others.get("others", ())]
+        comparisons[surface] = replace(first, others=tuple(others))
     return comparisons
+
+
+def _tasks(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, TaskComparison]:
+    """Task -> its curves, from the rows of all tasks."""
+    curves: dict[str, dict[str, CostCurve]] = {}
+    for row in rows:
+        curve = CostCurve.from_dict(row)
+        if missing := _CURVE - set(curve.rows):
+            raise error(
+                "record-with-other-values", record="CostCurve", reason=f"no columns {', '.join(sorted(missing))}"
+            )
+        curves.setdefault(curve.task, {})[checked("CostCurve", row, {"method": str})["method"]] = curve
+    return {task: TaskComparison(task, curves.get(task, {}), {}) for task in names}
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:

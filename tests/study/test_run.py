@@ -1,6 +1,7 @@
 """run_study on the embedded model, small: what it refuses, what it holds, and which units it shows."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,60 @@ def test_factors_may_be_made_on_the_same_model_in_float64(default_model, tasks):
         assert torch.equal(made[site].read, alone[site].read) and torch.equal(made[site].write, alone[site].write)
     # Measured on the model itself: what `fidelity` finds there, to the bit.
     assert run.replacements[0].fidelity == swd.fidelity(default_model, alone, heldout)
+
+
+def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, run, tmp_path):
+    """Nothing is solved: the numbers are those of the run that made the factors. Factors of another surface bring it along."""
+    heldout, made = swd.text_tokens(1024, split="test"), run.replacements[1].factors
+    other = swd.factorize(default_model, "blocks.0.attn_o", sparsity=0.5, outer_iterations=4, progress=False)
+    finished = swd.run_study(
+        default_model,
+        {"last": "blocks.3.mlp_out"},
+        tasks,
+        factors={"mine": made, "other": other},
+        heldout_tokens=heldout,
+        controls=("random_b",),
+        random_b_seeds=2,
+        ablation=("mean", "zero"),
+        positions=["scoring", "all"],
+    )
+    assert [(r.surface, r.method) for r in finished.replacements] == [("last", "mine"), ("blocks.0.attn_o", "other")]
+    assert finished.replacements[0].fidelity == run.replacements[1].fidelity
+    comparison = finished.comparisons["last"]
+    assert comparison.methods == {"mine": ("mine",), "Random-B": ("Random-B/0", "Random-B/1")}
+    assert list(comparison.under_each()) == [("scoring", "mean"), ("scoring", "zero"), ("all", "mean"), ("all", "zero")]
+    for (positions, ablation), each in comparison.under_each().items():
+        curve = each["ioi"].curves["mine"]
+        scores = swd.attribute(default_model, made, tasks[0], positions=positions)
+        assert curve.rows.equals(swd.evaluate(default_model, made, tasks[0], scores, ablation=ablation).rows)
+    assert (
+        comparison["ioi"]
+        .curves["mine"]
+        .rows.equals(run.comparisons["blocks.3.mlp_out"]["ioi"].curves["SWD s=0.75"].rows)
+    )
+    assert finished.settings["ablation"] == ["mean", "zero"] and finished.settings["factors"] == ["mine", "other"]
+    assert "solver spec" not in finished.settings
+    finished.save(tmp_path)
+    loaded = swd.study.Run.load(tmp_path)
+    assert loaded.circuit_table().equals(finished.circuit_table()) and len(loaded.circuit_table()) == 2 * 2 * 2 * 4
+    assert loaded.fidelity_table().equals(finished.fidelity_table())
+
+
+def test_factors_that_do_not_fit_are_refused_before_any_work(default_model, tasks, run):
+    made, steps = run.replacements[0].factors, []
+    data = {"heldout_tokens": swd.text_tokens(256, split="test"), "on_step": steps.append}
+    site = "blocks.3.mlp_out"
+    with pytest.raises(ValueError, match="names of other methods of the study: 'SVD'"):
+        swd.run_study(default_model, {}, tasks, factors={"SVD": made}, **data)
+    with pytest.raises(ValueError, match=r"no factors were given for blocks\.0\.mlp_out"):
+        swd.run_study(default_model, {"first": "blocks.0.mlp_out"}, tasks, factors={"mine": made}, **data)
+    with pytest.raises(ValueError, match="random_b_seeds is 0"):
+        swd.run_study(default_model, {}, tasks, factors={"mine": made}, random_b_seeds=0, **data)
+    with pytest.raises(swd.AttachError):
+        f = made[site]
+        wrong = swd.FactorSet({site: replace(f, provenance={**f.provenance, "weight_sha256": "0" * 64})})
+        swd.run_study(default_model, {}, tasks, factors={"mine": wrong}, **data)
+    assert steps == []
 
 
 def test_what_it_refuses(default_model, tasks):
