@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
 from swd_lens.circuits.scores import UnitScores

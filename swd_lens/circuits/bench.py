@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base.divergence import kl as kl_divergence
 from swd_lens.base.divergence import log_probabilities
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.circuits.ablation import Reference
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts

@@ -21,9 +21,9 @@ from typing import Any
 
 import pandas as pd
 from torch import nn
-from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.attribution import attribute

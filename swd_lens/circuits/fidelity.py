@@ -23,10 +23,10 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base.divergence import CHUNK_BYTES, Divergence, divergence
 from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.shortcuts import AGREES

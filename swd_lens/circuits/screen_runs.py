@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error, warning
+from swd_lens.base.progress import tqdm
 from swd_lens.base.undo import Undo
 from swd_lens.circuits.bench import Outcome
 from swd_lens.circuits.shortcuts import AGREES

@@ -28,7 +28,6 @@ from swd_lens.cli.options import (
     app,
     command,
     say,
-    show_progress,
 )
 from swd_lens.hosts import find_sites
 from swd_lens.report.terminal import table
@@ -80,7 +79,7 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
             out=out,
             overwrite=overwrite,
             checkpoint_every=checkpoint_every,
-            progress=show_progress(),
+            progress=True,
             **changes,
         )
         say("fidelity and activity on held-out text")
@@ -147,7 +146,7 @@ def sparse_pretrain_command(
         heldout=heldout,
         overwrite=overwrite,
         checkpoint_every=checkpoint_every,
-        progress=show_progress(),
+        progress=True,
         **changes,
     )
     channels, provenance = channels_of(pretrained.load()).values(), pretrained.provenance

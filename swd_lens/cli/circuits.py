@@ -23,7 +23,6 @@ from swd_lens.cli.options import (
     command,
     say,
     show,
-    show_progress,
 )
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts.embedded import load_default_model, text_tokens
@@ -63,7 +62,7 @@ def demo(
             heldout_tokens=text_tokens(16_384, split="test"),
             calibration_model=exact,
             on_step=say,
-            progress=show_progress(),
+            progress=True,
         )
         _deliver(_with_look_inside(run, model, exact, tasks), out, printed)
 
@@ -74,7 +73,7 @@ def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task]) -
     say("look inside: query-key pairs, a graph of units, paths")
     # Sparser units are fewer and stronger in a head: a pair of them matters.
     text = text_tokens(16_384, split="train")
-    factors: dict[str, Any] = dict(factorize(exact, "attn_qkv", sparsity=0.75, tokens=text, progress=show_progress()))
+    factors: dict[str, Any] = dict(factorize(exact, "attn_qkv", sparsity=0.75, tokens=text, progress=True))
     for surface in ("all attn_o", "all mlp_out"):
         factors |= dict(run.sparsest(surface).factors)
     views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
@@ -138,7 +137,7 @@ def circuit(
             controls=exact,
             beside=baselines,
             on_step=say,
-            progress=show_progress(),
+            progress=True,
             **solver.arguments(),
         )
         _deliver(run, out, printed)
@@ -148,7 +147,7 @@ def circuit(
 def _screened(model: Any, tasks: Sequence[Task], sites: Any) -> Screen:
     """Which of the sites the tasks need, printed before anything is factorized."""
     say("screen: what the tasks lose where outputs are their means")
-    screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=show_progress())
+    screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True)
     status.print(table("The dense model on training prompts", screened.skill().drop(columns="remark")))
     for name, of_task in screened.tasks.items():
         if of_task.remark:

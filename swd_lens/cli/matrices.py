@@ -31,7 +31,6 @@ from swd_lens.cli.options import (
     number_or_word,
     say,
     show,
-    show_progress,
 )
 from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
@@ -74,7 +73,7 @@ def factorize(
         calibration=calibration,
         workers=number_or_word(workers),
         shard=shard,
-        progress=show_progress(),
+        progress=True,
         out=out,
         overwrite=overwrite,
         **solver.arguments(),
@@ -160,7 +159,7 @@ def replace(
         workers=number_or_word(workers),
         out=out,
         overwrite=overwrite,
-        progress=show_progress(),
+        progress=True,
         **solver.arguments(),
     )
     shown: list[Any] = []

@@ -270,11 +270,6 @@ def say(step: str) -> None:
     status.print(f"[dim]·[/dim] {escape(visible(step))}", highlight=False)
 
 
-def show_progress() -> bool:
-    """Whether bars would be seen."""
-    return sys.stderr.isatty()
-
-
 def show(as_json: bool, values: Mapping[str, Any], *tables: Any, unbroken: bool = False) -> None:
     """Print the values as JSON, or tables and lines of text; unbroken: a path in a line can be copied."""
     if as_json:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.divergence import kl_sum, log_probabilities
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
 from swd_lens.factorization.forecast import forecast

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import AttachError, error
 from swd_lens.base.machine import available_bytes
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate
@@ -270,6 +270,7 @@ class _Bar:
         self.bar: Any = tqdm(total=total, desc=title, unit="FLOP", unit_scale=True, disable=not show, leave=False)
 
     def __enter__(self) -> "_Bar":
+        self.bar.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -28,10 +28,10 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout

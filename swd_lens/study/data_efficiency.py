@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
+from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import read_json, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import require_writable_file, writing_file

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.base.record import PlainRecord, Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.visible import visible

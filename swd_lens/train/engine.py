@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from swd_lens.base.progress import tqdm
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
 from swd_lens.train.folder import Checkpoint, TrainingFolder

@@ -341,6 +341,9 @@ class Bar:
         self.total, self.named, self.done, self.texts, self.closed = total, named, 0.0, [], False
         Bar.made.append(self)
 
+    def __enter__(self):
+        return self
+
     def update(self, n):
         assert n >= 0
         self.done += n

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.analysis.audit.contexts import Context, TokenNames, TopPlaces
 from swd_lens.analysis.audit.labels import UnitLabels
@@ -26,6 +25,7 @@ from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
 from swd_lens.analysis.audit.vectors import Ends, Readout
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout

@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.analysis.edit.edited import Delta, Edit
@@ -42,6 +41,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.base.visible import visible_token

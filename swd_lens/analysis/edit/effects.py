@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float, Int
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.analysis.edit.edited import Edit
 from swd_lens.analysis.edit.target import ending, read_prompt, shown_text
@@ -27,6 +26,7 @@ from swd_lens.base.display import card
 from swd_lens.base.divergence import kl_per_prediction
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of

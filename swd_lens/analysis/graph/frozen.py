@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
 from swd_lens.hosts import Affine, Host, Start, norms_output
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import Recording, record

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.analysis.interactions.difference import PairSums, find_activation
 from swd_lens.analysis.interactions.site import (
@@ -32,6 +31,7 @@ from swd_lens.analysis.interactions.site import (
 )
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
+from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern, Site

@@ -16,11 +16,11 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, PALETTE
+from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.hosts import Host, require_no_dropout, sites_of
 from swd_lens.hosts.recording import Recording, record

@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from tqdm.auto import tqdm
 
 from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
 from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure, style
+from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.prompt import Prompt, token_strings

@@ -15,9 +15,9 @@ import pandas as pd
 from jaxtyping import Int
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from swd_lens.base.figures import INK, PALETTE, literal, new_figure
+from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record

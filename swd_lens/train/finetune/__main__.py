@@ -56,7 +56,7 @@ def main() -> int:
             overwrite=args.overwrite,
             eval_every=args.eval_every,
             checkpoint_every=args.checkpoint_every,
-            progress=sys.stderr.isatty(),
+            progress=True,
             **recipe,
         )
     except (ValueError, OSError, ImportError) as error:

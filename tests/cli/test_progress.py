@@ -1,0 +1,105 @@
+"""Progress of long loops: bars on a terminal, lines in a log; what they say, and when they say nothing."""
+
+import io
+import sys
+
+import pytest
+
+import swd_lens as swd
+from swd_lens.base import progress
+from swd_lens.base.progress import Lines, duration, tqdm
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "_told", [0.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_terminal_gets_bars_and_a_log_lines(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert list(tqdm(range(3), desc="walk")) == [0, 1, 2]
+    assert "walk" in sys.stderr.getvalue() and "\r" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert isinstance(tqdm(range(3)), Lines) and list(tqdm(range(3), disable=True)) == [0, 1, 2]
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_line_every_half_minute_with_what_is_left(clock, capsys):
+    for _ in Lines(range(10), desc="fidelity", unit="batch"):
+        clock[0] += 12.0
+    assert capsys.readouterr().err.splitlines() == [
+        "    fidelity 3/10 batch, 36 s so far, about 1:24 min left",
+        "    fidelity 6/10 batch, 1:12 min so far, about 48 s left",
+        "    fidelity 9/10 batch, 1:48 min so far, about 12 s left",
+    ]
+
+
+def test_a_line_says_where_the_loops_around_are(clock, capsys):
+    for _ in Lines("ab", desc="compare", unit="replacement"):
+        with Lines(total=8e9, desc="factorize", unit="FLOP", unit_scale=True) as inner:
+            clock[0] += 20.0
+            inner.update(2e9)
+            inner.set_postfix({"loss": "1.5"})
+            clock[0] += 20.0
+            inner.update(4e9)
+    for _ in Lines("ab", desc="short loops in a long one", unit="step"):
+        for _ in Lines("abc", desc="short"):
+            clock[0] += 8.0
+    assert capsys.readouterr().err.splitlines() == [
+        "    compare 0/2 replacement > factorize 75%: loss=1.5, 40 s so far, about 13 s left",
+        "    compare 1/2 replacement > factorize 75%: loss=1.5, 40 s so far, about 13 s left",
+        "    short loops in a long one 1/2 step > short 1/3 it, 8 s so far, about 16 s left",
+    ]
+    assert not progress._open
+
+
+def test_nothing_is_reckoned_without_a_total_or_a_rate(clock, capsys):
+    with Lines(desc="pairs", unit="unit", initial=5, total=9) as resumed, Lines(desc="rows", unit="row") as endless:
+        clock[0] += 40.0
+        resumed.update(0)
+        clock[0] += 40.0
+        endless.update(7)
+    assert capsys.readouterr().err.splitlines() == [
+        "    pairs 5/9 unit, 40 s so far",
+        "    pairs 5/9 unit > rows 7 row, 1:20 min so far",
+    ]
+
+
+def test_short_loops_say_nothing(capsys):
+    assert list(Lines(range(1000), desc="short")) == list(range(1000)) and capsys.readouterr().err == ""
+
+
+def test_a_loop_that_ends_early_is_forgotten():
+    for _ in Lines(range(10)):
+        break
+    with pytest.raises(KeyError), Lines(range(10)):
+        raise KeyError
+    assert not progress._open
+
+
+def test_durations():
+    assert [duration(s) for s in (0, 59.4, 60, 185, 3599, 7800)] == [
+        "0 s",
+        "59 s",
+        "1:00 min",
+        "3:05 min",
+        "59:59 min",
+        "2:10 h",
+    ]
+
+
+def test_a_long_call_is_heard_in_a_log(default_model, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    swd.factorize(default_model, "blocks.1.mlp_out", sparsity=0.5, outer_iterations=4, progress=True)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("    factorize s=0.5 100%: blocks.1.mlp_out (1/1) 4/4, ")
