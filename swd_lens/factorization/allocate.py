@@ -24,6 +24,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
@@ -181,13 +182,17 @@ def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[fl
 def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None]]:
     """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
     group: list[Site] = []
+    text = job.stream if isinstance(job.stream, CalibrationText) else None
+    kept = None if text is None else text.of_host(job.model, job.batch_size, job.gram_dtype)
     for i, site in enumerate(job.sites):
         group.append(site)
         following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")
         if (sum(other.d_in**2 for other in group) + following) * _BYTES_PER_GRAM_ENTRY <= gram_bytes:
             continue
         grams: dict[str, Tensor] = {}
-        if job.stream is not None:
+        if (known := None if kept is None else kept.collect(group)) is not None:
+            grams |= known
+        elif job.stream is not None:
             collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
             grams.update(collected.by_site)
             del collected

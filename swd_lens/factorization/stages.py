@@ -5,7 +5,7 @@
      per_block: a block; dense: as many as have room for their Grams; zero-data: all, nothing is run.
 2. `ReplacedHost` is the host while that goes on: finished matrices are attached one by one and stay until the end; `calibrate`
    collects a stage's Grams, from the host as it stands (or, for dense calibration, from its own matrices), and, corrected, what
-   each matrix should compute there (grams.py).
+   each matrix should compute there (grams.py). Grams that do not depend on factors may be known (calibration_text.py).
    With several stages, what enters the present block is kept on disk (residuals.py), so that a block's forward is run a few
    times and not once per later stage.
 """
@@ -21,6 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from swd_lens.base.undo import Undo
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.grams import collect_grams, collect_pairs, corrected
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
@@ -100,6 +101,9 @@ class ReplacedHost:
         self._attachments: list[Attachment] = []
         self._residuals: dict[str, Residuals] = {}
         self._undo = Undo()
+        # Of the host without factors: what it is now.
+        text = stream if isinstance(stream, CalibrationText) else None
+        self._known = None if text is None else text.of_host(model, batch_size, dtype)
 
     def __enter__(self) -> "ReplacedHost":
         return self
@@ -128,6 +132,10 @@ class ReplacedHost:
             pairs = collect_pairs(sites, replaced, dense, self._dense, progress=progress, dtype=self.dtype)
             return {site.name: self._with_target(site, *pairs.pop(site.name)) for site in sites}
         with self._dense() if self.kind == "dense" else ExitStack():
+            if self._known is not None and (self.kind == "dense" or not self._attachments):
+                known = self._known.collect(sites, progress)
+                if known is not None:
+                    return {name: Calibrated(gram, None) for name, gram in known.items()}
             residuals = self._at(layer, "replaced") if self.keep else None
             grams = collect_grams(
                 self.model,
