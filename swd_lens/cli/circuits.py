@@ -1,7 +1,7 @@
 """demo and circuit: the whole road, ending in a report (`run_study` does the work); report: the report again, from the folder."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
 from swd_lens.cli.options import (
     HostOption,
-    ModelOptions,
+    LargeModelOptions,
     OutputOptions,
     SolverOptions,
     TextOptions,
@@ -30,10 +30,13 @@ from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.inside import look_inside
-from swd_lens.study.run import CONTROLS
+from swd_lens.study.replacement import FACTORS, FINETUNED
+from swd_lens.study.run import CONTROLS, RANDOM_B_SEEDS, surface_of
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 from swd_lens.train.baselines import LearnedUnits
+from swd_lens.units.factors import FactorSet
+from swd_lens.units.index import INDEX
 
 _SCREENED = 32  # training prompts of each task
 
@@ -86,21 +89,35 @@ def circuit(
     *,
     out: Annotated[Path, Option(help="Folder for the report, the numbers and the factors.")],
     sites: Annotated[
-        list[str], Option("--sites", help="Pattern of sites; repeatable. Or 'auto': those that the tasks need most.")
-    ],
+        list[str] | None,
+        Option(
+            "--sites",
+            help="Pattern of sites; repeatable. Or 'auto': those that the tasks need most. [default: those of --factors]",
+        ),
+    ] = None,
+    factors: Annotated[
+        list[Path] | None,
+        Option(
+            help="Folder of finished factors, or of what finetune or replace left (then the tuned ones); repeatable."
+        ),
+    ] = None,
     task: Annotated[list[str], Option("--task", help="Task family or path to an auto-circuit JSON file; repeatable.")],
-    model_options: ModelOptions,
+    model_options: LargeModelOptions,
     sparsity: Annotated[
-        list[float] | None, Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75]")
+        list[float] | None,
+        Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75; with --factors none]"),
     ] = None,
     text: TextOptions,
-    n_train: Annotated[int, Option(help="Prompts that score units.", min=1)] = 600,
-    n_test: Annotated[int, Option(help="Prompts that judge circuits.", min=1)] = 200,
-    positions: Annotated[str, Option(help="'scoring' (paper) or 'all'.")] = "scoring",
-    ablation: Annotated[str, Option(help="What replaces a unit: its 'mean' (paper) or 'zero'.")] = "mean",
+    n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600,
+    n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200,
+    positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006
+    ablation: Annotated[
+        list[str], Option(help="What replaces a unit: its 'mean' (paper), 'zero', or both by repeating.")
+    ] = ["mean"],  # noqa: B006 - typer copies it
     controls: Annotated[
-        str, Option(help="Exact factorizations beside SWD: svd, random_b (3 seeds), 'svd,random_b', or 'none'.")
+        str, Option(help="Exact factorizations beside SWD: svd, random_b, 'svd,random_b', or 'none'.")
     ] = "svd",
+    random_b_seeds: Annotated[int, Option(help="Of --controls random_b; the paper has 10.", min=1)] = RANDOM_B_SEEDS,
     beside: Annotated[
         list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
     ] = None,
@@ -108,33 +125,41 @@ def circuit(
     printed: OutputOptions,
 ) -> None:
     """Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and tasks."""
-    if positions not in ("scoring", "all"):
-        raise error("cli-unknown-positions", positions=positions)
-    if ablation not in ("mean", "zero"):
-        raise error("cli-unknown-ablation", ablation=ablation)
-    baselines = _labelled(beside or [])
+    for where in positions:
+        if where not in ("scoring", "all"):
+            raise error("cli-unknown-positions", positions=where)
+    for value in ablation:
+        if value not in ("mean", "zero"):
+            raise error("cli-unknown-ablation", ablation=value)
+    if not sites and not factors:
+        raise error("cli-nothing-to-study")
+    finished = _labelled("--factors", factors or [], _finished)
+    baselines = _labelled("--beside", beside or [], _trained)
     exact = [] if controls == "none" else [name.strip() for name in controls.split(",")]
     if unknown := [name for name in exact if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
     auto = sites == ["auto"]
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
+        replaced = {site for each in finished.values() for site in surface_of(model, each)}
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)
-        screened = _screened(model, tasks, "all" if auto else sites)
-        surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites}
-        if not surfaces:
+        screened = _screened(model, tasks, "all" if auto else [*(sites or ()), *replaced])
+        surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
+        if not surfaces and not finished:
             raise error("cli-nothing-to-choose", tasks=", ".join(screened.tasks))
         run = run_study(
             model,
             surfaces,
             tasks,
-            sparsities=tuple(sparsity or (0.5, 0.75)),
+            sparsities=tuple(sparsity or (() if finished else (0.5, 0.75))),
+            factors=finished,
             calibration_tokens=tokens,
             heldout_tokens=heldout,
             positions=positions,
             ablation=ablation,
             controls=exact,
+            random_b_seeds=random_b_seeds,
             beside=baselines,
             on_step=say,
             progress=True,
@@ -156,16 +181,30 @@ def _screened(model: Any, tasks: Sequence[Task], sites: Any) -> Screen:
     return screened
 
 
-def _labelled(folders: Sequence[Path]) -> dict[str, LearnedUnits]:
-    """Units of finished trainings, by what they are and where they lie."""
-    by_label: dict[str, LearnedUnits] = {}
+def _labelled(option: str, folders: Sequence[Path], read: Callable[[Path], tuple[str, Any]]) -> dict[str, Any]:
+    """What the folders hold, by what it is and where it lies."""
+    by_label: dict[str, Any] = {}
     for folder in folders:
-        units = LearnedUnits.load(folder)
-        label = f"{units.provenance['method']} ({folder.resolve().name})"
+        label, content = read(folder)
         if label in by_label:
-            raise error("cli-beside-label-twice", folder=folder, label=label)
-        by_label[label] = units
+            raise error("cli-label-twice", option=option, folder=folder, label=label)
+        by_label[label] = content
     return by_label
+
+
+def _trained(folder: Path) -> tuple[str, LearnedUnits]:
+    """Units of a finished training."""
+    units = LearnedUnits.load(folder)
+    return f"{units.provenance['method']} ({folder.resolve().name})", units
+
+
+def _finished(folder: Path) -> tuple[str, FactorSet]:
+    """Factors in a folder, or, where finetune or replace_model wrote it, those that they left there last."""
+    places = [folder, folder / FINETUNED / FACTORS, folder / FACTORS]
+    factors = FactorSet.load(next((place for place in places if (place / INDEX).is_file()), folder))
+    tuned = ", tuned" if "finetune" in factors.provenance else ""
+    names = [part for part in folder.resolve().parts if part not in (FACTORS, FINETUNED)]
+    return f"SWD s={factors.sparsity:.3g}{tuned} ({names[-1]})", factors
 
 
 def _deliver(run: Run, out: Path, printed: OutputOptions) -> None:

@@ -20,7 +20,7 @@ from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
 from swd_lens.base.visible import visible, visible_lines
-from swd_lens.circuits.compare import TaskComparison
+from swd_lens.circuits.compare import Comparison, TaskComparison
 from swd_lens.report import plots, wording
 from swd_lens.report.headline import control_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
@@ -159,28 +159,43 @@ def _tasks(run: Run) -> Iterator[Section]:
 
 
 def _circuits(run: Run) -> Iterator[Section]:
-    """Per surface: one figure column and one block of table rows per task."""
-    surfaces = []
-    for i, (surface, by_task) in enumerate(run.comparisons.items()):
-        columns = []
-        for j, (task, comparison) in enumerate(by_task.items()):
-            if not comparison.curves:
-                continue
-            figure = plots.circuit_column(comparison.curves, SUFFICIENCY)
-            title = f"{wording.readable(task)}, {surface}: sufficiency and necessity drop against active edges"
-            svg = plots.inline_svg(figure, f"circuit-{i}-{j}", title, _in_words(comparison))
-            columns.append(
-                {"task": task, "svg": Markup(svg), "rows": _cost_rows(comparison), "curves": comparison.curves}
-            )
-        # Circuits of another CE than the reference's are no fair match, so the difference stands in the legend.
-        names = list(dict.fromkeys(name for comparison in by_task.values() for name in comparison.curves))
-        legend = [
-            (by_task.label(name) if name in by_task.methods else name, Markup(plots.swatch(k, f"circuit-{i}-key-{k}")))
-            for k, name in enumerate(names)
+    """Per surface and intervention: one figure column and one block of table rows per task."""
+    surfaces = [
+        _circuits_of(f"{surface}: {wording.intervention_words(*intervention)}" if comparison.others else surface, each)
+        for surface, comparison in run.comparisons.items()
+        for intervention, each in comparison.under_each().items()
+    ]
+    for i, surface in enumerate(surfaces):
+        for j, column in enumerate(surface["columns"]):
+            comparison, title = column.pop("comparison"), f"{wording.readable(column['task'])}, {surface['surface']}"
+            column["svgs"] = {
+                cost: Markup(
+                    plots.inline_svg(
+                        plots.circuit_column(comparison.curves, SUFFICIENCY, cost),
+                        f"circuit-{i}-{j}-{cost}",
+                        f"{title}: sufficiency and necessity drop against {wording.COSTS[cost]}",
+                        _in_words(comparison, cost),
+                    )
+                )
+                for cost in wording.COSTS
+            }
+        surface["legend"] = [
+            (label, Markup(plots.swatch(k, f"circuit-{i}-key-{k}"))) for k, label in enumerate(surface["legend"])
         ]
-        surfaces.append({"surface": surface, "columns": columns, "legend": legend})
     thresholds = {"sufficiency": SUFFICIENCY, "necessity": NECESSITY, "faint_drop": FAINT_DROP}
-    yield Section("circuits", "Circuits", {"surfaces": surfaces, **thresholds})
+    yield Section("circuits", "Circuits", {"surfaces": surfaces, "costs": wording.COSTS, **thresholds})
+
+
+def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
+    """A comparison as rows; circuits of another CE than the reference's are no fair match, so the legend has the difference."""
+    columns = [
+        {"task": task, "comparison": of_task, "rows": _cost_rows(of_task), "curves": of_task.curves}
+        for task, of_task in by_task.items()
+        if of_task.curves
+    ]
+    names = dict.fromkeys(name for of_task in by_task.values() for name in of_task.curves)
+    legend = [by_task.label(name) if name in by_task.methods else name for name in names]
+    return {"surface": title, "columns": columns, "legend": legend}
 
 
 def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
@@ -202,12 +217,12 @@ def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_words(comparison: TaskComparison) -> str:
+def _in_words(comparison: TaskComparison, cost: str) -> str:
     """The figure in words, for those who hear the page."""
     parts = []
     for method, curve in comparison.curves.items():
-        edges = curve.cost_at(sufficiency=SUFFICIENCY, cost="edges")
-        reached = "is never reached" if edges is None else f"is reached with {edges:,} active edges"
+        least = curve.cost_at(sufficiency=SUFFICIENCY, cost=cost)
+        reached = "is never reached" if least is None else f"is reached with {least:,} {wording.COSTS[cost]}"
         drop = wording.fixed(curve.rows["necessity_drop"].iloc[-1], 2)
         parts.append(
             f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."

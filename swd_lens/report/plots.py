@@ -1,7 +1,7 @@
 """The report's figures: matplotlib figures, and how one becomes an <svg> element that is a good neighbour in a page.
 
 1. `circuit_column` draws one column of the paper's grid: a task's sufficiency above its necessity drop, one curve per
-   method. The page puts the columns of a surface side by side, or below each other on a phone.
+   method, against active edges or units. The page puts the columns of a surface side by side, or below each other on a phone.
 2. `relmse_dots` shows which matrices a replacement gets wrong: one row per site, one dot per method.
 3. `pattern_grid` draws attention patterns side by side, for paper and wherever no script runs: a head is a picture of one pixel
    per (destination, source), enlarged without blur. By hand: matplotlib takes half a second for sixteen small axes, and a report
@@ -42,15 +42,15 @@ _LABELS, _LABELLED = 72.0, 24
 _LONGEST = 12
 
 
-def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9) -> Figure:
-    """Sufficiency (above) and necessity drop (below) against active edges, for one task."""
+def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9, cost: str = "edges") -> Figure:
+    """Sufficiency (above) and necessity drop (below) against active edges or units, for one task."""
     figure, axes = new_figure(2, 1, width=2.5, height=1.75)
     figure.set_layout_engine(None)  # the same margins in every column, so that columns align in the page
     figure.subplots_adjust(left=0.25, right=0.97, top=0.98, bottom=0.12, hspace=0.1)
     above, below = axes[:, 0]
     for ax, column in ((above, "sufficiency"), (below, "necessity_drop")):
-        _draw(ax, curves, column)
-        cost_axis(ax.xaxis, pd.concat([curve.rows["edges"] for curve in curves.values()]))
+        _draw(ax, curves, column, cost)
+        cost_axis(ax.xaxis, pd.concat([curve.rows[cost] for curve in curves.values()]))
     above.set_xlabel("")
     above.tick_params(labelbottom=False)
     if above.lines:
@@ -62,10 +62,10 @@ def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9
     return figure
 
 
-def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str) -> None:
+def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str, cost: str) -> None:
     values = pd.concat([curve.rows[column] for curve in curves.values()]).dropna()
-    if any((curve.rows["edges"] > 0).any() for curve in curves.values()):
-        draw_curves(ax, curves, column, "edges")
+    if any((curve.rows[cost] > 0).any() for curve in curves.values()):
+        draw_curves(ax, curves, column, cost)
     if values.empty:
         ax.text(
             0.5,

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swd_lens.base.visible import visible
+from swd_lens.report.wording import intervention_words
 from swd_lens.study import Run
 
 # Long column names of the DataFrames -> what fits a terminal.
@@ -33,12 +34,16 @@ def run_tables(run: Run) -> list[Table | Text]:
         table(f"Fidelity of {surface} on held-out text", pd.DataFrame(rows, columns=columns))
         for surface, rows in run.fidelity_table().groupby("surface", sort=False)
     ]
-    for surface, rows in run.circuit_table().groupby("surface", sort=False):
+    circuits = run.circuit_table()
+    by = [name for name in ("surface", "positions", "ablation") if name in circuits]
+    for key, rows in circuits.groupby(by, sort=False):
+        surface, *intervention = key if isinstance(key, tuple) else (key,)
+        where = f", {intervention_words(*intervention)}" if intervention else ""
         shown = pd.DataFrame({"task": rows["task"], "method": rows["method"], "margin": rows["margin"]})
         for title, threshold in (("sufficiency 0.9", "sufficiency 0.9"), ("half the drop", "necessity 0.5")):
             units, edges = (rows[f"{cost} at {threshold}"] for cost in ("units", "edges"))
             shown[title] = [_cost(u, e) for u, e in zip(units, edges, strict=True)]
-        tables.append(table(f"Circuits in {surface}: least units / edges", shown))
+        tables.append(table(f"Circuits in {surface}{where}: least units / edges", shown))
     return [*tables, Text("blank: never reached · 0: the empty circuit already suffices there", style="dim")]
 
 

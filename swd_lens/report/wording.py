@@ -13,6 +13,8 @@ import pandas as pd
 UNDEFINED = "–"
 MINUS = "\u2212"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+# What a circuit costs, as the axes and the switch between them say it.
+COSTS = {"edges": "active edges", "units": "units"}
 # What a family of tasks asks; tasks that are not listed speak for themselves by name.
 TASK_QUESTIONS = {
     "ioi": "Indirect object identification: “When Mary and John went out, John gave a book to” – is it Mary?",
@@ -71,6 +73,11 @@ def duration(seconds: Any) -> str:
 def readable(name: str) -> str:
     """greater_than -> greater than."""
     return name.replace("_", " ")
+
+
+def intervention_words(positions: str, ablation: str) -> str:
+    """What was done to units, and where: "mean ablation at the scoring position"."""
+    return f"{ablation} ablation at {'the scoring position' if positions == 'scoring' else f'{positions} positions'}"
 
 
 def conjunction(items: Sequence[str]) -> str:

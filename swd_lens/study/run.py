@@ -37,7 +37,7 @@ from swd_lens.circuits import Comparison, compare
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts.sites import Site, split_name
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import PRESETS, resolve
 from swd_lens.study.run_file import (
@@ -263,7 +263,7 @@ def run_study(
     surfaces = dict(surfaces)
     for names in of_factors.values():
         if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
-            surfaces[", ".join(names)] = names
+            surfaces[_label(model, names)] = names
     if not surfaces or not tasks or not (sparsities or factors):
         raise error("study-of-nothing")
     own = [*(f"SWD s={sparsity:g}" for sparsity in sparsities), CONTROL, RANDOM_B, *beside]
@@ -331,7 +331,8 @@ def run_study(
             progress=progress,
         )
         replacements += of_surface
-    settings = _settings(model, surfaces, tasks, sparsities, calibration_tokens, heldout_tokens)
+    calibration = calibration_tokens if sparsities else None  # finished factors say themselves what they were fitted on
+    settings = _settings(model, surfaces, tasks, sparsities, calibration, heldout_tokens)
     settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
     settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None) | {
         "controls": list(controls),
@@ -370,6 +371,15 @@ def surface_of(model: Any, factors: Any) -> list[str]:
     for site in units.sites:
         check_units(host, site, units[site.name])
     return [site.name for site in units.sites]
+
+
+def _label(model: Any, names: Sequence[str]) -> str:
+    """What a surface without a name of its own is called."""
+    kinds = {split_name(name)[1] for name in names}
+    every = [site.name for site in host_of(model).sites() if site.kind in kinds]
+    if len(names) > 1 and len(kinds) == 1 and sorted(names) == sorted(every):
+        return f"all {next(iter(kinds))}"
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 def _settings(

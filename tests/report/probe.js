@@ -20,6 +20,11 @@ async function probe(frame) {
   // They are drawn one after the other.
   for (let i = 0; i < 100 && panels.some(panel => !panel.querySelector("canvas")); i++) await wait();
   for (const panel of panels) await click(panel);
+  for (const radio of all(".switch input")) {
+    radio.click();
+    const shown = [...radio.closest("figure").querySelectorAll(".task-grid")].filter(grid => grid.checkVisibility());
+    need(shown.length === 1 && shown[0].classList.contains(`of-${radio.value}`), `switched to ${radio.value}: ${shown.map(tell)}`);
+  }
   accessible();
   wrong.push(...view.complaints);
   return { wrong: [...new Set(wrong)], panels: panels.length, buttons: all('[role="button"]').length };

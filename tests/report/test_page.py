@@ -184,7 +184,33 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
                 wording.percent(point["accuracy_ablate"]),
             )
             assert cells in rows
-    assert len(re.findall(r'<svg [^>]*aria-labelledby="circuit-\d+-\d+-title', html)) == 4  # two surfaces, two tasks
+    for cost in ("edges", "units"):  # two surfaces, two tasks
+        assert len(re.findall(rf'<svg [^>]*aria-labelledby="circuit-\d+-\d+-{cost}-title', html)) == 4
+        assert html.count(f'class="task-grid of-{cost}"') == 2 == html.count(f' value="{cost}"')
+    words = {
+        cost: re.findall(rf"<desc id=\"circuit-0-0-{cost}-desc\">(.*?)</desc>", html) for cost in ("edges", "units")
+    }
+    curve = run.comparisons[next(iter(run.comparisons))][curves[0].task].curves["SWD s=0.5"]
+    for cost, said in (("edges", "active edges"), ("units", "units")):
+        least = curve.cost_at(sufficiency=0.9, cost=cost)
+        assert (f"with {least:,} {said}" if least is not None else "never reached") in words[cost][0]
+
+
+def test_every_intervention_has_curves_and_costs_of_its_own(run: Run) -> None:
+    surface, comparison = next(iter(run.comparisons.items()))
+    task, of_task = next(iter(comparison.items()))
+    zeroed = {
+        name: replace(curve, q_unpruned=77.125, settings={**curve.settings, "ablation": "zero"})
+        for name, curve in of_task.curves.items()
+    }
+    other = replace(comparison, tasks={task: replace(of_task, curves=zeroed)})
+    both = replace(run, comparisons={**run.comparisons, surface: replace(comparison, others=(other,))})
+    page = _check(render_report(both))
+    text = "".join(page.text)
+    for words in ("mean ablation at the scoring position", "zero ablation at the scoring position"):
+        assert f"{surface}: {words}" in text
+    assert sum("77.12" in row for row in page.rows) == len(zeroed)
+    assert both.circuit_table()["ablation"].value_counts()["zero"] == len(zeroed)
 
 
 def test_the_legend_names_what_is_further_off_in_ce(run: Run) -> None:
