@@ -15,7 +15,7 @@ import torch
 
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.figures import heatmap, new_figure
+from swd_lens.base.figures import heatmap, literal, new_figure
 from swd_lens.base.record import PlainRecord, SavedRecord
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Outcome
@@ -66,11 +66,16 @@ class TaskScreen(PlainRecord):
     @property
     def remark(self) -> str:
         """What a reader should know before looking at circuits of this task; empty where the host does it well."""
-        if self.margin <= 0:
-            return "the dense model does not do this task: its mean margin is not positive"
-        if self.right < WELL_DONE:
-            return f"the dense model does only {self.right:.0%} of the prompts: a circuit of this task says little"
-        return ""
+        return remark_of(self.margin, self.right)
+
+
+def remark_of(margin: float | int, right: float | int) -> str:
+    """What a reader should know of a task that the dense host does with this mean margin, on this share of the prompts."""
+    if margin <= 0:
+        return "the dense model does not do this task: its mean margin is not positive"
+    if right < WELL_DONE:
+        return f"the dense model does only {right:.0%} of the prompts: a circuit of this task says little"
+    return ""
 
 
 @in_plain_surroundings
@@ -122,20 +127,22 @@ class Screen(SavedRecord):
                 chosen[site] = [site]
         return chosen
 
-    def plot(self):
-        """What each site costs each task, a heat map of layers by kind per task; a matplotlib Figure."""
+    def plot(self, tasks: Iterable[str] | None = None):
+        """What each site costs each task (None: all of them), a heat map of layers by kind per task; a matplotlib Figure."""
+        shown = [self.tasks[name] for name in (self.tasks if tasks is None else tasks)]
         kinds = sorted({split_name(name)[1] for name in self.sites}, key=KINDS.index)
         n_layers = 1 + max((split_name(name)[0] for name in self.sites), default=0)
         height = 0.6 + 0.22 * max(1, len(kinds))
-        figure, axes = new_figure(max(1, len(self.tasks)), width=1.6 + 0.22 * n_layers, height=height)
-        for ax, screened in zip(axes[:, 0], self.tasks.values(), strict=False):
+        figure, axes = new_figure(max(1, len(shown)), width=1.6 + 0.22 * n_layers, height=height)
+        for ax, screened in zip(axes[:, 0], shown, strict=False):
             values = [[float("nan")] * n_layers for _ in kinds]
             for name in self.sites:
                 layer, kind = split_name(name)
                 values[kinds.index(kind)][layer] = 1 - screened.kept(name)
             columns = [str(layer) for layer in range(n_layers)]
             heatmap(ax, values, label="margin lost", signed=True, largest=1.0, rows=kinds, columns=columns)
-            ax.set_title(f"{screened.task}: margin {screened.margin:.2f}, right {screened.right:.0%}", fontsize=9)
+            title = f"{screened.task}: margin {screened.margin:.2f}, right {screened.right:.0%}"
+            ax.set_title(literal(title), fontsize=9)
         return figure
 
     def parts(self) -> tuple[Any, ...]:

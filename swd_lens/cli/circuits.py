@@ -165,8 +165,7 @@ def circuit(
             progress=True,
             **solver.arguments(),
         )
-        _deliver(run, out, printed)
-        screened.save(out / "screen.json")
+        _deliver(replace(run, screen=screened), out, printed)
 
 
 def _screened(model: Any, tasks: Sequence[Task], sites: Any) -> Screen:

@@ -21,6 +21,7 @@ from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
 from swd_lens.base.visible import visible, visible_lines
 from swd_lens.circuits.compare import Comparison, TaskComparison
+from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.headline import control_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
@@ -154,8 +155,30 @@ def _tasks(run: Run) -> Iterator[Section]:
             row |= {"test": described.get("test", curve.settings.get("n_test"))}
             row |= {"source": described.get("source", ""), "example": described.get("example", "")}
             row |= {"margin": curve.q_dense, "accuracy": curve.accuracy_dense}
+            row |= {"remark": remark_of(curve.q_dense, curve.accuracy_dense)}
             rows.setdefault(curve.task, row)
     yield Section("tasks", "Tasks", {"tasks": list(rows.values())})
+
+
+def _screen(run: Run) -> Iterator[Section]:
+    """What the tasks need of the dense model: per task a heat map of single sites, and what matters most."""
+    if run.screen is None:
+        return
+    groups = []
+    for i, (task, screened) in enumerate(run.screen.tasks.items()):
+        rows = run.screen.table(n=5).query("task == @task").drop(columns="task").to_dict("records")
+        title = f"{wording.readable(task)}: margin that is lost without one matrix"
+        words = "; ".join(f"without {row['without']} {wording.percent(row['kept'], 0)} is kept" for row in rows)
+        figure = run.screen.plot([task]) if len(run.screen.sites) > 1 and screened.margin > 0 else None
+        groups.append(
+            {
+                "screened": screened,
+                "rows": rows,
+                "svg": figure and Markup(plots.inline_svg(figure, f"screen-{i}", title, words)),
+            }
+        )
+    where = {"scoring": "the scoring position", "all": "all positions"}[run.screen.settings["positions"]]
+    yield Section("screen", "Screen", {"groups": groups, "where": where})
 
 
 def _circuits(run: Run) -> Iterator[Section]:
@@ -315,6 +338,7 @@ SECTIONS: Mapping[str, Callable[[Run], Iterator[Section]]] = {
     "what": _what,
     "fidelity": _fidelity,
     "tasks": _tasks,
+    "screen": _screen,
     "circuits": _circuits,
     "units": _units,
     "attention": _attention,

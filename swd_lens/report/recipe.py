@@ -4,6 +4,7 @@ from typing import Any
 
 from swd_lens.report.headline import main_replacement
 from swd_lens.study import Run
+from swd_lens.study.run import RANDOM_B, RANDOM_B_SEEDS
 from swd_lens.study.run_file import folders_of
 
 DEFAULT_MODEL = "swd-lens-default"
@@ -58,6 +59,12 @@ def run_code(run: Run) -> str:
     lines += [_tokens_line(run, "calibration", "train"), _tokens_line(run, "held-out", "test")]
     if s.get("calibration dtype") == "float64" and s.get("model") == DEFAULT_MODEL:
         lines.append(f"    calibration_model={_load_default(run, dtype=True)},")
+    if s.get("factors"):
+        named = zip(run.replacements, folders_of(run.replacements), strict=True)
+        loads = {r.method: f"swd.FactorSet.load({name!r})" for r, name in named if r.method in s["factors"]}
+        lines += ["    factors={", *(f"        {label!r}: {load}," for label, load in loads.items()), "    },"]
+    seeds = {len(c.groups[RANDOM_B]) for c in run.comparisons.values() if RANDOM_B in c.groups}
+    lines += [f"    random_b_seeds={n}," for n in seeds if n != RANDOM_B_SEEDS]
     interventions = {"positions": "scoring", "ablation": "mean", "controls": ["svd"]}
     lines += [f"    {name}={s.get(name, value)!r}," for name, value in interventions.items()]
     lines += [f"    {key}={value!r}," for key, value in solver.items()]

@@ -35,6 +35,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import read_beside_writer, writing
 from swd_lens.circuits import Comparison, compare
 from swd_lens.circuits.fidelity import fidelity
+from swd_lens.circuits.screen import Screen
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site, split_name
@@ -79,6 +80,7 @@ class Run(Record):
         seconds: of the whole study.
         attention: patterns to be shown, one prompt per task.
         extras: further sections of the report.
+        screen: what the tasks need of the dense host, where that was asked before.
     """
 
     settings: Mapping[str, Any]
@@ -88,6 +90,7 @@ class Run(Record):
     seconds: float
     attention: Sequence[AttentionView] = ()
     extras: Sequence[ReportSection] = ()
+    screen: Screen | None = None
 
     def sparsest(self, surface: str) -> Replacement:
         """The sparsest replacement of a surface, the exact ones aside.
@@ -141,6 +144,7 @@ class Run(Record):
             "units": [card.as_dict() for card in self.cards],
             "attention": [view.as_dict() for view in self.attention],
             "extras": [section.as_dict() for section in self.extras],
+            **({} if self.screen is None else {"screen": self.screen.as_dict()}),
         }
 
     def save(self, folder: str | Path) -> None:
@@ -190,6 +194,7 @@ class Run(Record):
                 checked("Run", values, {"seconds": float})["seconds"],
                 [AttentionView.from_dict(view) for view in values["attention"]],
                 [ReportSection.from_dict(section) for section in values["extras"]],
+                Screen.from_dict(values["screen"]) if "screen" in values else None,
             )
             hashes = checked("Run", values, {"files": Mapping[str, str]})["files"]
         return replace(run, replacements=with_factors(folder, run.replacements, hashes))

@@ -90,17 +90,18 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path):
     assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "SVD"}
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4
-    screened = swd.types.Screen.load(tmp_path / "screen.json")
+    screened = swd.Run.load(tmp_path).screen
     assert len(screened.sites) == 4 and list(screened.surfaces) == ["all mlp_out"]
     assert "The margin without a site or surface" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["factors", "report.html", "run.json", "screen.json"]
+    assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["factors", "report.html", "run.json"]
 
 
 def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
     arguments = ["circuit", "--out", tmp_path, "--sites", "auto", "--task", "ioi", "-s", "0.5", "--controls", "none"]
     result = run(*arguments, *SMALL, *PROMPTS, "--json")
     assert result.exit_code == 0, result.output
-    screened = swd.types.Screen.load(tmp_path / "screen.json")
+    screened = swd.Run.load(tmp_path).screen
     assert len(screened.sites) == 16 and screened.choose() == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
     assert json.loads(result.stdout)["settings"]["surfaces"] == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
     refused = run("circuit", "--out", tmp_path / "b", "--sites", "auto", "--task", "succession", *SMALL, *PROMPTS)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.compare import TaskComparison
+from swd_lens.circuits.screen import Screen, TaskScreen
 from swd_lens.study import Run, run_study
 from swd_lens.tasks import Task, TaskExample
 
@@ -59,6 +60,16 @@ def run(host: Any) -> Run:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the unpruned replacement's mean margin")  # of the second task
         return run_study(host, surfaces, tasks, calibration_tokens=text, heldout_tokens=text.flip(0), **options)
+
+
+def with_screen(run: Run) -> Run:
+    """The run with a screen of three sites and a surface: a task that is done well, and one of which half is done."""
+    names = ("blocks.0.attn_qkv", "blocks.1.attn_o", "blocks.1.mlp_out", f"all {HOSTILE_SURFACE}")
+    tasks = {}
+    for task, right in ((HOSTILE_TASK, 1.0), ("other_way", 0.5)):
+        numbers = {name: 2.0 - 0.625 * i for i, name in enumerate(names)}
+        tasks[task] = TaskScreen(task, 4, 2.0, right, numbers, dict.fromkeys(names, 0.125), dict.fromkeys(names, 0.25))
+    return replace(run, screen=Screen(tasks, names[:3], {names[3]: names[1:3]}, {"positions": "scoring"}))
 
 
 def with_cards(run: Run, tokens: tuple[str, ...]) -> Run:

@@ -22,7 +22,7 @@ from swd_lens.base.panels import attention_heads
 from swd_lens.report import render_report
 from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable
-from tests.report.conftest import HOSTILE, with_attention, with_cards
+from tests.report.conftest import HOSTILE, with_attention, with_cards, with_screen
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
@@ -84,7 +84,9 @@ def _full(run: Run) -> Run:
     table = SectionTable("Numbers", ("name", *"abcdefghij"), (("row", *range(10)),))
     views = [*run.attention, *with_attention(run, HOSTILE).attention]
     return replace(
-        with_cards(run, HOSTILE), attention=views, extras=[ReportSection("More", ("Words.",), (picture,), (table,))]
+        with_screen(with_cards(run, HOSTILE)),
+        attention=views,
+        extras=[ReportSection("More", ("Words.",), (picture,), (table,))],
     )
 
 

@@ -26,6 +26,7 @@ from tests.report.conftest import (
     with_attention,
     with_cards,
     with_curve_rows,
+    with_screen,
 )
 
 VOID = {"meta", "br", "link", "hr", "img", "input", "col"}
@@ -211,6 +212,41 @@ def test_every_intervention_has_curves_and_costs_of_its_own(run: Run) -> None:
         assert f"{surface}: {words}" in text
     assert sum("77.12" in row for row in page.rows) == len(zeroed)
     assert both.circuit_table()["ablation"].value_counts()["zero"] == len(zeroed)
+
+
+def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(run: Run, tmp_path: Path) -> None:
+    page = _check(html := render_report(with_screen(run)))
+    text = "".join(page.text)
+    assert "The dense model does only 50% of the prompts: a circuit of this task says little." in text
+    assert len(re.findall(r'<svg [^>]*aria-labelledby="screen-\d+-title', html)) == 2
+    for i, name in enumerate(("blocks.0.attn_qkv", "blocks.1.attn_o", "blocks.1.mlp_out", f"all {HOSTILE_SURFACE}")):
+        kept = 2.0 - 0.625 * i
+        row = [name, wording.percent(kept / 2), wording.fixed(2 - kept), "0.125", "25.0%"]
+        assert page.rows.count(row) == 2, row
+    with_screen(run).save(tmp_path)
+    loaded = Run.load(tmp_path)
+    assert loaded.screen == with_screen(run).screen and render_report(loaded) == html
+    assert "Screen" not in "".join(_check(render_report(run)).text)
+
+
+def test_tasks_that_the_dense_model_does_badly_are_named(run: Run) -> None:
+    done = {0.75: "does only 75% of the prompts", 0.8: ""}
+    for accuracy, remark in done.items():
+
+        def changed(of_task: TaskComparison, accuracy: float = accuracy) -> TaskComparison:
+            curves = {m: replace(c, q_dense=1.0, accuracy_dense=accuracy) for m, c in of_task.curves.items()}
+            return replace(of_task, curves=curves)
+
+        comparisons = {surface: of_tasks(c, changed) for surface, c in run.comparisons.items()}
+        text = "".join(_check(render_report(replace(run, comparisons=comparisons))).text)
+        assert ("a circuit of this task says little" in text) == bool(remark) and remark in text
+    undone = {surface: of_tasks(c, _without_margin) for surface, c in run.comparisons.items()}
+    text = "".join(_check(render_report(replace(run, comparisons=undone))).text)
+    assert "the dense model does not do this task" in text
+
+
+def _without_margin(of_task: TaskComparison) -> TaskComparison:
+    return replace(of_task, curves={m: replace(c, q_dense=-0.5) for m, c in of_task.curves.items()})
 
 
 def test_the_legend_names_what_is_further_off_in_ce(run: Run) -> None:

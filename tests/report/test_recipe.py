@@ -71,3 +71,19 @@ def test_calibration_in_float64_is_repeated(run: Run) -> None:
 
 def test_only_exact_factors_offer_nothing_to_load(run: Run) -> None:
     assert load_code(replace(run, replacements=[r for r in run.replacements if r.exact])) == ""
+
+
+def test_finished_factors_and_seeds_are_repeated(run: Run, tmp_path: Path) -> None:
+    surface, comparison = next(iter(run.comparisons.items()))
+    seeds = replace(comparison, groups={"Random-B": tuple(f"Random-B/{seed}" for seed in range(10))})
+    method = run.replacements[1].method
+    given = replace(
+        run, comparisons={surface: seeds}, settings={**run.settings, "factors": [method], "ablation": ["mean", "zero"]}
+    )
+    code = run_code(given)
+    compile(code, "run", "exec")
+    assert "random_b_seeds=10," in code and "ablation=['mean', 'zero']," in code
+    run.save(tmp_path)
+    folders = re.findall(rf"{method!r}: swd.FactorSet.load\('(.*)'\)", code)
+    assert folders and FactorSet.load(tmp_path / folders[0]).edges
+    assert "random_b_seeds" not in run_code(run) and "factors={" not in run_code(run)
