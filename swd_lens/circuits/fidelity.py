@@ -2,8 +2,8 @@
 
 1. Rows are run a few thousand tokens at a time. The dense host runs once for all replacements, in stages: what enters the first
    replaced layer of each is kept, and each replacement takes up there (`_Staged`).
-2. Residuals are unembedded a chunk of positions at a time: no tensor of logits has more than CHUNK_BYTES, whatever the batch and
-   the vocabulary.
+2. Residuals are unembedded a chunk of rows and positions at a time: no tensor of logits has more than CHUNK_BYTES, whatever the
+   batch and the vocabulary.
 3. Sum, over all next-token predictions, cross-entropy of both hosts, KL(dense || replaced) and top-1 agreement; over all
    positions, squared error and squared norm of every site's output (bias included).
 4. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
@@ -178,9 +178,10 @@ class _Sums:
         dense: Float[Tensor, "batch pos vocab"],
         replaced: Float[Tensor, "batch pos vocab"],
         tokens: Int[Tensor, "batch pos"],
+        rows: slice = slice(None),
     ):
-        """Of the batch that `ce_deltas` was begun for last."""
-        self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1])
+        """Of these rows of the batch that `ce_deltas` was begun for last."""
+        self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1][rows])
 
     def add_output(
         self, name: str, replaced: Float[Tensor, "batch pos d_out"], dense: Float[Tensor, "batch pos d_out"]
@@ -294,17 +295,23 @@ class _Staged(_Runs):
         return self.host.residual(batch, self.end, start=self._starts[self.first[name]])
 
     def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
-        for chunk in self._chunks(batch):
-            tokens = batch[:, chunk]
-            logits = self.host.unembed(tokens, dense[:, chunk]).float()
+        for rows, chunk in self._chunks(batch):
+            tokens = batch[rows, chunk]
+            logits = self.host.unembed(tokens, dense[rows, chunk]).float()
             for name, residual in replaced.items():
-                sums[name].add_predictions(logits, self.host.unembed(tokens, residual[:, chunk]).float(), tokens)
+                of_name = self.host.unembed(tokens, residual[rows, chunk]).float()
+                sums[name].add_predictions(logits, of_name, tokens, rows)
 
-    def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[slice]:
-        """Positions, as many at a time as CHUNK_BYTES allow; the last of a chunk predicts nothing and begins the next."""
-        last = batch.shape[1] - 1
-        size = max(1, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab * len(batch)) - 1)
-        yield from (slice(start, min(start + size, last) + 1) for start in range(0, last, size))
+    def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:
+        """Rows and positions, as many at a time as CHUNK_BYTES allow; the last position of a chunk predicts nothing and begins
+        the next."""
+        last, most = batch.shape[1] - 1, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab)
+        # Sixteen rows are small under any vocabulary, and products of fewer round otherwise.
+        n_rows = min(len(batch), max(16, most // 2))
+        size = max(1, most // n_rows - 1)
+        for row in range(0, len(batch), n_rows):
+            for start in range(0, last, size):
+                yield slice(row, row + n_rows), slice(start, min(start + size, last) + 1)
 
     def agree_with_whole(self, rows: Int[Tensor, "rows pos"]) -> bool:
         """Whether the first tokens give the logits that whole runs give, of the dense host and of every replacement."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base._version import __version__
@@ -30,6 +30,7 @@ from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, host_of, require_no_dropout
+from swd_lens.hosts.predictions import TOKENS, Predictions
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
@@ -205,11 +206,16 @@ def _kl(
     host: Host, site: Site, trials: Sequence[Factors], rows: Int[Tensor, "rows pos"], batch_size: int
 ) -> list[float]:
     """KL(dense || only this site replaced) in nats per predicted token, of each trial."""
-    sums = [0.0] * len(trials)
+    sums, predictions = [0.0] * len(trials), Predictions(host)
     with torch.no_grad():
-        for batch in rows.split(batch_size):
-            log_p = log_probabilities(host.run(batch)[:, :-1])
+        for batch in rows.split(min(batch_size, max(1, TOKENS // rows.shape[1]))):
+            dense = predictions.run(batch)
             for i, f in enumerate(trials):
                 with attach(host.model, {site.name: f}):
-                    sums[i] += float(kl_sum(log_p, log_probabilities(host.run(batch)[:, :-1])))
+                    replaced = predictions.run(batch)
+                sums[i] += float(predictions.total(_kl_of_part, batch, dense, replaced))
     return [total / (rows.shape[0] * (rows.shape[1] - 1)) for total in sums]
+
+
+def _kl_of_part(_targets: Tensor, dense: Tensor, replaced: Tensor) -> Float[Tensor, ""]:
+    return kl_sum(log_probabilities(dense), log_probabilities(replaced))

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import PlainRecord, Record
@@ -205,6 +206,9 @@ def generate(
         raise error("samples-of-an-encoder")
     require_no_dropout(model)
     host = host_of(model)
+    size = min(
+        batch_size, max(1, CHUNK_BYTES // (8 * int(model.cfg.d_vocab)))
+    )  # of logits, float64 where they are sampled
     replacements = _labelled(host, factors)
     rows, with_bos = prompt_rows(model, prompts, prepend_bos)
     written: dict[str, dict[int, tuple[int, ...]]] = {}
@@ -213,7 +217,7 @@ def generate(
         for label, units in {DENSE: None, **replacements}.items():
             written[label] = {}
             with nullcontext() if units is None else attach(model, units):
-                for batch in same_length([len(row) for row in rows], lambda _: batch_size):
+                for batch in same_length([len(row) for row in rows], lambda _: size):
                     new = _continue(host, rows, batch, max_new_tokens, float(temperature), seed)
                     written[label].update(zip(batch, new, strict=True))
                     bar.update(len(batch))

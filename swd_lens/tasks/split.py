@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.example import TaskExample
@@ -144,10 +145,14 @@ class TaskSplit:
         return torch.tensor(sorted({i for ids in (*self.answer_ids, *self.distractor_ids) for i in ids}))
 
     def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
-        """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once."""
+        """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once.
+
+        With a metric, which wants the whole vocabulary, no more than have CHUNK_BYTES of logits.
+        """
         if batch_size < 1:
             raise error("no-batch-size", batch_size=batch_size)
-        batches = same_length([len(prompt) for prompt in self.tokens], lambda _: batch_size)
+        size = batch_size if self.metric is None else min(batch_size, max(1, CHUNK_BYTES // (4 * self.d_vocab)))
+        batches = same_length([len(prompt) for prompt in self.tokens], lambda _: size)
         for rows in sorted(batches, key=lambda rows: len(self.tokens[rows[0]])):
             yield self._bucket(rows)
 

@@ -2,15 +2,17 @@
 
 1. The margin of its own prompt before and after: the realised change.
 2. KL(before || after) of the next token behind other prompts, at the last position of each.
-3. KL(before || after) of every next-token prediction on text, streamed: one batch of rows in memory at a time.
+3. KL(before || after) of every next-token prediction on text, streamed: one batch of rows in memory at a time, logits a part at
+   a time.
 
 "Before" is the dense host; of an edit of a replacement it is the host with the unchanged factors attached. Logits are the
 host's, softmax and sums are float64: these divergences go down to 1e-9.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -23,13 +25,14 @@ from swd_lens.analysis.edit.edited import Edit
 from swd_lens.analysis.edit.target import ending, read_prompt, shown_text
 from swd_lens.base._version import __version__
 from swd_lens.base.display import card
-from swd_lens.base.divergence import kl_per_prediction
+from swd_lens.base.divergence import CHUNK_BYTES, kl_per_prediction
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
+from swd_lens.hosts.predictions import TOKENS, Predictions
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -210,11 +213,15 @@ def _prompts(
 ) -> Float[Tensor, "edit prompt"]:
     """KL of the token behind each prompt; prompts of one length run together."""
     values = torch.zeros(len(edits), len(prompts), dtype=torch.float64)
-    batches = same_length([len(ids) for ids in prompts], lambda length: batch_size)
+    size = min(batch_size, max(1, CHUNK_BYTES // (8 * int(host.model.cfg.d_vocab))))
+    batches = same_length([len(ids) for ids in prompts], lambda length: size)
     for batch in tqdm(batches, desc="prompts", unit="batch", disable=not progress, leave=False):
         rows = torch.stack([prompts[i] for i in batch])
-        for i, kl in _divergences(host, edits, rows):
-            values[i, batch] = kl
+        for members in _groups(edits):
+            runs = _runs(host, [edits[i] for i in members], rows)
+            before = next(runs)
+            for i, after in zip(members, runs, strict=True):
+                values[i, batch] = kl_per_prediction(before, after)
     return values
 
 
@@ -225,23 +232,19 @@ def _text(
     sums = [0.0] * len(edits)
     if stream is None:
         return sums, 0
-    total = -(-stream.n_rows // batch_size)
-    bar = tqdm(stream.batches(batch_size), desc="text", unit="batch", total=total, disable=not progress, leave=False)
-    for rows in bar:
-        for i, kl in _divergences(host, edits, rows, everywhere=True):
-            sums[i] += float(kl.sum())
+    predictions, size = Predictions(host), min(batch_size, max(1, TOKENS // stream.row_length))
+    total = -(-stream.n_rows // size)
+    for rows in tqdm(stream.batches(size), desc="text", unit="batch", total=total, disable=not progress, leave=False):
+        for members in _groups(edits):
+            runs = _runs(host, [edits[i] for i in members], rows, predictions.run)
+            before = next(runs)
+            for i, after in zip(members, runs, strict=True):
+                sums[i] += float(predictions.total(_kl, rows, before, after))
     return sums, stream.n_rows * (stream.row_length - 1)
 
 
-def _divergences(
-    host: Host, edits: Sequence[Edit], rows: Int[Tensor, "rows pos"], everywhere: bool = False
-) -> Iterator[tuple[int, Float[Tensor, " _predictions"]]]:
-    """(which edit, KL per prediction) for each; those that share a base share its run."""
-    for members in _groups(edits):
-        runs = _runs(host, [edits[i] for i in members], rows, everywhere)
-        before = next(runs)
-        for i, after in zip(members, runs, strict=True):
-            yield i, kl_per_prediction(before, after)
+def _kl(_targets: Tensor, before: Tensor, after: Tensor) -> Float[Tensor, ""]:
+    return kl_per_prediction(before.flatten(0, 1), after.flatten(0, 1)).sum()
 
 
 def _groups(edits: Sequence[Edit], by_prompt: bool = False) -> list[list[int]]:
@@ -253,26 +256,23 @@ def _groups(edits: Sequence[Edit], by_prompt: bool = False) -> list[list[int]]:
 
 
 def _runs(
-    host: Host, edits: Sequence[Edit], rows: Int[Tensor, "rows pos"], everywhere: bool = False
-) -> Iterator[Float[Tensor, "_predictions vocab"]]:
-    """Logits before the edits (which share their base), then under each in turn: at the last position, or at all but it."""
-    layer = min(sites_of(host, edit.site)[0].layer for edit in edits)
-    start: Start | None = None
-
-    def logits() -> Float[Tensor, "_predictions vocab"]:
-        if everywhere:
-            return host.run(rows)[:, :-1].flatten(0, 1)
-        return host.last_logits(rows, start=start)
-
+    host: Host,
+    edits: Sequence[Edit],
+    rows: Int[Tensor, "rows pos"],
+    run: Callable[[Int[Tensor, "rows pos"]], Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """Before the edits (which share their base), then under each in turn: what `run` gives, or the last position's logits."""
     with nullcontext() if edits[0].replaced is None else attach(host.model, edits[0].replaced):
-        if not everywhere:
+        if run is None:
             # No edit reaches what enters its block: that is run once.
+            layer = min(sites_of(host, edit.site)[0].layer for edit in edits)
             start = Start(layer, host.residual(rows, layer))
-        before = logits()
+            run = partial(host.last_logits, start=start)
+        before = run(rows)
     yield before
     for edit in edits:
         with _written(host, edit) if edit.factors is None else attach(host.model, edit.factors):
-            after = logits()
+            after = run(rows)
         yield after
 
 

@@ -189,8 +189,9 @@ class BridgeRuns:
         if start is not None:
             self.residual(tokens, n_blocks, start=start)
             return
-        # Where no block knows its number (BERT: block.py:_check_stop_at_layer), upstream runs them all.
-        self._run(tokens, stop_at_layer=n_blocks)
+        # Where no block knows its number (BERT: block.py:_check_stop_at_layer), upstream runs them all; behind the last one it
+        # runs the rest of the model.
+        self._run(tokens, stop_at_layer=n_blocks, **self._last_only())
 
     def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
         if tokens.shape[1] == 1 or not self._keeps_cache():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from swd_lens.base.divergence import kl, log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.hosts import Host, Start
+from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.train.baselines.coders import Coder
@@ -196,6 +197,7 @@ class HostFit(CoderFit):
         self.host, self.site = host, site
         self.vpds = list(parts.values())
         self.mounted = {part: _Masked(vpd) for part, vpd in parts.items()}
+        self.predictions = Predictions(host)
         self.draws = Draws(self.vpds)
         self.adversary = adversary_of(self.vpds[0].spec, self.draws)
 
@@ -210,12 +212,12 @@ class HostFit(CoderFit):
             return total_loss(*self._recon(rows), self.vpds, step)
         self.draws.begin(step, tuple(rows.shape))
         with torch.no_grad():
-            log_p = log_probabilities(self.host.run(rows))
-        total, logged = total_loss(*self._stochastic(rows, log_p), self.vpds, step)
+            dense = self.predictions.run(rows)
+        total, logged = total_loss(*self._stochastic(rows, dense), self.vpds, step)
         if self.spec.adversarial:
 
             def kl_under(sources: list[Tensor]) -> Tensor:
-                return self._kl_under(rows, log_p, sources)[0]
+                return self._kl_under(rows, dense, sources)[0]
 
             worst = kl_under(self.adversary.sources(kl_under, tuple(rows.shape), step))
             total, logged = total + self.spec.adversarial * worst, {**logged, "adversarial": worst.detach()}
@@ -248,7 +250,7 @@ class HostFit(CoderFit):
         seen = record(self.host, rows, outputs=[self.site], start=start, keep=Tensor.float, gradient=True)
         return seen.outputs[self.site.name]
 
-    def _stochastic(self, rows: Int[Tensor, "_rows pos"], log_p: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _stochastic(self, rows: Int[Tensor, "_rows pos"], dense: Tensor) -> tuple[Tensor, list[Tensor]]:
         """KL under drawn masks: of all matrices together, of one at a time, averaged, or of some at each position."""
         shape, routing, n = tuple(rows.shape), self.spec.routing, len(self.mounted)
         if routing == "layerwise" and n > 1:
@@ -256,25 +258,29 @@ class HostFit(CoderFit):
             for matrix in range(n):
                 # All are drawn each time, so that matrices do not share masks.
                 sources = [s if i == matrix else None for i, s in enumerate(self.draws.sources(shape))]
-                loss, (raw,) = self._kl_under(rows, log_p, sources)
+                loss, (raw,) = self._kl_under(rows, dense, sources)
                 losses.append(loss)
                 raws.append(raw)
             return torch.stack(losses).mean(), raws
         sources = self.draws.sources(shape)
-        return self._kl_under(rows, log_p, sources, self.draws.routes(shape) if routing == "subset" and n > 1 else None)
+        return self._kl_under(rows, dense, sources, self.draws.routes(shape) if routing == "subset" and n > 1 else None)
 
     def _kl_under(
-        self, rows: Tensor, log_p: Tensor, sources: Sequence[Tensor | None], routes: list[Tensor] | None = None
+        self, rows: Tensor, dense: Tensor, sources: Sequence[Tensor | None], routes: list[Tensor] | None = None
     ) -> tuple[Float[Tensor, ""], list[Tensor]]:
-        """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances."""
+        """KL(dense || masked), mean over positions, matrices without sources dense; and the others' raw importances.
+
+        Args:
+            dense: the dense host's run, see `Predictions.run`.
+        """
         routed = [None for _ in sources] if routes is None else routes
         each = zip(sources, self.draws.noise, routed, strict=True)
         self._mask([None if source is None else Masking(source, noise, route) for source, noise, route in each])
         try:
-            log_q = log_probabilities(self.host.run(rows))
+            masked = self.predictions.run(rows)
         finally:
             raws = self._unmask()
-        return kl(log_p, log_q).mean(), raws
+        return self.predictions.total(_kl, rows, dense, masked, behind_last=True) / rows.numel(), raws
 
     def _mask(self, maskings: Sequence[Masking | None]) -> None:
         for masked, masking in zip(self.mounted.values(), maskings, strict=True):
@@ -285,6 +291,10 @@ class HostFit(CoderFit):
         raws = [masked.raw for masked in self.mounted.values() if masked.raw is not None]
         self._mask([None for _ in self.mounted])
         return raws
+
+
+def _kl(_targets: Tensor, dense: Tensor, masked: Tensor) -> Float[Tensor, ""]:
+    return kl(log_probabilities(dense), log_probabilities(masked)).sum()
 
 
 @contextmanager

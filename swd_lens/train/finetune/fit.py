@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
 from swd_lens.base.errors import error
+from swd_lens.hosts.predictions import TOKENS
 from swd_lens.train.engine import Fit, autocast, normalized, root_mean_square
 from swd_lens.train.finetune.mount import Mounted
 from swd_lens.train.finetune.spec import FinetuneSpec
@@ -26,10 +27,7 @@ from swd_lens.train.rows import Processes, Rows
 # float16 gradients of a mean over thousands of predictions fall below what it can hold; a power of two changes no other bit.
 _FLOAT16_SCALE = 2.0**12
 
-# Held-out rows per forward: 2^26 logits are 268 MB in float32, a row of 1,024 under GPT-2's vocabulary; some four such
-# tensors are alive at a time.
-_LOGITS_AT_ONCE = 2**26
-_MOST_ROWS = 64
+_MOST_ROWS = 64  # of held-out text per forward
 
 
 class Heldout(NamedTuple):
@@ -78,13 +76,23 @@ class FinetuneFit(Fit):
 
     def gradients(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[float, dict[str, Any]]:
         predictions = rows.shape[0] * (rows.shape[1] - 1)
-        loss = batch_loss(self.mounted, self.processes.share(rows), self.spec) / predictions
         scale = _FLOAT16_SCALE if self.spec.autocast == "float16" else 1.0
-        gradients = torch.autograd.grad(loss * scale, list(self.parameters.values()))
-        summed = self.processes.total(list(gradients))
+        loss, gradients = torch.zeros((), dtype=torch.float64), []
+        for part in self._forwards(self.processes.share(rows)):
+            of_part = batch_loss(self.mounted, part, self.spec) / predictions
+            further = torch.autograd.grad(of_part * scale, list(self.parameters.values()))
+            gradients = (
+                [g.add_(more) for g, more in zip(gradients, further, strict=True)] if gradients else list(further)
+            )
+            loss += of_part.detach().double().cpu()
+        summed = self.processes.total(gradients)
         for values, gradient in zip(self.parameters.values(), summed, strict=True):
             values.grad = gradient / scale if scale != 1.0 else gradient
-        return float(self.processes.total([loss.detach().double().cpu()])[0]), {}
+        return float(self.processes.total([loss])[0]), {}
+
+    def _forwards(self, rows: Int[Tensor, "_rows pos"]) -> tuple[Tensor, ...]:
+        """The rows, as many at a time as make TOKENS: the graph of a forward has every position's activations."""
+        return rows.split(max(1, TOKENS // rows.shape[1]))
 
     def require_finite(self, loss: float, step: int, rate: float, folder: TrainingFolder | None) -> None:
         if math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in self._gradients()):
@@ -119,15 +127,14 @@ class FinetuneFit(Fit):
 
     def evaluate(self) -> dict[str, float]:
         assert self.heldout is not None
-        row = self.heldout.row_length * int(self.mounted.units.host.model.cfg.d_vocab)
-        size = max(1, min(_MOST_ROWS, _LOGITS_AT_ONCE // row)) * self.processes.n
+        size = max(1, min(_MOST_ROWS, TOKENS // self.heldout.row_length)) * self.processes.n
         sums = torch.zeros(4, dtype=torch.float64)
         with torch.no_grad():
             for batch in self.heldout.all(size):
                 if len(rows := self.processes.share(batch)):
-                    log_p, log_q = (_log_probabilities(self.mounted, rows, dense=dense) for dense in (True, False))
-                    parts = [_cross_entropy(log_p, rows), _cross_entropy(log_q, rows), _kl(log_p, log_q)]
-                    sums += torch.tensor([*map(float, parts), rows[:, 1:].numel()], dtype=torch.float64)
+                    runs = [self.mounted.run(rows, dense=dense) for dense in (True, False)]
+                    parts = self.mounted.predictions.total(_measured, rows, *runs)
+                    sums += torch.tensor([*parts.tolist(), rows[:, 1:].numel()], dtype=torch.float64)
         sums = self.processes.total([sums])[0]
         self.after = Heldout(*(sums[:3] / sums[3]).tolist())
         if self.spec.keep == "best" and (self.best is None or self._loss(self.after) < self._loss(self.best)):
@@ -170,21 +177,22 @@ class FinetuneFit(Fit):
 
 def batch_loss(mounted: Mounted, rows: Int[Tensor, "_rows pos"], spec: FinetuneSpec) -> Float[Tensor, ""]:
     """Sum of the loss over the predictions of these rows; with gradient."""
+
+    def loss(targets: Tensor, logits: Tensor, dense: Tensor | None = None) -> Float[Tensor, ""]:
+        log_q = log_probabilities(logits)
+        if dense is None:
+            return cross_entropy(log_q, targets).sum()
+        divergence = _kl(log_probabilities(dense), log_q)
+        return divergence if spec.loss == "kl" else cross_entropy(log_q, targets).sum() + spec.kl_weight * divergence
+
     with torch.enable_grad(), autocast(next(mounted.units.host.model.parameters()).device, spec.autocast):
-        log_p = None if spec.loss == "ce" else _log_probabilities(mounted, rows, dense=True)
-        log_q = _log_probabilities(mounted, rows, dense=False)
-    if log_p is None:
-        return _cross_entropy(log_q, rows)
-    divergence = _kl(log_p, log_q)
-    return divergence if spec.loss == "kl" else _cross_entropy(log_q, rows) + spec.kl_weight * divergence
+        dense = () if spec.loss == "ce" else (mounted.run(rows, dense=True),)
+        return mounted.predictions.total(loss, rows, mounted.run(rows, dense=False), *dense)
 
 
-def _log_probabilities(mounted: Mounted, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pred vocab"]:
-    return log_probabilities(mounted.run(rows, dense=dense)[:, :-1])
-
-
-def _cross_entropy(log_q: Tensor, rows: Tensor) -> Float[Tensor, ""]:
-    return cross_entropy(log_q, rows[:, 1:]).sum()
+def _measured(targets: Tensor, dense: Tensor, logits: Tensor) -> Float[Tensor, "ce_dense_ce_kl"]:
+    log_p, log_q = log_probabilities(dense), log_probabilities(logits)
+    return torch.stack([cross_entropy(log_p, targets).sum(), cross_entropy(log_q, targets).sum(), _kl(log_p, log_q)])
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Float[Tensor, ""]:

@@ -11,6 +11,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error
+from swd_lens.hosts.predictions import Predictions
 from swd_lens.train.engine import frozen
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
@@ -113,12 +115,17 @@ class Mounted:
             for side in ("read", "write")
         }
 
-    def run(self, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pos vocab"]:
-        """Logits of the host with the factors, with gradient where it is on; or of the dense host, without."""
+    @cached_property
+    def predictions(self) -> Predictions:
+        """Of the host with the factors."""
+        return Predictions(self.units.host)
+
+    def run(self, rows: Tensor, *, dense: bool) -> Float[Tensor, "_rows pos _width"]:
+        """A run for `predictions`: of the host with the factors, with gradient where it is on; or of the dense host, without."""
         if not dense:
-            return self.units.host.run(rows)
+            return self.predictions.run(rows)
         with torch.no_grad(), bypassed(self.projections.values()):
-            return self.units.host.run(rows)
+            return self.predictions.run(rows)
 
 
 def trainable(model: Any, factors: Any) -> UnitSet:

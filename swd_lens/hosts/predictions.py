@@ -1,0 +1,112 @@
+"""Next-token predictions of whole rows, a part at a time: no tensor of logits has more than CHUNK_BYTES, whatever the batch and
+the vocabulary.
+
+1. `run` gives what leaves the last block at every position, or all logits where those have few enough bytes.
+2. `total` unembeds that a part at a time (some rows, some positions) and adds up what is measured of each part. With gradient
+   a part's logits are made again on the way back, so that they are never all there either.
+
+Unembedding apart is verified on a few tokens before it is trusted; where a host gives other logits so, its runs are whole.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from swd_lens.base.divergence import CHUNK_BYTES
+from swd_lens.hosts import Host
+
+TOKENS = 2_048  # of a forward, where its caller says nothing else
+_CHECKED = 32  # positions
+_AGREES = 1e-4  # of the largest logit
+
+Measure = Callable[..., Tensor]
+
+
+class Predictions:
+    """Predictions of a host as it is now: mount what is to be there before.
+
+    Args:
+        host: one with next-token logits.
+    """
+
+    def __init__(self, host: Host):
+        self.host = host
+        self._d_vocab = int(host.model.cfg.d_vocab)
+        self._apart: bool | None = None  # None: not tried yet
+
+    def run(self, rows: Int[Tensor, "rows pos"]) -> Float[Tensor, "rows pos _width"]:
+        """What `total` takes: the last block's output, or the logits."""
+        return self._residual(rows) if self._unembeds_apart(rows) else self.host.run(rows)
+
+    def total(
+        self,
+        measure: Measure,
+        rows: Int[Tensor, "rows pos"],
+        *runs: Float[Tensor, "rows pos _width"],
+        behind_last: bool = False,
+    ) -> Float[Tensor, "..."]:
+        """Sum over parts of measure(targets (row, prediction), logits (row, prediction, vocab) of each run).
+
+        Args:
+            rows: what was run; position t predicts token t + 1.
+            runs: of `run`, on these rows.
+            behind_last: also of the last position, whose target is not known: there are fewer targets then than predictions.
+        """
+
+        def of_part(row: slice, prediction: slice, *runs: Tensor) -> Tensor:
+            targets = rows[row, prediction.start + 1 : prediction.stop + 1]
+            return measure(targets, *(self._logits(rows, run, row, prediction) for run in runs))
+
+        parts = list(self._parts(rows, rows.shape[1] - (not behind_last)))
+        if len(parts) == 1 or not any(run.requires_grad for run in runs):
+            values = [of_part(*part, *runs) for part in parts]
+        else:
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            values = [checkpoint(of_part, *part, *runs, **how) for part in parts]
+        return values[0] if len(values) == 1 else torch.stack(values).sum(0)
+
+    def _logits(
+        self, rows: Tensor, run: Tensor, row: slice, prediction: slice
+    ) -> Float[Tensor, "row prediction vocab"]:
+        part = run[row, prediction]
+        return self.host.unembed(rows[row, prediction], part) if self._unembeds_apart(rows) else part
+
+    def _parts(self, rows: Int[Tensor, "rows pos"], last: int) -> Iterator[tuple[slice, slice]]:
+        """Rows and predictions, `last` of each row; all at once where whole logits are small."""
+        most, n_rows = CHUNK_BYTES // (4 * self._d_vocab), rows.shape[0]
+        if self._are_small(rows):
+            yield slice(0, n_rows), slice(0, last)
+            return
+        of_rows = max(1, min(n_rows, most))
+        at_once = max(1, most // of_rows)
+        for row in range(0, n_rows, of_rows):
+            for start in range(0, last, at_once):
+                yield slice(row, min(row + of_rows, n_rows)), slice(start, min(start + at_once, last))
+
+    def _are_small(self, rows: Tensor) -> bool:
+        return 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES
+
+    def _residual(self, rows: Tensor) -> Float[Tensor, "rows pos d_model"]:
+        return self.host.residual(rows, int(self.host.model.cfg.n_layers))
+
+    def _unembeds_apart(self, rows: Int[Tensor, "rows pos"]) -> bool:
+        if self._are_small(rows):
+            return False
+        if self._apart is None:
+            self._apart = self._agrees(rows[:1, : max(2, min(_CHECKED, CHUNK_BYTES // (4 * self._d_vocab)))])
+        return self._apart
+
+    @torch.no_grad()
+    def _agrees(self, few: Int[Tensor, "batch pos"]) -> bool:
+        whole, half = self.host.run(few), few.shape[1] // 2
+        try:
+            residual = self._residual(few)
+            parts = [self.host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
+        except Exception:  # a user's hook may want more positions than a part has
+            return False
+        tolerance = max(_AGREES, 8 * torch.finfo(whole.dtype).eps)
+        return bool((torch.cat(parts, 1) - whole).abs().max() <= tolerance * whole.abs().max())
