@@ -12,28 +12,26 @@
 """
 
 import reprlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
-from torch import nn
 
 from swd_lens.base.errors import error
-from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve, over_seeds
-from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.frontier import evaluate
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
+from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.tasks.task import Task
-from swd_lens.units.unit_set import UnitSet
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 _COSTS = ("units", "edges")  # in the order of a table's columns
@@ -318,7 +316,7 @@ def compare(
     """
     tasks = check_tasks(tasks)
     check_options(attribution, evaluation)
-    sources, groups = _sources(methods)
+    sources, groups = sources_of(methods)
     measured = dict(fidelities or {})
     if unknown := [name for name in measured if name not in sources]:
         names = ", ".join(map(repr, sources))
@@ -328,32 +326,40 @@ def compare(
         raise error("comparison-unknown-reference", reference=reference, methods=", ".join(map(repr, methods)))
     positions = several((attribution or {}).get("positions", positions), "positions")
     ablation = several((evaluation or {}).get("ablation", ablation), "ablation")
-    # (task, positions) -> name of a curve -> scores; of curves, each ablation apart.
-    scores: dict[tuple[str, str], dict[str, UnitScores]] = defaultdict(dict)
-    curves: dict[tuple[str, str, str], dict[str, CostCurve]] = defaultdict(dict)
-    for name, source in tqdm(sources.items(), desc="compare", unit="replacement", disable=not progress, leave=False):
-        # A module can be called, too, but a transcoder is a source itself.
-        if callable(source) and not isinstance(source, Mapping | nn.Module):
-            source = source()
-        factors = UnitSet.of(model, source)
-        if tokens is not None and name not in measured:
-            measured[name] = fidelity(model, factors, tokens)
-        for task, where in product(tasks, positions):
-            ranked = attribute(model, factors, task, **{**(attribution or {}), "positions": where})
-            scores[task.name, where][name] = ranked
-            for kind in ablation:
-                curves[task.name, where, kind][name] = evaluate(
-                    model, factors, task, ranked, **{**(evaluation or {}), "ablation": kind}
-                )
+    protocol = Protocol(
+        model,
+        tasks,
+        tokens,
+        positions=positions,
+        ablations=ablation,
+        attribution=attribution or {},
+        evaluation=evaluation or {},
+        progress=progress,
+    )
+    return comparison_of(protocol, sources, groups, reference=reference, measured=measured, tolerance=tolerance)
+
+
+def comparison_of(
+    protocol: Protocol,
+    sources: Mapping[str, Any],
+    groups: Mapping[str, tuple[str, ...]],
+    *,
+    reference: str,
+    measured: Mapping[str, Fidelity] = MappingProxyType({}),
+    tolerance: float | int = TOLERANCE,
+) -> Comparison:
+    """What the protocol gives for these replacements, as a comparison; see `compare`."""
+    outcomes = run_protocol(protocol, sources, measured)
+    tasks = [task.name for task in protocol.tasks]
     first, *others = (
         Comparison(
-            {t.name: TaskComparison(t.name, curves[t.name, where, kind], scores[t.name, where]) for t in tasks},
+            {t: TaskComparison(t, outcomes.curves[t, where, kind], outcomes.scores[t, where]) for t in tasks},
             groups,
-            measured,
+            outcomes.fidelities,
             reference,
             tolerance,
         )
-        for where, kind in product(positions, ablation)
+        for where, kind in product(protocol.positions, protocol.ablations)
     )
     return replace(first, others=tuple(others))
 
@@ -403,7 +409,7 @@ def check_options(attribution: Mapping[str, Any] | None, evaluation: Mapping[str
             )
 
 
-def _sources(methods: Any) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+def sources_of(methods: Any) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Name of a curve -> factors or what makes them, and the methods that have seeds."""
     if not isinstance(methods, Mapping):
         raise error("comparison-methods-of-another-type", kind=type(methods).__name__)

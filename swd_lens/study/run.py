@@ -8,6 +8,10 @@
 5. Attention patterns of one prompt per task, and what the replacements do to them (views.py).
 The result is a `Run`: plain data that the CLI prints, `report` draws, `save` writes to a folder and `Run.load` reads, without a
 model (run_file.py).
+
+Nothing is run twice: Grams that do not depend on factors are collected once for all surfaces and sparsities, the dense host
+runs once over the held-out text for all replacements of a surface. With out= every finished part is kept in the folder
+(asked.py says what decides them), and the same call goes on from there.
 """
 
 import hashlib
@@ -17,6 +21,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,18 +34,23 @@ import torch
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
+from swd_lens.base.parts import Parts
 from swd_lens.base.record import Record, checked
 from swd_lens.base.sealed import readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import read_beside_writer, writing
-from swd_lens.circuits import Comparison, compare
-from swd_lens.circuits.fidelity import fidelity
+from swd_lens.circuits import Comparison
+from swd_lens.circuits.compare import comparison_of, several, sources_of
+from swd_lens.circuits.protocol import Protocol
 from swd_lens.circuits.screen import Screen
+from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
 from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site, split_name
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import PRESETS, resolve
+from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.run_file import (
     CONTROL,
     FORMAT,
@@ -50,7 +60,9 @@ from swd_lens.study.run_file import (
     Replacement,
     comparison_to_dict,
     comparisons_of,
+    folders_named,
     folders_of,
+    holds,
     indexes_of,
     read_run,
     settings_of,
@@ -158,14 +170,16 @@ class Run(Record):
             named = zip(self.replacements, folders_of(self.replacements), strict=True)
             factors = {name: r.factors for r, name in named if isinstance(r.factors, FactorSet) and not r.exact}
             # Over another run: its factors stay until run.json names the new ones, which are read beside them until then.
+            # What lies there already, as it does where `run_study` wrote it, is left alone.
+            new = {name: each for name, each in factors.items() if not holds(folder / name, each)}
             over = (folder / NAME).exists()
-            for name, each in factors.items():
-                each.save(folder / (f"{name}{STAGED}" if over else name))
-            files = indexes_of(folder, self.replacements, STAGED if over else "")
-            write_sealed(folder / NAME, {**self.as_dict(), "files": files})
-            for name, each in factors.items():
-                if over:
-                    each.save(folder / name)
+            places = {name: f"{name}{STAGED}" if over and name in new else name for name in factors}
+            for name, each in new.items():
+                each.save(folder / places[name])
+            write_sealed(folder / NAME, {**self.as_dict(), "files": indexes_of(folder, places)})
+            for name, place in places.items():
+                if place != name:
+                    new[name].save(folder / name)
                 shutil.rmtree(folder / f"{name}{STAGED}", ignore_errors=True)
 
     @classmethod
@@ -234,6 +248,8 @@ def run_study(
     beside: Mapping[str, Any] = MappingProxyType({}),
     cards_per_task: int = 3,
     contexts_per_card: int = 6,
+    out: str | Path | None = None,
+    overwrite: bool = False,
     on_step: Callable[[str], None] = lambda text: None,
     progress: bool = False,
     **solver: Any,
@@ -256,17 +272,23 @@ def run_study(
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
         cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
+        out: a folder that gets every finished part (the factors of each matrix, fidelities, each task's scores and curves), and
+            the run in the end, as `Run.save` writes it. The same call again after an interruption goes on from there, and gives
+            the same run; tasks, sparsities, surfaces, controls and further units may be added to it.
+        overwrite: start again, in place of what `out` holds. Interrupted, the same call without it goes on.
         on_step: called with a line of text before each step; progress: bars within the steps.
         solver: options for `factorize` (preset=, calibration=, ...).
 
     Raises:
+        ResumeError: `out` holds the parts of another study (every difference is named), or a run without its parts.
+        OSError: (FolderInUseError) another call writes `out`; or it cannot be written.
         ValueError: nothing to do (no surface, task, sparsity or factors), `beside` of another surface, and whatever the steps
             raise.
         AttachError: `factors` of another model.
     """
-    of_factors = {label: surface_of(model, given) for label, given in factors.items()}
+    given_sites = {label: surface_of(model, given) for label, given in factors.items()}
     surfaces = dict(surfaces)
-    for names in of_factors.values():
+    for names in given_sites.values():
         if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
             surfaces[_label(model, names)] = names
     if not surfaces or not tasks or not (sparsities or factors):
@@ -284,76 +306,119 @@ def run_study(
         for label, units in beside.items():
             require_surface(model, label, units, sites)
         names = [site.name for site in sites]
-        if not sparsities and names not in of_factors.values():
+        if not sparsities and names not in given_sites.values():
             raise error("study-surface-without-factors", surface=", ".join(names))
 
-    replacements: list[Replacement] = []
-    comparisons: dict[str, Comparison] = {}
-    for surface, pattern in surfaces.items():
-        of_surface: list[Replacement] = []
-        for sparsity in sparsities:
-            on_step(f"factorize {surface} at s={sparsity:g}")
-            start = time.perf_counter()
-            solved = factorize(
-                model if calibration_model is None else calibration_model,
-                pattern,
-                sparsity=float(sparsity),
-                tokens=calibration_tokens,
-                progress=progress,
-                **solver,
+    sites_of = {surface: [site.name for site in find_sites(model, pattern)] for surface, pattern in surfaces.items()}
+    positions, ablation = several(positions, "positions"), several(ablation, "ablation")
+    solved_on = model if calibration_model is None else calibration_model
+    text = None
+    if sparsities and calibration_tokens is not None:
+        text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
+        for names in sites_of.values():
+            text.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
+    swd = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
+    labels = [(surface, method) for surface in surfaces for method in swd]
+    folders = dict(zip(labels, folders_named(labels), strict=True))
+
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else writing(folder, "run_study"):
+        if folder is not None and overwrite:
+            start_again(folder, folders.values())
+        if folder is not None:
+            require_own(folder)
+            asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
+            seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
+            named = {"sparsities": swd, "controls": [*(c for c in controls if c == "svd"), *seeds]}
+            named |= {"positions": positions, "ablation": ablation}
+            units = {"factors": factors, "beside": beside}
+            parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
+        else:
+            parts = Parts(None)
+        replacements: list[Replacement] = []
+        comparisons: dict[str, Comparison] = {}
+        for surface, names in sites_of.items():
+            made: dict[str, tuple[FactorSet, float]] = {}
+            for method, sparsity in swd.items():
+                on_step(f"factorize {surface} at s={sparsity:g}")
+                start = time.perf_counter()
+                solved = factorize(
+                    solved_on,
+                    names,
+                    sparsity=sparsity,
+                    tokens=text,
+                    out=None if folder is None else folder / folders[surface, method],
+                    progress=progress,
+                    **solver,
+                )
+                seconds = parts.values(
+                    (surface, "seconds", method), lambda start=start: {"seconds": time.perf_counter() - start}
+                )
+                made[method] = solved, seconds["seconds"]
+            of_label = (label for label, of_factors in given_sites.items() if of_factors == names)
+            made |= {label: (factors[label], math.nan) for label in of_label}
+            if "svd" in controls:
+                on_step(f"exact SVD of {surface}")
+                start = time.perf_counter()
+                made[CONTROL] = baselines.svd(model, names), time.perf_counter() - start
+            methods: dict[str, Any] = {method: solved for method, (solved, _) in made.items()}
+            if "random_b" in controls:
+                methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))
+            sources, groups = sources_of({**methods, **beside})
+            on_step(f"circuits of {', '.join(task.name for task in tasks)} on {surface}")
+            comparisons[surface] = comparison_of(
+                Protocol(
+                    model,
+                    tasks,
+                    heldout_tokens,
+                    positions=positions,
+                    ablations=ablation,
+                    progress=progress,
+                    parts=parts,
+                    key=(surface,),
+                    on_step=on_step,
+                ),
+                sources,
+                groups,
+                reference=next(iter(methods)),
             )
-            seconds = time.perf_counter() - start
-            measured = fidelity(model, solved, heldout_tokens)
-            of_surface.append(Replacement(surface, f"SWD s={sparsity:g}", solved, measured, seconds))
-        names = [site.name for site in find_sites(model, pattern)]
-        for label in (label for label, of_label in of_factors.items() if of_label == names):
-            on_step(f"fidelity of {label}")
-            measured = fidelity(model, factors[label], heldout_tokens)
-            of_surface.append(Replacement(surface, label, factors[label], measured, math.nan))
-        if "svd" in controls:
-            on_step(f"exact SVD of {surface}")
-            start = time.perf_counter()
-            exact = baselines.svd(model, pattern)
-            seconds = time.perf_counter() - start
-            measured = fidelity(model, exact, heldout_tokens)
-            of_surface.append(Replacement(surface, CONTROL, exact, measured, seconds, exact=True))
-        methods: dict[str, Any] = {r.method: r.factors for r in of_surface}
-        fidelities = {r.method: r.fidelity for r in of_surface}
-        if "random_b" in controls:
-            methods[RANDOM_B] = baselines.random_b_seeds(model, pattern, range(random_b_seeds))
-        for label, units in beside.items():
-            on_step(f"fidelity of {label}")
-            methods[label], fidelities[label] = units, fidelity(model, units, heldout_tokens)
-        on_step(f"circuits of {', '.join(task.name for task in tasks)} on {surface}")
-        comparisons[surface] = compare(
-            methods,
-            model,
-            tasks,
-            tokens=heldout_tokens,
-            fidelities=fidelities,
-            positions=positions,
-            ablation=ablation,
-            progress=progress,
+            measured = comparisons[surface].fidelities
+            replacements += [
+                Replacement(surface, method, solved, measured[method], seconds, exact=method == CONTROL)
+                for method, (solved, seconds) in made.items()
+            ]
+        settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
+        settings["calibration dtype"] = str(next(solved_on.parameters()).dtype).removeprefix("torch.")
+        settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None)
+        settings |= {"controls": list(controls), "beside": list(beside)}
+        settings |= {"factors": list(factors)} if factors else {}
+        settings |= standing_hooks(model)
+        # As run.json gives it back: lists for tuples, text for names.
+        run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
+        sparsest = {surface: run.sparsest(surface) for surface in surfaces}
+        shown: dict[str, Any] = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
+        about = [{surface: method for surface, (method, _) in shown.items()}, [task.name for task in tasks]]
+
+        def look() -> dict[str, Any]:
+            how = {"per_task": cards_per_task, "n_contexts": contexts_per_card}
+            on_step("top units and their contexts")
+            cards = unit_cards(model, shown, comparisons, heldout_tokens, **how)
+            on_step("attention patterns of one prompt per task")
+            attention = attention_views(model, tasks, shown)
+            return {"units": [c.as_dict() for c in cards], "attention": [view.as_dict() for view in attention]}
+
+        # Named by everything that it depends on: what is added to a study may change which units are shown.
+        looked = parts.values(("shown", json.dumps([about, cards_per_task, contexts_per_card])), look)
+        run = replace(
+            run,
+            cards=[TaskUnit.from_dict(card) for card in looked["units"]],
+            attention=[AttentionView.from_dict(view) for view in looked["attention"]],
+            seconds=time.perf_counter() - began,
         )
-        replacements += of_surface
-    calibration = calibration_tokens if sparsities else None  # finished factors say themselves what they were fitted on
-    settings = _settings(model, surfaces, tasks, sparsities, calibration, heldout_tokens)
-    settings["calibration dtype"] = str(next((calibration_model or model).parameters()).dtype).removeprefix("torch.")
-    settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None) | {
-        "controls": list(controls),
-        "beside": list(beside),
-    }
-    settings |= {"factors": list(factors)} if factors else {}
-    settings |= standing_hooks(model)
-    # As run.json gives it back: lists for tuples, text for names.
-    run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
-    sparsest = {surface: run.sparsest(surface) for surface in surfaces}
-    shown: dict[str, Any] = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
-    on_step("top units and their contexts")
-    cards = unit_cards(model, shown, comparisons, heldout_tokens, per_task=cards_per_task, n_contexts=contexts_per_card)
-    on_step("attention patterns of one prompt per task")
-    attention = attention_views(model, tasks, shown)
-    return replace(run, cards=cards, attention=attention, seconds=time.perf_counter() - began)
+        if folder is not None:
+            on_step(f"save the run in {folder}")
+            run.save(folder)
+        return run
 
 
 def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:

@@ -11,22 +11,25 @@
    tensors and stay out; curves that were loaded price circuits, but cannot make them.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.errors import error
-from swd_lens.base.files import sha256
+import torch
+
+from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, checked
 from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.compare import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.sites import split_name
-from swd_lens.units.factors import FactorSet
-from swd_lens.units.index import INDEX
+from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.index import INDEX, open_folder
 
 FORMAT = 2
 NAME, WHAT = "run.json", "a run"
@@ -143,11 +146,16 @@ class Replacement:
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:
-    """Where the factors of each go; names that differ in signs that a folder cannot have, or in case, get numbers."""
+    """Where the factors of each go."""
+    return folders_named([(r.surface, r.method) for r in replacements])
+
+
+def folders_named(labels: Sequence[tuple[str, str]]) -> list[str]:
+    """Folders for (surface, method); names that differ in signs that a folder cannot have, or in case, get numbers."""
     names: list[str] = []
     taken: set[str] = set()
-    for r in replacements:
-        surface, method = ("".join(c if c.isalnum() or c in ".=" else "_" for c in s) for s in (r.surface, r.method))
+    for label in labels:
+        surface, method = ("".join(c if c.isalnum() or c in ".=" else "_" for c in s) for s in label)
         plain = f"factors/{surface}-{method}"
         tries = (plain if n == 1 else f"{plain}-{n}" for n in count(1))
         names.append(next(name for name in tries if name.casefold() not in taken))
@@ -155,11 +163,25 @@ def folders_of(replacements: Sequence[Replacement]) -> list[str]:
     return names
 
 
-def indexes_of(folder: Path, replacements: Sequence[Replacement], staged: str = "") -> dict[str, str]:
-    """Index of each folder of factors -> its SHA-256; staged: what the folders' names end in for now."""
-    names = [name for r, name in zip(replacements, folders_of(replacements), strict=True) if not r.exact]
-    hashes = hashes_of(folder, [f"{name}{staged}/{INDEX}" for name in names])
-    return {f"{name}/{INDEX}": hashes[f"{name}{staged}/{INDEX}"] for name in names}
+def indexes_of(folder: Path, places: Mapping[str, str]) -> dict[str, str]:
+    """Index of each folder of factors -> its SHA-256. places: the folder's name -> where its factors are for now."""
+    hashes = hashes_of(folder, [f"{place}/{INDEX}" for place in places.values()])
+    return {f"{name}/{INDEX}": hashes[f"{place}/{INDEX}"] for name, place in places.items()}
+
+
+def holds(folder: Path, factors: FactorSet) -> bool:
+    """Whether a folder has exactly these factors already."""
+    try:
+        provenance, stored = open_folder(folder)
+        same = list(stored) == list(factors) and provenance == json.loads(json.dumps(plain(factors.provenance)))
+        return same and all(_same(Factors(**stored[site].parts()), f) for site, f in factors.items())
+    except (FactorFileError, FileNotFoundError):
+        return False
+
+
+def _same(a: Factors, b: Factors) -> bool:
+    about = [json.dumps(plain([f.settings, f.provenance]), sort_keys=True) for f in (a, b)]
+    return about[0] == about[1] and torch.equal(a.read, b.read.cpu()) and torch.equal(a.write, b.write.cpu())
 
 
 def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapping[str, str]) -> list[Replacement]:

@@ -1,6 +1,5 @@
 """compare: one road for every method, CE that is matched or said not to be, seeds, tables worked by hand, the figure's data."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +8,10 @@ import pytest
 import torch
 
 import swd_lens as swd
+import swd_lens.circuits.protocol
 from swd_lens import baselines
 from swd_lens.circuits import CostCurve, Fidelity, attribute, compare, evaluate, fidelity
-from swd_lens.circuits.compare import Comparison, TaskComparison, _sources, check_tasks
+from swd_lens.circuits.compare import Comparison, TaskComparison, check_tasks, sources_of
 from swd_lens.circuits.curve import SeedCosts, mean_min_cost, over_seeds
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
@@ -187,7 +187,7 @@ def test_what_is_of_another_kind_is_named(factors):
     ):
         check_tasks({"toy": TOY})
     with pytest.raises(TypeError, match=r'methods must be a mapping \{"name": factors, \.\.\.\}, got a list'):
-        _sources([factors])
+        sources_of([factors])
 
 
 def test_unknown_options_are_refused_before_any_work(model):
@@ -242,10 +242,11 @@ def test_without_tokens_nothing_is_called_matched(model, factors):
 def test_fidelity_that_was_measured_already_is_not_measured_again(model, factors, tokens, monkeypatch):
     found = fidelity(model, factors, tokens)
     calls = []
-    module = sys.modules["swd_lens.circuits.compare"]  # as an attribute of the package it is the function
-    monkeypatch.setattr(module, "fidelity", lambda *given: calls.append(given) or found)
+    monkeypatch.setattr(
+        swd_lens.circuits.protocol, "fidelities", lambda *given, **how: calls.append(given) or {"b": found}
+    )
     comparison = compare({"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found})
-    assert len(calls) == 1 and calls[0][1][SITE] is factors[SITE]
+    assert len(calls) == 1 and list(calls[0][1]) == ["b"] and calls[0][1]["b"][SITE] is factors[SITE]
     assert comparison.fidelities == {"a": found, "b": found} and comparison.matched("b") is True
 
 

@@ -1,0 +1,51 @@
+"""Scores and curves as finished parts of a call: how they are kept (base/parts.py) and read again.
+
+Tensors keep their dtype and bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from swd_lens.base.parts import Key, Parts
+from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.scores import UnitScores
+
+_SCORES, _MEANS, _EDGES, _MARGINS = "scores", "means", "edges", "margins"
+
+
+def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitScores:
+    """The scores of a part: made now, or finished earlier."""
+    if parts.folder is None:
+        return make()
+
+    def part() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        scores = make()
+        tensors = _named(_SCORES, scores.scores) | _named(_MEANS, scores.means)
+        return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings)}
+
+    tensors, values = parts.tensors(key, part)
+    by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
+    return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
+
+
+def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], CostCurve]) -> CostCurve:
+    """The curve of a part, which was made with these scores."""
+    if parts.folder is None:
+        return make()
+
+    def part() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        curve = make()
+        tensors = _named(_EDGES, curve.edges) | _named(_MARGINS, curve.margins)
+        return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
+
+    tensors, values = parts.tensors(key, part)
+    edges = {site: tensors[f"{_EDGES}/{site}"] for site in values["sites"]}
+    margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
+    return replace(CostCurve.from_dict(values["curve"]), scores=scores, edges=edges, margins=margins)
+
+
+def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{what}/{name}": tensor for name, tensor in tensors.items()}

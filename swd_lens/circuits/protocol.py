@@ -1,0 +1,162 @@
+"""The circuit protocol for several replacements: what `compare` runs, with nothing run twice.
+
+1. Replacements that a callable makes are made when their turn comes, as many at a time as a bound on their bytes allows.
+2. The fidelities of those that are in memory together are measured together: the dense host runs once for all of them.
+3. Per replacement, task and positions: attribution; per ablation besides: nested prefixes.
+4. Each fidelity, score and curve is a part of the call (base/parts.py): what is finished is taken over, and a replacement of
+   which everything is finished is not made.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from swd_lens.base.parts import Key, Parts
+from swd_lens.circuits.attribution import attribute
+from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.fidelity import Fidelity, fidelities
+from swd_lens.circuits.frontier import evaluate
+from swd_lens.circuits.kept import kept_curve, kept_scores
+from swd_lens.circuits.scores import UnitScores
+from swd_lens.tasks.task import Task
+from swd_lens.units.factors import Factors
+from swd_lens.units.unit_set import UnitSet
+
+# Of replacements that callables make, in memory together; one at least.
+_MADE_BYTES = 2**29
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is run for every replacement.
+
+    Attributes:
+        tokens: held-out text for fidelity; None measures none.
+        attribution, evaluation: options of `attribute` and `evaluate`, without positions and ablation.
+        parts, key: what is finished, and the beginning of its keys there.
+        on_step: called with a line of text before each step.
+    """
+
+    model: Any
+    tasks: Sequence[Task]
+    tokens: Any
+    positions: Sequence[str]
+    ablations: Sequence[str]
+    attribution: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = False
+    parts: Parts = field(default_factory=lambda: Parts(None))
+    key: Key = ()
+    on_step: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class Outcomes:
+    """What the protocol gives: by name of a replacement; scores also by (task, positions), curves by ablation besides."""
+
+    fidelities: dict[str, Fidelity]
+    scores: dict[tuple[str, str], dict[str, UnitScores]] = field(default_factory=lambda: defaultdict(dict))
+    curves: dict[tuple[str, str, str], dict[str, CostCurve]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mapping[str, Fidelity]) -> Outcomes:
+    """Run it for each replacement.
+
+    Args:
+        sources: name -> replacement, or what makes it.
+        measured: fidelities that are known.
+    """
+    outcomes = Outcomes(dict(measured))
+    bar = tqdm(total=len(sources), desc="compare", unit="replacement", disable=not protocol.progress, leave=False)
+    with bar:
+        for group in _groups(protocol, sources, measured):
+            _measure(protocol, group, outcomes)
+            for name, units in group.items():
+                _circuits(protocol, name, units, outcomes)
+                bar.update()
+    order = list(sources)
+    outcomes.fidelities = dict(sorted(outcomes.fidelities.items(), key=lambda item: order.index(item[0])))
+    return outcomes
+
+
+def _groups(
+    protocol: Protocol, sources: Mapping[str, Any], measured: Mapping[str, Fidelity]
+) -> Iterator[dict[str, UnitSet | None]]:
+    """Replacements that are in memory together, in order; None for one of which every part is finished."""
+    group: dict[str, UnitSet | None] = {}
+    n_bytes = 0
+    for name, source in sources.items():
+        # A module can be called, too, but a transcoder is a source itself.
+        makes: Any = source if callable(source) and not isinstance(source, Mapping | nn.Module) else None
+        if makes and all(key in protocol.parts for key in _keys(protocol, name, measured)):
+            group[name] = None
+            continue
+        units = UnitSet.of(protocol.model, makes() if makes else source)
+        group[name] = units
+        if makes:
+            n_bytes += sum(f.read.nbytes + f.write.nbytes for f in units.values() if isinstance(f, Factors))
+        if n_bytes >= _MADE_BYTES:
+            yield group
+            group, n_bytes = {}, 0
+    if group:
+        yield group
+
+
+def _keys(protocol: Protocol, name: str, measured: Mapping[str, Fidelity]) -> Iterator[Key]:
+    """Of every part of one replacement."""
+    if protocol.tokens is not None and name not in measured:
+        yield _fidelity_key(protocol, name)
+    for task, where in product(protocol.tasks, protocol.positions):
+        yield (*protocol.key, "scores", name, task.name, where)
+        for kind in protocol.ablations:
+            yield (*protocol.key, "curve", name, task.name, where, kind)
+
+
+def _fidelity_key(protocol: Protocol, name: str) -> Key:
+    return (*protocol.key, "fidelity", name)
+
+
+def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: Outcomes) -> None:
+    """The fidelities that are not known, in one pass over the text."""
+    if protocol.tokens is None:
+        return
+    names = [name for name in group if name not in outcomes.fidelities]
+    missing = {name: group[name] for name in names if _fidelity_key(protocol, name) not in protocol.parts}
+    new: dict[str, Fidelity] = {}
+    if missing:
+        protocol.on_step(f"fidelity of {', '.join(missing)}")
+        new = fidelities(protocol.model, missing, protocol.tokens, progress=protocol.progress)
+    for name in names:
+        if protocol.parts.folder is None:
+            outcomes.fidelities[name] = new[name]
+        else:
+            values = protocol.parts.values(_fidelity_key(protocol, name), lambda name=name: new[name].as_dict())
+            outcomes.fidelities[name] = Fidelity.from_dict(values)
+
+
+def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes) -> None:
+    """Scores and curves of one replacement."""
+    model, parts = protocol.model, protocol.parts
+    for task, where in product(protocol.tasks, protocol.positions):
+        ranked = kept_scores(
+            parts,
+            (*protocol.key, "scores", name, task.name, where),
+            lambda task=task, where=where: attribute(
+                model, units, task, **{**protocol.attribution, "positions": where}
+            ),
+        )
+        outcomes.scores[task.name, where][name] = ranked
+        for kind in protocol.ablations:
+            outcomes.curves[task.name, where, kind][name] = kept_curve(
+                parts,
+                (*protocol.key, "curve", name, task.name, where, kind),
+                ranked,
+                lambda task=task, ranked=ranked, kind=kind: evaluate(
+                    model, units, task, ranked, **{**protocol.evaluation, "ablation": kind}
+                ),
+            )
