@@ -58,6 +58,23 @@ class Start:
     residual: Float[Tensor, "batch pos d_model"]
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Prompts run up to a block, once for all that stands in that block and later ones: `Host.begin`.
+
+    Attributes:
+        layer: the block.
+        earlier: (batch, pos - 1, d_model), what enters it at all positions but the last.
+        last: (batch, 1, d_model), what enters it at the last one.
+        prefix: of the blocks before it, their shape alone.
+    """
+
+    layer: int
+    earlier: Float[Tensor, "batch _earlier d_model"]
+    last: Float[Tensor, "batch 1 d_model"]
+    prefix: Any
+
+
 @runtime_checkable
 class Host(Protocol):
     """What the rest of swd_lens needs from a model."""
@@ -110,10 +127,20 @@ class Host(Protocol):
         """Run blocks 0 .. n_blocks - 1 only, for what hooks see there; with a start from its block on."""
         ...
 
-    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
+    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
         """Run all positions but the last (no gradient) and keep what later positions need of them.
 
         None for one-token prompts, and where the host cannot (it attends both ways); `last_logits` then runs whole prompts.
+
+        Args:
+            begun: go on from there; the prefix is for runs that start at its block or later.
+        """
+        ...
+
+    def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
+        """Run the blocks before `layer` (no gradient) as `freeze_prefix`, and `residual` with that prefix, do.
+
+        What later blocks do with it can be run any number of times. None where there is no prefix.
         """
         ...
 
@@ -130,11 +157,11 @@ class Host(Protocol):
         At every position; with a prefix at the last one only. Blocks from `layer` on are not run.
 
         Args:
-            start: take up from there, at every position; not together with a prefix. The bits are then those that
+            start: take up from there, at every position (with a prefix at the last one). The bits are then those that
                 `run_blocks` sees.
 
         Raises:
-            ValueError: the start lies behind `layer`, or there is a prefix, too.
+            ValueError: the start lies behind `layer`, or before the layers that the prefix keeps.
         """
         ...
 
@@ -306,14 +333,10 @@ def require_gradients(model: Any) -> None:
         raise error("host-of-inference-mode")
 
 
-def require_before(start: Start | None, layer: int, prefix: Any = None) -> None:
-    """Raises ValueError where a run to `layer` would start behind it, or take up a residual beside a kept prefix."""
-    if start is None:
-        return
-    if start.layer > layer:
+def require_before(start: Start | None, layer: int) -> None:
+    """Raises ValueError where a run to `layer` would start behind it."""
+    if start is not None and start.layer > layer:
         raise error("run-ends-before-its-start", layer=layer, start=start.layer)
-    if prefix is not None:
-        raise error("start-beside-a-prefix")
 
 
 def require_kept(prefix: Any, layer: int) -> None:

@@ -290,12 +290,6 @@ def run_ends_before_its_start(*_):
     host.residual(tokens(), 0, start=Start(1, torch.zeros(4, 8, 16)))
 
 
-@trigger
-def start_beside_a_prefix(*_):
-    host = host_of(model())
-    host.residual(tokens(), 1, prefix=host.freeze_prefix(tokens()[:1]), start=Start(0, torch.zeros(4, 8, 16)))
-
-
 # ---------------------------------------------------------------------------------------------- loading large hosts
 
 

@@ -284,16 +284,43 @@ def test_residuals_kept_on_disk_are_used_on_every_host_and_give_the_same_grams(k
 
 
 @two_hosts
-def test_a_start_behind_the_end_or_beside_a_prefix_is_refused(kind, family):
+def test_a_start_behind_the_end_is_refused(kind, family):
     model, _, tokens = loaded(kind, family)
     host = host_of(model)
     with torch.no_grad():
-        prefix, start = host.freeze_prefix(tokens), Start(1, host.residual(tokens, 1))
+        start = Start(1, host.residual(tokens, 1))
         for run in (lambda: host.run_blocks(tokens, 0, start), lambda: host.residual(tokens, 0, start=start)):
             with pytest.raises(ValueError, match="ends before block 0, but its start is block 1"):
                 run()
-        with pytest.raises(ValueError, match="from a start or with a kept prefix, not with both"):
-            host.residual(tokens, 2, prefix, start)
+
+
+@every_host
+def test_prompts_that_are_begun_end_as_whole_ones_under_any_units(kind, family):
+    """To the bit: a prefix from the block on, what enters it and later blocks at the last position, and the logits."""
+    model, factors, tokens = loaded(kind, family)
+    host, n_layers, layer = host_of(model), len(model.blocks), 1
+    begun = host.begin(tokens, layer)
+    if host.freeze_prefix(tokens) is None:
+        assert begun is None
+        return
+    assert begun is not None and begun.earlier.shape[:2] == (len(tokens), tokens.shape[1] - 1)
+    assert torch.equal(begun.last, host.residual(tokens, layer, host.freeze_prefix(tokens)))
+    late = {site: f for site, f in factors.items() if not site.startswith("blocks.0.")}
+    before = everything(model)
+    for units in ({}, late):
+        with torch.no_grad(), swd.attach(model, units) if units else nullcontext():
+            whole, prefix = host.freeze_prefix(tokens), host.freeze_prefix(tokens, begun)
+            start = Start(layer, begun.last)
+            for end in range(layer, n_layers + 1):
+                expected, got = host.residual(tokens, end, whole), host.residual(tokens, end, prefix, start)
+                assert torch.equal(got, expected), (units.keys(), end)
+            assert torch.equal(host.last_logits(tokens, prefix, start=start), host.last_logits(tokens, whole))
+            twice = host.repeat_prefix(prefix, 2, layer)
+            again = host.last_logits(tokens.repeat(2, 1), twice, start=Start(layer, begun.last.repeat(2, 1, 1)))
+            assert (again - host.last_logits(tokens, whole).repeat(2, 1)).abs().max() <= 1e-4 * again.abs().max()
+            with pytest.raises(ValueError, match="prefix"):
+                host.residual(tokens, layer, prefix)
+    assert everything(model) == before
 
 
 # ---------------------------------------------------------------------------------------------- what is not done

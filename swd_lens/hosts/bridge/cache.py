@@ -28,6 +28,20 @@ def to_run_on(cache: Any, from_layer: int = 0) -> Any:
     return copied
 
 
+def empty_cache(model: Any) -> Any:
+    """A cache to run on from the first position, of the layers that this model's own would have."""
+    from transformers import DynamicCache  # at its use: slow to import
+
+    return DynamicCache(config=model.config)
+
+
+def joined(earlier: Any, cache: Any, layer: int) -> Any:
+    """A cache for runs of the blocks from `layer` on: of the blocks before it the shapes that `earlier` has."""
+    copied = copy.copy(cache)
+    copied.layers, copied.from_layer = [*earlier.layers[:layer], *cache.layers[layer:]], layer
+    return copied
+
+
 def repeated(cache: Any, times: int, from_layer: int = 0) -> Any:
     """A copy for `times` copies of the batch, one after the other, and runs of the blocks from `from_layer` on.
 

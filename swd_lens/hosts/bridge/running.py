@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.errors import error
-from swd_lens.hosts import Start, require_before, require_kept
-from swd_lens.hosts.bridge.cache import is_known, repeated, to_run_on
+from swd_lens.hosts import Begun, Start, require_before, require_kept
+from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
 from swd_lens.hosts.families import facts_of
 
 StandIn = tuple[nn.Module, Callable[..., Any]]  # a module, and what is called in its place, for the time being
@@ -193,12 +193,32 @@ class BridgeRuns:
         # runs the rest of the model.
         self._run(tokens, stop_at_layer=n_blocks, **self._last_only())
 
-    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
+    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
         if tokens.shape[1] == 1 or not self._keeps_cache():
             return None
+        stand_ins = [] if begun is None else starting(self.model, Start(begun.layer, begun.earlier))
+        how: dict[str, Any] = {"return_type": "logits_and_cache", "use_cache": True, **self._last_only()}
         with torch.no_grad():
-            _, cache = self._run(tokens[:, :-1], return_type="logits_and_cache", use_cache=True, **self._last_only())
-        return cache if is_known(cache) else None
+            _, cache = with_stand_ins(self.model, stand_ins, lambda: self._run(tokens[:, :-1], **how))
+        if not is_known(cache) or begun is None:
+            return cache if is_known(cache) else None
+        return joined(begun.prefix, cache, begun.layer)
+
+    def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
+        if tokens.shape[1] == 1 or not self._keeps_cache():
+            return None
+        cache = empty_cache(self.model.original_model)
+
+        def run() -> None:
+            self._run(tokens[:, :-1], use_cache=True, past_key_values=cache)
+
+        with torch.no_grad():
+            try:
+                with_stand_ins(self.model, stopping(self.model, layer), run)
+            except Reached as reached:
+                last = self.residual(tokens, layer, cache)
+                return Begun(layer, reached.args[0], last, repeated(cache, 1, len(cache.layers)))
+        return None
 
     def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
         if prefix is None or (times == 1 and from_layer == 0):
@@ -208,11 +228,12 @@ class BridgeRuns:
     def residual(
         self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
     ) -> Float[Tensor, "batch _pos d_model"]:
-        require_before(start, layer, prefix)
+        require_before(start, layer)
         if start is not None and start.layer == layer:
             return start.residual
         # With a start as `run_blocks` runs it: whether keys and values are kept changes GPT-2's last bits.
-        run = (lambda: self._run_last(tokens, prefix, 0)) if start is None else (lambda: self._run(tokens))
+        first, whole = (0, False) if start is None else (start.layer, prefix is None)
+        run = (lambda: self._run(tokens)) if whole else (lambda: self._run_last(tokens, prefix, first))
         try:
             with_stand_ins(self.model, stopping(self.model, layer, start), run)
         except Reached as reached:

@@ -17,7 +17,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities.activation_functions import apply_softcap
 
-from swd_lens.hosts import Start, require_before, require_kept
+from swd_lens.hosts import Begun, Start, require_before, require_kept
 
 
 class _RepeatedEntry(TransformerLensKeyValueCacheEntry):
@@ -58,6 +58,11 @@ def _repeated(entry: Any, times: int, kept: bool) -> TransformerLensKeyValueCach
     return _RepeatedEntry(keys, values, times)
 
 
+def _shapes(cache: Any, n: int) -> list[Any]:
+    """The first n entries without their keys and values."""
+    return [_repeated(entry, 1, kept=False) for entry in cache.entries[:n]]
+
+
 def _shape_only(tensor: Tensor, times: int) -> Tensor:
     """As many rows as `times` copies would have, all one element; not a view, which would keep the whole alive."""
     return tensor.new_zeros((1,) * tensor.ndim).expand(times * tensor.shape[0], *tensor.shape[1:])
@@ -90,15 +95,34 @@ class HookedRuns:
     def run_blocks(self, tokens: Int[Tensor, "batch pos"], n_blocks: int, start: Start | None = None) -> None:
         self.residual(tokens, n_blocks, None, start)
 
-    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"]) -> Any:
+    def freeze_prefix(self, tokens: Int[Tensor, "batch pos"], begun: Begun | None = None) -> Any:
         if tokens.shape[1] == 1:
             return None
         cfg = self.model.cfg
-        cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, len(tokens))
+        cache = self._empty_cache(tokens)
         with torch.no_grad():
-            self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=cfg.n_layers)
+            if begun is None:
+                self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=cfg.n_layers)
+            else:
+                cache.entries[: begun.layer] = begun.prefix.entries[: begun.layer]
+                mask = cache.append_attention_mask(self._ones(begun.earlier))
+                self._run_between(begun.earlier, begun.layer, cfg.n_layers, mask, past_kv_cache=cache)
         cache.freeze()
-        return cache
+        return cache if begun is None else self.repeat_prefix(cache, 1, begun.layer)
+
+    def begin(self, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
+        if tokens.shape[1] == 1:
+            return None
+        cache = self._empty_cache(tokens)
+        with torch.no_grad():
+            earlier = self._run(tokens[:, :-1], past_kv_cache=cache, stop_at_layer=layer)
+            cache.freeze()
+            last = self._run(tokens[:, -1:], past_kv_cache=cache, stop_at_layer=layer)
+        # Entries of the layers from `layer` on are empty, and no shapes.
+        return Begun(layer, earlier, last, _PartialCache(_shapes(cache, layer), cache.previous_attention_mask, layer))
+
+    def _empty_cache(self, tokens: Tensor) -> TransformerLensKeyValueCache:
+        return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(tokens))
 
     def repeat_prefix(self, prefix: Any, times: int, from_layer: int = 0) -> Any:
         """Copies nothing yet."""
@@ -112,13 +136,19 @@ class HookedRuns:
     def residual(
         self, tokens: Int[Tensor, "batch pos"], layer: int, prefix: Any = None, start: Start | None = None
     ) -> Float[Tensor, "batch _pos d_model"]:
-        require_before(start, layer, prefix)
-        if start is not None:
-            return start.residual if start.layer == layer else self._run_between(start.residual, start.layer, layer)
-        require_kept(prefix, 0)
+        require_before(start, layer)
+        require_kept(prefix, 0 if start is None else start.layer)
+        if start is None:
+            if prefix is None:
+                return self._run(tokens, stop_at_layer=layer)
+            return self._run(tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
+        if start.layer == layer:
+            return start.residual
         if prefix is None:
-            return self._run(tokens, stop_at_layer=layer)
-        return self._run(tokens[:, -1:], past_kv_cache=prefix, stop_at_layer=layer)
+            return self._run_between(start.residual, start.layer, layer)
+        # The mask is of all positions: upstream extends it only where it embeds.
+        mask = prefix.append_attention_mask(self._ones(start.residual))
+        return self._run_between(start.residual, start.layer, layer, mask, past_kv_cache=prefix)
 
     def last_logits(
         self,
