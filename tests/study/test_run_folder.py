@@ -1,0 +1,217 @@
+"""run_study with a folder: whatever interrupts it, the same call goes on, runs nothing twice, and gives the same run."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import swd_lens as swd
+import swd_lens.circuits.protocol
+from swd_lens.base.parts import CALL, FOLDER, Parts
+from swd_lens.study import Run, run_study
+from swd_lens.study.run_file import STAGED
+from tests.analysis.audit_models import lettered
+from tests.circuits.slow import able_split
+from tests.forwards import block_runs
+from tests.micro import random_tokens
+
+MLP, SITE = "mlp_out", "blocks.1.mlp_out"
+TEXT, HELD = random_tokens(12, 10), random_tokens(6, 10, seed=1)
+
+
+def task(name, seed):
+    train, test = able_split(8, seed=seed, name="train"), able_split(8, seed=seed + 1)
+    return swd.Task(name, train, test, source="random", prepend_bos=False)
+
+
+TOY, OTHER = task("toy", 3), task("other", 13)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lettered()
+
+
+def study(model, out=None, **changed):
+    how = {"sparsities": (0.5, 0.75), "calibration_tokens": TEXT, "heldout_tokens": HELD, "outer_iterations": 2}
+    how |= {"preset": "quick", "cards_per_task": 1, "contexts_per_card": 1, "controls": ("svd", "random_b")}
+    how |= {"random_b_seeds": 2, "surfaces": {"one": SITE, "all": MLP}, "tasks": [TOY]}
+    return run_study(model, out=out, **{**how, **changed})
+
+
+def numbers(run):
+    """What a run says, but how long it took, and where its factors' files say how they were made."""
+    values = run if isinstance(run, dict) else json.loads(json.dumps(run.as_dict(), default=str))
+    return without_seconds({key: value for key, value in values.items() if key not in ("sha256", "files")})
+
+
+def without_seconds(value):
+    if isinstance(value, dict):
+        return {key: without_seconds(each) for key, each in value.items() if key != "seconds"}
+    return [without_seconds(each) for each in value] if isinstance(value, list) else value
+
+
+def saved(folder):
+    return numbers(json.loads((folder / "run.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A folder that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = study(model, folder)
+    assert numbers(run) == numbers(study(model)) and saved(folder) == json.loads(json.dumps(numbers(run)))
+    return folder
+
+
+STEPS = ["attribute", "evaluate", "fidelities"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_interrupted_anywhere_it_goes_on_and_gives_the_same_run(model, whole, tmp_path, monkeypatch, step):
+    """Every call of a step is interrupted once; what was finished before it is not run again."""
+    function, calls, finished = getattr(swd_lens.circuits.protocol, step), [], []
+
+    def stopping(*given, **how):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        finished.append(1)
+        return function(*given, **how)
+
+    monkeypatch.setattr(swd_lens.circuits.protocol, step, stopping)
+    interruptions = 0
+    while True:
+        try:
+            study(model, tmp_path)
+            break
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert saved(tmp_path) == saved(whole)
+    assert interruptions >= (1 if step != "fidelities" else 0)
+    # 2 surfaces of 5 replacements; the fidelities of a surface are one call.
+    assert len(finished) == (2 if step == "fidelities" else 10)
+
+
+def test_a_finished_folder_is_read_and_nothing_is_run(model, whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
+    with block_runs(model) as runs:
+        run = study(model, whole)
+    assert runs.rows == 0 and saved(whole) == numbers(json.loads(json.dumps(run.as_dict(), default=str)))
+    after = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
+    assert {path for path in after if after[path] != before.get(path)} == {whole / "run.json"}
+    # With scores and margins, which a loaded run has not.
+    comparison, loaded = run.comparisons["one"], Run.load(whole).comparisons["one"]
+    curve = comparison["toy"].curves["SWD s=0.75"]
+    assert curve.circuit_at(sufficiency=0.0).n_units == 0 and curve.margins["dense"].dtype == torch.float64
+    assert comparison["toy"].scores["SVD"].ranking() and not loaded["toy"].scores
+
+
+def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    run = study(model, tmp_path, tasks=[TOY, OTHER], sparsities=(0.5, 0.6, 0.75), random_b_seeds=3)
+    assert numbers(run) == numbers(study(model, tasks=[TOY, OTHER], sparsities=(0.5, 0.6, 0.75), random_b_seeds=3))
+    assert Run.load(tmp_path).settings["sparsities"] == [0.5, 0.6, 0.75]
+    with pytest.raises(swd.ResumeError, match=r"tasks: other .* then, None now"):
+        study(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"heldout_tokens": random_tokens(6, 10, seed=2)}, "held-out tokens .* then, .* now"),
+        ({"calibration_tokens": None}, "calibration tokens .* then, None now"),
+        ({"outer_iterations": 3}, "solver .*'outer_iterations': 2.* then, .*'outer_iterations': 3.* now"),
+        ({"tasks": [task("toy", 20)]}, "tasks: toy .* then, .* now"),
+        ({"surfaces": {"one": SITE}}, "surfaces: all .* then, None now"),
+        ({"sparsities": (0.5,)}, "sparsities: SWD s=0.75 True then, None now"),
+        ({"positions": "all"}, "positions: scoring True then, None now"),
+    ],
+)
+def test_another_study_is_refused_and_nothing_is_lost(model, whole, changed, message):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    with block_runs(model) as runs, pytest.raises(swd.ResumeError, match=message):
+        study(model, whole, **changed)
+    assert runs.rows == 0
+    assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+
+
+def test_another_host_is_refused(model, whole):
+    other = lettered()
+    with torch.no_grad():
+        other.blocks[0].mlp.W_out.mul_(1.5)
+    with pytest.raises(swd.ResumeError, match=r"the host .* then, .* now"):
+        study(other, whole)
+
+
+def test_overwrite_starts_again_and_interrupted_goes_on(model, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(swd_lens.circuits.protocol, "attribute", lambda *given, **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            study(model, tmp_path, heldout_tokens=TEXT, overwrite=True)
+    assert not (tmp_path / "run.json").exists()
+    run = study(model, tmp_path, heldout_tokens=TEXT)
+    assert numbers(run) == numbers(study(model, heldout_tokens=TEXT)) and saved(tmp_path) != saved(whole)
+
+
+def test_a_run_without_its_parts_is_refused(model, whole, tmp_path):
+    Run.load(whole).save(tmp_path)
+    with pytest.raises(swd.ResumeError, match=r"run\.json of a run without its parts"):
+        study(model, tmp_path)
+    study(model, tmp_path, overwrite=True)
+    assert saved(tmp_path) == saved(whole) and not list(tmp_path.rglob(f"*{STAGED}"))
+
+
+def test_a_damaged_part_is_refused(model, whole, tmp_path):
+    for number, path in enumerate(sorted((whole / FOLDER).iterdir())):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        part = folder / FOLDER / path.name
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+        with pytest.raises(swd.ResumeError, match=path.name.replace("[", r"\[")):
+            study(model, folder)
+
+
+def test_parts_of_other_keys_are_refused(tmp_path):
+    parts = Parts(tmp_path, {"host": "a"})
+    parts.values(("one",), lambda: {"value": float("nan")})
+    assert parts.values(("one",), dict) == {"value": None}
+    (first,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name != CALL)
+    parts.values(("two",), lambda: {"value": 2})
+    (second,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name not in (CALL, first.name))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(swd.ResumeError, match="a part of another call"):
+        parts.values(("two",), dict)
+    # Without the settings nobody knows whose parts they are.
+    (tmp_path / FOLDER / CALL).unlink()
+    assert ("one",) not in Parts(tmp_path, {"host": "a"})
+
+
+# ---------------------------------------------------------------------------------------------- nothing twice
+
+
+def test_forwards_of_a_study(model):
+    """Rows that enter the first block: calibration once, the dense host once per surface, and nothing for each sparsity."""
+
+    def rows(sparsities):
+        with block_runs(model, 0) as runs:
+            run_study(
+                model,
+                {"one": SITE},
+                [TOY],
+                sparsities=sparsities,
+                calibration_tokens=TEXT,
+                heldout_tokens=HELD,
+                controls=(),
+                outer_iterations=2,
+                preset="quick",
+                cards_per_task=0,
+            )
+        return runs.rows
+
+    two, four = rows((0.5, 0.75)), rows((0.4, 0.5, 0.6, 0.75))
+    print(two, four)
