@@ -4,7 +4,7 @@
 2. Options (options.py) become a host, token rows and arguments of the solver.
 3. The commands (circuits.py, matrices.py, baselines.py) call one function each; progress goes to stderr, results to stdout.
 4. Files are written whole, the report last. Errors are printed in one line, without a traceback; exit code 1. Ctrl-C
-   exits with 130 and leaves no half-written file; `factorize`, `replace` and `train-baseline` go on from there when called again.
+   exits with 130 and leaves no half-written file; the same command goes on from there when called again.
 """
 
 import sys

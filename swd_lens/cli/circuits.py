@@ -10,6 +10,7 @@ import torch
 from typer import Argument, Option
 
 from swd_lens.base.errors import error
+from swd_lens.base.parts import FOLDER
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
@@ -17,6 +18,7 @@ from swd_lens.cli.options import (
     HostOption,
     LargeModelOptions,
     OutputOptions,
+    OverwriteOption,
     SolverOptions,
     TextOptions,
     app,
@@ -46,6 +48,7 @@ def demo(
     *,
     out: Annotated[Path, Option(help="Folder for the report, the numbers and the factors.")] = Path("swd-demo"),
     host: HostOption = "auto",
+    overwrite: OverwriteOption = False,
     printed: OutputOptions,
 ) -> None:
     """The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline."""
@@ -64,19 +67,21 @@ def demo(
             calibration_tokens=text_tokens(16_384, split="train"),
             heldout_tokens=text_tokens(16_384, split="test"),
             calibration_model=exact,
+            out=out,
+            overwrite=overwrite,
             on_step=say,
             progress=True,
         )
-        _deliver(_with_look_inside(run, model, exact, tasks), out, printed)
+        _deliver(_with_look_inside(run, model, exact, tasks, out / FOLDER / "attn_qkv"), out, printed)
 
 
-def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task]) -> Run:
+def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task], kept: Path) -> Run:
     """The demo's run with sections on query-key pairs, a graph of units and their paths."""
     began = time.perf_counter()
     say("look inside: query-key pairs, a graph of units, paths")
     # Sparser units are fewer and stronger in a head: a pair of them matters.
     text = text_tokens(16_384, split="train")
-    factors: dict[str, Any] = dict(factorize(exact, "attn_qkv", sparsity=0.75, tokens=text, progress=True))
+    factors: dict[str, Any] = dict(factorize(exact, "attn_qkv", sparsity=0.75, tokens=text, out=kept, progress=True))
     for surface in ("all attn_o", "all mlp_out"):
         factors |= dict(run.sparsest(surface).factors)
     views, sections = look_inside(model, factors, tasks, graph_task="gendered_pronoun", path_task="greater_than")
@@ -121,6 +126,7 @@ def circuit(
     beside: Annotated[
         list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
     ] = None,
+    overwrite: OverwriteOption = False,
     solver: SolverOptions,
     printed: OutputOptions,
 ) -> None:
@@ -161,6 +167,8 @@ def circuit(
             controls=exact,
             random_b_seeds=random_b_seeds,
             beside=baselines,
+            out=out,
+            overwrite=overwrite,
             on_step=say,
             progress=True,
             **solver.arguments(),
