@@ -6,6 +6,7 @@ import threading
 from safetensors import SafetensorError
 
 import swd_lens.base.sealed as sealed
+from swd_lens.base.parts import Parts
 from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed, write_tensors
 from swd_lens.base.writer import require_writable, require_writable_file, writing
 from tests.errors.triggers import trigger
@@ -31,6 +32,12 @@ def file_gone(folder, patch):
     hashes = hashes_of(folder, ["x"])
     (folder / "x").unlink()
     require_hashes(folder, hashes, "a run")
+
+
+@trigger
+def parts_of_another_call(folder, patch):
+    Parts(folder, {"host": "a"})
+    Parts(folder, {"host": "b"})
 
 
 @trigger

@@ -155,6 +155,14 @@ def study(out: Path) -> Any:
     return Run.load(out)
 
 
+def study_in_parts(out: Path, seed: int = 0) -> Any:
+    run = _studied(seed, out=out)
+    curves = {surface: of_surface["toy"].curves["SVD"] for surface, of_surface in run.comparisons.items()}
+    values = {name: value for name, value in run.as_dict().items() if name not in ("seconds", "fidelity")}
+    measured = {f"{r.surface} {r.method}": [r.fidelity, r.factors] for r in run.replacements}
+    return {"values": values, "measured": measured, "margins": {s: dict(c.margins) for s, c in curves.items()}}
+
+
 @cache
 def on_a_bridge() -> tuple[Any, Any]:
     """A small TransformerBridge and factors of its MLPs."""
@@ -187,6 +195,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "data_efficiency": data_efficiency,
     "allocate": allocate,
     "run_study": study,
+    "run_study, in parts": study_in_parts,
     "factorize, bridge": factorize_bridge,
     "finetune, bridge": finetune_bridge,
 }
@@ -206,6 +215,10 @@ def vpd_units(seed: int = 0) -> Any:
 
 @cache
 def _run(seed: int = 0) -> Run:
+    return _studied(seed)
+
+
+def _studied(seed: int, **more: Any) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return run_study(
@@ -219,6 +232,7 @@ def _run(seed: int = 0) -> Run:
             preset="quick",
             cards_per_task=1,
             contexts_per_card=1,
+            **more,
         )
 
 

@@ -30,7 +30,7 @@ from tests.fuzz.values import Values, difference, values_of
 
 SECONDS = 240  # a hang, also on a busy machine
 # How often each is killed; workers=2 starts processes that import torch, which takes long.
-_WEIGHTS = {"factorize, workers=2": 0.3, "allocate": 0.5, "run_study": 1.0}
+_WEIGHTS = {"factorize, workers=2": 0.3, "allocate": 0.5, "run_study": 1.0, "run_study, in parts": 1.0}
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _SAVE = "save: "
 
