@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from swd_lens.base.sealed import read_sealed, read_tensors, readable, write_seal
 FOLDER, CALL = "parts", "call.json"
 WHAT, CALL_WHAT = "a finished part", "the settings of a call"
 Key = Sequence[str]
+Value = TypeVar("Value")
 
 
 class Parts:
@@ -73,38 +74,46 @@ class Parts:
     def __contains__(self, key: Key) -> bool:
         return self.folder is not None and any(self._path(key, kind).is_file() for kind in ("json", "safetensors"))
 
-    def values(self, key: Key, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Plain values of a part: made now, or finished earlier; as JSON gives them back (NaN is None there).
+    def values(
+        self, key: Key, make: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]
+    ) -> Value:
+        """A part of plain values, made now or finished earlier.
+
+        Args:
+            read: makes the part of the values, as JSON gives them back (NaN is None there).
 
         Raises:
             ResumeError: the part is damaged.
         """
         if self.folder is None:
-            return make()
+            return read(make())
         path = self._path(key, "json")
         if not path.is_file():
             write_sealed(path, {"part": self._about(key), "values": make()})
         values = read_sealed(path, WHAT, ResumeError)
         with readable(path, WHAT, ResumeError):
             self._require(values["part"], key, path)
-            return values["values"]
+            return read(values["values"])
 
     def tensors(
-        self, key: Key, make: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        """Tensors (on the CPU) and plain values of a part; see `values`."""
+        self,
+        key: Key,
+        make: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]],
+        read: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Value],
+    ) -> Value:
+        """A part of tensors (on the CPU) and plain values; see `values`."""
         if self.folder is None:
-            return make()
+            return read(*make())
         path = self._path(key, "safetensors")
         if not path.is_file():
             tensors, values = make()
             about = {"part": self._about(key), "values": plain(values)}
             write_tensors(path, tensors, {"swd_lens": json.dumps(about, sort_keys=True)})
-        read, metadata = read_tensors(path, WHAT, ResumeError)
+        tensors, metadata = read_tensors(path, WHAT, ResumeError)
         with readable(path, WHAT, ResumeError):
             about = json.loads(metadata["swd_lens"])
             self._require(about["part"], key, path)
-            return read, about["values"]
+            return read(tensors, about["values"])
 
     def _path(self, key: Key, kind: str) -> Path:
         assert self.folder is not None

@@ -26,9 +26,11 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
         tensors = _named(_SCORES, scores.scores) | _named(_MEANS, scores.means)
         return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings)}
 
-    tensors, values = parts.tensors(key, part)
-    by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
-    return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
+    def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> UnitScores:
+        by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
+        return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
+
+    return parts.tensors(key, part, read)
 
 
 def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], CostCurve]) -> CostCurve:
@@ -41,10 +43,12 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
         tensors = _named(_EDGES, curve.edges) | _named(_MARGINS, curve.margins)
         return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
 
-    tensors, values = parts.tensors(key, part)
-    edges = {site: tensors[f"{_EDGES}/{site}"] for site in values["sites"]}
-    margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
-    return replace(CostCurve.from_dict(values["curve"]), scores=scores, edges=edges, margins=margins)
+    def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CostCurve:
+        edges = {site: tensors[f"{_EDGES}/{site}"] for site in values["sites"]}
+        margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
+        return replace(CostCurve.from_dict(values["curve"]), scores=scores, edges=edges, margins=margins)
+
+    return parts.tensors(key, part, read)
 
 
 def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

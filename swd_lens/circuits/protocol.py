@@ -135,8 +135,9 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
         if protocol.parts.folder is None:
             outcomes.fidelities[name] = new[name]
         else:
-            values = protocol.parts.values(_fidelity_key(protocol, name), lambda name=name: new[name].as_dict())
-            outcomes.fidelities[name] = Fidelity.from_dict(values)
+            outcomes.fidelities[name] = protocol.parts.values(
+                _fidelity_key(protocol, name), lambda name=name: new[name].as_dict(), Fidelity.from_dict
+            )
 
 
 def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes) -> None:

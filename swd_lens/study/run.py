@@ -351,10 +351,14 @@ def run_study(
                     progress=progress,
                     **solver,
                 )
-                seconds = parts.values(
-                    (surface, "seconds", method), lambda start=start: {"seconds": time.perf_counter() - start}
+                made[method] = (
+                    solved,
+                    parts.values(
+                        (surface, "seconds", method),
+                        lambda start=start: {"seconds": time.perf_counter() - start},
+                        lambda values: checked("seconds", values, {"seconds": float})["seconds"],
+                    ),
                 )
-                made[method] = solved, seconds["seconds"]
             of_label = (label for label, of_factors in given_sites.items() if of_factors == names)
             made |= {label: (factors[label], math.nan) for label in of_label}
             if "svd" in controls:
@@ -407,14 +411,13 @@ def run_study(
             attention = attention_views(model, tasks, shown)
             return {"units": [c.as_dict() for c in cards], "attention": [view.as_dict() for view in attention]}
 
+        def shown_again(values: Mapping[str, Any]) -> tuple[list[TaskUnit], list[AttentionView]]:
+            return [*map(TaskUnit.from_dict, values["units"])], [*map(AttentionView.from_dict, values["attention"])]
+
         # Named by everything that it depends on: what is added to a study may change which units are shown.
-        looked = parts.values(("shown", json.dumps([about, cards_per_task, contexts_per_card])), look)
-        run = replace(
-            run,
-            cards=[TaskUnit.from_dict(card) for card in looked["units"]],
-            attention=[AttentionView.from_dict(view) for view in looked["attention"]],
-            seconds=time.perf_counter() - began,
-        )
+        key = ("shown", json.dumps([about, cards_per_task, contexts_per_card]))
+        cards, attention = parts.values(key, look, shown_again)
+        run = replace(run, cards=cards, attention=attention, seconds=time.perf_counter() - began)
         if folder is not None:
             on_step(f"save the run in {folder}")
             run.save(folder)

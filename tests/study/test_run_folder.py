@@ -178,14 +178,14 @@ def test_a_damaged_part_is_refused(model, whole, tmp_path):
 
 def test_parts_of_other_keys_are_refused(tmp_path):
     parts = Parts(tmp_path, {"host": "a"})
-    parts.values(("one",), lambda: {"value": float("nan")})
-    assert parts.values(("one",), dict) == {"value": None}
+    parts.values(("one",), lambda: {"value": float("nan")}, dict)
+    assert parts.values(("one",), dict, dict) == {"value": None}
     (first,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name != CALL)
-    parts.values(("two",), lambda: {"value": 2})
+    parts.values(("two",), lambda: {"value": 2}, dict)
     (second,) = (path for path in (tmp_path / FOLDER).iterdir() if path.name not in (CALL, first.name))
     second.write_bytes(first.read_bytes())
     with pytest.raises(swd.ResumeError, match="a part of another call"):
-        parts.values(("two",), dict)
+        parts.values(("two",), dict, dict)
     # Without the settings nobody knows whose parts they are.
     (tmp_path / FOLDER / CALL).unlink()
     assert ("one",) not in Parts(tmp_path, {"host": "a"})
