@@ -20,6 +20,7 @@ D_VOCAB = 1366  # the embedded model's tokenizer
 _SMALL = {"max_position_embeddings": 64, "vocab_size": D_VOCAB, "num_hidden_layers": 2, "hidden_size": 16}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
 _ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+SIZES = {**_SMALL, **_HEADS, **_ENDS}
 # Keys of 8, not 4: they are normalized to length one, and a key of length near zero turns rounding into 1e-5 of a logit.
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
@@ -58,13 +59,17 @@ CAUSAL = tuple(name for name in FAMILIES if name != "bert")
 @cache
 def checkpoint(name: str) -> Path:
     """A folder with config.json, weights and tokenizer."""
-    model_class, config_class, config = _CONFIGS[name]
+    return written(*_CONFIGS[name])
+
+
+def written(model_class: str, config_class: str, config: dict[str, Any]) -> Path:
+    """A folder with a checkpoint of any architecture, its weights random, its tokenizer the embedded model's."""
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**config)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    folder = Path(tempfile.mkdtemp(prefix=f"swd-lens-{name}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"swd-lens-{model_class}-"))
     model.save_pretrained(folder)
     load_tokenizer(WEIGHTS).save_pretrained(folder)
     return folder
@@ -72,8 +77,12 @@ def checkpoint(name: str) -> Path:
 
 def reference(name: str) -> Any:
     """transformers' own model."""
-    model_class = getattr(transformers, _CONFIGS[name][0])
-    return model_class.from_pretrained(checkpoint(name), local_files_only=True).eval()
+    return network(_CONFIGS[name][0], checkpoint(name))
+
+
+def network(model_class: str, folder: Path) -> Any:
+    """transformers' own model of a folder."""
+    return getattr(transformers, model_class).from_pretrained(folder, local_files_only=True).eval()
 
 
 def hooked(name: str) -> Any:

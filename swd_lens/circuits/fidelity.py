@@ -184,7 +184,7 @@ class _Sums:
         self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1][rows])
 
     def add_output(
-        self, name: str, replaced: Float[Tensor, "batch pos d_out"], dense: Float[Tensor, "batch pos d_out"]
+        self, name: str, replaced: Float[Tensor, "*batch_pos d_out"], dense: Float[Tensor, "*batch_pos d_out"]
     ):
         for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
             sums[name] = sums.get(name, 0.0) + value.double().square().sum().cpu()

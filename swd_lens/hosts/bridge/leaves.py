@@ -61,6 +61,8 @@ def _with_projection(plain: Any, name: str) -> type:
 FactoredLinear = _with_projection(nn.Linear, "FactoredLinear")
 FactoredConv1D = _with_projection(Conv1D, "FactoredConv1D")  # GPT-2's transposed linear layer
 _LEAVES = (nn.Linear, Conv1D)
+# Subclasses that compute the same product in their own words.
+_PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 # Plain class -> the class of the same module while a projection is mounted; those of MLPs are made when first needed.
 _MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
 
@@ -80,6 +82,18 @@ def _whole_mlp_class(plain: type) -> type:
         return self.unit_projection(h, None, lambda h: plain.forward(self, h, *args, **kwargs))  # type: ignore[attr-defined]
 
     return _MOUNTED.setdefault(plain, type(f"Factored{plain.__name__}", (plain,), {"forward": forward}))
+
+
+def _is_leaf(plain: type) -> bool:
+    """Exactly these classes: another subclass (quantized, scaled) need not compute h @ W + b."""
+    return plain in _LEAVES or f"{plain.__module__}.{plain.__qualname__}" in _PLAIN_SUBCLASSES
+
+
+def _mounted_class(plain: type) -> type:
+    """The class of a leaf or a whole MLP while a projection is mounted."""
+    if plain not in _MOUNTED and _is_leaf(plain):
+        _MOUNTED[plain] = _with_projection(plain, f"Factored{plain.__name__}")
+    return _MOUNTED.get(plain) or _whole_mlp_class(plain)
 
 
 def _plain_class(mounted: type) -> type:
@@ -104,7 +118,11 @@ def mount(modules: Sequence[nn.Module], projection: nn.Module, site_name: str) -
         # A child of the first only: parameters and state_dict list it once.
         (module._modules if part == 0 else module.__dict__)["unit_projection"] = projection
         module.__dict__.update(unit_site=site_name, unit_part=part)
-        module.__class__ = _MOUNTED.get(type(module)) or _whole_mlp_class(type(module))
+        if _is_leaf(type(module)) and "forward" in module.__dict__:
+            # Upstream's own of Falcon's leaves, which would go before the class's.
+            module.__dict__["unit_forward"] = module.__dict__["forward"]
+            del module.__dict__["forward"]
+        module.__class__ = _mounted_class(type(module))
 
 
 def unmount(modules: Sequence[nn.Module], projection: nn.Module) -> None:
@@ -113,7 +131,9 @@ def unmount(modules: Sequence[nn.Module], projection: nn.Module) -> None:
         if projection not in (module._modules.get("unit_projection"), module.__dict__.get("unit_projection")):
             continue
         module.__class__ = _plain_class(type(module))
-        for name in ("unit_site", "unit_part", "unit_projection"):
+        if "unit_forward" in module.__dict__:
+            module.__dict__["forward"] = module.__dict__["unit_forward"]
+        for name in ("unit_forward", "unit_site", "unit_part", "unit_projection"):
             module.__dict__.pop(name, None)
         # Last: a second call, after an interruption, knows by it that there is something left to do.
         module._modules.pop("unit_projection", None)
@@ -211,8 +231,7 @@ def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
                 others.append(f"{name}: {type(component).__name__}")
             continue
         for kind, leaf in matrices.items():
-            # Exactly these classes: a subclass (quantized, scaled) need not compute h @ W + b.
-            if _plain_class(type(leaf)) in _LEAVES:
+            if _is_leaf(_plain_class(type(leaf))):
                 leaves[kind] = leaf
             else:
                 others.append(f"{name}.{kind}: {type(leaf).__name__}")
