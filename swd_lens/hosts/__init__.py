@@ -214,6 +214,13 @@ class Host(Protocol):
         """Whether a projection is mounted at the site now."""
         ...
 
+    def fuse_attention(self, register: Register) -> bool:
+        """Have the layers that can compute their attention fused until the undo; False where none can.
+
+        Passes are made under `swd_lens.hosts.fused.fused_attention`, which verifies it.
+        """
+        ...
+
     def guard(self, reason: str, register: Register) -> None:
         """Make every method that rewrites weights raise RuntimeError(reason), until the last registered undo is called."""
         ...

@@ -22,6 +22,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
+from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.leaves import (
     Packed,
     leaves_of_block,
@@ -108,6 +109,13 @@ class BridgeHost(BridgeRuns, Host):
             "fold_value_biases": not any(has_value_bias(block) for block in self.model.blocks),
             "compatibility_mode": bool(self.model.compatibility_mode),
         }
+
+    def fuse_attention(self, register: Register) -> bool:
+        attentions = [block._modules.get("attn") for block in self.model.blocks]
+        masks = fused.Masks()
+        for attn in (attentions := [attn for attn in attentions if fused.can_fuse(attn)]):
+            fused.cover(attn, masks, register)
+        return bool(attentions)
 
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.

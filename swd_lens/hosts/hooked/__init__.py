@@ -24,6 +24,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from swd_lens.base.errors import error
 from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.families import family_of
+from swd_lens.hosts.hooked import fused
 from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
 from swd_lens.hosts.hooked.running import HookedRuns
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, BlockShapes, Site
@@ -174,6 +175,12 @@ class HookedTransformerHost(HookedRuns, Host):
 
     def is_swapped(self, site: Site) -> bool:
         return site.kind in getattr(self._module(site), "unit_projections", ())
+
+    def fuse_attention(self, register: Register) -> bool:
+        attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
+        for attn in attentions:
+            fused.cover(attn, register)
+        return bool(attentions)
 
     def guard(self, reason: str, register: Register) -> None:
         shadow_methods(self.model, refusals(_REWRITES, reason), register)

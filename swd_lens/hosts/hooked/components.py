@@ -82,6 +82,13 @@ class _LeaveAtZ(Exception):
     """
 
 
+def leave_at_z(attn: Any, z: Tensor) -> Tensor:
+    """z, where attn_o is the module's own; else its forward ends here, and the projection takes over."""
+    if "attn_o" in attn._modules.get("unit_projections", ()):
+        raise _LeaveAtZ(z)
+    return z
+
+
 def _with_units(plain: Any, name: str) -> type:
     """A subclass of an attention class: attn_o, and attn_qkv or some of attn_q, attn_k, attn_v, by mounted projections."""
 
@@ -101,10 +108,7 @@ def _with_units(plain: Any, name: str) -> type:
             raise error("attention-without-z")
 
         def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
-            z = super().calculate_z_scores(v, pattern)
-            if "attn_o" in self.unit_projections:
-                raise _LeaveAtZ(z)
-            return z
+            return leave_at_z(self, super().calculate_z_scores(v, pattern))
 
         def calculate_qkv_matrices(
             self, query_input: Tensor, key_input: Tensor, value_input: Tensor

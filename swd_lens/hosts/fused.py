@@ -1,0 +1,124 @@
+"""Fused attention: passes in which nobody looks at scores or patterns do not compute them.
+
+A host shows the scores and the pattern of every head, (head, pos, pos) each, and so computes them one after the other. Over
+long rows that is most of what it takes more than transformers' own forward (SmolLM2-135M, one row of 1,024 tokens: 5.4 s of
+arithmetic and 3 s of mapping memory in a HookedTransformer, 3.9 and .4 s in transformers). `fused_attention` has the layers
+compute their weighted sums by `torch.nn.functional.scaled_dot_product_attention` for a while:
+
+1. Every other module runs as it is, every other hook point shows what it showed, and attached units run as they do.
+2. A layer looks at every forward whether somebody hooks what would not be computed, and whether the tokens are padded; then it
+   runs plainly. What its attention does beyond scores, causal mask and softmax (caps, biases, sinks) is never fused.
+3. One row is run plainly and fused before it is used; where logits differ by more than `AGREES`, all stays plain.
+4. It begins where the scores of one row have `MIN_SCORES` numbers: below, prompts of a few dozen tokens, attention is a small part
+   of a forward (SmolLM2, 64 prompts of 24 tokens: HookedTransformer 1.12 of transformers' time, bridge 1.03), and all stays as
+   it is, to the bit. That depends on the number of heads and positions alone, not on the machine.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformer_lens.hook_points import HookPoint
+
+from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.undo import Undo
+from swd_lens.hosts import Host
+
+MIN_SCORES = 2**18  # n_heads x positions^2: 171 positions of nine heads
+AGREES = 1e-5  # of the largest logit
+_CHECKED_SCORES = 2**24  # of the row that is run both ways: 1,365 positions of nine heads
+_CHECKED_POSITIONS = 64  # whose logits are compared, the last ones
+
+# Model -> positions of the longest row on which its fused attention agreed, by dtype.
+_AGREED: WeakKeyDictionary[Any, dict[torch.dtype, int]] = WeakKeyDictionary()
+
+
+@contextmanager
+def fused_attention(host: Host, tokens: Int[Tensor, "rows pos"]) -> Iterator[bool]:
+    """While open, layers that can compute their attention fused; true where some do. The host is as it was afterwards.
+
+    Open it before anything is recorded: a row may be run for comparison.
+
+    Args:
+        tokens: rows as they will be run. Nothing is fused where their scores are few.
+
+    Warns:
+        UserWarning: fused attention gives other logits on this host.
+    """
+    undo = Undo()
+    with undo, undo:  # twice: a Ctrl-C on the way into the end of the inner one is still inside of the outer
+        yield _fuses(host, tokens, undo)
+
+
+def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
+    cfg, dtype = host.model.cfg, next(host.model.parameters()).dtype
+    if tokens.numel() == 0 or cfg.n_heads * tokens.shape[1] ** 2 < MIN_SCORES or _is_compiled(host.model):
+        return False
+    few = tokens[:1, : max(2, min(tokens.shape[1], math.isqrt(_CHECKED_SCORES // cfg.n_heads)))]
+    agreed = _AGREED.setdefault(host.model, {})
+    if agreed.get(dtype, 0) >= few.shape[1]:
+        return host.fuse_attention(undo.push)
+    with torch.no_grad():
+        plain = _last_logits(host, few)
+        if not host.fuse_attention(undo.push):
+            return False
+        try:
+            difference = (_last_logits(host, few) - plain).abs().max()
+        except Exception:  # the layer asks for what a fused one does not give
+            difference = torch.tensor(torch.inf)
+    if bool(difference <= max(AGREES, 8 * torch.finfo(dtype).eps) * plain.abs().max()):
+        agreed[dtype] = few.shape[1]
+        return True
+    undo.run()
+    warnings.warn(warning("fused-attention-differs", difference=float(difference)), stacklevel=callers_level())
+    return False
+
+
+def _last_logits(host: Host, tokens: Tensor) -> Float[Tensor, "1 _pos vocab"]:
+    residual = host.residual(tokens, len(host.model.blocks))
+    return host.unembed(tokens[:, -_CHECKED_POSITIONS:], residual[:, -_CHECKED_POSITIONS:]).float()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+
+
+# ---------------------------------------------------------------------------------------------- what a layer asks
+
+
+def is_hooked(*points: nn.Module | None) -> bool:
+    """Whether anybody looks at one of these hook points, by TransformerLens' hooks or by PyTorch's."""
+    return _has_any_global_hook() or any(
+        point._forward_hooks
+        or point._forward_pre_hooks
+        or point._backward_hooks
+        or point._backward_pre_hooks
+        or (isinstance(point, HookPoint) and (point.fwd_hooks or point.bwd_hooks))
+        for point in points
+        if point is not None
+    )
+
+
+def weighted_values(
+    q: Float[Tensor, "batch head pos d_head"],
+    k: Float[Tensor, "batch key_head key_pos d_head"],
+    v: Float[Tensor, "batch key_head key_pos d_head"],
+    scale: float,
+    mask: Float[Tensor, "batch _head pos key_pos"] | None,
+) -> Float[Tensor, "batch head pos d_head"]:
+    """softmax(q k^T * scale, masked) v.
+
+    Args:
+        mask: added to scores; None: causal. A single position then sees all keys.
+    """
+    grouped = k.shape[1] != q.shape[1]
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)

@@ -1,0 +1,83 @@
+"""Fused attention of a HookedTransformer: three methods of an attention module are covered, and all else stays upstream's.
+
+Upstream's forward (abstract_attention.py) calls calculate_attention_scores, apply_causal_mask and calculate_z_scores in this
+order. Covered, the first keeps queries and keys and hands on a tensor of one number, the second decides, and the third computes
+z from queries, keys and values. Where something stands in the way, the second computes the scores after all.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from swd_lens.hosts.fused import is_hooked, weighted_values
+from swd_lens.hosts.hooked.components import leave_at_z
+from swd_lens.hosts.weights import Shadow, shadow_methods
+
+
+class Fused:
+    """What the three methods of one attention module share during a forward."""
+
+    def __init__(self, attn: Any):
+        self.attn = attn
+        self.queries: Tensor | None = None
+        self.keys: Tensor | None = None
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        attn, self.queries = self.attn, None
+        if not can_fuse(attn) or is_hooked(attn.hook_attn_scores, attn.hook_pattern):
+            return type(attn).calculate_attention_scores(attn, q, k)
+        self.queries, self.keys = q, k
+        return q.new_zeros(1, 1, 1, 1)
+
+    def masked(self, scores: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+        attn, q, k = self.attn, self.queries, self.keys
+        if q is not None and k is not None:
+            padded = attention_mask is not None and not bool(attention_mask.all())
+            # After a kept prefix one position sees all keys; several would need a mask that is no square.
+            if not padded and (past == 0 or q.shape[1] == 1):
+                return scores
+            self.queries = None
+            scores = type(attn).calculate_attention_scores(attn, q, k)
+        return type(attn).apply_causal_mask(attn, scores, past, attention_mask)
+
+    def z(self, v: Tensor, pattern: Tensor) -> Tensor:
+        attn, q, k = self.attn, self.queries, self.keys
+        self.queries = self.keys = None
+        if q is None or k is None:
+            return type(attn).calculate_z_scores(attn, v, pattern)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        z = weighted_values(q, k, v, 1.0 / attn.attn_scale, None)
+        return leave_at_z(attn, attn.hook_z(z.transpose(1, 2)))
+
+
+class _Part(Shadow):
+    """Covers one of the methods."""
+
+    def __init__(self, call: Callable[..., Tensor]):
+        super().__init__()
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.call(*args, **kwargs)
+
+
+def can_fuse(attn: Any) -> bool:
+    """Whether scores, causal mask and softmax are all that this module's attention is."""
+    cfg = attn.cfg
+    capped = (cfg.attn_scores_soft_cap or 0) > 0
+    biased = cfg.positional_embedding_type in ("alibi", "relative_positional_bias")
+    both_ways = (attn._attention_dir_override or cfg.attention_dir) != "causal"
+    return not (capped or biased or both_ways or attn.attn_type != "global" or cfg.use_attention_sinks)
+
+
+def cover(attn: Any, register: Callable[[Any], object]) -> None:
+    """Have the module compute its attention fused until the undo."""
+    fused = Fused(attn)
+    names = {
+        "calculate_attention_scores": fused.scores,
+        "apply_causal_mask": fused.masked,
+        "calculate_z_scores": fused.z,
+    }
+    shadow_methods(attn, {name: partial(_Part, call) for name, call in names.items()}, register)
