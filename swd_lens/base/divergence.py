@@ -2,20 +2,23 @@
 
 1. `log_probabilities` of logits, in float32 whatever the host's dtype.
 2. `kl` and `cross_entropy` per prediction, with gradient where the logits have one.
-3. `divergence` sums all of them over the predictions of a batch, without gradient, a chunk of positions at a time: beside the
-   two tensors of logits it never holds more than `CHUNK_BYTES`, however large batch and vocabulary are.
+3. `divergence` sums all of them over the predictions of a batch, without gradient, a few positions at a time, in memory that
+   is kept from one to the next (`Buffers`): beside the two tensors of logits it never holds more than four times
+   `_PART_BYTES`, however large batch and vocabulary are, and does not have the system map it anew for every tensor.
    `kl_per_prediction` keeps each one's KL instead, in float64 throughout: of small changes it goes down to 1e-9.
 
 All values are in nats. Sums are float64: a KL of 1e-6 is the sum of terms a thousand times larger.
 """
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK_BYTES = 2**26  # of one tensor of logits or log-probabilities; a chunk has about six of them
+CHUNK_BYTES = 2**26  # of one tensor of logits
+_PART_BYTES = 2**24  # of one tensor of log-probabilities that are compared at once
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,20 @@ class Divergence:
         }
 
 
+class Buffers:
+    """Tensors that are written over: the allocator gives back large ones at once, and the next is faulted in page by page."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous tensor with whatever is in it, until this name is taken again."""
+        flat, size = self._flat.get(name), math.prod(shape)
+        if flat is None or flat.numel() < size or (flat.dtype, flat.device) != (dtype, device):
+            flat = self._flat[name] = torch.empty(size, dtype=dtype, device=device)
+        return flat[:size].view(shape)
+
+
 def log_probabilities(logits: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape vocab"]:
     """Log-probabilities of the next token; float32, or float64 where the logits are."""
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
@@ -67,6 +84,7 @@ def divergence(
     replaced: Float[Tensor, "batch pos vocab"],
     tokens: Int[Tensor, "batch pos"],
     ce_deltas: Float[Tensor, " batch"] | None = None,
+    buffers: Buffers | None = None,
 ) -> Divergence:
     """Sums over the next-token predictions of whole rows: position t predicts token t + 1.
 
@@ -74,26 +92,43 @@ def divergence(
         dense, replaced: logits of the two hosts on the same rows.
         tokens: the rows.
         ce_deltas: float64, on the CPU; what each row adds to the cross-entropy is added to it.
+        buffers: of several calls; None: of this one.
     """
     rows, vocab = tokens.shape[0], dense.shape[-1]
-    positions = max(1, CHUNK_BYTES // (4 * vocab * max(rows, 1)))
-    total = Divergence()
+    positions = max(1, _PART_BYTES // (4 * vocab * max(rows, 1)))
+    total, buffers = Divergence(), buffers or Buffers()
     with torch.no_grad():
         for start in range(0, tokens.shape[1] - 1, positions):
             chunk = slice(start, min(start + positions, tokens.shape[1] - 1))
             targets = tokens[:, chunk.start + 1 : chunk.stop + 1].to(dense.device)
-            log_p, log_q = log_probabilities(dense[:, chunk]), log_probabilities(replaced[:, chunk])
+            log_p, log_q = (
+                _log_probabilities_in(buffers, name, logits[:, chunk])
+                for name, logits in (("p", dense), ("q", replaced))
+            )
             ce_dense, ce = (cross_entropy(log, targets).double() for log in (log_p, log_q))
             if ce_deltas is not None:
                 ce_deltas += (ce - ce_dense).sum(1).cpu()
-            total += Divergence(
-                float(ce_dense.sum()),
-                float(ce.sum()),
-                float(kl_sum(log_p, log_q)),
-                float((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
-                targets.numel(),
-            )
+            same = float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            kl = float(_kl_sum_over(buffers, log_p, log_q))  # writes over both
+            total += Divergence(float(ce_dense.sum()), float(ce.sum()), kl, same, targets.numel())
     return total
+
+
+def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*shape vocab"]) -> Tensor:
+    """`log_probabilities`, in a buffer."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_p = buffers.take(name, tuple(logits.shape), logits.dtype, logits.device)
+    return torch.log_softmax(logits, -1, out=log_p)
+
+
+def _kl_sum_over(
+    buffers: Buffers, log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]
+) -> Float[Tensor, ""]:
+    """`kl_sum`, to the bit, in the memory of its arguments."""
+    torch.sub(log_p, log_q, out=log_q)
+    products = log_p.exp_().mul_(log_q)
+    # What sum(dtype=torch.float64) does in memory of its own.
+    return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum()
 
 
 def kl_sum(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]) -> Float[Tensor, ""]:

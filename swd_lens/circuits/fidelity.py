@@ -24,13 +24,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.divergence import CHUNK_BYTES, Divergence, divergence
+from swd_lens.base.divergence import CHUNK_BYTES, Buffers, Divergence, divergence
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.standing import standing_hooks
@@ -149,6 +150,7 @@ def fidelities(
     with torch.no_grad(), ExitStack() as stack:
         # A single replacement stays mounted; several may share sites, and take turns.
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
+        stack.enter_context(fused_attention(host, rows))
         runs = _Staged(host, units, alone)
         if not runs.agree_with_whole(rows):
             warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=callers_level())
@@ -172,6 +174,7 @@ class _Sums:
     errors: dict[str, Tensor] = field(default_factory=dict)
     norms: dict[str, Tensor] = field(default_factory=dict)
     ce_deltas: list[Tensor] = field(default_factory=list)  # of each batch, (row,)
+    buffers: Buffers = field(default_factory=Buffers)
 
     def add_predictions(
         self,
@@ -181,7 +184,7 @@ class _Sums:
         rows: slice = slice(None),
     ):
         """Of these rows of the batch that `ce_deltas` was begun for last."""
-        self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1][rows])
+        self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1][rows], self.buffers)
 
     def add_output(
         self, name: str, replaced: Float[Tensor, "*batch_pos d_out"], dense: Float[Tensor, "*batch_pos d_out"]

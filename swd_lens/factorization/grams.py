@@ -35,6 +35,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import record, require_one_per_token
 from swd_lens.hosts.sites import Site
 
@@ -111,7 +112,8 @@ def collect_grams(
 def _pass(host: Host, sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
     """The sums over all tokens, or up to the batch in which they parted."""
     stop = max(site.layer for site in sites) + 1
-    with torch.no_grad(), host.inputs(sites, sums.add):
+    fused = fused_attention(host, residuals.stream.first_row()[None])
+    with torch.no_grad(), fused, host.inputs(sites, sums.add):
         for tokens, start in _shown(residuals.batches(), residuals, progress):
             sums.begin()
             host.run_blocks(tokens, stop, **({} if start is None else {"start": start}))
@@ -254,14 +256,15 @@ def collect_pairs(
     """
     sums = {site.name: [torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for _ in range(2)] for site in sites}
     both = zip(replaced.batches(), dense.batches(), strict=True)
-    for (tokens, start), (_, dense_start) in _shown(both, replaced, progress):
-        with as_dense():
-            dense_inputs = _inputs(dense.host, sites, tokens, dense_start, dtype)
-        inputs = _inputs(replaced.host, sites, tokens, start, dtype)
-        for name, (gram, cross) in sums.items():
-            h, g = inputs[name], dense_inputs[name]
-            gram += (h.T @ h).to(gram)
-            cross += (h.T @ g).to(cross)
+    with fused_attention(replaced.host, replaced.stream.first_row()[None]):
+        for (tokens, start), (_, dense_start) in _shown(both, replaced, progress):
+            with as_dense():
+                dense_inputs = _inputs(dense.host, sites, tokens, dense_start, dtype)
+            inputs = _inputs(replaced.host, sites, tokens, start, dtype)
+            for name, (gram, cross) in sums.items():
+                h, g = inputs[name], dense_inputs[name]
+                gram += (h.T @ h).to(gram)
+                cross += (h.T @ g).to(cross)
     for name, pair in sums.items():
         for total in pair:
             _require_finite(name, total)

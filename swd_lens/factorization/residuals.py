@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.files import remove_remains, workplace_beside
 from swd_lens.hosts import Host, Start, host_of
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream, as_stream
 
@@ -87,8 +89,8 @@ class Residuals:
             raise error("residuals-go-forward", kept=self.layer, last=last, layer=layer)
         if layer == self.layer or not self.kept:
             return
-        with torch.no_grad():
-            new = self._written(layer)
+        with torch.no_grad(), ExitStack() as stack:
+            new = self._written(layer, stack)
             if new is None:
                 self.close()
                 return
@@ -96,11 +98,13 @@ class Residuals:
         if old is not None:
             old.path.unlink(missing_ok=True)
 
-    def _written(self, layer: int) -> "_Kept | None":
+    def _written(self, layer: int, stack: ExitStack) -> "_Kept | None":
         """What enters `layer`, in a new file; None where it cannot be kept."""
         new = None
         try:
             for tokens, start in self.batches():
+                if new is None:  # as the passes that take up here run
+                    stack.enter_context(fused_attention(self.host, tokens))
                 start = Start(0, self.host.residual(tokens, 0)) if start is None else start
                 residual = self.host.residual(tokens, layer, start=start)
                 if new is None:

@@ -9,9 +9,9 @@ compute their weighted sums by `torch.nn.functional.scaled_dot_product_attention
 2. A layer looks at every forward whether somebody hooks what would not be computed, and whether the tokens are padded; then it
    runs plainly. What its attention does beyond scores, causal mask and softmax (caps, biases, sinks) is never fused.
 3. One row is run plainly and fused before it is used; where logits differ by more than `AGREES`, all stays plain.
-4. It begins where the scores of one row have `MIN_SCORES` numbers: below, prompts of a few dozen tokens, attention is a small part
-   of a forward (SmolLM2, 64 prompts of 24 tokens: HookedTransformer 1.12 of transformers' time, bridge 1.03), and all stays as
-   it is, to the bit. That depends on the number of heads and positions alone, not on the machine.
+4. It begins where the scores of one row have `MIN_SCORES` numbers. Below, at prompts of a few dozen tokens, attention is a small
+   part of a forward (SmolLM2, 64 prompts of 24 tokens: HookedTransformer 1.12 of transformers' time, bridge 1.03), and all
+   stays as it is, to the bit. That depends on the number of heads and positions alone, not on the machine.
 """
 
 import math
@@ -59,7 +59,8 @@ def fused_attention(host: Host, tokens: Int[Tensor, "rows pos"]) -> Iterator[boo
 
 
 def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
-    cfg, dtype = host.model.cfg, next(host.model.parameters()).dtype
+    cfg: Any = host.model.cfg
+    dtype = next(host.model.parameters()).dtype
     if tokens.numel() == 0 or cfg.n_heads * tokens.shape[1] ** 2 < MIN_SCORES or _is_compiled(host.model):
         return False
     few = tokens[:1, : max(2, min(tokens.shape[1], math.isqrt(_CHECKED_SCORES // cfg.n_heads)))]
@@ -74,7 +75,7 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
             difference = (_last_logits(host, few) - plain).abs().max()
         except Exception:  # the layer asks for what a fused one does not give
             difference = torch.tensor(torch.inf)
-    if bool(difference <= max(AGREES, 8 * torch.finfo(dtype).eps) * plain.abs().max()):
+    if float(difference) <= max(AGREES, 8 * torch.finfo(dtype).eps) * float(plain.abs().max()):
         agreed[dtype] = few.shape[1]
         return True
     undo.run()
@@ -96,15 +97,14 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def is_hooked(*points: nn.Module | None) -> bool:
     """Whether anybody looks at one of these hook points, by TransformerLens' hooks or by PyTorch's."""
-    return _has_any_global_hook() or any(
-        point._forward_hooks
-        or point._forward_pre_hooks
-        or point._backward_hooks
-        or point._backward_pre_hooks
-        or (isinstance(point, HookPoint) and (point.fwd_hooks or point.bwd_hooks))
-        for point in points
-        if point is not None
-    )
+    if _has_any_global_hook():
+        return True
+    for point in filter(None, points):
+        own = (point.fwd_hooks, point.bwd_hooks) if isinstance(point, HookPoint) else ()
+        torchs = (point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks)
+        if any((*own, *torchs)):
+            return True
+    return False
 
 
 def weighted_values(

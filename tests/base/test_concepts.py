@@ -149,7 +149,7 @@ def test_sums_are_those_of_the_definitions_whatever_the_chunks(monkeypatch):
         "top1_agreement": (p.argmax(-1) == q.argmax(-1)).double().mean(),
     }
     for chunk_bytes in (1, 3 * 11 * 4 * 2, 2**28):
-        monkeypatch.setattr(div, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(div, "_PART_BYTES", chunk_bytes)
         total = div.divergence(dense, replaced, tokens)
         assert total.n_predictions == 18
         for name, value in total.means().items():

@@ -180,6 +180,8 @@ class HookedTransformerHost(HookedRuns, Host):
         attentions = [block.attn for block in self.model.blocks if fused.can_fuse(block.attn)]
         for attn in attentions:
             fused.cover(attn, register)
+        if attentions:
+            fused.cover_unembedding(self.model.unembed, register)
         return bool(attentions)
 
     def guard(self, reason: str, register: Register) -> None:

@@ -3,13 +3,17 @@
 Upstream's forward (abstract_attention.py) calls calculate_attention_scores, apply_causal_mask and calculate_z_scores in this
 order. Covered, the first keeps queries and keys and hands on a tensor of one number, the second decides, and the third computes
 z from queries, keys and values. Where something stands in the way, the second computes the scores after all.
+
+The unembedding is covered, too: upstream's copies W_U (113 MB of SmolLM2) at every call, to have it lie as transformers' does.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
+from transformer_lens.components import Unembed
 
 from swd_lens.hosts.fused import is_hooked, weighted_values
 from swd_lens.hosts.hooked.components import leave_at_z
@@ -70,6 +74,16 @@ def can_fuse(attn: Any) -> bool:
     biased = cfg.positional_embedding_type in ("alibi", "relative_positional_bias")
     both_ways = (attn._attention_dir_override or cfg.attention_dir) != "causal"
     return not (capped or biased or both_ways or attn.attn_type != "global" or cfg.use_attention_sinks)
+
+
+def cover_unembedding(unembed: Any, register: Callable[[Any], object]) -> None:
+    """Have the unembedding multiply by W_U where it lies until the undo."""
+    if type(unembed) is Unembed:
+        shadow_methods(unembed, {"forward": partial(_Part, partial(_unembed, unembed))}, register)
+
+
+def _unembed(part: Any, residual: Tensor) -> Tensor:
+    return part.hook_out(F.linear(part.hook_in(residual), part.W_U.T, part.b_U))
 
 
 def cover(attn: Any, register: Callable[[Any], object]) -> None:
