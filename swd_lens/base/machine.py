@@ -1,10 +1,12 @@
 """The machine: how much memory is free, and how fast it multiplies.
 
-1. `available_bytes`: free memory on a device, inside a container's limit.
+1. `available_bytes`: free memory on a device, inside a container's limit; `held_bytes`, `peak_bytes`: what this process has, and
+   the most that it has had.
 2. `product_speed`: operations per second of a float32 product now, at the present number of threads.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +25,38 @@ def available_bytes(device: torch.device) -> int | None:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     known = [bytes_ for bytes_ in (_system_bytes(), _container_bytes()) if bytes_ is not None]
     return min(known, default=None)
+
+
+def held_bytes() -> int | None:
+    """Memory that this process has now; None where the system does not say."""
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int | None:
+    """The most memory that this process has had at a time; None where the system does not say."""
+    if (peak := _status_bytes("VmHWM")) is not None:
+        return peak
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def peak_gpu_bytes() -> int:
+    """The most memory that torch has had on a GPU at a time, over all of them together; 0 without one."""
+    return sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+
+
+def _status_bytes(name: str) -> int | None:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _system_bytes() -> int | None:

@@ -2,12 +2,13 @@
 
 1. `tqdm` draws bars as tqdm.auto does, on a terminal and in a notebook. A log (a file, a pipe) gets a line of text every
    SECONDS in their place, which also says where the loops around this one are.
-2. What is left is reckoned from the rate so far; before there is one, nothing is said.
+2. `Steps` numbers the steps of a long call as they begin.
+3. What is left is reckoned from rates that were measured in this call; before there is one, nothing is said.
 """
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm as bars
@@ -92,6 +93,32 @@ class Lines:
         if self.scaled and self.total:
             return f"{self.desc} {self.n / self.total:.0%}"
         return f"{self.desc} {self.n:g}{f'/{self.total:g}' if self.total else ''} {self.unit}"
+
+
+class Steps:
+    """Steps of a long call: "3/9 circuits of ioi (about 40 s, as the last of these)".
+
+    Args:
+        tell: takes the line.
+        kinds: the first word of every step, in their order. A call may leave steps out (what a folder holds already).
+    """
+
+    def __init__(self, tell: Callable[[str], None], kinds: Sequence[str]):
+        self.tell, self.kinds = tell, list(kinds)
+        self.at, self.seconds = 0, dict[str, float]()
+        self.kind, self.began = "", time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """A step begins."""
+        now = time.monotonic()
+        self.seconds[self.kind] = now - self.began
+        self.kind, self.began = text.split()[0], now
+        number = ""
+        if self.kind in self.kinds[self.at :]:
+            self.at = self.kinds.index(self.kind, self.at) + 1
+            number = f"{self.at}/{len(self.kinds)} "
+        last = self.seconds.get(self.kind, 0.0)
+        self.tell(f"{number}{text}{f' (about {duration(last)}, as the last of these)' if last >= 1 else ''}")
 
 
 def duration(seconds: float | int) -> str:

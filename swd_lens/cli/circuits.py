@@ -24,6 +24,7 @@ from swd_lens.cli.options import (
     app,
     command,
     say,
+    say_memory_needed,
     show,
 )
 from swd_lens.factorization.factorize import factorize
@@ -32,6 +33,7 @@ from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.inside import look_inside
+from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
 from swd_lens.study.run import CONTROLS, RANDOM_B_SEEDS, surface_of
 from swd_lens.tasks import Task, load_task
@@ -43,7 +45,7 @@ from swd_lens.units.index import INDEX
 _SCREENED = 32  # training prompts of each task
 
 
-@command(app)
+@command(app, goes_on=True)
 def demo(
     *,
     out: Annotated[Path, Option(help="Folder for the report, the numbers and the factors.")] = Path("swd-demo"),
@@ -89,7 +91,7 @@ def _with_look_inside(run: Run, model: Any, exact: Any, tasks: Sequence[Task], k
     return replace(run, attention=[*run.attention, *views], extras=sections, seconds=seconds)
 
 
-@command(app)
+@command(app, goes_on=True)
 def circuit(
     *,
     out: Annotated[Path, Option(help="Folder for the report, the numbers and the factors.")],
@@ -147,18 +149,33 @@ def circuit(
     auto = sites == ["auto"]
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
-        replaced = {site for each in finished.values() for site in surface_of(model, each)}
+        replaced = sorted({site for each in finished.values() for site in surface_of(model, each)})
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)
         screened = _screened(model, tasks, "all" if auto else [*(sites or ()), *replaced])
         surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
         if not surfaces and not finished:
             raise error("cli-nothing-to-choose", tasks=", ".join(screened.tasks))
+        made = tuple(sparsity or (() if finished else (0.5, 0.75)))
+        n_controls = ("svd" in exact) + ("random_b" in exact) + len(baselines)
+        say_memory_needed(
+            memory_of(
+                model,
+                surfaces or {"": replaced},
+                tasks,
+                sparsities=made,
+                factors=finished,
+                n_controls=n_controls,
+                calibration_tokens=tokens,
+                heldout_length=heldout.shape[1],
+                **solver.arguments(),
+            )
+        )
         run = run_study(
             model,
             surfaces,
             tasks,
-            sparsities=tuple(sparsity or (() if finished else (0.5, 0.75))),
+            sparsities=made,
             factors=finished,
             calibration_tokens=tokens,
             heldout_tokens=heldout,

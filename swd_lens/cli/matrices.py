@@ -38,7 +38,7 @@ from swd_lens.report.terminal import table
 from swd_lens.study.replacement import BUDGETS, DEFAULT, replace_model
 
 
-@command(app)
+@command(app, goes_on=True)
 def factorize(
     *,
     out: Annotated[Path, Option(help="Folder for the factors.")],
@@ -107,7 +107,7 @@ class ReplaceTextOptions(TextOptions):
     heldout_tokens: HeldoutOption = 32_768
 
 
-@command(app)
+@command(app, goes_on=True)
 def replace(
     *,
     out: Annotated[Path, Option(help="Folder for budgets, factors, fine-tuning, numbers and samples.")],

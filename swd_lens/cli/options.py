@@ -3,14 +3,18 @@
 1. A group of options is a dataclass: a field per option, with its help and its default, and methods that turn the options into
    what a command works on (a host, token rows, arguments of the solver). A command that has another default subclasses it.
 2. `command` registers a function. A parameter whose type is a group stands for all options of the group.
-3. `show` prints JSON or tables to stdout, `say` progress to stderr. Errors become one line and exit code 1, with no traceback;
-   Ctrl-C exits with 130 and leaves no half-written file. What is invisible in names is shown.
+3. `show` prints JSON or tables to stdout, `say` progress to stderr, with the time since the start. Errors become one line and
+   exit code 1, with no traceback; Ctrl-C exits with 130, leaves no half-written file, and says what is finished and which
+   command goes on. What is invisible in names is shown.
+4. A long command ends with its peak memory.
 """
 
 import inspect
 import json
 import os
+import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,10 +26,13 @@ import torch
 import typer
 from rich.markup import escape
 from rich.text import Text
+from transformers.utils import logging as transformers_logging
 from typer import Option
 
 from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.base.files import plain
+from swd_lens.base.machine import available_bytes, held_bytes, peak_bytes, peak_gpu_bytes
+from swd_lens.base.progress import duration
 from swd_lens.base.sealed import readable
 from swd_lens.base.visible import visible, visible_lines
 from swd_lens.cli import new_app, output, status
@@ -37,6 +44,8 @@ from swd_lens.tasks import load_text, pack_text
 from swd_lens.tasks.named_text import NAMES
 
 app = new_app()
+# Of the command that runs: when it began, the steps that it has said, and the memory that it had once its model was loaded.
+_began, _steps, _loaded = [0.0], list[str](), [0]
 TRACEBACK = "SWD_LENS_TRACEBACK"  # set: errors that are not foreseen show where they were raised
 
 
@@ -91,9 +100,12 @@ class ModelOptions:
             model = load_default_model(kind=self.host)
         else:
             say(f"load {self.model}")
+            if not sys.stderr.isatty():  # in a log each of transformers' bars would be a hundred lines
+                transformers_logging.disable_progress_bar()
             model = load_host(self.model, self.host, **options)
         if sites is not None:
             find_sites(model, sites)
+        _loaded[0] = held_bytes() or 0
         return model
 
 
@@ -215,7 +227,7 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
 
     Args:
         name: None = the function's.
-        goes_on: the same command again takes up what was interrupted, which Ctrl-C then says.
+        goes_on: a long command: called again it takes up what was interrupted, which Ctrl-C then says, and it tells its memory.
     """
 
     def register(function: Callable) -> Callable:
@@ -227,6 +239,8 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
             with _told(goes_on):
                 of_groups = {name: group(**{o: given.pop(o) for o in options[name]}) for name, group in groups.items()}
                 function(**given, **of_groups)
+                if goes_on:
+                    _say_memory()
 
         every = [option for p in parameters for option in (options[p.name].values() if p.name in groups else [p])]
         call.__signature__ = inspect.Signature([o.replace(kind=inspect.Parameter.KEYWORD_ONLY) for o in every])
@@ -240,6 +254,8 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
 @contextmanager
 def _told(goes_on: bool) -> Iterator[None]:
     """Errors become one line and exit code 1; Ctrl-C becomes exit code 130."""
+    _steps.clear()
+    _began[0] = time.monotonic()
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
     try:
         yield
@@ -250,8 +266,7 @@ def _told(goes_on: bool) -> Iterator[None]:
         _say_error(str(error) or type(error).__name__)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        again = "; the same command again goes on from the last checkpoint" if goes_on else ""
-        status.print(f"interrupted; nothing half-written was left behind{again}", soft_wrap=True)
+        status.print(escape(visible(_interrupted(goes_on))), highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
     except Exception as error:  # nothing that a user could mend, as far as we know
         if TRACEBACK in os.environ:
@@ -265,9 +280,44 @@ def _say_error(text: str) -> None:
     status.print(f"[bold red]error:[/bold red] {escape(visible_lines(text))}", highlight=False, soft_wrap=True)
 
 
+def _interrupted(goes_on: bool) -> str:
+    """What Ctrl-C says: where it was, what is finished, and the command that goes on."""
+    where = f"interrupted in: {_steps[-1]}" if _steps else "interrupted"
+    if not goes_on:
+        return f"{where}; nothing half-written was left behind"
+    finished = f"; finished: {', '.join(_steps[:-1])}" if _steps[:-1] else ""
+    command = shlex.join(["swd-lens", *sys.argv[1:]])
+    return f"{where}{finished}. What is finished is kept; the same command again goes on from there: {command}"
+
+
 def say(step: str) -> None:
-    """A line of progress."""
-    status.print(f"[dim]·[/dim] {escape(visible(step))}", highlight=False)
+    """A step begins."""
+    _steps.append(step)
+    spent = f"{duration(time.monotonic() - _began[0]):>9}"
+    status.print(f"[dim]{spent}[/dim]  {escape(visible(step))}", highlight=False, soft_wrap=True)
+
+
+def _say_memory() -> None:
+    peak, gpu = peak_bytes(), peak_gpu_bytes()
+    if peak is not None:
+        loaded = f", {in_words(_loaded[0])} of it when the model was loaded" if _loaded[0] else ""
+        on_gpu = f"; {in_words(gpu)} on the GPU" if gpu else ""
+        status.print(f"[dim]peak memory {in_words(peak)}{loaded}{on_gpu}[/dim]", highlight=False, soft_wrap=True)
+
+
+def say_memory_needed(parts: Mapping[str, int]) -> None:
+    """Before the work: the most that it may need beyond the loaded model, and what is there; parts -> bytes."""
+    part = max(parts, key=lambda name: parts[name])
+    free = available_bytes(torch.device("cpu"))
+    there = "" if free is None else f"; {in_words(free)} available"
+    short = ", which may not be enough" if free is not None and parts[part] > free else ""
+    line = f"memory: at most {in_words(parts[part])} beyond the loaded model ({part}){there}{short}"
+    status.print(f"[dim]{escape(visible(line))}[/dim]", highlight=False, soft_wrap=True)
+
+
+def in_words(n_bytes: int) -> str:
+    """1.3 GB."""
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
 
 
 def show(as_json: bool, values: Mapping[str, Any], *tables: Any, unbroken: bool = False) -> None:

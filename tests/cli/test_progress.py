@@ -7,7 +7,7 @@ import pytest
 
 import swd_lens as swd
 from swd_lens.base import progress
-from swd_lens.base.progress import Lines, duration, tqdm
+from swd_lens.base.progress import Lines, Steps, duration, tqdm
 
 
 class Terminal(io.StringIO):
@@ -85,6 +85,25 @@ def test_a_loop_that_ends_early_is_forgotten():
     with pytest.raises(KeyError), Lines(range(10)):
         raise KeyError
     assert not progress._open
+
+
+def test_steps_are_numbered_and_timed_by_the_last_of_their_kind(clock):
+    told = []
+    step = Steps(told.append, ["factorize", "exact", "circuits", "factorize", "exact", "circuits", "save"])
+    for text, seconds in (
+        ("factorize a", 40.0), ("circuits on a", 90.0), ("fidelity of b", 5.0), ("factorize b", 0.0), ("circuits on b", 1.0),
+        ("save it", 0.0),
+    ):  # fmt: skip
+        step(text)
+        clock[0] += seconds
+    assert told == [
+        "1/7 factorize a",
+        "3/7 circuits on a",
+        "fidelity of b",
+        "4/7 factorize b (about 40 s, as the last of these)",
+        "6/7 circuits on b (about 1:30 min, as the last of these)",
+        "7/7 save it",
+    ]
 
 
 def test_durations():
