@@ -96,29 +96,37 @@ class Lines:
 
 
 class Steps:
-    """Steps of a long call: "3/9 circuits of ioi (about 40 s, as the last of these)".
+    """Steps of a long call, numbered as they begin: "3/9 measure blocks.8.mlp_out (about 40 s, as the last of these)".
 
     Args:
         tell: takes the line.
-        kinds: the first word of every step, in their order. A call may leave steps out (what a folder holds already).
+        kinds: the first word of every step, in their order. A call may leave steps out (what a folder holds already); what is not
+            among them is a part of the present step.
+        complete: False where further steps follow that are not known yet, see `follow`.
     """
 
-    def __init__(self, tell: Callable[[str], None], kinds: Sequence[str]):
-        self.tell, self.kinds = tell, list(kinds)
-        self.at, self.seconds = 0, dict[str, float]()
-        self.kind, self.began = "", time.monotonic()
+    def __init__(self, tell: Callable[[str], None], kinds: Sequence[str], complete: bool = True):
+        self.tell, self.kinds, self.complete = tell, list(kinds), complete
+        self.at, self.text = 0, ""
+        self._seconds: dict[str, float] = {}
+        self._kind, self._began = "", time.monotonic()
+
+    def follow(self, kinds: Sequence[str]) -> None:
+        """Those that were not known."""
+        self.kinds, self.complete = [*self.kinds, *kinds], True
 
     def __call__(self, text: str) -> None:
-        """A step begins."""
-        now = time.monotonic()
-        self.seconds[self.kind] = now - self.began
-        self.kind, self.began = text.split()[0], now
-        number = ""
-        if self.kind in self.kinds[self.at :]:
-            self.at = self.kinds.index(self.kind, self.at) + 1
-            number = f"{self.at}/{len(self.kinds)} "
-        last = self.seconds.get(self.kind, 0.0)
-        self.tell(f"{number}{text}{f' (about {duration(last)}, as the last of these)' if last >= 1 else ''}")
+        """A step begins, or a part of one."""
+        kind, now = text.split()[0], time.monotonic()
+        if kind not in self.kinds[self.at :]:
+            self.tell(f"  {text}")
+            return
+        self._seconds[self._kind] = now - self._began
+        self._kind, self._began, self.text = kind, now, text
+        self.at = self.kinds.index(kind, self.at) + 1
+        last = self._seconds.get(kind, 0.0)
+        expected = f" (about {duration(last)}, as the last of these)" if last >= 1 else ""
+        self.tell(f"{self.at}{f'/{len(self.kinds)}' if self.complete else ''} {text}{expected}")
 
 
 def duration(seconds: float | int) -> str:

@@ -14,9 +14,9 @@ from itertools import product
 from typing import Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
 from swd_lens.base.parts import Key, Parts
+from swd_lens.base.progress import tqdm
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import Fidelity, fidelities
@@ -72,13 +72,13 @@ def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mappi
         measured: fidelities that are known.
     """
     outcomes = Outcomes(dict(measured))
-    bar = tqdm(total=len(sources), desc="compare", unit="replacement", disable=not protocol.progress, leave=False)
-    with bar:
-        for group in _groups(protocol, sources, measured):
-            _measure(protocol, group, outcomes)
+    for group in _groups(protocol, sources, measured):
+        _measure(protocol, group, outcomes)
+        protocol.on_step(f"circuits of {', '.join(group)}")
+        total = len(group) * len(protocol.tasks) * len(protocol.positions)
+        with tqdm(total=total, desc="circuits", unit="curve", disable=not protocol.progress, leave=False) as bar:
             for name, units in group.items():
-                _circuits(protocol, name, units, outcomes)
-                bar.update()
+                _circuits(protocol, name, units, outcomes, bar)
     order = list(sources)
     outcomes.fidelities = dict(sorted(outcomes.fidelities.items(), key=lambda item: order.index(item[0])))
     return outcomes
@@ -140,15 +140,15 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
             )
 
 
-def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes) -> None:
+def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes, bar: Any) -> None:
     """Scores and curves of one replacement."""
-    model, parts = protocol.model, protocol.parts
+    model, parts, shown = protocol.model, protocol.parts, {"progress": protocol.progress}
     for task, where in product(protocol.tasks, protocol.positions):
         ranked = kept_scores(
             parts,
             (*protocol.key, "scores", name, task.name, where),
             lambda task=task, where=where: attribute(
-                model, units, task, **{**protocol.attribution, "positions": where}
+                model, units, task, **{**shown, **protocol.attribution, "positions": where}
             ),
         )
         outcomes.scores[task.name, where][name] = ranked
@@ -158,6 +158,7 @@ def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Ou
                 (*protocol.key, "curve", name, task.name, where, kind),
                 ranked,
                 lambda task=task, ranked=ranked, kind=kind: evaluate(
-                    model, units, task, ranked, **{**protocol.evaluation, "ablation": kind}
+                    model, units, task, ranked, **{**shown, **protocol.evaluation, "ablation": kind}
                 ),
             )
+        bar.update()

@@ -34,6 +34,14 @@ status, output = Console(stderr=True), Console()
 
 def main() -> None:
     """Entry point of the console script."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # before a command has begun, or after it has ended
+        status.print("interrupted")
+        sys.exit(130)
+
+
+def _run() -> None:
     words = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if words and words[0] in COMMANDS:
         app = _all_commands()

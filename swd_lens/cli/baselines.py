@@ -27,6 +27,7 @@ from swd_lens.cli.options import (
     TrainingTokensOption,
     app,
     command,
+    plan,
     say,
 )
 from swd_lens.hosts import find_sites
@@ -66,6 +67,7 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
         printed: OutputOptions,
     ) -> None:
         changes = parsed_settings(settings, n_tokens)
+        plan("load", "train", "measure")
         model = model_options.load()
         # A wrong name or setting should fail before the text is read.
         recipe(recipes, preset, find_sites(model, site)[0].kind).changed(changes)
@@ -82,8 +84,9 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
             progress=True,
             **changes,
         )
-        say("fidelity and activity on held-out text")
-        measured, activity = fidelity(model, units, heldout), units.report(model, heldout).table()
+        say("measure fidelity and activity on held-out text")
+        measured = fidelity(model, units, heldout, progress=True)
+        activity = units.report(model, heldout, progress=True).table()
         numbers = {"fidelity": measured.as_dict(), "activity": activity.to_dict("records")}
         printed.show(
             {"folder": str(out), "tokens": units.tokens, "provenance": units.provenance, **numbers},
@@ -135,6 +138,7 @@ def sparse_pretrain_command(
     """
     changes = parsed_settings(settings)
     recipe(SPARSE_PRETRAINS, preset).changed(changes)  # a wrong name should fail before the text is read
+    plan("load", "pretrain")
     model = like.load()
     rows, heldout = text.rows(model, like)
     say("pretrain")

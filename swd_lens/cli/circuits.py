@@ -23,11 +23,13 @@ from swd_lens.cli.options import (
     TextOptions,
     app,
     command,
+    plan,
     say,
     say_memory_needed,
     show,
 )
 from swd_lens.factorization.factorize import factorize
+from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import load_default_model, text_tokens
 from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
@@ -35,7 +37,7 @@ from swd_lens.study import Run, run_study
 from swd_lens.study.inside import look_inside
 from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
-from swd_lens.study.run import CONTROLS, RANDOM_B_SEEDS, surface_of
+from swd_lens.study.run import CONTROLS, RANDOM_B_SEEDS, study_steps, surface_of
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 from swd_lens.train.baselines import LearnedUnits
@@ -54,7 +56,9 @@ def demo(
     printed: OutputOptions,
 ) -> None:
     """The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline."""
+    steps = plan("load", *study_steps(3, 2, ("svd",), saved=True), "look", "write")
     with writing(out, "demo"):
+        say("load the embedded model, tasks and text")
         model = load_default_model(kind=host)
         last = f"blocks.{model.cfg.n_layers - 1}.mlp_out"
         tasks = [load_task(name, model, n_train=150, n_test=150) for name in FAMILIES]
@@ -71,7 +75,7 @@ def demo(
             calibration_model=exact,
             out=out,
             overwrite=overwrite,
-            on_step=say,
+            on_step=steps,
             progress=True,
         )
         _deliver(_with_look_inside(run, model, exact, tasks, out / FOLDER / "attn_qkv"), out, printed)
@@ -147,15 +151,20 @@ def circuit(
     if unknown := [name for name in exact if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
     auto = sites == ["auto"]
+    steps = plan("load", "read", "screen", complete=False)
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
         replaced = sorted({site for each in finished.values() for site in surface_of(model, each)})
+        say(f"read {', '.join(task)} and text")
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)
         screened = _screened(model, tasks, "all" if auto else [*(sites or ()), *replaced])
         surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
         if not surfaces and not finished:
             raise error("cli-nothing-to-choose", tasks=", ".join(screened.tasks))
+        of_factors = [surface_of(model, each) for each in finished.values()]
+        named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
+        n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
         made = tuple(sparsity or (() if finished else (0.5, 0.75)))
         n_controls = ("svd" in exact) + ("random_b" in exact) + len(baselines)
         say_memory_needed(
@@ -171,6 +180,7 @@ def circuit(
                 **solver.arguments(),
             )
         )
+        steps.follow([*study_steps(n_surfaces, len(made), exact, saved=True), "write"])
         run = run_study(
             model,
             surfaces,
@@ -186,7 +196,7 @@ def circuit(
             beside=baselines,
             out=out,
             overwrite=overwrite,
-            on_step=say,
+            on_step=steps,
             progress=True,
             **solver.arguments(),
         )
@@ -195,12 +205,12 @@ def circuit(
 
 def _screened(model: Any, tasks: Sequence[Task], sites: Any) -> Screen:
     """Which of the sites the tasks need, printed before anything is factorized."""
-    say("screen: what the tasks lose where outputs are their means")
+    say("screen the sites: what do the tasks lose where an output is its mean?")
     screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True)
     status.print(table("The dense model on training prompts", screened.skill().drop(columns="remark")))
     for name, of_task in screened.tasks.items():
         if of_task.remark:
-            say(f"{name}: {of_task.remark}")
+            say(f"note: {name}: {of_task.remark}")
     status.print(table("The margin without a site or surface", screened.table(n=3)))
     return screened
 

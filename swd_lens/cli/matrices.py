@@ -9,6 +9,7 @@ import pandas as pd
 from typer import Option
 
 from swd_lens.base.errors import error
+from swd_lens.base.writer import require_writable
 from swd_lens.circuits import fidelity
 from swd_lens.cli import output
 from swd_lens.cli.options import (
@@ -29,13 +30,18 @@ from swd_lens.cli.options import (
     command,
     first_rows,
     number_or_word,
+    plan,
     say,
+    say_memory_needed,
     show,
 )
 from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
 from swd_lens.report.terminal import table
+from swd_lens.study.memory import memory_of_replacement
 from swd_lens.study.replacement import BUDGETS, DEFAULT, replace_model
+from swd_lens.train.finetune.run import DEFAULT_PRESET as FINETUNING
+from swd_lens.train.finetune.spec import resolve as resolve_finetuning
 
 
 @command(app, goes_on=True)
@@ -62,8 +68,12 @@ def factorize(
 
     The same command again after an interruption goes on with the matrices that are missing.
     """
+    require_writable(out)
+    plan("load", "factorize", *["fidelity"] * (shard is None))
     model = model_options.load(sites)
     tokens, heldout = text.rows(model, model_options)
+    cost = estimate_cost(model, sites, sparsity=sparsity, tokens=tokens, calibration=calibration, **solver.arguments())
+    say_memory_needed({"factorize": cost.peak_bytes})
     say(f"factorize {', '.join(sites)} at s={sparsity:g}")
     factors = factorize_model(
         model,
@@ -89,7 +99,7 @@ def factorize(
         printed.show({**values, "shard": shard}, made)
         return
     say("fidelity on held-out text")
-    measured = fidelity(model, factors, heldout)
+    measured = fidelity(model, factors, heldout, progress=True)
     for row in rows:
         row["relMSE (held-out)"] = measured.relmse[row["site"]]
     printed.show(
@@ -140,11 +150,25 @@ def replace(
 
     The same command again after an interruption goes on where it stopped.
     """
+    steps = plan("load", complete=False)
     model = model_options.load(sites)
     if finetune != "none" and not (finetune_tokens or text.tokens):
         raise error("cli-no-finetuning-tokens")
     rows, heldout = text.rows(model, model_options, max(text.tokens, finetune_tokens or 0))
-    say(f"replace {', '.join(sites)} at s={sparsity:g}")
+    batch = (
+        0 if finetune == "none" else resolve_finetuning(FINETUNING if finetune == DEFAULT else finetune, {}).batch_size
+    )
+    needed = memory_of_replacement(
+        model,
+        sites,
+        tokens=first_rows(rows, text.tokens),
+        calibration=calibration or ("sequential" if solver.preset == "paper" else "corrected"),
+        sparsity=sparsity,
+        tuned_rows=batch,
+        row_length=heldout.shape[1],
+        **solver.arguments(),
+    )
+    say_memory_needed(needed)
     replacement = replace_model(
         model,
         sites,
@@ -159,6 +183,7 @@ def replace(
         workers=number_or_word(workers),
         out=out,
         overwrite=overwrite,
+        on_step=steps,
         progress=True,
         **solver.arguments(),
     )

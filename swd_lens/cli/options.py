@@ -32,7 +32,7 @@ from typer import Option
 from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.base.files import plain
 from swd_lens.base.machine import available_bytes, held_bytes, peak_bytes, peak_gpu_bytes
-from swd_lens.base.progress import duration
+from swd_lens.base.progress import Steps, duration
 from swd_lens.base.sealed import readable
 from swd_lens.base.visible import visible, visible_lines
 from swd_lens.cli import new_app, output, status
@@ -44,8 +44,18 @@ from swd_lens.tasks import load_text, pack_text
 from swd_lens.tasks.named_text import NAMES
 
 app = new_app()
-# Of the command that runs: when it began, the steps that it has said, and the memory that it had once its model was loaded.
-_began, _steps, _loaded = [0.0], list[str](), [0]
+
+
+@dataclass
+class _Running:
+    """The command that runs: when it began, its steps, and the memory that it had once its model was loaded."""
+
+    began: float = 0.0
+    steps: Steps | None = None
+    loaded: int = 0
+
+
+_running = _Running()
 TRACEBACK = "SWD_LENS_TRACEBACK"  # set: errors that are not foreseen show where they were raised
 
 
@@ -96,16 +106,16 @@ class ModelOptions:
 
     def load(self, sites: Any = None, **options: Any) -> Any:
         """The host. Raises UnknownSiteError before any text is read, if it has no such sites."""
+        say(f"load {'the embedded model' if self.model == 'default' else self.model}")
         if self.model == "default":
             model = load_default_model(kind=self.host)
         else:
-            say(f"load {self.model}")
             if not sys.stderr.isatty():  # in a log each of transformers' bars would be a hundred lines
                 transformers_logging.disable_progress_bar()
             model = load_host(self.model, self.host, **options)
         if sites is not None:
             find_sites(model, sites)
-        _loaded[0] = held_bytes() or 0
+        _running.loaded = held_bytes() or 0
         return model
 
 
@@ -254,8 +264,7 @@ def command(to: typer.Typer, name: str | None = None, *, goes_on: bool = False) 
 @contextmanager
 def _told(goes_on: bool) -> Iterator[None]:
     """Errors become one line and exit code 1; Ctrl-C becomes exit code 130."""
-    _steps.clear()
-    _began[0] = time.monotonic()
+    _running.began, _running.steps, _running.loaded = time.monotonic(), None, 0
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
     try:
         yield
@@ -281,26 +290,37 @@ def _say_error(text: str) -> None:
 
 
 def _interrupted(goes_on: bool) -> str:
-    """What Ctrl-C says: where it was, what is finished, and the command that goes on."""
-    where = f"interrupted in: {_steps[-1]}" if _steps else "interrupted"
+    """What Ctrl-C says: where it was, how much is finished, and the command that goes on."""
+    steps, where = _running.steps, "interrupted"
+    if steps is not None and steps.at:
+        where += f" in step {steps.at}{f' of {len(steps.kinds)}' if steps.complete else ''} ({steps.text})"
+        where += f", {steps.at - 1} finished"
     if not goes_on:
         return f"{where}; nothing half-written was left behind"
-    finished = f"; finished: {', '.join(_steps[:-1])}" if _steps[:-1] else ""
-    command = shlex.join(["swd-lens", *sys.argv[1:]])
-    return f"{where}{finished}. What is finished is kept; the same command again goes on from there: {command}"
+    command = shlex.join(["swd-lens", *(word for word in sys.argv[1:] if word != "--overwrite")])
+    return f"{where}; what is finished is kept, and the same command again goes on from there: {command}"
+
+
+def plan(*kinds: str, complete: bool = True) -> Steps:
+    """The steps of this command, by their first words; see `Steps`."""
+    _running.steps = Steps(_tell, kinds, complete)
+    return _running.steps
 
 
 def say(step: str) -> None:
-    """A step begins."""
-    _steps.append(step)
-    spent = f"{duration(time.monotonic() - _began[0]):>9}"
-    status.print(f"[dim]{spent}[/dim]  {escape(visible(step))}", highlight=False, soft_wrap=True)
+    """A step begins, or a part of one."""
+    (_running.steps or _tell)(step)
+
+
+def _tell(line: str) -> None:
+    spent = f"{duration(time.monotonic() - _running.began):>9}"
+    status.print(f"[dim]{spent}[/dim]  {escape(visible(line))}", highlight=False, soft_wrap=True)
 
 
 def _say_memory() -> None:
     peak, gpu = peak_bytes(), peak_gpu_bytes()
     if peak is not None:
-        loaded = f", {in_words(_loaded[0])} of it when the model was loaded" if _loaded[0] else ""
+        loaded = f", {in_words(_running.loaded)} of it when the model was loaded" if _running.loaded else ""
         on_gpu = f"; {in_words(gpu)} on the GPU" if gpu else ""
         status.print(f"[dim]peak memory {in_words(peak)}{loaded}{on_gpu}[/dim]", highlight=False, soft_wrap=True)
 

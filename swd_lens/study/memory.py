@@ -1,4 +1,4 @@
-"""memory_of: the most memory that the parts of a study will need beyond the loaded model, from shapes alone.
+"""memory_of, memory_of_replacement: the most memory that their parts will need beyond the loaded model, from shapes alone.
 
 Upper bounds, in bytes of float32: what each part holds at its worst moment, as if no shortcut applied (every position of every
 prompt with gradients, every replacement in memory).
@@ -41,54 +41,74 @@ def memory_of(
         n_controls: exact or other dense replacements of each surface.
         heldout_length: tokens in a row of held-out text.
     """
-    cfg = model.cfg
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
-    rows = {
-        label: {row.site: row for row in _estimate(model, of, calibration_tokens, solver).rows}
-        for label, of in sites.items()
-    }
-    units = {label: sum(row.units for row in of.values()) for label, of in rows.items()}
-
-    def pairs(of: Sequence[Site], label: str) -> int:
-        """Read, write and W of a surface, once."""
-        return 4 * sum(rows[label][s.name].units * (s.d_in + s.d_out) + s.d_in * s.d_out for s in of)
-
+    estimates = {label: _estimate(model, of, calibration_tokens, solver) for label, of in sites.items()}
+    pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
+    most_units = max(sum(row.units for row in estimate.rows) for estimate in estimates.values())
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for of in (factors or {}).values() for f in of.values())
-    n_dense = len(sparsities) + n_controls
-    stays = given + sum(n_dense * pairs(of, label) for label, of in sites.items())
+    n_replacements = len(sparsities) + n_controls
+    stays, largest = given + n_replacements * sum(pairs.values()), max(pairs.values())
 
-    def block(tokens: int, length: int) -> int:
-        """What one block of the host needs for so many tokens, in rows of this length."""
-        attention = 4 * cfg.n_heads * length
-        return 4 * tokens * (attention + 12 * cfg.d_model + 4 * (getattr(cfg, "d_mlp", 0) or 0))
-
-    text = max(_TEXT, heldout_length)
-    outputs = max(sum(s.d_out for s in of) for of in sites.values())
-    most_units, largest = max(units.values()), max(pairs(of, label) for label, of in sites.items())
-    parts = {"factorize": max(_estimate(model, of, calibration_tokens, solver).peak_bytes for of in sites.values())}
-    parts = parts if sparsities else {}
-    residuals = 4 * text * cfg.d_model * (n_dense + len(factors or {}) + 2)
-    parts["fidelity"] = (
-        largest
-        + block(text, heldout_length)
-        + 4 * text * (3 * outputs + 2 * most_units)
-        + residuals
-        + _CHUNKS * CHUNK_BYTES
-    )
+    parts = {"factorize": max(each.peak_bytes for each in estimates.values())} if sparsities else {}
+    n_starts = n_replacements + len(factors or {}) + 2
+    parts["fidelity"] = max(_fidelity(model, of, most_units, n_starts, heldout_length) for of in sites.values())
+    first = min(site.layer for of in sites.values() for site in of)
     for task in tasks:
         length = max(len(row) for split in (task.train, task.test) for row in split.tokens)
-        n = min(_PROMPTS, len(task.train))
-        first = min(s.layer for of in sites.values() for s in of)
-        graph = (cfg.n_layers - first) * block(n * length, length) + 4 * 4 * n * length * most_units
-        parts[f"attribution of {task.name}"] = largest + graph
-        parts[f"curves of {task.name}"] = (
-            largest
-            + 2 * block(_INTERVENTIONS, length)
-            + 4 * 3 * _INTERVENTIONS * most_units
-            + 4 * 2 * len(task.test) * length * cfg.d_model * cfg.n_layers
-            + _LOGITS
-        )
-    return {part: stays + n_bytes for part, n_bytes in parts.items()}
+        tokens = min(_PROMPTS, len(task.train)) * length
+        scored = (model.cfg.n_layers - first) * _block(model, tokens, length) + 4 * 4 * tokens * most_units
+        parts[f"attribution of {task.name}"] = scored
+        kept = 4 * 2 * len(task.test) * length * model.cfg.d_model * model.cfg.n_layers
+        judged = 2 * _block(model, _INTERVENTIONS, length) + 4 * 3 * _INTERVENTIONS * most_units + _LOGITS
+        parts[f"curves of {task.name}"] = kept + judged
+    return {part: stays + largest + n_bytes for part, n_bytes in parts.items()}
+
+
+def memory_of_replacement(
+    model: Any,
+    sites: Any,
+    *,
+    tokens: Any,
+    calibration: str = "corrected",
+    sparsity: float | int = 0.5,
+    tuned_rows: int = 0,
+    row_length: int = 1024,
+    **solver: Any,
+) -> dict[str, int]:
+    """The same of `replace_model`.
+
+    Args:
+        tuned_rows: of a step of fine-tuning; 0: there is none.
+        row_length: tokens in a row of text.
+    """
+    of = find_sites(model, sites)
+    estimate = _estimate(model, of, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
+    pairs, units = _pairs(estimate), sum(row.units for row in estimate.rows)
+    parts = {"factorize": estimate.peak_bytes, "fidelity": pairs + _fidelity(model, of, units, 3, row_length)}
+    if tuned_rows:
+        # Values, gradients, two moments and places of each nonzero; the dense factors and their gradients; all activations.
+        edges = (1 - sparsity) * sum(site.d_in * site.d_out for site in of)
+        activations = model.cfg.n_layers * _block(model, tuned_rows * row_length, row_length)
+        parts["fine-tuning"] = int(24 * edges) + 3 * pairs + activations + 4 * 3 * tuned_rows * row_length * units
+    return parts
+
+
+def _pairs(estimate: Any) -> int:
+    """Read, write and W of every site, dense."""
+    return 4 * sum(row.units * (row.d_in + row.d_out) + row.d_in * row.d_out for row in estimate.rows)
+
+
+def _block(model: Any, tokens: int, length: int) -> int:
+    """What one block of the host needs for so many tokens, in rows of this length."""
+    cfg = model.cfg
+    return 4 * tokens * (4 * cfg.n_heads * length + 12 * cfg.d_model + 4 * (getattr(cfg, "d_mlp", 0) or 0))
+
+
+def _fidelity(model: Any, sites: Sequence[Site], n_units: int, n_starts: int, length: int) -> int:
+    """A batch of held-out text, and what its divergences need."""
+    tokens, outputs = max(_TEXT, length), sum(site.d_out for site in sites)
+    kept = 4 * tokens * (3 * outputs + 2 * n_units + n_starts * model.cfg.d_model)
+    return _block(model, tokens, length) + kept + _CHUNKS * CHUNK_BYTES
 
 
 def _estimate(model: Any, sites: Sequence[Site], tokens: Any, solver: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@
 With out= every step leaves its folder there, and the same call after an interruption goes on where it stopped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import pandas as pd
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.files import write_json, write_text
+from swd_lens.base.progress import Steps
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_sealed, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -142,6 +143,7 @@ def replace_model(
     batch_size: int = 16,
     out: str | Path | None = None,
     overwrite: bool = False,
+    on_step: Callable[[str], None] = lambda text: None,
     progress: bool = True,
     **options: Any,
 ) -> ModelReplacement:
@@ -164,6 +166,7 @@ def replace_model(
         batch_size: rows per calibration forward.
         out: a folder for budgets, factors, fine-tuning, numbers and samples; the same call goes on from what is there.
         overwrite: start again in place of what `out` holds. Interrupted, the same call without it goes on.
+        on_step: called with a line of text before each step (a `Steps` is told of all steps first); progress: bars within them.
         options: further arguments of `swd_lens.factorize` (calibration=, units=, workers=, outer_iterations=, ...).
 
     Raises:
@@ -198,6 +201,9 @@ def replace_model(
         edges = max(0.0, 1.0 - asked) * sum(site.d_in * site.d_out for site in surface)
         n_bytes = int(edges * (_BYTES_PER_EDGE if finetune is None else _BYTES_PER_TUNED_EDGE))
 
+    steps = on_step if isinstance(on_step, Steps) else Steps(on_step, [], complete=False)
+    kinds = ["allocate"] * (budgets != "uniform") + ["factorize", "fidelity"]
+    steps.follow([*kinds, *["tune", "fidelity"] * (finetune is not None), *["continue"] * (len(prompts) > 0)])
     with nullcontext() if folder is None else writing(folder, "replace_model", n_bytes):
         allocation = None
         if budgets != "uniform":
@@ -216,10 +222,12 @@ def replace_model(
             if file is not None and file.is_file() and not overwrite:
                 allocation = _saved_allocation(file, question)
             else:
+                steps(f"allocate the budget by {budgets}")
                 solver |= {"by": budgets, "batch_size": batch_size, "progress": progress}
                 allocation = allocate(model, sites, settings["sparsity"], rows, **solver)
                 if file is not None:
                     write_sealed(file, {**allocation.as_dict(), "question": question})
+        steps(f"factorize {len(names)} matrices")
         factors = factorize(
             model,
             sites,
@@ -233,6 +241,7 @@ def replace_model(
             overwrite=overwrite,
             **options,
         )
+        steps("fidelity of the factors on held-out text")
         before = fidelity(model, factors, heldout, progress=progress)
         finetuned = after = None
         if finetune is not None:
@@ -240,12 +249,15 @@ def replace_model(
             # Of other factors: what an overwriting call that was interrupted has left.
             stale = tuned is not None and is_of_other_factors(tuned, factors)
             recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
+            steps("tune the values on their supports")
             finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
+            steps("fidelity of the tuned factors on held-out text")
             after = fidelity(model, finetuned, heldout, progress=progress)
         samples = None
         if len(prompts):
             labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})
-            samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens)
+            steps("continue the prompts")
+            samples = generate(model, labelled, prompts, max_new_tokens=max_new_tokens, progress=progress)
         replacement = ModelReplacement(factors, finetuned, before, after, allocation, samples, settings)
         if folder is not None:
             write_json(folder / NUMBERS, replacement.as_dict())

@@ -35,6 +35,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
+from swd_lens.base.progress import Steps
 from swd_lens.base.record import Record, checked
 from swd_lens.base.sealed import readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -276,7 +277,8 @@ def run_study(
             the run in the end, as `Run.save` writes it. The same call again after an interruption goes on from there, and gives
             the same run; tasks, sparsities, surfaces, controls and further units may be added to it.
         overwrite: start again, in place of what `out` holds. Interrupted, the same call without it goes on.
-        on_step: called with a line of text before each step; progress: bars within the steps.
+        on_step: called with a line of text before each step, or `Steps` that expect `study_steps`; progress: bars within the
+            steps.
         solver: options for `factorize` (preset=, calibration=, ...).
 
     Raises:
@@ -322,6 +324,8 @@ def run_study(
     folders = dict(zip(labels, folders_named(labels), strict=True))
 
     folder = None if out is None else Path(out)
+    if not isinstance(on_step, Steps):
+        on_step = Steps(on_step, study_steps(len(sites_of), len(swd), controls, saved=folder is not None))
     with nullcontext() if folder is None else writing(folder, "run_study"):
         if folder is not None and overwrite:
             start_again(folder, folders.values())
@@ -369,7 +373,7 @@ def run_study(
             if "random_b" in controls:
                 methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))
             sources, groups = sources_of({**methods, **beside})
-            on_step(f"circuits of {', '.join(task.name for task in tasks)} on {surface}")
+            on_step(f"measure {surface}: fidelity, circuits of {', '.join(task.name for task in tasks)}")
             comparisons[surface] = comparison_of(
                 Protocol(
                     model,
@@ -422,6 +426,12 @@ def run_study(
             on_step(f"save the run in {folder}")
             run.save(folder)
         return run
+
+
+def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
+    """The first words of the steps that `run_study` says."""
+    of_surface = ["factorize"] * n_sparsities + ["exact"] * ("svd" in controls) + ["measure"]
+    return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
 
 
 def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:

@@ -94,7 +94,7 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path):
     assert len(screened.sites) == 4 and list(screened.surfaces) == ["all mlp_out"]
     assert "The margin without a site or surface" in result.stderr
     assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["factors", "report.html", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["factors", "parts", "report.html", "run.json"]
 
 
 def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):

@@ -1,12 +1,17 @@
 """circuit with finished and tuned factors, several interventions, hosts in half precision."""
 
 import json
+import re
+import shlex
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
+from swd_lens.study.memory import memory_of
 from tests.cli.test_cli import PROMPTS, SMALL, gpt2_folder  # noqa: F401 - a fixture
 
 TEXT = ["--heldout-tokens", "1024"]
@@ -92,3 +97,78 @@ def test_circuit_in_bfloat16(tmp_path, gpt2_folder):  # noqa: F811
     ):
         refused = run("circuit", "--sites", "mlp_out", "--task", "ioi", "--out", tmp_path / "x", *placed)
         assert refused.exit_code == 1 and message in " ".join(refused.stderr.split()), refused.output
+
+
+SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s", "0.6", *SMALL, *PROMPTS]
+
+
+def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
+    said = run("circuit", "--out", tmp_path, *SMALLEST).stderr
+    numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
+    assert numbers == [(i, 11) for i in range(4, 12)]  # loading, reading and screening come before the number is known
+    assert re.search(r"^ +\d+ s  3 screen the sites", said, re.MULTILINE)
+    (most, unit), (peak, peak_unit) = (
+        re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
+    )
+    assert unit == "MB" and float(most) > 1 and float(peak) > 100 and peak_unit in ("MB", "GB")
+
+
+def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    words = ["circuit", "--out", str(tmp_path / "run"), *SMALLEST]
+    monkeypatch.setattr(sys, "argv", ["swd-lens", *words, "--overwrite"])
+    with monkeypatch.context() as patch:
+        patch.setattr("swd_lens.circuits.protocol.evaluate", interrupted)
+        stopped = run(*words, "--overwrite")
+    assert stopped.exit_code == 130 and "Traceback" not in stopped.output
+    (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("interrupted")]
+    assert line.startswith(
+        "interrupted in step 7 of 11 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 6 finished"
+    )
+    command = line.rpartition("goes on from there: ")[2]
+    assert shlex.split(command) == ["swd-lens", *words]
+    with monkeypatch.context() as patch:
+        patch.setattr("swd_lens.solver.solve", interrupted)  # nothing is solved again
+        gone_on = run(*shlex.split(command)[1:])
+    assert gone_on.exit_code == 0, gone_on.output
+    alone = run("circuit", "--out", tmp_path / "alone", *SMALLEST)
+    both = [swd.Run.load(tmp_path / name) for name in ("run", "alone")]
+    assert both[0].circuit_table().equals(both[1].circuit_table()) and alone.exit_code == 0
+
+
+def test_ctrl_c_before_a_command_has_begun_is_one_line(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 130
+
+
+def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
+    """Tensors of each part, as torch's profiler counts them."""
+    task = swd.load_task("ioi", default_model, n_train=64, n_test=64)
+    sites, heldout = {"mlp_out": "mlp_out"}, swd.text_tokens(4096, split="test")
+    needed = memory_of(default_model, sites, [task], sparsities=(0.5,), heldout_length=heldout.shape[1])
+    assert list(needed) == ["factorize", "fidelity", "attribution of ioi", "curves of ioi"]
+    factors = swd.factorize(default_model, "mlp_out", sparsity=0.5, outer_iterations=4, progress=False)
+    scores = swd.attribute(default_model, factors, task)
+    calls = {
+        "fidelity": lambda: swd.fidelity(default_model, factors, heldout),
+        "attribution of ioi": lambda: swd.attribute(default_model, factors, task),
+        "curves of ioi": lambda: swd.evaluate(default_model, factors, task, scores),
+    }
+    for part, call in calls.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            call()
+        held = most = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        assert 0 < most <= needed[part], part
+    larger = memory_of(default_model, sites, [task], sparsities=(0.5, 0.6, 0.7), heldout_length=128)
+    assert all(larger[part] > needed[part] - needed["fidelity"] for part in needed)

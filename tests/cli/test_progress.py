@@ -89,21 +89,23 @@ def test_a_loop_that_ends_early_is_forgotten():
 
 def test_steps_are_numbered_and_timed_by_the_last_of_their_kind(clock):
     told = []
-    step = Steps(told.append, ["factorize", "exact", "circuits", "factorize", "exact", "circuits", "save"])
-    for text, seconds in (
-        ("factorize a", 40.0), ("circuits on a", 90.0), ("fidelity of b", 5.0), ("factorize b", 0.0), ("circuits on b", 1.0),
-        ("save it", 0.0),
-    ):  # fmt: skip
+    step = Steps(told.append, ["load"], complete=False)
+    step("load it")
+    step.follow(["factorize", "exact", "measure", "factorize", "exact", "measure", "save"])
+    seconds = {"factorize a": 40.0, "measure a": 60.0, "fidelity of a": 30.0, "factorize b": 0.0, "measure b": 1.0}
+    for text in (*seconds, "save it"):
         step(text)
-        clock[0] += seconds
+        clock[0] += seconds.get(text, 0.0)
     assert told == [
-        "1/7 factorize a",
-        "3/7 circuits on a",
-        "fidelity of b",
-        "4/7 factorize b (about 40 s, as the last of these)",
-        "6/7 circuits on b (about 1:30 min, as the last of these)",
-        "7/7 save it",
+        "1 load it",
+        "2/8 factorize a",
+        "4/8 measure a",
+        "  fidelity of a",
+        "5/8 factorize b (about 40 s, as the last of these)",
+        "7/8 measure b (about 1:30 min, as the last of these)",
+        "8/8 save it",
     ]
+    assert (step.at, step.text) == (8, "save it")
 
 
 def test_durations():
