@@ -29,6 +29,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
 from swd_lens.hosts import Host, Start, host_of, norms_output, require_gradients, require_no_dropout
@@ -66,6 +67,7 @@ def attribute(
     mean_over: str | None = None,
     steps: int = 16,
     batch_size: int = 128,
+    dense: DenseRuns | None = None,
     progress: bool = False,
 ) -> UnitScores:
     """Task-margin attribution of every unit under the unpruned replacement. The defaults are the paper's (app. A.3).
@@ -86,6 +88,7 @@ def attribute(
             per position, counted from the end). None = "scoring" with positions="scoring", else "all_tokens".
         steps: points on the way of integrated gradients (midpoint rule).
         batch_size: prompts per forward.
+        dense: what the dense host gives on prompts, kept for further replacements of it (`compare` hands it on).
 
     Raises:
         ValueError: unknown score, sign, positions or mean_over, steps below 1, or direct_logit at a site that does not write
@@ -111,9 +114,9 @@ def attribute(
     host = host_of(model)
     with attach(model, factors) as attachment:
         units, sites = attachment.factors, attachment.sites
-        shortcuts = find_shortcuts(host, sites, units, split, positions, known=score == "ablation")
+        shortcuts = find_shortcuts(host, sites, units, split, positions, known=score == "ablation", dense=dense)
         means = Means(host, sites, split, positions, mean_over, batch_size)
-        contributions = CONTRIBUTIONS[score](TrainingPass(host, units, shortcuts, means, steps))
+        contributions = CONTRIBUTIONS[score](TrainingPass(host, units, shortcuts, means, steps, dense))
         totals = {site: torch.zeros(size, dtype=torch.float64) for site, size in units.sizes.items()}
         for bucket in tqdm(
             list(split.buckets(batch_size)), desc="attribution", unit="batch", disable=not progress, leave=False
@@ -158,6 +161,7 @@ class TrainingPass:
 
     Attributes:
         steps: of integrated gradients.
+        dense: what is known of the dense host on these prompts.
     """
 
     host: Host
@@ -165,6 +169,7 @@ class TrainingPass:
     shortcuts: Shortcuts
     means: Means
     steps: int
+    dense: DenseRuns | None = None
 
     @property
     def counted(self) -> slice:
@@ -173,7 +178,7 @@ class TrainingPass:
 
     @property
     def runner(self) -> Runner:
-        return Runner(self.host, self.units, self.shortcuts)
+        return Runner(self.host, self.units, self.shortcuts, self.dense)
 
     def add_to_means(self, bucket: Bucket, z: Mapping[str, Tensor]) -> None:
         """Means need not run again what was just run, if it holds the positions they average."""

@@ -18,6 +18,7 @@ from swd_lens.base.divergence import log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.ablation import Reference
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts
 from swd_lens.hosts import Host
@@ -76,6 +77,7 @@ class Bench:
         batch_size: prompts per bucket.
         tokens_per_forward: prompts x positions x interventions at once; bounds memory.
         keep: keep what is shared between calls of `run` (for searches, which call it often).
+        dense: what the dense host gives on the prompts, kept for other replacements.
 
     Raises:
         ValueError: scores of other units than those attached, or of prompts with BOS where these have none (or the reverse).
@@ -94,6 +96,7 @@ class Bench:
         tokens_per_forward: int = 8_192,
         keep: bool = False,
         progress: bool = False,
+        dense: DenseRuns | None = None,
     ):
         attachment.factors.require_made_for(scores.settings, "this ranking")
         split.require_vocabulary(host.model.cfg.d_vocab)
@@ -103,8 +106,8 @@ class Bench:
         self.keep, self.progress = keep, progress
         positions = scores.settings["positions"]
         self.reference = Reference(host, attachment.sites, scores, ablation, split)
-        shortcuts = find_shortcuts(host, attachment.sites, attachment.factors, split, positions)
-        self.runner = Runner(host, attachment.factors, shortcuts)
+        shortcuts = find_shortcuts(host, attachment.sites, attachment.factors, split, positions, dense=dense)
+        self.runner = Runner(host, attachment.factors, shortcuts, dense)
         self._kept: list[tuple[Bucket, Shared, Values]] = []
         self._unpruned: Outcome | None = None
 
@@ -143,6 +146,9 @@ class Bench:
 
     def dense(self) -> Outcome:
         """The dense host on every prompt."""
+        return self.runner.dense.outcome(self.split, self.batch_size, self._run_dense)
+
+    def _run_dense(self) -> Outcome:
         outcome = Outcome.empty(1, len(self.split))
         with torch.no_grad(), self.attachment.dense():
             for bucket in self.split.buckets(self.batch_size):

@@ -26,6 +26,7 @@ from swd_lens.circuits.bench import Bench, Outcome
 from swd_lens.circuits.bootstrap import interval, resampled
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
@@ -54,6 +55,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
+    dense: DenseRuns | None = None,
     progress: bool = False,
 ) -> CostCurve:
     """Judge nested prefixes of the scores' ranking on test prompts (paper §2.2, §protocol).
@@ -71,6 +73,7 @@ def evaluate(
         seed: of these draws.
         batch_size: prompts per bucket.
         tokens_per_forward: prompts x positions x interventions at once; it bounds memory.
+        dense: what the dense host gives on prompts, kept for further replacements of it (`compare` hands it on).
 
     Raises:
         ValueError: scores of other factors, a prefix length outside 0 .. number of units, or an unknown ablation or grid.
@@ -86,7 +89,7 @@ def evaluate(
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
         edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
-        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, **how)
+        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         lengths = _lengths(grid, scores, edges)
         ranks = scores.ranks()
         # Interventions in one list: keep the k best, for every k, then ablate the k best.
@@ -98,7 +101,7 @@ def evaluate(
             return {site: (rank[None] >= k) == keep for site, rank in ranks.items()}
 
         outcome, unpruned = bench.run(len(thresholds), masks, kl=kl)
-        dense = bench.dense()
+        of_dense = bench.dense()
     ranking = scores.ranking()
     costs = [0, *torch.tensor([int(edges[site][unit]) for site, unit in ranking]).cumsum(0).tolist()]
     head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
@@ -115,13 +118,13 @@ def evaluate(
         **standing_hooks(model),
     }
     margins = {"keep": outcome.margins[: len(lengths)], "ablate": outcome.margins[len(lengths) :]}
-    margins |= {"unpruned": unpruned.margins[0], "dense": dense.margins[0]}
+    margins |= {"unpruned": unpruned.margins[0], "dense": of_dense.margins[0]}
     return CostCurve(
         rows=rows,
         task=split.task,
-        q_dense=float(dense.q),
+        q_dense=float(of_dense.q),
         q_unpruned=float(unpruned.q),
-        accuracy_dense=float(dense.correct.mean()),
+        accuracy_dense=float(of_dense.correct.mean()),
         accuracy_unpruned=float(unpruned.correct.mean()),
         settings=settings,
         scores=scores,

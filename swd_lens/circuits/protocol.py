@@ -2,7 +2,8 @@
 
 1. Replacements that a callable makes are made when their turn comes, as many at a time as a bound on their bytes allows.
 2. The fidelities of those that are in memory together are measured together: the dense host runs once for all of them.
-3. Per replacement, task and positions: attribution; per ablation besides: nested prefixes.
+3. Per replacement, task and positions: attribution; per ablation besides: nested prefixes. What the dense host gives on the
+   prompts is kept from one replacement to the next (dense_runs.py).
 4. Each fidelity, score and curve is a part of the call (base/parts.py): what is finished is taken over, and a replacement of
    which everything is finished is not made.
 """
@@ -19,6 +20,7 @@ from swd_lens.base.parts import Key, Parts
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.circuits.frontier import evaluate
 from swd_lens.circuits.kept import kept_curve, kept_scores
@@ -40,6 +42,7 @@ class Protocol:
         attribution, evaluation: options of `attribute` and `evaluate`, without positions and ablation.
         parts, key: what is finished, and the beginning of its keys there.
         on_step: called with a line of text before each step.
+        dense: what the dense host gives on the prompts.
     """
 
     model: Any
@@ -53,6 +56,7 @@ class Protocol:
     parts: Parts = field(default_factory=lambda: Parts(None))
     key: Key = ()
     on_step: Callable[[str], None] = lambda text: None
+    dense: DenseRuns = field(default_factory=DenseRuns)
 
 
 @dataclass
@@ -142,13 +146,13 @@ def _measure(protocol: Protocol, group: Mapping[str, UnitSet | None], outcomes: 
 
 def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Outcomes, bar: Any) -> None:
     """Scores and curves of one replacement."""
-    model, parts, shown = protocol.model, protocol.parts, {"progress": protocol.progress}
+    model, parts, shared = protocol.model, protocol.parts, {"progress": protocol.progress, "dense": protocol.dense}
     for task, where in product(protocol.tasks, protocol.positions):
         ranked = kept_scores(
             parts,
             (*protocol.key, "scores", name, task.name, where),
             lambda task=task, where=where: attribute(
-                model, units, task, **{**shown, **protocol.attribution, "positions": where}
+                model, units, task, **{**shared, **protocol.attribution, "positions": where}
             ),
         )
         outcomes.scores[task.name, where][name] = ranked
@@ -158,7 +162,7 @@ def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Ou
                 (*protocol.key, "curve", name, task.name, where, kind),
                 ranked,
                 lambda task=task, ranked=ranked, kind=kind: evaluate(
-                    model, units, task, ranked, **{**shown, **protocol.evaluation, "ablation": kind}
+                    model, units, task, ranked, **{**shared, **protocol.evaluation, "ablation": kind}
                 ),
             )
         bar.update()

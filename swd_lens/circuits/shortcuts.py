@@ -1,6 +1,7 @@
 """Shortcuts: how interventions on a bucket of prompts are run without computing again what they share.
 
-1. Nothing before the first replaced layer depends on an intervention: what enters that layer is computed once per bucket.
+1. Nothing before the first replaced layer depends on an intervention: what enters that layer is computed once per bucket, and
+   once for all replacements that begin there (dense_runs.py).
 2. With positions="scoring" only the last position changes, so the keys and values of all others are kept, too. That is
    exact, because attention is causal.
 3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import callers_level, warning
 from swd_lens.circuits.ablation import replaced
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
@@ -49,6 +51,7 @@ class Shortcuts:
     Attributes:
         positions: "scoring" (only the last position is intervened on) or "all".
         layer: runs start at this block; 0: from the tokens.
+        begins: what enters this block is kept for other replacements, too; 0: nothing is.
         known: the one site of block layer - 1, whose z is known before a run starts; or None.
         keeps_prefix: whether all positions but the last are run once (positions="scoring" only).
         short: whether the last block computes of all positions but the last only keys and values.
@@ -59,6 +62,7 @@ class Shortcuts:
     known: Site | None = None
     keeps_prefix: bool = False
     short: bool = False
+    begins: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,22 +82,36 @@ class Shared:
 
 
 class Runner:
-    """Runs interventions on attached units with some shortcuts."""
+    """Runs interventions on attached units with some shortcuts.
 
-    def __init__(self, host: Host, units: Mapping[str, Units], shortcuts: Shortcuts):
+    Args:
+        dense: what is known of the dense host.
+    """
+
+    def __init__(self, host: Host, units: Mapping[str, Units], shortcuts: Shortcuts, dense: DenseRuns | None = None):
         self.host, self.units, self.shortcuts = host, units, shortcuts
+        self.dense = DenseRuns(0) if dense is None else dense
 
     def share(self, tokens: Int[Tensor, "batch pos"]) -> Shared:
         """Compute once what interventions on these prompts share."""
         host, layer, known = self.host, self.shortcuts.layer, self.shortcuts.known
         with torch.no_grad():
-            prefix = host.freeze_prefix(tokens) if self.shortcuts.keeps_prefix else None
+            prefix, start = self._begun(tokens)
             if not layer:
                 return Shared(tokens, prefix)
             with recording(host, units=[known] if known else []) as seen:
-                residual = host.residual(tokens, layer, prefix)
+                residual = host.residual(tokens, layer, prefix, start)
             kept = host.repeat_prefix(prefix, 1, layer) if prefix is not None else None
             return Shared(tokens, kept, Start(layer, residual), seen.units[known.name] if known else None)
+
+    def _begun(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Any, Start | None]:
+        """The prefix, and where its last position (without one, every position) takes up; None: at the tokens."""
+        host, begins = self.host, self.shortcuts.begins
+        begun = self.dense.begun(host, tokens, begins) if begins and self.shortcuts.keeps_prefix else None
+        prefix = host.freeze_prefix(tokens, begun) if self.shortcuts.keeps_prefix else None
+        if begins and prefix is None:  # prompts of one token, too
+            return None, Start(begins, self.dense.residual(host, tokens, begins))
+        return prefix, None if begun is None else Start(begins, begun.last)
 
     def logits(
         self, shared: Shared, masks: Masks, values: Values, token_ids: Int[Tensor, " answer"] | None = None
@@ -150,7 +168,13 @@ class Runner:
 
 
 def find_shortcuts(
-    host: Host, sites: list[Site], units: Mapping[str, Units], split: TaskSplit, positions: str, known: bool = True
+    host: Host,
+    sites: list[Site],
+    units: Mapping[str, Units],
+    split: TaskSplit,
+    positions: str,
+    known: bool = True,
+    dense: DenseRuns | None = None,
 ) -> Shortcuts:
     """The shortcuts with which a few prompts of the split give what they give plainly, with half of the units set to zero.
 
@@ -158,6 +182,7 @@ def find_shortcuts(
         sites, units: what is attached now.
         known: whether the first site's z may be taken as known beforehand, and the last block cut short (not where z is
             wanted at all positions, or gradients by it).
+        dense: what is known of the dense host, where other replacements are run on the same prompts.
 
     Warns:
         UserWarning: a shortcut that should hold on every host does not.
@@ -165,9 +190,9 @@ def find_shortcuts(
     # A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
     length = max(len(tokens) for tokens in split.tokens)
     tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])
-    check = _Check(host, units, tokens, Shortcuts(positions))
+    check = _Check(host, units, tokens, Shortcuts(positions), dense)
     best = Shortcuts(positions)
-    for step in _steps(host, sites, units, positions, known):
+    for step in _steps(host, sites, units, positions, known, dense is not None):
         tried = replace(best, **step)
         agrees = check.agrees(tried)
         if agrees and (tried.known is best.known or check.known_site_agrees(tried)):
@@ -178,14 +203,14 @@ def find_shortcuts(
 
 
 def _steps(
-    host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool
+    host: Host, sites: list[Site], units: Mapping[str, Units], positions: str, known: bool, shares: bool
 ) -> Iterator[dict[str, Any]]:
     """What may be left out, one thing after the other."""
     layer = min(site.layer for site in sites)
     if positions == "scoring":
         yield {"keeps_prefix": True}
     if layer:
-        yield {"layer": layer}
+        yield {"layer": layer, "begins": layer} if shares else {"layer": layer}
     first = [site for site in sites if site.layer == layer]
     if known and len(first) == 1 and first[0].kind == "mlp_out":
         of_site = units[first[0].name]
@@ -203,8 +228,10 @@ def _steps(
 class _Check:
     """A few prompts with half of the units at zero, run plainly once, to compare shortened runs with."""
 
-    def __init__(self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: Shortcuts):
-        self.host, self.units, self.tokens, self.plainly = host, units, tokens, plainly
+    def __init__(
+        self, host: Host, units: Mapping[str, Units], tokens: Tensor, plainly: Shortcuts, dense: DenseRuns | None
+    ):
+        self.host, self.units, self.tokens, self.plainly, self.dense = host, units, tokens, plainly, dense
         self.half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
         self.plain = self._run(plainly, self.half)
 
@@ -229,7 +256,7 @@ class _Check:
     def _run(self, shortcuts: Shortcuts, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
         """Last-position logits with the masked units at zero."""
         values = {name: torch.zeros(1, 1, mask.shape[1], dtype=torch.float32) for name, mask in masks.items()}
-        runner = Runner(self.host, self.units, shortcuts)
+        runner = Runner(self.host, self.units, shortcuts, self.dense)
         with torch.no_grad():
             return runner.logits(runner.share(self.tokens), masks, values)
 

@@ -246,7 +246,12 @@ def _deliver(run: Run, out: Path, printed: OutputOptions) -> None:
     say("write the report")
     run.save(out)
     path = write_report(run, out / "report.html")
-    files = {"report.html": "the report", "run.json": "every number", "factors/": "the SWD factors"}
+    files = {
+        "report.html": "the report",
+        "run.json": "every number",
+        "factors/": "the SWD factors",
+        "parts/": "what later calls take over",
+    }
     printed.show(
         {"report": str(path), **run.as_dict()},
         *run_tables(run),

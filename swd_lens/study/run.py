@@ -42,6 +42,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import read_beside_writer, writing
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.compare import comparison_of, several, sources_of
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.circuits.screen import Screen
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
@@ -341,6 +342,7 @@ def run_study(
             parts = Parts(None)
         replacements: list[Replacement] = []
         comparisons: dict[str, Comparison] = {}
+        dense = DenseRuns()
         for surface, names in sites_of.items():
             made: dict[str, tuple[FactorSet, float]] = {}
             for method, sparsity in swd.items():
@@ -385,6 +387,7 @@ def run_study(
                     parts=parts,
                     key=(surface,),
                     on_step=on_step,
+                    dense=dense,
                 ),
                 sources,
                 groups,

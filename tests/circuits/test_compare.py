@@ -15,6 +15,7 @@ from swd_lens.circuits.compare import Comparison, TaskComparison, check_tasks, s
 from swd_lens.circuits.curve import SeedCosts, mean_min_cost, over_seeds
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
+from tests.forwards import block_runs
 from tests.micro import random_split, random_tokens, toy_model
 
 SITE = "blocks.1.mlp_out"
@@ -237,6 +238,49 @@ def test_without_tokens_nothing_is_called_matched(model, factors):
     assert comparison.matching() == "CE was not matched: not measured for SWD, SVD (pass tokens=)."
     assert comparison.matching() in repr(comparison)
     assert comparison.plot()._suptitle.get_text().replace("\n", " ") == comparison.matching()
+
+
+def test_blocks_before_the_replaced_ones_run_once_for_all_methods(model, factors, tokens):
+    """Beside them the dense host's margins; of each further method a few prompts only, by which its shortcuts are verified."""
+    one = {SITE: factors[SITE]}
+    # Four of the longest prompts at most: plainly once (on the test split thrice), then with a kept prefix, in two parts.
+    rows, checked = [], 4 * (1 + 2) + 4 * (3 + 2)
+    for n in (1, 2, 4):
+        methods = {f"{i}": (lambda: one) if i % 2 else one for i in range(n)}
+        with block_runs(model, 0) as runs:
+            comparison = compare(methods, model, [TOY, OTHER], tokens=tokens)
+        rows.append(runs.rows)
+        assert (
+            len({str(curve.rows) for curve in (t.curves[name] for t in [comparison["toy"]] for name in methods)}) == 1
+        )
+    once = 2 * (len(TOY.train) + 2 * len(TOY.test)) + len(tokens)
+    assert once <= rows[0] and rows[1] - rows[0] <= 2 * checked and rows[2] - rows[1] <= 2 * 2 * checked
+
+
+def test_seeds_of_more_than_a_bound_are_made_one_after_the_other(model, factors, tokens, monkeypatch):
+    alive: list[int] = []
+    most = []
+
+    def seed(number):
+        def made():
+            alive.append(number)
+            most.append(len(alive))
+            return {SITE: factors[SITE]}
+
+        return made
+
+    measure = swd_lens.circuits.protocol.fidelities
+
+    def measured(model, group, *rest, **how):
+        alive.clear()
+        return measure(model, group, *rest, **how)
+
+    monkeypatch.setattr(swd_lens.circuits.protocol, "fidelities", measured)
+    for n_bytes, together in ((1, 1), (2**29, 3)):
+        monkeypatch.setattr(swd_lens.circuits.protocol, "_MADE_BYTES", n_bytes)
+        most.clear()
+        compare({"seeds": [seed(i) for i in range(3)]}, model, TOY, tokens=tokens)
+        assert max(most) == together and len(most) == 3
 
 
 def test_fidelity_that_was_measured_already_is_not_measured_again(model, factors, tokens, monkeypatch):

@@ -66,7 +66,7 @@ def test_factorize_takes_over_what_the_folder_holds_and_refuses_what_was_made_ot
     assert swd.FactorSet.load(tmp_path / "f")["blocks.1.mlp_out"].n_units == 96
 
 
-def test_circuit_writes_report_numbers_and_factors(tmp_path):
+def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     arguments = [
         "circuit",
         "--out",
@@ -94,7 +94,16 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path):
     assert len(screened.sites) == 4 and list(screened.surfaces) == ["all mlp_out"]
     assert "The margin without a site or surface" in result.stderr
     assert "which matrices the tasks need" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["factors", "parts", "report.html", "run.json"]
+    left = ["factors", "parts", "report.html", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    # The same command again goes on from there: nothing is measured or scored again.
+    monkeypatch.setattr("swd_lens.circuits.protocol.fidelities", lambda *_: 1 / 0)
+    monkeypatch.setattr("swd_lens.circuits.protocol.attribute", lambda *_: 1 / 0)
+    again = run(*arguments, *SMALL, *PROMPTS, "--json")
+    assert again.exit_code == 0, again.output
+    assert {**json.loads(again.stdout), "seconds": 0} == {**printed, "seconds": 0}
+    refused = run(*arguments, *SMALL, *PROMPTS, "--outer-iterations", "5")
+    assert refused.exit_code == 1 and "--overwrite" in refused.stderr
 
 
 def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):

@@ -195,7 +195,7 @@ def test_parts_of_other_keys_are_refused(tmp_path):
 
 
 def test_forwards_of_a_study(model):
-    """Rows that enter the first block: calibration once, the dense host once per surface, and nothing for each sparsity."""
+    """Rows that enter the first block, before the replaced one: nothing but checks of shortcuts for each further sparsity."""
 
     def rows(sparsities):
         with block_runs(model, 0) as runs:
@@ -214,4 +214,5 @@ def test_forwards_of_a_study(model):
         return runs.rows
 
     two, four = rows((0.5, 0.75)), rows((0.4, 0.5, 0.6, 0.75))
-    print(two, four)
+    # Of each: probe, check of its fidelity, and of its shortcuts by four prompts at most (test_compare.py).
+    assert len(TEXT) + len(HELD) + len(TOY.train) + len(TOY.test) <= two and four - two <= 2 * (2 + 32)
