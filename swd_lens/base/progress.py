@@ -42,7 +42,7 @@ class Lines:
         self.total = len(iterable) if total is None and hasattr(iterable, "__len__") else total  # pyright: ignore[reportArgumentType]
         self.n = self.initial = initial
         self.postfix = ""
-        self.began = time.monotonic()
+        self.began = self.updated = time.monotonic()
 
     def __iter__(self) -> Iterator[Any]:
         with self:
@@ -61,7 +61,7 @@ class Lines:
     def update(self, n: float | int = 1) -> None:
         """So much more is done; a line, where one is due."""
         self.n += n
-        now = time.monotonic()
+        now = self.updated = time.monotonic()
         began = _open[0].began if _open else self.began
         if now - max(began, _told[0]) >= SECONDS:
             _told[0] = now
@@ -83,10 +83,12 @@ class Lines:
     def __str__(self) -> str:
         outer = _open[: _open.index(self)] if self in _open else []
         parts = [": ".join(filter(None, [" > ".join([*(each._at() for each in outer), self._at()]), self.postfix]))]
-        spent, done = time.monotonic() - self.began, self.n - self.initial
-        parts.append(f"{duration(spent)} so far")
-        if self.total and done > 0 and self.n <= self.total:
-            parts.append(f"about {duration(spent * (self.total - self.n) / done)} left")
+        whole = outer[0] if outer else self  # a reader wants to know when all of it is done
+        now, done = time.monotonic(), whole.n - whole.initial
+        parts.append(f"{duration(now - whole.began)} so far")
+        if whole.total and done > 0:
+            left = (whole.updated - whole.began) * (whole.total - whole.n) / done - (now - whole.updated)
+            parts += [f"about {duration(left)} left"] * (left >= 1)
         return f"    {', '.join(parts)}"
 
     def _at(self) -> str:

@@ -80,7 +80,7 @@ def run_protocol(protocol: Protocol, sources: Mapping[str, Any], measured: Mappi
         _measure(protocol, group, outcomes)
         protocol.on_step(f"circuits of {', '.join(group)}")
         total = len(group) * len(protocol.tasks) * len(protocol.positions)
-        with tqdm(total=total, desc="circuits", unit="curve", disable=not protocol.progress, leave=False) as bar:
+        with tqdm(total=total, desc="compare", unit="curve", disable=not protocol.progress, leave=False) as bar:
             for name, units in group.items():
                 _circuits(protocol, name, units, outcomes, bar)
     order = list(sources)

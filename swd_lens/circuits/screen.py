@@ -132,7 +132,7 @@ class Screen(SavedRecord):
         shown = [self.tasks[name] for name in (self.tasks if tasks is None else tasks)]
         kinds = sorted({split_name(name)[1] for name in self.sites}, key=KINDS.index)
         n_layers = 1 + max((split_name(name)[0] for name in self.sites), default=0)
-        height = 0.6 + 0.22 * max(1, len(kinds))
+        height = 0.6 + 0.22 * max(3, len(kinds))
         figure, axes = new_figure(max(1, len(shown)), width=1.6 + 0.22 * n_layers, height=height)
         for ax, screened in zip(axes[:, 0], shown, strict=False):
             values = [[float("nan")] * n_layers for _ in kinds]

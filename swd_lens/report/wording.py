@@ -21,6 +21,10 @@ TASK_QUESTIONS = {
     "docstring": "Docstring completion: which argument name does the documentation describe next?",
     "greater_than": "Greater-than: “The war lasted from 1741 to 17” – is the year later than 41?",
     "gendered_pronoun": "Gendered pronoun: “So Mary is a doctor, isn't” – he or she?",
+    "agreement": "Subject-verb agreement across a noun of the other number: “The keys to the cabinet” – are or is?",
+    "capital": "Capital of a country: “The capital of France is” – Paris, or another capital?",
+    "succession": "Succession: “Monday, Tuesday,” – does the next day, month or number follow?",
+    "greater_digit": "Greater-than for digits: “from the year 1743 to the year 174” – is the last digit above 3?",
 }
 
 

@@ -56,9 +56,9 @@ def test_a_line_says_where_the_loops_around_are(clock, capsys):
         for _ in Lines("abc", desc="short"):
             clock[0] += 8.0
     assert capsys.readouterr().err.splitlines() == [
-        "    compare 0/2 replacement > factorize 75%: loss=1.5, 40 s so far, about 13 s left",
-        "    compare 1/2 replacement > factorize 75%: loss=1.5, 40 s so far, about 13 s left",
-        "    short loops in a long one 1/2 step > short 1/3 it, 8 s so far, about 16 s left",
+        "    compare 0/2 replacement > factorize 75%: loss=1.5, 40 s so far",
+        "    compare 1/2 replacement > factorize 75%: loss=1.5, 1:20 min so far",
+        "    short loops in a long one 1/2 step > short 1/3 it, 32 s so far, about 16 s left",
     ]
     assert not progress._open
 
