@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Option
 
+from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.parts import FOLDER
+from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
@@ -28,12 +30,15 @@ from swd_lens.cli.options import (
     say_memory_needed,
     show,
 )
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import load_default_model, text_tokens
+from swd_lens.hosts.standing import standing_hooks
 from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
+from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.inside import look_inside
 from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
@@ -64,13 +69,16 @@ def demo(
         tasks = [load_task(name, model, n_train=150, n_test=150) for name in FAMILIES]
         # In float64, both kinds of host get the same factors: choosing supports amplifies the rounding of float32.
         exact = load_default_model(kind=host, dtype=torch.float64)
+        # One matrix, then a kind of matrix in every layer. Names are copied by attention, so attn_o is there beside the MLPs.
+        surfaces = {last: last, "all attn_o": "attn_o", "all mlp_out": "mlp_out"}
+        calibration = text_tokens(16_384, split="train")
+        say_memory_needed(memory_of(exact, surfaces, tasks, sparsities=(0.5, 0.75), calibration_tokens=calibration))
         run = run_study(
             model,
-            # One matrix, then a kind of matrix in every layer. Names are copied by attention, so attn_o is there beside the MLPs.
-            {last: last, "all attn_o": "attn_o", "all mlp_out": "mlp_out"},
+            surfaces,
             tasks,
             sparsities=(0.5, 0.75),
-            calibration_tokens=text_tokens(16_384, split="train"),
+            calibration_tokens=calibration,
             heldout_tokens=text_tokens(16_384, split="test"),
             calibration_model=exact,
             out=out,
@@ -158,7 +166,9 @@ def circuit(
         say(f"read {', '.join(task)} and text")
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)
-        screened = _screened(model, tasks, "all" if auto else [*(sites or ()), *replaced])
+        screened = _screened(
+            model, tasks, "all" if auto else [*(sites or ()), *replaced], out / "screen.json", overwrite
+        )
         surfaces: dict[str, Any] = screened.choose() if auto else {", ".join(sites): sites} if sites else {}
         if not surfaces and not finished:
             raise error("cli-nothing-to-choose", tasks=", ".join(screened.tasks))
@@ -203,10 +213,18 @@ def circuit(
         _deliver(replace(run, screen=screened), out, printed)
 
 
-def _screened(model: Any, tasks: Sequence[Task], sites: Any) -> Screen:
-    """Which of the sites the tasks need, printed before anything is factorized."""
+def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwrite: bool) -> Screen:
+    """Which of the sites the tasks need, printed before anything is factorized; kept for an interrupted command."""
     say("screen the sites: what do the tasks lose where an output is its mean?")
-    screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True)
+    question: dict[str, Any] = {"swd_lens": __version__, "prompts": _SCREENED, **standing_hooks(model)}
+    question |= {"host": host_fingerprint(model, model.cfg), "sites": [site.name for site in find_sites(model, sites)]}
+    question |= {"tasks": {task.name: task_fingerprint(task) for task in tasks}}
+    values = read_sealed(kept, Screen.WHAT) if kept.is_file() and not overwrite else {}
+    if values.get("question") == question:
+        screened = Screen.from_dict(values)
+    else:
+        screened = screen(model, tasks, sites=sites, n_prompts=_SCREENED, progress=True)
+        write_sealed(kept, {"format": Screen.FORMAT, **screened.as_dict(), "question": question})
     status.print(table("The dense model on training prompts", screened.skill().drop(columns="remark")))
     for name, of_task in screened.tasks.items():
         if of_task.remark:

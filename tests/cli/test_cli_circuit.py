@@ -130,9 +130,18 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, monkeypa
     command = line.rpartition("goes on from there: ")[2]
     assert shlex.split(command) == ["swd-lens", *words]
     with monkeypatch.context() as patch:
-        patch.setattr("swd_lens.solver.solve", interrupted)  # nothing is solved again
+        # Nothing is solved or screened again.
+        patch.setattr("swd_lens.solver.solve", interrupted)
+        patch.setattr(cli.circuits, "screen", interrupted)
         gone_on = run(*shlex.split(command)[1:])
     assert gone_on.exit_code == 0, gone_on.output
+    kept = json.loads((tmp_path / "run" / "screen.json").read_text())
+    assert swd.Run.load(tmp_path / "run").screen.as_dict() == {
+        key: kept[key] for key in ("tasks", "sites", "surfaces", "settings")
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.circuits, "screen", interrupted)  # of other prompts it is made again
+        assert run(*words, "--n-train", "21").exit_code == 130
     alone = run("circuit", "--out", tmp_path / "alone", *SMALLEST)
     both = [swd.Run.load(tmp_path / name) for name in ("run", "alone")]
     assert both[0].circuit_table().equals(both[1].circuit_table()) and alone.exit_code == 0
