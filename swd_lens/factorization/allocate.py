@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base._version import __version__
-from swd_lens.base.divergence import kl_sum, log_probabilities
+from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -29,8 +29,8 @@ from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
-from swd_lens.hosts import Host, host_of, require_no_dropout
-from swd_lens.hosts.predictions import TOKENS, Predictions
+from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
@@ -39,7 +39,7 @@ from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
-from swd_lens.units import attach
+from swd_lens.units import attach, require_free
 from swd_lens.units.factors import Factors
 
 BY = ("kl", "error")
@@ -56,6 +56,9 @@ JUDGED = 4_096
 
 # No matrix gets more of its entries than this: beyond it two sparse factors cost more than the matrix.
 _DENSEST = 0.95
+
+# Of the largest logit, as of every run in stages.
+_AGREES = 1e-4
 
 _BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
 
@@ -80,8 +83,8 @@ def allocate(
     """Allocate the budget of equal sparsity over matrices so that the replaced model loses least.
 
     It costs len(grid) solves per matrix and passes over `tokens` for the Grams (one if they fit `gram_bytes` together), and
-    by="kl" also len(grid) + 1 passes over `judge` per matrix. Held at a time: the Grams of a group, the factors of one
-    matrix at every budget of the grid, and the logits of two batches.
+    by="kl" also len(grid) passes over `judge` per matrix, from its block on, and two of the dense host. Held at a time: the
+    Grams of a group, the factors of one matrix at every budget of the grid, and two residuals of `judge`.
 
     Args:
         model: the host, with these sites not attached.
@@ -114,7 +117,11 @@ def allocate(
         model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options
     )
     forecast(job)  # refuses what the solver would refuse, before anything is run
-    host, judged = host_of(model), _judged(judge, stream, model) if by == "kl" else None
+    host, rows = host_of(model), _judged(judge, stream, model) if by == "kl" else None
+    judged = None
+    if rows is not None:
+        require_free(host, job.sites)
+        judged = _Judge(host, rows, batch_size)
     budgets = {site.name: _budgets(job, site, sparsity, multiples) for site in job.sites}
     uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
     given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens, **options}
@@ -128,12 +135,12 @@ def allocate(
                 with naming(site):
                     trials.append(solve(weight, gram, 1 - k / site.numel, **given))
                 bar.update()
-            losses = [f.relmse(gram) for f in trials] if judged is None else _kl(host, site, trials, judged, batch_size)
+            losses = [f.relmse(gram) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
     allocated = spend(curves, sum(uniform.values()))
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
     settings |= {"units": units, "tokens": job.n_tokens, "options": dict(options)}
-    settings |= {"judged": 0 if judged is None else judged.numel(), **standing_hooks(model)}
+    settings |= {"judged": 0 if rows is None else rows.numel(), **standing_hooks(model)}
     site_budgets = {
         site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name])
         for site in job.sites
@@ -202,20 +209,69 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
         group = []
 
 
-def _kl(
-    host: Host, site: Site, trials: Sequence[Factors], rows: Int[Tensor, "rows pos"], batch_size: int
-) -> list[float]:
-    """KL(dense || only this site replaced) in nats per predicted token, of each trial."""
-    sums, predictions = [0.0] * len(trials), Predictions(host)
-    with torch.no_grad():
-        for batch in rows.split(min(batch_size, max(1, TOKENS // rows.shape[1]))):
-            dense = predictions.run(batch)
-            for i, f in enumerate(trials):
-                with attach(host.model, {site.name: f}):
-                    replaced = predictions.run(batch)
-                sums[i] += float(predictions.total(_kl_of_part, batch, dense, replaced))
-    return [total / (rows.shape[0] * (rows.shape[1] - 1)) for total in sums]
+class _Judge:
+    """KL(dense || one matrix replaced) in nats per predicted token, on the same rows for every matrix.
 
+    The dense host runs twice for all of them, to its end and block by block: what enters the present matrix's block, and what
+    leaves the last one, are kept for every batch, and each trial takes up there. Logits are made a chunk of positions at a
+    time.
+    """
 
-def _kl_of_part(_targets: Tensor, dense: Tensor, replaced: Tensor) -> Float[Tensor, ""]:
-    return kl_sum(log_probabilities(dense), log_probabilities(replaced))
+    def __init__(self, host: Host, rows: Int[Tensor, "rows pos"], batch_size: int):
+        self.host, self.rows, self.batches = host, rows, list(rows.split(batch_size))
+        self.layer, self.end = 0, len(host.model.blocks)
+        with torch.no_grad(), fused_attention(host, rows):
+            self.starts = [host.residual(batch, 0) for batch in self.batches]
+            self.ends = [self._from(batch, start, self.end) for batch, start in self._each()]
+            self.staged = self._agrees()
+
+    def losses(self, site: Site, trials: Sequence[Factors]) -> list[float]:
+        """Of each trial in the site's place; sites come in execution order."""
+        total = torch.zeros(len(trials), dtype=torch.float64)
+        with torch.no_grad(), fused_attention(self.host, self.rows):
+            if self.staged and site.layer > self.layer:
+                self.starts = [self._from(batch, start, site.layer) for batch, start in self._each()]
+                self.layer = site.layer
+            for number, batch in enumerate(self.batches):
+                replaced = []
+                for f in trials:
+                    with attach(self.host.model, {site.name: f}):
+                        replaced.append(self._replaced(number))
+                dense = self.ends[number] if self.staged else self.host.run(batch)
+                for chunk in self._chunks(batch):
+                    log_p = log_probabilities(self._logits(batch, dense, chunk))
+                    for i, of_trial in enumerate(replaced):
+                        total[i] += float(kl_sum(log_p, log_probabilities(self._logits(batch, of_trial, chunk))))
+        return (total / (self.rows.shape[0] * (self.rows.shape[1] - 1))).tolist()
+
+    def _each(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.batches, self.starts, strict=True)
+
+    def _from(self, batch: Tensor, start: Tensor, layer: int) -> Tensor:
+        return self.host.residual(batch, layer, start=Start(self.layer, start))
+
+    def _replaced(self, number: int) -> Tensor:
+        """What the host, as it is now, ends in: what leaves its last block, or logits where runs in stages differ."""
+        batch = self.batches[number]
+        return self._from(batch, self.starts[number], self.end) if self.staged else self.host.run(batch)
+
+    def _logits(self, batch: Tensor, end: Tensor, chunk: slice) -> Tensor:
+        return self.host.unembed(batch[:, chunk], end[:, chunk]) if self.staged else end[:, chunk]
+
+    def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[slice]:
+        """Positions that predict, as many at a time as CHUNK_BYTES of logits allow."""
+        last = batch.shape[1] - 1
+        size = max(1, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab * len(batch)))
+        yield from (slice(start, min(start + size, last)) for start in range(0, last, size))
+
+    def _agrees(self) -> bool:
+        """Whether runs in stages end in the logits of whole ones, on the first tokens."""
+        few = self.rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
+        whole, half = self.host.run(few).float(), -(-few.shape[1] // 2)
+        try:
+            middle = Start(self.end // 2, self.host.residual(few, self.end // 2))
+            residual = self.host.residual(few, self.end, start=middle)
+            parts = [self.host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
+        except Exception:  # a user's hook may want more positions than a part has, a host may not start within
+            return False
+        return bool((torch.cat(parts, 1) - whole).abs().max() <= _AGREES * whole.abs().max())

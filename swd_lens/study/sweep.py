@@ -5,6 +5,9 @@
    relMSE in behaviour, on held-out text.
 3. Circuits of every task, and what they cost at fixed targets.
 
+The dense host is run once over calibration text, prompts and held-out text for all points (circuits/protocol.py; where their
+factors do not fit in memory together, over held-out text once for those that do).
+
 Circuits are comparable only where the replacements behave alike: "CE matched" says whether a point is within the tolerance of
 the dense host.
 """
@@ -21,10 +24,12 @@ from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.circuits import CostCurve, compare
+from swd_lens.circuits import CostCurve
 from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks, typed
-from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.plots import cost_axis
+from swd_lens.circuits.protocol import Protocol, run_protocol
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
@@ -222,27 +227,34 @@ def sweep(
     for s, without in settings:
         # Refuses what the solver would refuse, but for every point at once and before the first is made.
         estimate(model, sites, sparsity=s, tokens=None if without else tokens, units=units, **solver)
-    points = []
-    for s, without in settings:
-        name = f"{'zero-data' if without else 'calibrated'} s={s:g}"
+    text = None if tokens is None else CalibrationText(tokens, model)
+    sizes: dict[str, tuple[int, int, float]] = {}
+
+    def point(name: str, s: float, without: bool) -> FactorSet:
         on_step(name)
-        used = None if without else tokens
+        used = None if without else text
         factors = factorize(model, sites, sparsity=s, tokens=used, units=units, progress=progress, **solver)
-        measured = fidelity(model, factors, heldout, progress=progress)
-        circuits = compare(
-            {name: factors},
-            model,
-            tasks,
-            fidelities={name: measured},
-            attribution=attribution,
-            evaluation=evaluation,
-            positions=positions,
-            ablation=ablation,
-            progress=progress,
-        )
-        curves = {task: of_task.curves[name] for task, of_task in circuits.items()}
-        norm = _relative_frobenius(model, factors)
-        points.append(SweepPoint(s, without, factors.edges, factors.n_units, norm, measured, curves))
+        sizes[name] = factors.edges, factors.n_units, _relative_frobenius(model, factors)
+        return factors
+
+    names = {f"{'zero-data' if without else 'calibrated'} s={s:g}": (s, without) for s, without in settings}
+    protocol = Protocol(
+        model,
+        tasks,
+        heldout,
+        positions=[(attribution or {}).get("positions", positions)],
+        ablations=[(evaluation or {}).get("ablation", ablation)],
+        attribution=attribution or {},
+        evaluation=evaluation or {},
+        progress=progress,
+    )
+    # Made when their turn comes, and measured with those that are in memory together.
+    made = run_protocol(protocol, {name: partial(point, name, *asked) for name, asked in names.items()}, {})
+    curves = {name: {task: of_task[name] for (task, *_), of_task in made.curves.items()} for name in names}
+    points = [
+        SweepPoint(s, without, *sizes[name], made.fidelities[name], curves[name])
+        for name, (s, without) in names.items()
+    ]
     asked = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
     asked |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
     asked |= standing_hooks(model)

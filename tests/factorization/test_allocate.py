@@ -12,11 +12,12 @@ import torch.nn.functional as F
 import swd_lens as swd
 from swd_lens.base.errors import UnsealedFileWarning
 from swd_lens.base.sealed import seal
-from swd_lens.factorization.allocate import allocate
+from swd_lens.factorization.allocate import _Judge, allocate
 from swd_lens.factorization.allocation import Allocation, LossCurve, lower_hull, round_to, spend
 from swd_lens.hosts import host_of
 from swd_lens.solver.budget import edges
 from swd_lens.tasks.streams import TokenStream
+from tests.forwards import block_runs
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(8, 16)
@@ -164,6 +165,24 @@ def test_kl_is_that_of_one_matrix_replaced(model, by_kl):
             replaced = model(TOKENS)[:, :-1].flatten(0, 1).log_softmax(-1)
     kl = F.kl_div(replaced, dense, log_target=True, reduction="batchmean")
     assert curve.losses[middle] == pytest.approx(float(kl), rel=1e-3)
+
+
+def test_the_dense_host_runs_twice_for_all_matrices(model):
+    grid = (0.5, 1, 2)
+    how = {"grid": grid, "progress": False, **SHORT}
+    with block_runs(model, 0) as first, block_runs(model, 1) as second:
+        swd.allocate(model, "mlp_out", 0.5, TOKENS, **how)
+    # Block 0: Grams, the dense host to its end, and to the second matrix; its check (whole, in stages); its own trials.
+    assert first.tokens == TOKENS.numel() * (1 + 2 + len(grid)) + 2 * TOKENS.shape[1]
+    # Block 1: the same without the second, and all trials.
+    assert second.tokens == TOKENS.numel() * (1 + 1 + 2 * len(grid)) + 2 * TOKENS.shape[1]
+
+
+def test_a_host_that_cannot_run_in_stages_is_run_whole(model, by_kl, monkeypatch):
+    monkeypatch.setattr(_Judge, "_agrees", lambda self: False)
+    whole = shortly(model)
+    for site, curve in whole.curves.items():
+        assert curve.losses == pytest.approx(by_kl.curves[site].losses, rel=1e-3)
 
 
 def test_by_error_reads_relmse(model):

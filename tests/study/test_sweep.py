@@ -10,6 +10,7 @@ from swd_lens.base.files import plain
 from swd_lens.circuits import fidelity
 from swd_lens.study.sweep import sweep
 from swd_lens.tasks.task import Task
+from tests.forwards import block_runs
 from tests.micro import random_split, random_tokens, toy_model
 
 SITES, SPARSITIES = "mlp_out", (0.25, 0.5, 0.75)
@@ -39,6 +40,17 @@ def test_one_row_per_sparsity_and_calibration(found):
     for cost in ("units", "edges"):
         for target in ("sufficiency 0.5", "sufficiency 0.9", "necessity 0.5"):
             assert f"toy_task: {cost} at {target}" in table
+
+
+def test_the_dense_host_runs_once_for_all_points(model, text):
+    """Rows that enter the first block, where the second is replaced: for further points the checks of their runs alone."""
+    rows = []
+    for sparsities in ((0.5,), (0.4, 0.5, 0.6)):
+        with block_runs(model, 0) as runs:
+            sweep(model, "blocks.1.mlp_out", TASK, sparsities=sparsities, zero_data=False, **text, **QUICK)
+        rows.append(runs.rows)
+    # Of each point a probe, four prompts eight times (test_compare.py), and one row of its fidelity's check.
+    assert rows[0] >= 40 + 10 and rows[1] - rows[0] <= 2 * (1 + 4 * 8 + 1)
 
 
 def test_edges_are_the_budget(found):
