@@ -112,6 +112,15 @@ class Screen(SavedRecord):
             rows += [_row(screened, name) for name in (*self.surfaces, *best[:n])]
         return pd.DataFrame(rows)
 
+    def needless(self) -> list[str]:
+        """Tasks that the host does, and that no screened site or surface costs a tenth of the margin: circuits may be empty."""
+        names = (*self.sites, *self.surfaces)
+        return [
+            task
+            for task, screened in self.tasks.items()
+            if screened.margin > 0 and max(map(screened.dropped, names)) < _MATTERS * screened.margin
+        ]
+
     def choose(self) -> dict[str, list[str]]:
         """Label -> site names, for a study: the site that costs each task most, or, where none costs a tenth of the margin, the
         surface that does. Tasks that the host does not do choose nothing."""

@@ -229,6 +229,11 @@ def _screened(model: Any, tasks: Sequence[Task], sites: Any, kept: Path, overwri
     for name, of_task in screened.tasks.items():
         if of_task.remark:
             say(f"note: {name}: {of_task.remark}")
+    if needless := screened.needless():
+        named = ", ".join(needless)
+        say(
+            f"note: none of these sites costs {named} a tenth of the margin: circuits may be empty; --sites auto looks everywhere"
+        )
     status.print(table("The margin without a site or surface", screened.table(n=3)))
     return screened
 

@@ -157,3 +157,16 @@ def test_skill_is_the_share_right_and_the_margin_of_the_test_prompts(host):
             logits = model(tokens[None])[0, -1]
         expected.append(float(logits[list(right)].mean() - logits[list(wrong)].mean()))
     assert table["mean margin"][0] == pytest.approx(sum(expected) / len(expected), abs=1e-3)
+
+
+def test_tasks_that_need_none_of_the_sites_are_named():
+    sites, surfaces = ("blocks.0.mlp_out", "blocks.1.mlp_out"), {"both": ("blocks.0.mlp_out", "blocks.1.mlp_out")}
+
+    def screened(margin, single, both):
+        margins = {sites[0]: margin, sites[1]: margin - single, "both": margin - both}
+        values = dict.fromkeys(margins, 0.0)
+        return TaskScreen("t", 4, margin, 0.9, margins, values, values)
+
+    cases = {"idle": screened(4.0, 0.25, 0.375), "one": screened(4.0, 0.5, 0.25), "two": screened(4.0, 0.25, 0.5)}
+    cases["not done"] = screened(-1.0, 0.0, 0.0)
+    assert Screen(cases, sites, surfaces, {"positions": "scoring"}).needless() == ["idle"]

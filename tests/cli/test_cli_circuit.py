@@ -107,6 +107,7 @@ def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
     assert numbers == [(i, 11) for i in range(4, 12)]  # loading, reading and screening come before the number is known
     assert re.search(r"^ +\d+ s  3 screen the sites", said, re.MULTILINE)
+    assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
     (most, unit), (peak, peak_unit) = (
         re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
     )
