@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ AGREES = 1e-5  # of the largest logit
 _CHECKED_SCORES = 2**24  # of the row that is run both ways: 1,365 positions of nine heads
 _CHECKED_POSITIONS = 64  # whose logits are compared, the last ones
 
+# Models whose attention is fused now.
+_OPEN: WeakSet[Any] = WeakSet()
 # Model -> positions of the longest row on which its fused attention agreed, by dtype.
 _AGREED: WeakKeyDictionary[Any, dict[torch.dtype, int]] = WeakKeyDictionary()
 
@@ -61,26 +63,37 @@ def fused_attention(host: Host, tokens: Int[Tensor, "rows pos"]) -> Iterator[boo
 def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
     cfg: Any = host.model.cfg
     dtype = next(host.model.parameters()).dtype
+    if host.model in _OPEN:
+        return True
     if tokens.numel() == 0 or cfg.n_heads * tokens.shape[1] ** 2 < MIN_SCORES or _is_compiled(host.model):
+        return False
+    if not host.fuse_attention(undo.push):
         return False
     few = tokens[:1, : max(2, min(tokens.shape[1], math.isqrt(_CHECKED_SCORES // cfg.n_heads)))]
     agreed = _AGREED.setdefault(host.model, {})
-    if agreed.get(dtype, 0) >= few.shape[1]:
-        return host.fuse_attention(undo.push)
-    with torch.no_grad():
-        plain = _last_logits(host, few)
-        if not host.fuse_attention(undo.push):
+    if agreed.get(dtype, 0) < few.shape[1]:
+        difference = _difference(host, few, undo)  # and the host is plain again
+        if not difference <= max(AGREES, 8 * torch.finfo(dtype).eps):  # nor where it is NaN
+            warnings.warn(warning("fused-attention-differs", difference=difference), stacklevel=callers_level())
             return False
-        try:
-            difference = (_last_logits(host, few) - plain).abs().max()
-        except Exception:  # the layer asks for what a fused one does not give
-            difference = torch.tensor(torch.inf)
-    if float(difference) <= max(AGREES, 8 * torch.finfo(dtype).eps) * float(plain.abs().max()):
         agreed[dtype] = few.shape[1]
-        return True
-    undo.run()
-    warnings.warn(warning("fused-attention-differs", difference=float(difference)), stacklevel=callers_level())
-    return False
+        host.fuse_attention(undo.push)
+    undo.push(lambda: _OPEN.discard(host.model))
+    _OPEN.add(host.model)
+    return True
+
+
+@torch.no_grad()
+def _difference(host: Host, tokens: Tensor, undo: Undo) -> float:
+    """The largest difference of a fused host's logits from those of the plain one that the undo leaves, in largest logits."""
+    try:
+        fused = _last_logits(host, tokens)
+    except Exception:  # the layer asks for what a fused one does not give
+        return math.inf
+    finally:
+        undo.run()
+    plain = _last_logits(host, tokens)
+    return float((fused - plain).abs().max() / plain.abs().max())
 
 
 def _last_logits(host: Host, tokens: Tensor) -> Float[Tensor, "1 _pos vocab"]:

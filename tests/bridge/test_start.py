@@ -70,6 +70,14 @@ def test_blocks_that_return_a_tensor_a_tuple_or_a_list(name, kept):
     check(host, families.some_tokens(), kept)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_a_single_row_can_be_unembedded(name):
+    host, tokens = other(name), families.some_tokens(1, 9)
+    residual = host.residual(tokens, len(host.model.blocks))
+    assert close(host.unembed(tokens, residual), host.run(tokens))
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_prompts_longer_than_a_sliding_window(kept):
     check(fresh("gemma2"), families.some_tokens(pos=45), kept)  # its window is 32 positions

@@ -87,6 +87,17 @@ def test_every_layer_is_fused_and_gives_the_same_logits(kind, family, calls):
     assert torch.equal(host.run(TOKENS), plain) and not calls
 
 
+@torch.no_grad()
+def test_sliding_windows_stay_windows(calls):
+    config = {**families.SIZES, "sliding_window": 16}
+    folder = str(families.written("MistralForCausalLM", "MistralConfig", config))
+    host = host_of(swd.load_host(folder, kind="bridge"))
+    plain = host.run(TOKENS)
+    with fused_attention(host, TOKENS):
+        calls.clear()
+        assert close(host.run(TOKENS), plain) and len(calls) == 2
+
+
 @pytest.mark.parametrize(("kind", "family"), PLAIN)
 @torch.no_grad()
 def test_attention_that_is_more_than_scores_and_softmax_is_never_fused(kind, family, calls):

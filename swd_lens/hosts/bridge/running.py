@@ -87,9 +87,9 @@ def _call_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _HandedOn(Tensor):
-    """A block's output whatever its form: used as a tensor it is the residual, and so is its first item.
+    """A block's output whatever its form: used as a tensor it is the residual, and so is its first item; further ones are None.
 
-    Some models' blocks return a tensor, some a tuple or list that begins with it.
+    Some models' blocks return a tensor, some a tuple or list that begins with it (GPT-J's: patterns, which a bridge asks for).
     """
 
     # What is computed from it is a plain tensor.
@@ -97,7 +97,9 @@ class _HandedOn(Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         plain = self.as_subclass(Tensor)
-        return plain if type(index) is int and index == 0 else plain[index]
+        if type(index) is int:
+            return plain if index == 0 else None
+        return plain[index]
 
     def __iter__(self) -> Any:
         return iter((self.as_subclass(Tensor), None))
