@@ -7,6 +7,7 @@ Memory does not grow with the number of interventions but for these few numbers.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts
 from swd_lens.hosts import Host
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units import Attachment
 
@@ -123,7 +125,7 @@ class Bench:
         """
         outcome, unpruned = Outcome.empty(n, len(self.split)), self._unpruned or Outcome.empty(1, len(self.split))
         nothing = {site: torch.zeros(1, size, dtype=torch.bool) for site, size in self.attachment.factors.sizes.items()}
-        with torch.no_grad():
+        with torch.no_grad(), self._fused():
             for bucket, shared, values in self._prepared():
                 ids, log_p = None if kl else bucket.token_ids, None
                 if self._unpruned is None or kl:
@@ -150,11 +152,15 @@ class Bench:
 
     def _run_dense(self) -> Outcome:
         outcome = Outcome.empty(1, len(self.split))
-        with torch.no_grad(), self.attachment.dense():
+        with torch.no_grad(), self.attachment.dense(), self._fused():
             for bucket in self.split.buckets(self.batch_size):
                 logits = self.host.last_logits(bucket.tokens, token_ids=bucket.token_ids)
                 outcome.put(torch.zeros(1, dtype=torch.int64), bucket, logits[None])
         return outcome
+
+    def _fused(self) -> AbstractContextManager[bool]:
+        """Of the longest prompt, where prompts are long."""
+        return fused_attention(self.host, max(self.split.tokens, key=len)[None])
 
     def _prepared(self) -> Iterator[tuple[Bucket, Shared, Values]]:
         """Every bucket of prompts with what its interventions share, and what replaced units are set to."""

@@ -294,3 +294,14 @@ def test_buffers_change_no_bit_of_a_divergence(dtype):
     short = divergence(dense[:, :4], replaced[:, :4], tokens[:, :4], None, buffers)
     assert short == divergence(dense[:, :4], replaced[:, :4], tokens[:, :4])
     assert CHUNK_BYTES == 2**26
+
+
+@two_families
+def test_fine_tuning_runs_fused(kind, family, calls):
+    model = getattr(families, kind)(family)
+    sites = swd.find_sites(model, "blocks.1.mlp_out")
+    units = swd.factorize(model, sites, sparsity=0.5, preset="paper", outer_iterations=4, progress=False)
+    calls.clear()
+    tuned = swd.finetune(model, units, TOKENS, steps=2, batch_size=2, progress=False)
+    assert len(calls) > 2 * model.cfg.n_layers  # more than the comparison
+    assert not torch.equal(tuned[sites[0].name].write, units[sites[0].name].write)

@@ -20,6 +20,7 @@ from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream
@@ -133,7 +134,7 @@ def finetune(
                     "file-unreadable", raised_as=ResumeError, path=path, what="this run's result", reason=reason
                 )
             return FactorSet({name: replace(tuned[name], weight=weights[name]) for name in weights}, tuned.provenance)
-        with torch.enable_grad(), mounted(units) as training:
+        with torch.enable_grad(), mounted(units) as training, fused_attention(units.host, rows.first()):
             fit = FinetuneFit(training, spec, steps, heldout_rows, processes)
             every = None if heldout_rows is None else eval_every
             engine = Engine(fit, rows, spec.batch_size, folder, checkpoint_every, every, processes=processes)
