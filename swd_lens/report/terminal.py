@@ -57,9 +57,14 @@ def table(title: str, frame: pd.DataFrame) -> Table:
         title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold", padding=(0, 1)
     )
     for column in frame.columns:
+        # A long name is folded; a number without its digits would be none.
         numeric = pd.api.types.is_numeric_dtype(frame[column]) or frame[column].astype(str).str.contains(" / ").any()
         shown.add_column(
-            Text(_SHORT.get(str(column), visible(str(column)))), justify="right" if numeric else "left", no_wrap=True
+            Text(_SHORT.get(str(column), visible(str(column)))),
+            justify="right" if numeric else "left",
+            no_wrap=numeric,
+            overflow="fold",
+            min_width=max((len(_cell(value)) for value in frame[column]), default=0) if numeric else None,
         )
     for row in frame.itertuples(index=False):
         shown.add_row(*(_cell(value) for value in row))

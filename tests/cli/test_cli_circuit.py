@@ -1,16 +1,20 @@
 """circuit with finished and tuned factors, several interventions, hosts in half precision."""
 
+import io
 import json
 import re
 import shlex
 import sys
 
+import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
+from swd_lens.report import terminal
 from swd_lens.study.memory import memory_of
 from tests.cli.test_cli import PROMPTS, SMALL, gpt2_folder  # noqa: F401 - a fixture
 
@@ -182,3 +186,15 @@ def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
         assert 0 < most <= needed[part], part
     larger = memory_of(default_model, sites, [task], sparsities=(0.5, 0.6, 0.7), heldout_length=128)
     assert all(larger[part] > needed[part] - needed["fidelity"] for part in needed)
+
+
+def test_long_names_leave_the_numbers_whole():
+    name = "SWD s=0.685, tuned (" + "a-very-long-folder-" * 4 + ")"
+    frame = pd.DataFrame({"method": [name, "SVD"], "edges": [1234567, 7654321], "half": ["1,234 / 5,678,901", ""]})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal.table("Factors", frame))
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    assert "1,234,567" in shown and "1,234 / 5,678,901" in shown
+    words = "".join(line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│"))
+    assert words.replace(" ", "") == f"{name}SVD".replace(" ", "")
