@@ -25,7 +25,7 @@ from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_sealed, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
-from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.factorization.allocate import BY, allocate
 from swd_lens.factorization.allocation import Allocation
 from swd_lens.factorization.checkpoint import host_fingerprint
@@ -202,8 +202,8 @@ def replace_model(
         n_bytes = int(edges * (_BYTES_PER_EDGE if finetune is None else _BYTES_PER_TUNED_EDGE))
 
     steps = on_step if isinstance(on_step, Steps) else Steps(on_step, [], complete=False)
-    kinds = ["allocate"] * (budgets != "uniform") + ["factorize", "fidelity"]
-    steps.follow([*kinds, *["tune", "fidelity"] * (finetune is not None), *["continue"] * (len(prompts) > 0)])
+    kinds = ["allocate"] * (budgets != "uniform") + ["factorize"]
+    steps.follow([*kinds, *["tune"] * (finetune is not None), "fidelity", *["continue"] * (len(prompts) > 0)])
     with nullcontext() if folder is None else writing(folder, "replace_model", n_bytes):
         allocation = None
         if budgets != "uniform":
@@ -241,9 +241,7 @@ def replace_model(
             overwrite=overwrite,
             **options,
         )
-        steps("fidelity of the factors on held-out text")
-        before = fidelity(model, factors, heldout, progress=progress)
-        finetuned = after = None
+        finetuned = None
         if finetune is not None:
             tuned = None if folder is None else folder / FINETUNED
             # Of other factors: what an overwriting call that was interrupted has left.
@@ -251,8 +249,11 @@ def replace_model(
             recipe: dict[str, Any] = {"preset": finetune, "progress": progress, **tuning}
             steps("tune the values on their supports")
             finetuned = finetune_factors(model, factors, text, out=tuned, overwrite=overwrite or stale, **recipe)
-            steps("fidelity of the tuned factors on held-out text")
-            after = fidelity(model, finetuned, heldout, progress=progress)
+        # Together: the dense host runs once for both.
+        steps("fidelity on held-out text")
+        replaced = {"before": factors} | ({} if finetuned is None else {"after": finetuned})
+        measured = fidelities(model, replaced, heldout, progress=progress)
+        before, after = measured["before"], measured.get("after")
         samples = None
         if len(prompts):
             labelled = {"SWD": factors} | ({} if finetuned is None else {"SWD-FT": finetuned})

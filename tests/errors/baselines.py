@@ -5,6 +5,7 @@ The host is a small bridge, which every transformer_lens has.
 
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
@@ -39,6 +40,12 @@ def trained(site: str | list[str] = SITE, text=None, train=baselines.transcoder,
 @cache
 def units():
     return trained()
+
+
+@trigger
+def activations_not_kept(folder, monkeypatch):
+    monkeypatch.setattr("swd_lens.train.baselines.kept.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    trained(text=tokens(4))
 
 
 # ---------------------------------------------------------------------------------------------- settings and text

@@ -1,6 +1,7 @@
 """What a trained baseline is fitted to: one step's loss for a batch of token rows.
 
-1. `LocalFit`: one coder to the inputs and outputs of its site in the dense host (transcoders, VPD-Recon-CI of one matrix).
+1. `LocalFit`: one coder to the inputs and outputs of its site in the dense host (transcoders, VPD-Recon-CI of one matrix), which
+   are run once and kept where the training goes through its text several times (kept.py).
 2. `HostFit`: components of one or several matrices, at work inside the host, to what comes out behind them: the whole MLP's
    output (VPD-Recon-CI of an MLP) or the logits (VPD-KL). Masks of a step are drawn from the seed and the step (masks.py).
 
@@ -11,6 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.train.baselines.coders import Coder
+from swd_lens.train.baselines.kept import KeptActivations
 from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
@@ -102,17 +105,27 @@ class LocalFit(CoderFit):
 
     Args:
         first: the rows of the first step, by which the coder begins.
+        kept: activations that are run once; None: each batch is run.
     """
 
-    def __init__(self, host: Host, site: Site, coder: Coder, trajectory: Trajectory, first: Int[Tensor, "_rows pos"]):
+    def __init__(
+        self,
+        host: Host,
+        site: Site,
+        coder: Coder,
+        trajectory: Trajectory,
+        first: Int[Tensor, "_rows pos"],
+        kept: KeptActivations | None = None,
+    ):
         super().__init__({site.kind: coder}, trajectory)
-        self.host, self.site, self.coder, self.first = host, site, coder, first
+        self.coder, self.first = coder, first
+        self.activations = partial(activations, host, site) if kept is None else kept
 
     def start(self) -> None:
-        self.coder.begin(*activations(self.host, self.site, self.first))
+        self.coder.begin(*self.activations(self.first))
 
     def loss(self, rows: Int[Tensor, "_rows pos"], step: int) -> tuple[Tensor, Logged]:
-        return self.coder.loss(*activations(self.host, self.site, rows), step)
+        return self.coder.loss(*self.activations(rows), step)
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         self.coder.adjust_gradients()

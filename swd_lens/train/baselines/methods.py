@@ -25,6 +25,7 @@ from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
+from swd_lens.train.baselines.kept import KeptActivations, kept_activations
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
@@ -67,6 +68,8 @@ def transcoder(
     after the ReLU are the units; an edge is a weight of encoder or decoder.
 
     Memory: weights, gradients and two moments, 16 bytes a weight; activations of one step. It does not grow with the text.
+    Where the training goes through the text twice or more, the activations of the site are run once and kept in a file of at
+    most 4 GiB (in `out`, or the temporary folder), which goes with the process.
 
     Args:
         model: a HookedTransformer or TransformerBridge, with this site not attached. It is not changed.
@@ -243,7 +246,11 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
         trajectory = Trajectory(None if folder is None else folder.path, provenance)
         with torch.enable_grad():
             first = next(rows.batches(rows_per_step, spec.seed, 0))
-            fit = _fit(host, site, parts, trajectory, spec, first)
+            kept = None
+            if not spec.inside(site.kind):
+                place = None if folder is None else folder.path
+                kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, place)
+            fit = _fit(host, site, parts, trajectory, spec, first, kept)
             log_every = max(1, spec.steps // _LOG_LINES)
             engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)
             engine.run(progress=how.progress)
@@ -255,7 +262,13 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
 
 
 def _fit(
-    host: Host, site: Site, parts: list[Site], trajectory: Trajectory, spec: TrainSpec, first: torch.Tensor
+    host: Host,
+    site: Site,
+    parts: list[Site],
+    trajectory: Trajectory,
+    spec: TrainSpec,
+    first: torch.Tensor,
+    kept: KeptActivations | None,
 ) -> CoderFit:
     """Coders drawn from the seed, on the host's device, and what they are fitted to."""
     of_kind = coders_of(trajectory.provenance)
@@ -268,7 +281,7 @@ def _fit(
             coder.stand_for(host.weight(part), bias_of(host, part, first))
     if spec.inside(site.kind):
         return HostFit(host, site, coders, trajectory)
-    return LocalFit(host, site, coders[site], trajectory, first)
+    return LocalFit(host, site, coders[site], trajectory, first, kept)
 
 
 def _rows_per_step(spec: TrainSpec, rows: Rows) -> int:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
 from tests import families
+from tests.forwards import block_runs
 from tests.micro import random_split, random_tokens, toy_model
 from tests.train.conftest import everything
 
@@ -97,6 +99,38 @@ def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name,
     assert everything(model) == before
     assert list(whole.checkpoints) == [50, 100, 200, 350]
     assert whole.log["loss"].iloc[-1] < whole.log["loss"].iloc[0] or "kl" in name
+
+
+@pytest.mark.parametrize("name", ["transcoder", "transcoder of an MLP", "vpd_recon"])
+def test_several_passes_over_a_text_run_the_host_once(model, name, tmp_path, monkeypatch):
+    text = torch.cat([TOKENS[:17], TOKENS[:3]])  # 20 rows, three of them twice, in two blocks; the last is short
+    function, site, settings = METHODS[name]
+    how = {**SAME, **settings, "n_tokens": 500}
+    before = everything(model)
+    with block_runs(model, 0) as runs:
+        whole = function(model, site, text, **how)
+    bias = 1 if name == "vpd_recon" else 0  # one row shows a site's bias
+    assert runs.rows == 20 + bias
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            function(model, site, text, out=tmp_path / "out", **how)
+    assert bits(function(model, site, text, out=tmp_path / "out", **how)) == bits(whole)
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == ["log.jsonl", "run.json", "units.json", "weights"] and everything(model) == before
+    # Fewer passes, a stream, or more than the bound: batch by batch, and the same up to rounding.
+    monkeypatch.setattr("swd_lens.train.baselines.kept.MOST_BYTES", 8)
+    with block_runs(model, 0) as runs:
+        plain = function(model, site, text, **how)
+    assert runs.rows == 50 + 5 + bias  # the first batch once more, by which units begin
+    assert plain.log["loss"].tolist() == pytest.approx(whole.log["loss"].tolist(), rel=1e-3)
+
+
+def test_activations_without_room_are_run_each_time_with_a_warning(model, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1))
+    function, site, settings = METHODS["transcoder"]
+    with pytest.warns(UserWarning, match="activations of the text need .* GB of disk"):
+        function(model, site, TOKENS[:5], **SAME, **settings)
 
 
 def test_a_kill_before_the_index_needs_no_training(model, tmp_path, monkeypatch):
