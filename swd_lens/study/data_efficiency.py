@@ -5,6 +5,7 @@
    Units that came from elsewhere: one point, at the tokens that they are said to have taken.
    All of these are checked before any work, but for what functions give: that is checked when they were called.
 3. Of each: CE delta and KL against the dense host, and relMSE of the replaced output, on the same held-out text.
+   Checkpoints are measured a few at a time, so that the dense host runs once for them; fits on the same rows calibrate once.
 4. With out=: every point is written as soon as it is measured, and measured once.
 
 Tokens are data used; they equate neither optimization steps nor FLOPs.
@@ -13,7 +14,8 @@ Tokens are data used; they equate neither optimization steps nor FLOPs.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import read_json, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import require_writable_file, writing_file
-from swd_lens.circuits.fidelity import fidelity
+from swd_lens.circuits.fidelity import fidelities
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import differences, host_fingerprint, tokens_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
@@ -43,6 +46,8 @@ from swd_lens.units.factors import Factors, FactorSet
 TOKEN_COUNTS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 # Arguments of `factorize` that data_efficiency sets itself, or that would mix the fits of several counts.
 _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
+# Checkpoints that are measured in one pass of the dense host.
+_TOGETHER = 4
 # Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
@@ -120,20 +125,25 @@ def data_efficiency(
         for name, candidates in tqdm(
             series.items(), desc="data efficiency", unit="method", disable=not progress, leave=False
         ):
-            for candidate in candidates():
-                about[name] = dict(candidate.about)
-                point = None if file is None else file.measured(name, candidate)
-                if point is None:
-                    units = candidate.make()
-                    measured = fidelity(model, units, held)
-                    # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
-                    own = sites[0].name in measured.relmse
-                    relmse = measured.relmse[sites[0].name if own else surface.matrices[-1].name]
-                    edges = sum(of_site.edges for of_site in units.values())
-                    point = Point(name, candidate.tokens, candidate.kind, edges, measured, relmse)
-                    if file is not None:
-                        file.add(point, candidate)
-                points.append(point)
+            for group in _groups(candidates()):
+                known = {c.tokens: None if file is None else file.measured(name, c) for c in group}
+                about[name] = dict(group[-1].about)
+                units = {c.tokens: c.make() for c in group if known[c.tokens] is None}
+                measured = (
+                    fidelities(model, {str(tokens): each for tokens, each in units.items()}, held) if units else {}
+                )
+                for candidate in group:
+                    point = known[candidate.tokens]
+                    if point is None:
+                        of_point = measured[str(candidate.tokens)]
+                        # Of a whole MLP what the MLP writes: its own output, or that of its last matrix.
+                        own = sites[0].name in of_point.relmse
+                        relmse = of_point.relmse[sites[0].name if own else surface.matrices[-1].name]
+                        edges = sum(of_site.edges for of_site in units[candidate.tokens].values())
+                        point = Point(name, candidate.tokens, candidate.kind, edges, of_point, relmse)
+                        if file is not None:
+                            file.add(point, candidate)
+                    points.append(point)
         return DataEfficiency(points, {**settings, "methods": about})
 
 
@@ -163,15 +173,27 @@ Series = Callable[[], Iterator[Candidate]]
 
 @dataclass(frozen=True)
 class Surface:
-    """Where methods are measured: one matrix, or a whole MLP."""
+    """Where methods are measured: one matrix, or a whole MLP.
+
+    Attributes:
+        texts: how many rows -> those rows, with what was collected of them.
+    """
 
     model: Any
     site: Site
+    texts: dict[int, CalibrationText] = field(default_factory=dict)
 
     @property
     def matrices(self) -> list[Site]:
         """The matrix, or those of the MLP."""
         return matrices_of(host_of(self.model), self.site)
+
+
+def _groups(candidates: Iterator[Candidate]) -> Iterator[list[Candidate]]:
+    """Candidates that are measured together: a few checkpoints, which are there already; what has to be made, alone."""
+    for is_there, several in groupby(candidates, lambda candidate: candidate.kind == CHECKPOINT):
+        while group := list(islice(several, _TOGETHER if is_there else 1)):
+            yield group
 
 
 def _series(name: str, given: Any, surface: Surface, tokens: Any, counts: list[int]) -> Series:
@@ -235,6 +257,8 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
     checked = {option: value for option, value in options.items() if option not in _NOT_ESTIMATED}
     estimate(surface.model, surface.matrices, tokens=n_rows[0] * length, **checked)
     about = {"method": "swd", **{option: _plain(value) for option, value in options.items()}}
+    # Fits of several methods on the same rows calibrate once.
+    calibration = {n: surface.texts.setdefault(n, CalibrationText(rows[:n], surface.model)) for n in n_rows}
 
     def fits() -> Iterator[Candidate]:
         for n in n_rows:
@@ -245,7 +269,7 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
                 FIT,
                 about,
                 identity,
-                lambda text=text, named=named: factorize(surface.model, surface.matrices, tokens=text, **named),
+                lambda n=n, named=named: factorize(surface.model, surface.matrices, tokens=calibration[n], **named),
             )
 
     return fits

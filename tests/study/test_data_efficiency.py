@@ -21,6 +21,7 @@ from swd_lens.base.sealed import seal
 from swd_lens.base.writer import writing_file
 from swd_lens.study.data_efficiency import DataEfficiency, Point, data_efficiency
 from tests.contract import saelens_transcoder
+from tests.forwards import block_runs
 from tests.micro import random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # few, to be quick
@@ -61,6 +62,20 @@ def test_points_are_what_the_parts_give_alone(model, found):
     assert made.points[4].relmse == made.points[4].fidelity.relmse[SITE]
     assert made.settings["methods"]["TC"]["settings"]["tokens_per_step"] == 50
     assert len(made.as_dict()["points"]) == 7 and "TC" in made._repr_html_()
+
+
+def test_nothing_is_run_twice(model, found):
+    """Rows that enter the block before the replaced one."""
+    counts = {"heldout": HELD, "tokens": TEXT, "token_counts": (100, 240)}
+    rows = []
+    for methods in ({"a": SWD}, {"a": SWD, "b": {**SWD, "sparsity": 0.6}}, {"TC": found[1]}):
+        with block_runs(model, 0) as runs:
+            data_efficiency(model, SITE, methods, **counts)
+        rows.append(runs.rows)
+    # A fit: its calibration, a probe, twice run; its fidelity: the dense host, and three rows that check runs in stages.
+    measured = 1 + len(HELD) + 3
+    assert rows[0] == 10 + 24 + 2 * (1 + measured) and rows[1] - rows[0] == 2 * (1 + measured)
+    assert rows[2] == len(HELD) + 2 + 3  # three checkpoints at once: each is checked by one row, the dense host by two
 
 
 def test_a_whole_mlp_is_judged_by_what_it_writes(model):
@@ -177,8 +192,8 @@ def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
 
     measured = []
     module = sys.modules[data_efficiency.__module__]  # which the package's function of the same name hides
-    fidelity = module.fidelity
-    monkeypatch.setattr(module, "fidelity", lambda *given: measured.append(1) or fidelity(*given))
+    fidelities = module.fidelities
+    monkeypatch.setattr(module, "fidelities", lambda *given: measured.extend(given[1]) or fidelities(*given))
     methods = {"SWD": SWD, "TC": lambda: units}
     made = data_efficiency(model, SITE, methods, **asked)
     assert len(measured) == 3  # the transcoder's
