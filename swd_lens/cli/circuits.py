@@ -159,7 +159,10 @@ def circuit(
     if unknown := [name for name in exact if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
     auto = sites == ["auto"]
-    steps = plan("load", "read", "screen", complete=False)
+    made = tuple(sparsity or (() if finished else (0.5, 0.75)))
+    # One surface, unless the screen chooses, or finished factors bring their own.
+    known = [] if auto or finished else [*study_steps(1, len(made), exact, saved=True), "write"]
+    steps = plan("load", "read", "screen", *known, complete=bool(known))
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
         replaced = sorted({site for each in finished.values() for site in surface_of(model, each)})
@@ -175,7 +178,6 @@ def circuit(
         of_factors = [surface_of(model, each) for each in finished.values()]
         named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
         n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
-        made = tuple(sparsity or (() if finished else (0.5, 0.75)))
         n_controls = ("svd" in exact) + ("random_b" in exact) + len(baselines)
         say_memory_needed(
             memory_of(
@@ -190,7 +192,8 @@ def circuit(
                 **solver.arguments(),
             )
         )
-        steps.follow([*study_steps(n_surfaces, len(made), exact, saved=True), "write"])
+        if not known:
+            steps.follow([*study_steps(n_surfaces, len(made), exact, saved=True), "write"])
         run = run_study(
             model,
             surfaces,

@@ -266,6 +266,7 @@ def _told(goes_on: bool) -> Iterator[None]:
     """Errors become one line and exit code 1; Ctrl-C becomes exit code 130."""
     _running.began, _running.steps, _running.loaded = time.monotonic(), None, 0
     warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+    format_before, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         yield
         sys.stdout.flush()  # a full disk may be noticed only here
@@ -283,6 +284,13 @@ def _told(goes_on: bool) -> Iterator[None]:
         _say_error(f"{type(error).__name__}: {error}")
         status.print(f"{TRACEBACK}=1 in the environment shows where it was raised", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    finally:
+        warnings.formatwarning = format_before
+
+
+def _warning_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    """Without the line of code, which says nothing to whom has typed a command."""
+    return f"warning: {visible_lines(str(message))}\n"
 
 
 def _say_error(text: str) -> None:

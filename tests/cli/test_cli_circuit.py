@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+import warnings
 
 import pandas as pd
 import pytest
@@ -109,8 +110,7 @@ SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s"
 def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     said = run("circuit", "--out", tmp_path, *SMALLEST).stderr
     numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
-    assert numbers == [(i, 11) for i in range(4, 12)]  # loading, reading and screening come before the number is known
-    assert re.search(r"^ +\d+ s  3 screen the sites", said, re.MULTILINE)
+    assert numbers == [(i, 11) for i in range(1, 12)]
     assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
     (most, unit), (peak, peak_unit) = (
         re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
@@ -198,3 +198,17 @@ def test_long_names_leave_the_numbers_whole():
     assert "1,234,567" in shown and "1,234 / 5,678,901" in shown
     words = "".join(line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│"))
     assert words.replace(" ", "") == f"{name}SVD".replace(" ", "")
+
+
+def test_where_the_screen_chooses_the_number_of_steps_comes_after_it(tmp_path):
+    words = ["--sites", "auto", "--task", "ioi", "-s", "0.5", "--controls", "none", *PROMPTS, *SMALL]
+    said = run("circuit", "--out", tmp_path, *words).stderr
+    numbers = re.findall(r"^ +\d+ s  (\d+(?:/\d+)?) ", said, re.MULTILINE)
+    assert numbers == ["1", "2", "3", "4/9", "5/9", "6/9", "7/9", "8/9", "9/9"]
+
+
+def test_a_warning_is_one_line_without_code():
+    before = warnings.formatwarning
+    with cli.options._told(False):
+        line = warnings.formatwarning("odd\x1b", UserWarning, "swd_lens/x.py", 3)
+    assert line == "warning: odd␛\n" and warnings.formatwarning is before
