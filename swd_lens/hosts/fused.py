@@ -31,6 +31,7 @@ from transformer_lens.hook_points import HookPoint
 from swd_lens.base.errors import callers_level, warning
 from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
+from swd_lens.hosts.standing import standing_hooks
 
 MIN_SCORES = 2**18  # n_heads x positions^2: 171 positions of nine heads
 AGREES = 1e-5  # of the largest logit
@@ -76,7 +77,8 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
         if not difference <= max(AGREES, 8 * torch.finfo(dtype).eps):  # nor where it is NaN
             warnings.warn(warning("fused-attention-differs", difference=difference), stacklevel=callers_level())
             return False
-        agreed[dtype] = few.shape[1]
+        if not standing_hooks(host.model):  # a layer that somebody looked into was not fused
+            agreed[dtype] = few.shape[1]
         host.fuse_attention(undo.push)
     undo.push(lambda: _OPEN.discard(host.model))
     _OPEN.add(host.model)

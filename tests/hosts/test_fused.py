@@ -254,6 +254,17 @@ def test_a_longer_row_is_compared_again(kind, family, calls):
             assert len(calls) == n_calls, n_positions
 
 
+@two_families
+@torch.no_grad()
+def test_a_comparison_under_a_hook_inside_is_not_remembered(kind, family, calls):
+    host = fresh(kind, family)
+    hooks = [(f"blocks.{i}.attn.hook_pattern", lambda tensor, hook: None) for i in range(2)]
+    with host.model.hooks(fwd_hooks=hooks), fused_attention(host, TOKENS):
+        assert not calls  # every layer ran plainly
+    with fused_attention(host, TOKENS):
+        assert len(calls) == 2
+
+
 # ---------------------------------------------------------------------------------------------- who uses it
 
 
