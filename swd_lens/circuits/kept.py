@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from swd_lens.base.parts import Key, Parts
+from swd_lens.base.record import checked
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.scores import UnitScores
 
@@ -27,6 +28,8 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
         return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings)}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> UnitScores:
+        values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
+        checked("UnitScores", values["settings"], {"units": Mapping[str, int], "factors": Mapping[str, str]})
         by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
         return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
 

@@ -163,7 +163,7 @@ class TextOptions:
         length = rows.shape[1]
         if len(rows) < 2:
             raise error("cli-text-too-short", file=self.text, n_rows=len(rows), per_row=length)
-        n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2)
+        n_heldout = min(-(-self.heldout_tokens // length), len(rows) // 2 if wanted else len(rows))
         return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
 
     def _packed(self, model: Any, wanted: int) -> Any:

@@ -25,7 +25,7 @@ from swd_lens.base.errors import FactorFileError, error
 from swd_lens.base.writer import writing
 from swd_lens.hosts.sites import Site, execution_key
 from swd_lens.units.factors import Factors, fingerprint, write_factors
-from swd_lens.units.index import INDEX, entries_in, open_folder, remove_set, write_index, writing_factors
+from swd_lens.units.index import INDEX, clear_remains, entries_in, open_folder, remove_set, write_index, writing_factors
 from swd_lens.units.storage import StoredSite
 
 Recipe = Mapping[str, Any]
@@ -56,9 +56,7 @@ def writing_checkpoint(folder: Path, sizes: Mapping[str, int], *, overwrite: boo
         held = () if overwrite else entries_in(folder)
     missing = [size for site, size in sizes.items() if site not in held]
     if not missing:
-        if any(folder.glob(".*")):  # the call that finished it was killed at the very end, or is still writing
-            with suppress(OSError), writing_factors(folder, "factorize"):
-                pass
+        clear_remains(folder, "factorize")
         yield
         return
     with writing_factors(folder, "factorize", sum(missing)):

@@ -51,7 +51,7 @@ from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import Site, split_name
 from swd_lens.hosts.standing import standing_hooks
-from swd_lens.solver import PRESETS, resolve
+from swd_lens.solver import resolve
 from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.run_file import (
     CONTROL,
@@ -77,6 +77,7 @@ from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
+from swd_lens.units.index import clear_remains
 from swd_lens.units.match import check_units
 
 CONTROLS = ("svd", "random_b")
@@ -174,6 +175,8 @@ class Run(Record):
             # Over another run: its factors stay until run.json names the new ones, which are read beside them until then.
             # What lies there already, as it does where `run_study` wrote it, is left alone.
             new = {name: each for name, each in factors.items() if not holds(folder / name, each)}
+            for name in factors.keys() - new.keys():
+                clear_remains(folder / name, "Run.save")
             over = (folder / NAME).exists()
             places = {name: f"{name}{STAGED}" if over and name in new else name for name in factors}
             for name, each in new.items():
@@ -520,10 +523,11 @@ def _settings_used(
     used["calibration"] = first.factors.provenance.get("calibration")
     if solver is None:
         return used
-    solved = next(iter(first.factors.summary().values()))["settings"]
+    solved = checked("settings of factors", next(iter(first.factors.summary().values()))["settings"], {"preset": str})
     used["solver"] = {"preset": solved["preset"], **solver}
     # Every setting by its value: what is not said would change its meaning when a default does.
-    names = [field.name for field in fields(PRESETS[solved["preset"]])]
+    names = [field.name for field in fields(resolve(solved["preset"], {}))]
     used["solver spec"] = resolve(solved["preset"], {n: solver[n] for n in solver if n in names}).as_dict()
-    used["solver settings"] = {name: solved[name] for name in names}
+    # Factors that were there already may be of a version which had fewer.
+    used["solver settings"] = {name: solved[name] for name in names if name in solved}
     return used

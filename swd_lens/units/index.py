@@ -61,6 +61,13 @@ def writing_factors(folder: Path, call: str, n_bytes: int = 0) -> Iterator[None]
             _remove_unnamed(folder, _named_in(folder))
 
 
+def clear_remains(folder: Path, call: str) -> None:
+    """Remove what the call that finished this set left when it was killed at its very end; nothing where one still writes."""
+    if any(folder.glob(".*")):
+        with suppress(OSError), writing_factors(folder, call):
+            pass
+
+
 def write_index(folder: Path, entries: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> None:
     """Make the folder hold exactly these matrices, in this order.
 

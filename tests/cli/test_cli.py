@@ -391,3 +391,6 @@ def test_text_that_judges_is_none_that_fits_however_much_is_asked_for(tmp_path):
     every = pack_text(model, file.read_text(encoding="utf-8"))
     calibration, heldout = TextOptions(text=file, tokens=10**6, heldout_tokens=200).rows(model, ModelOptions())
     assert torch.equal(torch.cat([calibration, heldout]), every) and len(heldout) == 2
+    # Without calibration no half of the text is kept for it.
+    nothing, heldout = TextOptions(text=file, tokens=0, heldout_tokens=10**6).rows(model, ModelOptions())
+    assert nothing is None and torch.equal(heldout, every)

@@ -9,12 +9,16 @@ import torch
 import swd_lens as swd
 import swd_lens.circuits.protocol
 from swd_lens.base.parts import CALL, FOLDER, Parts
+from swd_lens.base.sealed import read_tensors, write_sealed, write_tensors
 from swd_lens.study import Run, run_study
 from swd_lens.study.run_file import STAGED
 from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
 from tests.forwards import block_runs
 from tests.micro import random_tokens
+
+# Where units are random the study still has to hold together; whether the model does the task is no matter here.
+pytestmark = pytest.mark.filterwarnings("ignore::swd_lens.base.errors.UndefinedSufficiencyWarning")
 
 MLP, SITE = "mlp_out", "blocks.1.mlp_out"
 TEXT, HELD = random_tokens(12, 10), random_tokens(6, 10, seed=1)
@@ -174,6 +178,41 @@ def test_a_damaged_part_is_refused(model, whole, tmp_path):
         part.write_bytes(data)
         with pytest.raises(swd.ResumeError, match=path.name.replace("[", r"\[")):
             study(model, folder)
+
+
+def test_saved_over_what_a_killed_call_left(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "killed")
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    for made in (folder / "factors").iterdir():
+        (made / ".writer.lock").touch()
+    Run.load(folder).save(folder)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == names
+
+
+def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "changed")
+    (folder / "run.json").unlink()
+    for curve in (folder / FOLDER).glob("*curve*"):
+        curve.unlink()
+    part = next(path for path in (folder / FOLDER).glob("*scores*"))
+    tensors, metadata = read_tensors(part, "part")
+    about = json.loads(metadata["swd_lens"])
+    about["values"]["settings"] = [about["values"]["settings"]]
+    write_tensors(part, tensors, {"swd_lens": json.dumps(about)})
+    with pytest.raises(swd.ResumeError, match="settings"):
+        study(model, folder)
+
+
+def test_factors_of_a_version_with_fewer_settings(model, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "older")
+    made = next((folder / "factors").glob("one-*0.5")) / "factors.json"
+    index = json.loads(made.read_text())
+    for entry in index["sites"].values():
+        del entry["settings"]["rho_end"]
+    write_sealed(made, {key: index[key] for key in index if key != "sha256"})
+    (folder / "run.json").unlink()
+    run = study(model, folder)
+    assert "rho_end" not in run.settings["solver settings"] and "outer_iterations" in run.settings["solver settings"]
 
 
 def test_parts_of_other_keys_are_refused(tmp_path):
