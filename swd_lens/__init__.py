@@ -60,7 +60,7 @@ PUBLIC = {
     "generate": "study.generate",
     "audit": "analysis.audit.collect",
     "UnitLabels": "analysis.audit.labels",
-    "run_study": "study.run",
+    "run_study": "study.main_road",
     "__version__": "base._version",
 }
 NAMESPACES = {

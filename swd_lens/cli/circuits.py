@@ -40,9 +40,9 @@ from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.inside import look_inside
+from swd_lens.study.main_road import CONTROLS, RANDOM_B_SEEDS, require_surface, study_steps, surface_of
 from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
-from swd_lens.study.run import CONTROLS, RANDOM_B_SEEDS, study_steps, surface_of
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES
 from swd_lens.train.baselines import LearnedUnits
@@ -166,6 +166,8 @@ def circuit(
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
         replaced = sorted({site for each in finished.values() for site in surface_of(model, each)})
+        for label, units in () if auto or not sites else baselines.items():  # before anything is run, or kept
+            require_surface(model, label, units, find_sites(model, sites))
         say(f"read {', '.join(task)} and text")
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)

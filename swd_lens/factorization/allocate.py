@@ -31,6 +31,7 @@ from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
@@ -213,8 +214,7 @@ class _Judge:
     """KL(dense || one matrix replaced) in nats per predicted token, on the same rows for every matrix.
 
     The dense host runs twice for all of them, to its end and block by block: what enters the present matrix's block, and what
-    leaves the last one, are kept for every batch, and each trial takes up there. Logits are made a chunk of positions at a
-    time.
+    leaves the last one, are kept for every batch, and each trial takes up there. Logits are made a part at a time.
     """
 
     def __init__(self, host: Host, rows: Int[Tensor, "rows pos"], batch_size: int):
@@ -238,10 +238,10 @@ class _Judge:
                     with attach(self.host.model, {site.name: f}):
                         replaced.append(self._replaced(number))
                 dense = self.ends[number] if self.staged else self.host.run(batch)
-                for chunk in self._chunks(batch):
-                    log_p = log_probabilities(self._logits(batch, dense, chunk))
+                for part in Predictions(self.host).parts(batch, batch.shape[1] - 1):
+                    log_p = log_probabilities(self._logits(batch, dense, part))
                     for i, of_trial in enumerate(replaced):
-                        total[i] += float(kl_sum(log_p, log_probabilities(self._logits(batch, of_trial, chunk))))
+                        total[i] += float(kl_sum(log_p, log_probabilities(self._logits(batch, of_trial, part))))
         return (total / (self.rows.shape[0] * (self.rows.shape[1] - 1))).tolist()
 
     def _each(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -255,14 +255,8 @@ class _Judge:
         batch = self.batches[number]
         return self._from(batch, self.starts[number], self.end) if self.staged else self.host.run(batch)
 
-    def _logits(self, batch: Tensor, end: Tensor, chunk: slice) -> Tensor:
-        return self.host.unembed(batch[:, chunk], end[:, chunk]) if self.staged else end[:, chunk]
-
-    def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[slice]:
-        """Positions that predict, as many at a time as CHUNK_BYTES of logits allow."""
-        last = batch.shape[1] - 1
-        size = max(1, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab * len(batch)))
-        yield from (slice(start, min(start + size, last)) for start in range(0, last, size))
+    def _logits(self, batch: Tensor, end: Tensor, part: tuple[slice, slice]) -> Tensor:
+        return self.host.unembed(batch[part], end[part]) if self.staged else end[part]
 
     def _agrees(self) -> bool:
         """Whether runs in stages end in the logits of whole ones, on the first tokens."""

@@ -61,7 +61,7 @@ class Predictions:
             targets = rows[row, prediction.start + 1 : prediction.stop + 1]
             return measure(targets, *(self._logits(rows, run, row, prediction) for run in runs))
 
-        parts = list(self._parts(rows, rows.shape[1] - (not behind_last)))
+        parts = list(self.parts(rows, rows.shape[1] - (not behind_last)))
         if len(parts) == 1 or not any(run.requires_grad for run in runs):
             values = [of_part(*part, *runs) for part in parts]
         else:
@@ -75,7 +75,7 @@ class Predictions:
         part = run[row, prediction]
         return self.host.unembed(rows[row, prediction], part) if self._unembeds_apart(rows) else part
 
-    def _parts(self, rows: Int[Tensor, "rows pos"], last: int) -> Iterator[tuple[slice, slice]]:
+    def parts(self, rows: Int[Tensor, "rows pos"], last: int) -> Iterator[tuple[slice, slice]]:
         """Rows and predictions, `last` of each row; all at once where whole logits are small."""
         most, n_rows = CHUNK_BYTES // (4 * self._d_vocab), rows.shape[0]
         if self._are_small(rows):

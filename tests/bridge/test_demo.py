@@ -151,7 +151,7 @@ def test_a_bridge_that_keeps_no_prefix_gives_the_same_scores_and_curves(bridge, 
     f, _, scores, curve = walked
     task = swd.load_task("greater_than", bridge, n_train=40, n_test=20)
     assert host_of(bridge).freeze_prefix(next(task.train.buckets()).tokens) is not None
-    monkeypatch.setattr(type(host_of(bridge)), "freeze_prefix", lambda self, tokens: None)
+    monkeypatch.setattr(type(host_of(bridge)), "freeze_prefix", lambda self, tokens, begun=None: None)
     whole = swd.attribute(bridge, f, task)
     torch.testing.assert_close(whole.scores[SITE], scores.scores[SITE], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(whole.means[SITE], scores.means[SITE], rtol=1e-4, atol=1e-5)

@@ -159,7 +159,7 @@ def test_a_host_that_lies_changes_no_number(model, every, monkeypatch, positions
 def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, every, monkeypatch):
     kept = attribute(model, every, TRAIN)
     curve = evaluate(model, every, SPLIT, kept, kl=True)
-    monkeypatch.setattr(type(host_of(model)), "freeze_prefix", lambda self, tokens: None)
+    monkeypatch.setattr(type(host_of(model)), "freeze_prefix", lambda self, tokens, begun=None: None)
     whole = attribute(model, every, TRAIN)
     assert whole.settings == kept.settings
     for site in every:

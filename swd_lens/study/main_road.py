@@ -1,0 +1,361 @@
+"""run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
+
+1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and exact factors (SVD,
+   Random-B) as controls.
+2. Fidelity of every replacement on held-out text.
+3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
+4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
+5. Attention patterns of one prompt per task, and what the replacements do to them (views.py).
+The result is a `Run` (run.py).
+
+Nothing is run twice: Grams that do not depend on factors are collected once for all surfaces and sparsities, the dense host
+runs once over the held-out text for all replacements of a surface. With out= every finished part is kept in the folder
+(asked.py says what decides them), and the same call goes on from there.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from swd_lens.base._version import __version__
+from swd_lens.base.errors import error
+from swd_lens.base.files import plain
+from swd_lens.base.parts import Parts
+from swd_lens.base.progress import Steps
+from swd_lens.base.record import checked
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import writing
+from swd_lens.circuits import Comparison
+from swd_lens.circuits.compare import comparison_of, several, sources_of
+from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.protocol import Protocol
+from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
+from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.stages import stages_of
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.sites import Site, split_name
+from swd_lens.hosts.standing import standing_hooks
+from swd_lens.solver import resolve
+from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
+from swd_lens.study.run import Run
+from swd_lens.study.run_file import CONTROL, Replacement, folders_named
+from swd_lens.study.section import AttentionView
+from swd_lens.study.views import TaskUnit, attention_views, unit_cards
+from swd_lens.tasks.streams import as_stream
+from swd_lens.tasks.task import Task
+from swd_lens.train import baselines
+from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
+from swd_lens.units.factors import FactorSet
+from swd_lens.units.match import check_units
+
+CONTROLS = ("svd", "random_b")
+RANDOM_B, RANDOM_B_SEEDS = "Random-B", 3
+
+
+@in_plain_surroundings
+def run_study(
+    model: Any,
+    surfaces: Mapping[str, str | Sequence[str]],
+    tasks: Sequence[Task],
+    *,
+    sparsities: Sequence[float | int] = (),
+    factors: Mapping[str, FactorSet] = MappingProxyType({}),
+    calibration_tokens: Any = None,
+    heldout_tokens: Any,
+    calibration_model: Any = None,
+    positions: str | Sequence[str] = "scoring",
+    ablation: str | Sequence[str] = "mean",
+    controls: Sequence[str] = ("svd",),
+    random_b_seeds: int = RANDOM_B_SEEDS,
+    beside: Mapping[str, Any] = MappingProxyType({}),
+    cards_per_task: int = 3,
+    contexts_per_card: int = 6,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    on_step: Callable[[str], None] = lambda text: None,
+    progress: bool = False,
+    **solver: Any,
+) -> Run:
+    """Walk the main road on a host.
+
+    Args:
+        surfaces: label -> pattern of sites, replaced together.
+        tasks: tokenized for this host.
+        sparsities: one SWD replacement each, per surface.
+        factors: label -> factors that are finished (or tuned), as further methods on the surface whose matrices they replace;
+            where there is none, that is a surface of its own.
+        calibration_tokens: (rows, pos), or None for zero-data.
+        heldout_tokens: (rows, pos) text that calibration did not see, for fidelity and contexts.
+        calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
+            do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
+        positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
+        controls: exact factorizations beside SWD: "svd", "random_b" (in the circuits only), both or none.
+        random_b_seeds: how many (the paper has ten).
+        beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
+            their CE beside them.
+        cards_per_task, contexts_per_card: how much to show of each task's best units, see `unit_cards`.
+        out: a folder that gets every finished part (the factors of each matrix, fidelities, each task's scores and curves), and
+            the run in the end, as `Run.save` writes it. The same call again after an interruption goes on from there, and gives
+            the same run; tasks, sparsities, surfaces, controls and further units may be added to it.
+        overwrite: start again, in place of what `out` holds. Interrupted, the same call without it goes on.
+        on_step: called with a line of text before each step, or `Steps` that expect `study_steps`; progress: bars within the
+            steps.
+        solver: options for `factorize` (preset=, calibration=, ...).
+
+    Raises:
+        ResumeError: `out` holds the parts of another study (every difference is named), or a run without its parts.
+        OSError: (FolderInUseError) another call writes `out`; or it cannot be written.
+        ValueError: nothing to do (no surface, task, sparsity or factors), `beside` of another surface, and whatever the steps
+            raise.
+        AttachError: `factors` of another model.
+    """
+    given_sites = {label: surface_of(model, given) for label, given in factors.items()}
+    surfaces = dict(surfaces)
+    for names in given_sites.values():
+        if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
+            surfaces[_label(model, names)] = names
+    if not surfaces or not tasks or not (sparsities or factors):
+        raise error("study-of-nothing")
+    own = [*(f"SWD s={sparsity:g}" for sparsity in sparsities), CONTROL, RANDOM_B, *beside]
+    if twice := [label for label in factors if label in own]:
+        raise error("study-label-taken", labels=", ".join(map(repr, twice)))
+    if random_b_seeds < 1:
+        raise error("study-without-seeds", n_seeds=random_b_seeds)
+    if unknown := sorted(set(controls) - set(CONTROLS)):
+        raise error("study-unknown-control", unknown=", ".join(map(repr, unknown)), controls=", ".join(CONTROLS))
+    began = time.perf_counter()
+    for pattern in surfaces.values():
+        sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
+        for label, units in beside.items():
+            require_surface(model, label, units, sites)
+        names = [site.name for site in sites]
+        if not sparsities and names not in given_sites.values():
+            raise error("study-surface-without-factors", surface=", ".join(names))
+
+    sites_of = {surface: [site.name for site in find_sites(model, pattern)] for surface, pattern in surfaces.items()}
+    positions, ablation = several(positions, "positions"), several(ablation, "ablation")
+    solved_on = model if calibration_model is None else calibration_model
+    text = None
+    if sparsities and calibration_tokens is not None:
+        text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
+        for names in sites_of.values():
+            text.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
+    swd = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
+    labels = [(surface, method) for surface in surfaces for method in swd]
+    folders = dict(zip(labels, folders_named(labels), strict=True))
+
+    folder = None if out is None else Path(out)
+    if not isinstance(on_step, Steps):
+        on_step = Steps(on_step, study_steps(len(sites_of), len(swd), controls, saved=folder is not None))
+    with nullcontext() if folder is None else writing(folder, "run_study"):
+        if folder is not None and overwrite:
+            start_again(folder, folders.values())
+        if folder is not None:
+            require_own(folder)
+            asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
+            seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
+            named = {"sparsities": swd, "controls": [*(c for c in controls if c == "svd"), *seeds]}
+            named |= {"positions": positions, "ablation": ablation}
+            units = {"factors": factors, "beside": beside}
+            parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
+        else:
+            parts = Parts(None)
+        replacements: list[Replacement] = []
+        comparisons: dict[str, Comparison] = {}
+        dense = DenseRuns()
+        for surface, names in sites_of.items():
+            made: dict[str, tuple[FactorSet, float]] = {}
+            for method, sparsity in swd.items():
+                on_step(f"factorize {surface} at s={sparsity:g}")
+                start = time.perf_counter()
+                solved = factorize(
+                    solved_on,
+                    names,
+                    sparsity=sparsity,
+                    tokens=text,
+                    out=None if folder is None else folder / folders[surface, method],
+                    progress=progress,
+                    **solver,
+                )
+                made[method] = (
+                    solved,
+                    parts.values(
+                        (surface, "seconds", method),
+                        lambda start=start: {"seconds": time.perf_counter() - start},
+                        lambda values: checked("seconds", values, {"seconds": float})["seconds"],
+                    ),
+                )
+            of_label = (label for label, of_factors in given_sites.items() if of_factors == names)
+            made |= {label: (factors[label], math.nan) for label in of_label}
+            if "svd" in controls:
+                on_step(f"exact SVD of {surface}")
+                start = time.perf_counter()
+                made[CONTROL] = baselines.svd(model, names), time.perf_counter() - start
+            methods: dict[str, Any] = {method: solved for method, (solved, _) in made.items()}
+            if "random_b" in controls:
+                methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))
+            sources, groups = sources_of({**methods, **beside})
+            on_step(f"measure {surface}: fidelity, circuits of {', '.join(task.name for task in tasks)}")
+            comparisons[surface] = comparison_of(
+                Protocol(
+                    model,
+                    tasks,
+                    heldout_tokens,
+                    positions=positions,
+                    ablations=ablation,
+                    progress=progress,
+                    parts=parts,
+                    key=(surface,),
+                    on_step=on_step,
+                    dense=dense,
+                ),
+                sources,
+                groups,
+                reference=next(iter(methods)),
+            )
+            measured = comparisons[surface].fidelities
+            replacements += [
+                Replacement(surface, method, solved, measured[method], seconds, exact=method == CONTROL)
+                for method, (solved, seconds) in made.items()
+            ]
+        settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
+        settings["calibration dtype"] = str(next(solved_on.parameters()).dtype).removeprefix("torch.")
+        settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None)
+        settings |= {"controls": list(controls), "beside": list(beside)}
+        settings |= {"factors": list(factors)} if factors else {}
+        settings |= standing_hooks(model)
+        # As run.json gives it back: lists for tuples, text for names.
+        run = Run(json.loads(json.dumps(plain(settings), default=str)), replacements, comparisons, [], 0.0)
+        sparsest = {surface: run.sparsest(surface) for surface in surfaces}
+        shown: dict[str, Any] = {surface: (r.method, r.factors) for surface, r in sparsest.items()}
+        about = [{surface: method for surface, (method, _) in shown.items()}, [task.name for task in tasks]]
+
+        def look() -> dict[str, Any]:
+            how = {"per_task": cards_per_task, "n_contexts": contexts_per_card}
+            on_step("top units and their contexts")
+            cards = unit_cards(model, shown, comparisons, heldout_tokens, **how)
+            on_step("attention patterns of one prompt per task")
+            attention = attention_views(model, tasks, shown)
+            return {"units": [c.as_dict() for c in cards], "attention": [view.as_dict() for view in attention]}
+
+        def shown_again(values: Mapping[str, Any]) -> tuple[list[TaskUnit], list[AttentionView]]:
+            return [*map(TaskUnit.from_dict, values["units"])], [*map(AttentionView.from_dict, values["attention"])]
+
+        # Named by everything that it depends on: what is added to a study may change which units are shown.
+        key = ("shown", json.dumps([about, cards_per_task, contexts_per_card]))
+        cards, attention = parts.values(key, look, shown_again)
+        run = replace(run, cards=cards, attention=attention, seconds=time.perf_counter() - began)
+        if folder is not None:
+            on_step(f"save the run in {folder}")
+            run.save(folder)
+        return run
+
+
+def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
+    """The first words of the steps that `run_study` says."""
+    of_surface = ["factorize"] * n_sparsities + ["exact"] * ("svd" in controls) + ["measure"]
+    return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
+
+
+def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site]) -> None:
+    """Raises ValueError unless these units replace the matrices of this surface."""
+    host = host_of(model)
+    replaced = {matrix.name for site in UnitSet.of(host, units).sites for matrix in matrices_of(host, site)}
+    if replaced != {site.name for site in surface}:
+        raise error(
+            "study-beside-another-surface",
+            label=label,
+            sites=", ".join(sorted(replaced)),
+            surface=", ".join(site.name for site in surface),
+        )
+
+
+def surface_of(model: Any, factors: Any) -> list[str]:
+    """The sites that factors replace, in execution order. Raises AttachError where they are of another model."""
+    host = host_of(model)
+    units = UnitSet.of(host, factors)
+    for site in units.sites:
+        check_units(host, site, units[site.name])
+    return [site.name for site in units.sites]
+
+
+def _label(model: Any, names: Sequence[str]) -> str:
+    """What a surface without a name of its own is called."""
+    kinds = {split_name(name)[1] for name in names}
+    every = [site.name for site in host_of(model).sites() if site.kind in kinds]
+    if len(names) > 1 and len(kinds) == 1 and sorted(names) == sorted(every):
+        return f"all {next(iter(kinds))}"
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _settings(
+    model: Any, surfaces: Any, tasks: Sequence[Task], sparsities: Any, calibration: Any, heldout: Any
+) -> dict[str, Any]:
+    """What the run was asked for, and on what."""
+    cfg, host = model.cfg, host_of(model)
+    # One SHA-256 over the fingerprints of every factorizable matrix.
+    weights = hashlib.sha256("".join(weight_fingerprint(host, site) for site in host.sites()).encode()).hexdigest()
+    return {
+        "swd_lens": __version__,
+        "torch": str(torch.__version__),
+        "transformer_lens": version("transformer_lens"),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "model": str(cfg.model_name),
+        "host": type(model).__name__,
+        "weights": weights,
+        "shape": f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} heads, d_mlp {cfg.d_mlp}",
+        "surfaces": {label: [site.name for site in find_sites(model, pattern)] for label, pattern in surfaces.items()},
+        "sparsities": [float(s) for s in sparsities],
+        "calibration tokens": 0 if calibration is None else as_stream(calibration, model).n_tokens,
+        "held-out tokens": as_stream(heldout, model).n_tokens,
+        "tasks": {
+            task.name: {
+                "train": len(task.train),
+                "test": len(task.test),
+                "dropped": sum(task.train.dropped.values()) + sum(task.test.dropped.values()),
+                "source": task.source,
+                "prepend_bos": task.prepend_bos,
+                "example": task.test.examples[0].prompt,
+            }
+            for task in tasks
+        },
+    }
+
+
+def _settings_used(
+    first: Replacement, comparisons: Mapping[str, Comparison], solver: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What solver (None: none was run), attribution and interventions say they used: read off their results."""
+    comparison = next(iter(comparisons.values()))
+    curve = next(iter(comparison.values())).curves[first.method]
+    used: dict[str, Any] = {
+        key: curve.settings[key]
+        for key in ("positions", "mean_over", "ablation", "score", "sign")
+        if key in curve.settings
+    }
+    if comparison.others:
+        positions, ablations = zip(*comparison.under_each(), strict=True)
+        used |= {"positions": list(dict.fromkeys(positions)), "ablation": list(dict.fromkeys(ablations))}
+    used["calibration"] = first.factors.provenance.get("calibration")
+    if solver is None:
+        return used
+    solved = checked("settings of factors", next(iter(first.factors.summary().values()))["settings"], {"preset": str})
+    used["solver"] = {"preset": solved["preset"], **solver}
+    # Every setting by its value: what is not said would change its meaning when a default does.
+    names = [field.name for field in fields(resolve(solved["preset"], {}))]
+    used["solver spec"] = resolve(solved["preset"], {n: solver[n] for n in solver if n in names}).as_dict()
+    # Factors that were there already may be of a version which had fewer.
+    used["solver settings"] = {name: solved[name] for name in names if name in solved}
+    return used
