@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.auto import tqdm as auto_tqdm
 
 
 class Hang(Exception):
@@ -48,7 +49,9 @@ class Child:
             os.close(self._read)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             faulthandler.enable()
-            tqdm.set_lock(threading.RLock())  # its own is shared by all forks: a killed one would keep it for ever
+            # Their own locks are shared by all forks: a killed one would keep them for ever.
+            for bars in (tqdm, auto_tqdm):
+                bars.set_lock(threading.RLock())
             try:
                 answer = pickle.dumps((True, function()))
             except BaseException as raised:
