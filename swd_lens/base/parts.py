@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from swd_lens.base.errors import ResumeError, error
-from swd_lens.base.files import plain
+from swd_lens.base.files import plain, remove_remains
 from swd_lens.base.sealed import read_sealed, read_tensors, readable, write_sealed, write_tensors
 
 FOLDER, CALL = "parts", "call.json"
@@ -60,6 +60,7 @@ class Parts:
         if not (self.folder / CALL).is_file():  # what lies there belongs to nobody
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
+            remove_remains(self.folder)  # of a call that was killed
             then = read_sealed(self.folder / CALL, CALL_WHAT, ResumeError)
             with readable(self.folder / CALL, CALL_WHAT, ResumeError):
                 changed = _differences(then["settings"], now["settings"])
