@@ -12,7 +12,6 @@ Without a folder nothing is kept, and parts are just made.
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from swd_lens.base.files import plain, remove_remains
 from swd_lens.base.sealed import read_sealed, read_tensors, readable, write_sealed, write_tensors
 
 FOLDER, CALL = "parts", "call.json"
+_OUR_NAME = re.compile(r".*\.[0-9a-f]{12}\.(json|safetensors)")
 WHAT, CALL_WHAT = "a finished part", "the settings of a call"
 Key = Sequence[str]
 Value = TypeVar("Value")
@@ -57,8 +57,10 @@ class Parts:
         self._settings_hash = _digest(now["settings"])
         if overwrite:
             (self.folder / CALL).unlink(missing_ok=True)
-        if not (self.folder / CALL).is_file():  # what lies there belongs to nobody
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if not (self.folder / CALL).is_file():  # parts without it belong to nobody; other files are the user's
+            for path in self.folder.glob("*"):
+                if _OUR_NAME.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
         else:
             remove_remains(self.folder)  # of a call that was killed
             then = read_sealed(self.folder / CALL, CALL_WHAT, ResumeError)

@@ -129,7 +129,7 @@ def circuit(
     text: TextOptions,
     n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600,
     n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200,
-    positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006
+    positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006 - typer copies it
     ablation: Annotated[
         list[str], Option(help="What replaces a unit: its 'mean' (paper), 'zero', or both by repeating.")
     ] = ["mean"],  # noqa: B006 - typer copies it
@@ -166,8 +166,9 @@ def circuit(
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
         replaced = sorted({site for each in finished.values() for site in surface_of(model, each)})
-        for label, units in () if auto or not sites else baselines.items():  # before anything is run, or kept
-            require_surface(model, label, units, find_sites(model, sites))
+        if sites and not auto:
+            for label, units in baselines.items():  # before anything is run, or kept
+                require_surface(model, label, units, find_sites(model, sites))
         say(f"read {', '.join(task)} and text")
         tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
         tokens, heldout = text.rows(model, model_options)

@@ -151,13 +151,13 @@ def run_study(
         text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
         for names in sites_of.values():
             text.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
-    swd = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
-    labels = [(surface, method) for surface in surfaces for method in swd]
+    swd_methods = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
+    labels = [(surface, method) for surface in surfaces for method in swd_methods]
     folders = dict(zip(labels, folders_named(labels), strict=True))
 
     folder = None if out is None else Path(out)
     if not isinstance(on_step, Steps):
-        on_step = Steps(on_step, study_steps(len(sites_of), len(swd), controls, saved=folder is not None))
+        on_step = Steps(on_step, study_steps(len(sites_of), len(swd_methods), controls, saved=folder is not None))
     with nullcontext() if folder is None else writing(folder, "run_study"):
         if folder is not None and overwrite:
             start_again(folder, folders.values())
@@ -165,7 +165,7 @@ def run_study(
             require_own(folder)
             asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
             seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
-            named = {"sparsities": swd, "controls": [*(c for c in controls if c == "svd"), *seeds]}
+            named = {"sparsities": swd_methods, "controls": [*(c for c in controls if c == "svd"), *seeds]}
             named |= {"positions": positions, "ablation": ablation}
             units = {"factors": factors, "beside": beside}
             parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
@@ -175,8 +175,8 @@ def run_study(
         comparisons: dict[str, Comparison] = {}
         dense = DenseRuns()
         for surface, names in sites_of.items():
-            made: dict[str, tuple[FactorSet, float]] = {}
-            for method, sparsity in swd.items():
+            timed: dict[str, tuple[FactorSet, float]] = {}
+            for method, sparsity in swd_methods.items():
                 on_step(f"factorize {surface} at s={sparsity:g}")
                 start = time.perf_counter()
                 solved = factorize(
@@ -188,7 +188,7 @@ def run_study(
                     progress=progress,
                     **solver,
                 )
-                made[method] = (
+                timed[method] = (
                     solved,
                     parts.values(
                         (surface, "seconds", method),
@@ -197,12 +197,12 @@ def run_study(
                     ),
                 )
             of_label = (label for label, of_factors in given_sites.items() if of_factors == names)
-            made |= {label: (factors[label], math.nan) for label in of_label}
+            timed |= {label: (factors[label], math.nan) for label in of_label}
             if "svd" in controls:
                 on_step(f"exact SVD of {surface}")
                 start = time.perf_counter()
-                made[CONTROL] = baselines.svd(model, names), time.perf_counter() - start
-            methods: dict[str, Any] = {method: solved for method, (solved, _) in made.items()}
+                timed[CONTROL] = baselines.svd(model, names), time.perf_counter() - start
+            methods: dict[str, Any] = {method: solved for method, (solved, _) in timed.items()}
             if "random_b" in controls:
                 methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))
             sources, groups = sources_of({**methods, **beside})
@@ -227,7 +227,7 @@ def run_study(
             measured = comparisons[surface].fidelities
             replacements += [
                 Replacement(surface, method, solved, measured[method], seconds, exact=method == CONTROL)
-                for method, (solved, seconds) in made.items()
+                for method, (solved, seconds) in timed.items()
             ]
         settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
         settings["calibration dtype"] = str(next(solved_on.parameters()).dtype).removeprefix("torch.")

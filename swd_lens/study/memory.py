@@ -42,17 +42,19 @@ def memory_of(
         heldout_length: tokens in a row of held-out text.
     """
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
-    estimates = {label: _estimate(model, of, calibration_tokens, solver) for label, of in sites.items()}
+    estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
     most_units = max(sum(row.units for row in estimate.rows) for estimate in estimates.values())
-    given = sum(4 * f.n_units * (f.d_in + f.d_out) for of in (factors or {}).values() for f in of.values())
+    given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
     n_replacements = len(sparsities) + n_controls
     stays, largest = given + n_replacements * sum(pairs.values()), max(pairs.values())
 
     parts = {"factorize": max(each.peak_bytes for each in estimates.values())} if sparsities else {}
     n_starts = n_replacements + len(factors or {}) + 2
-    parts["fidelity"] = max(_fidelity(model, of, most_units, n_starts, heldout_length) for of in sites.values())
-    first = min(site.layer for of in sites.values() for site in of)
+    parts["fidelity"] = max(
+        _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
+    )
+    first = min(site.layer for surface in sites.values() for site in surface)
     for task in tasks:
         length = max(len(row) for split in (task.train, task.test) for row in split.tokens)
         tokens = min(_PROMPTS, len(task.train)) * length
@@ -81,13 +83,13 @@ def memory_of_replacement(
         tuned_rows: of a step of fine-tuning; 0: there is none.
         row_length: tokens in a row of text.
     """
-    of = find_sites(model, sites)
-    estimate = _estimate(model, of, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
+    surface = find_sites(model, sites)
+    estimate = _estimate(model, surface, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
     pairs, units = _pairs(estimate), sum(row.units for row in estimate.rows)
-    parts = {"factorize": estimate.peak_bytes, "fidelity": pairs + _fidelity(model, of, units, 3, row_length)}
+    parts = {"factorize": estimate.peak_bytes, "fidelity": pairs + _fidelity(model, surface, units, 3, row_length)}
     if tuned_rows:
         # Values, gradients, two moments and places of each nonzero; the dense factors and their gradients; all activations.
-        edges = (1 - sparsity) * sum(site.d_in * site.d_out for site in of)
+        edges = (1 - sparsity) * sum(site.d_in * site.d_out for site in surface)
         activations = model.cfg.n_layers * _block(model, tuned_rows * row_length, row_length)
         parts["fine-tuning"] = int(24 * edges) + 3 * pairs + activations + 4 * 3 * tuned_rows * row_length * units
     return parts

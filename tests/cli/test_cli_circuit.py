@@ -17,7 +17,7 @@ import swd_lens as swd
 from swd_lens import cli
 from swd_lens.report import terminal
 from swd_lens.study.memory import memory_of
-from tests.cli.test_cli import PROMPTS, SMALL, gpt2_folder  # noqa: F401 - a fixture
+from tests.cli.test_cli import PROMPTS, SMALL
 
 TEXT = ["--heldout-tokens", "1024"]
 
@@ -74,7 +74,7 @@ def test_factors_beside_new_ones_and_ten_random_b_seeds(tmp_path, whole):
     assert methods == ["SWD s=0.5", "SWD s=0.6, tuned (whole)", *(f"Random-B/{seed}" for seed in range(4))]
 
 
-def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, whole, gpt2_folder):  # noqa: F811
+def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, whole, gpt2_folder):
     other = ["--model", gpt2_folder, "--text", tmp_path / "missing.txt", "--task", "ioi", "--out", tmp_path / "x"]
     result = run("circuit", "--factors", whole, *other)
     said = " ".join(result.stderr.split())
@@ -86,7 +86,7 @@ def test_factors_of_another_model_are_refused_before_any_text_is_read(tmp_path, 
     assert not (tmp_path / "x").exists()
 
 
-def test_circuit_in_bfloat16(tmp_path, gpt2_folder):  # noqa: F811
+def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
     host = ["--model", gpt2_folder, "--sites", "blocks.1.mlp_out", "--task", "gendered_pronoun", "-s", "0.5"]
     small = ["--text", __file__, *SMALL, "--tokens", "256", "--heldout-tokens", "64", *PROMPTS]
     result = run("circuit", *host, *small, "--dtype", "bfloat16", "--out", tmp_path / "run", "--json")

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import swd_lens as swd
 from swd_lens import cli
-from tests.cli.test_cli import SMALL, gpt2_folder  # noqa: F401 - a fixture
+from tests.cli.test_cli import SMALL
 
 
 def run(*arguments):
@@ -69,7 +69,7 @@ def test_estimate_of_shapes_and_of_a_model():
     assert wrong.exit_code == 1 and "as in 17408x5120" in wrong.output
 
 
-def test_a_host_in_bfloat16(tmp_path, gpt2_folder):  # noqa: F811
+def test_a_host_in_bfloat16(tmp_path, gpt2_folder):
     result = run(
         "factorize", "--model", gpt2_folder, "--dtype", "bfloat16", "--out", tmp_path / "f", "--sites", "mlp_out",
         "--text", __file__, *SMALL, "--tokens", "0", "--heldout-tokens", "64", "--json",

@@ -225,9 +225,11 @@ def test_parts_of_other_keys_are_refused(tmp_path):
     second.write_bytes(first.read_bytes())
     with pytest.raises(swd.ResumeError, match="a part of another call"):
         parts.values(("two",), dict, dict)
-    # Without the settings nobody knows whose parts they are.
+    # Without the settings nobody knows whose parts they are; what the user keeps there is left alone.
     (tmp_path / FOLDER / CALL).unlink()
+    (tmp_path / FOLDER / "notes.json").write_text("mine")
     assert ("one",) not in Parts(tmp_path, {"host": "a"})
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [CALL, "notes.json"]
 
 
 # ---------------------------------------------------------------------------------------------- nothing twice

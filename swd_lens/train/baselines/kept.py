@@ -6,9 +6,12 @@
    process ends, however it ends. It has at most `MOST_BYTES`; larger texts, and streams, are run batch by batch.
 """
 
+import math
+import os
 import shutil
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ from swd_lens.hosts.sites import Site
 from swd_lens.train.rows import Rows, Shuffled
 
 MOST_BYTES = 2**32
+_LEFT_BYTES = 2**28  # of a disk, for others
 _ROWS = 16  # run together
 _PASSES = 2  # of a training; with fewer nothing would be read again
 
@@ -31,16 +35,23 @@ class KeptActivations:
     """What a site reads and writes in the dense host, of rows of one text.
 
     Args:
-        folder: where the file lies; None: the system's temporary folder.
+        folder: where the file lies.
+
+    Raises:
+        OSError: the disk has no room for it.
     """
 
-    def __init__(self, host: Host, site: Site, rows: Int[Tensor, "rows pos"], folder: Path | None):
+    def __init__(self, host: Host, site: Site, rows: Int[Tensor, "rows pos"], folder: Path):
         self.host, self.site, self.rows = host, site, rows
         self.number = {row.numpy().tobytes(): i for i, row in enumerate(rows.cpu())}  # of equal rows the last
         self.known = np.zeros(len(rows), dtype=bool)
         self.device = next(host.model.parameters()).device
         with tempfile.TemporaryFile(dir=folder) as file:  # mapped, it lives on
             shape = (len(rows), rows.shape[1], site.d_in + site.d_out)
+            if hasattr(
+                os, "posix_fallocate"
+            ):  # room that is reserved now: a disk that fills later cannot kill the process
+                os.posix_fallocate(file.fileno(), 0, 4 * math.prod(shape))
             self.values = np.memmap(file, dtype=np.float32, mode="w+", shape=shape)
 
     def __call__(
@@ -68,6 +79,7 @@ def kept_activations(host: Host, site: Site, rows: Rows, n_tokens: int, folder: 
 
     Args:
         n_tokens: that the training goes through.
+        folder: where the file lies; None: the system's temporary folder.
 
     Warns:
         UserWarning: the disk has no room for them.
@@ -76,10 +88,12 @@ def kept_activations(host: Host, site: Site, rows: Rows, n_tokens: int, folder: 
     needed = 4 * in_text * (site.d_in + site.d_out)
     if not isinstance(rows, Shuffled) or n_tokens < _PASSES * in_text or needed > MOST_BYTES:
         return None
-    place = Path(tempfile.gettempdir()) if folder is None else folder
-    place.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(place).free) < needed + 2**28:
-        text = warning("activations-not-kept", needed=needed / 1e9, free=free / 1e9, folder=place)
-        warnings.warn(text, stacklevel=callers_level())
-        return None
-    return KeptActivations(host, site, rows.rows, folder)
+    folder = Path(tempfile.gettempdir()) if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free >= needed + _LEFT_BYTES:
+        with suppress(OSError):  # somebody else took the room meanwhile, or a quota forbids it
+            return KeptActivations(host, site, rows.rows, folder)
+    text = warning("activations-not-kept", needed=needed / 1e9, free=free / 1e9, folder=folder)
+    warnings.warn(text, stacklevel=callers_level())
+    return None

@@ -248,8 +248,8 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
             first = next(rows.batches(rows_per_step, spec.seed, 0))
             kept = None
             if not spec.inside(site.kind):
-                place = None if folder is None else folder.path
-                kept = kept_activations(host, site, rows, spec.steps * spec.tokens_per_step, place)
+                n_tokens = spec.steps * spec.tokens_per_step
+                kept = kept_activations(host, site, rows, n_tokens, None if folder is None else folder.path)
             fit = _fit(host, site, parts, trajectory, spec, first, kept)
             log_every = max(1, spec.steps // _LOG_LINES)
             engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)

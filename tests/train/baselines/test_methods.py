@@ -1,6 +1,7 @@
 """Training a baseline: the same bits whatever interrupts it, folders, what is refused, the host as it was, reports."""
 
 import copy
+import errno
 import json
 import math
 from types import SimpleNamespace
@@ -126,8 +127,15 @@ def test_several_passes_over_a_text_run_the_host_once(model, name, tmp_path, mon
     assert plain.log["loss"].tolist() == pytest.approx(whole.log["loss"].tolist(), rel=1e-3)
 
 
-def test_activations_without_room_are_run_each_time_with_a_warning(model, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1))
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"), [("shutil.disk_usage", lambda folder: SimpleNamespace(free=1)), ("os.posix_fallocate", full)]
+)
+def test_activations_without_room_are_run_each_time_with_a_warning(model, monkeypatch, asked, answer):
+    monkeypatch.setattr(asked, answer)
     function, site, settings = METHODS["transcoder"]
     with pytest.warns(UserWarning, match="activations of the text need .* GB of disk"):
         function(model, site, TOKENS[:5], **SAME, **settings)

@@ -1,0 +1,17 @@
+"""What several tests of the command line start from."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory, default_model):
+    """A tiny Hugging Face GPT-2 checkpoint with random weights, as a user would have one on disk."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("tiny-gpt2")
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=default_model.cfg.d_vocab, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    default_model.tokenizer.save_pretrained(folder)
+    return folder
