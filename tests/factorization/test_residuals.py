@@ -219,6 +219,17 @@ def test_a_changed_file_is_an_error_not_a_wrong_gram(model, tmp_path, damage):
             list(residuals.batches())
 
 
+def test_a_cut_file_is_an_error_whatever_stood_in_the_memory_before(model, tmp_path, monkeypatch):
+    with Residuals(model, TOKENS, ROWS, tmp_path) as residuals:
+        residuals.advance(1)
+        true = iter([start.residual.clone() for _, start in residuals.batches()])
+        file = next(tmp_path.rglob("layer-1"))
+        file.write_bytes(file.read_bytes()[:-4])
+        monkeypatch.setattr("swd_lens.factorization.residuals.torch.empty", lambda *_, **__: next(true))
+        with pytest.raises(OSError, match="layer-1 was changed, cut or removed while it was in use"):
+            list(residuals.batches())
+
+
 def test_a_second_call_leaves_the_residuals_of_the_first_and_removes_those_of_a_dead_one(model, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
