@@ -1,5 +1,6 @@
 """Shared fixtures. One thread, or as many as OMP_NUM_THREADS says: the tests pass with any number."""
 
+import gc
 import os
 
 # Before torch is imported: a waiting thread spins a little (LAPACK wants that), then sleeps. Spinning on costs a factor of
@@ -33,3 +34,9 @@ def default_model():
     import swd_lens
 
     return swd_lens.load_default_model()
+
+
+def pytest_collection_finish(session):
+    """What is there before the first test stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()

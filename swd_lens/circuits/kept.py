@@ -3,12 +3,13 @@
 Tensors keep their dtype and bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.parts import Key, Parts
 from swd_lens.base.record import checked
 from swd_lens.circuits.curve import CostCurve
@@ -29,7 +30,9 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> UnitScores:
         values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
-        checked("UnitScores", values["settings"], {"units": Mapping[str, int], "factors": Mapping[str, str]})
+        settings = {"units": Mapping[str, int], "factors": Mapping[str, str]}
+        settings = checked("UnitScores", values["settings"], settings)
+        _require_sites("UnitScores", values["sites"], settings["units"])
         by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
         return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
 
@@ -47,11 +50,18 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
         return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CostCurve:
+        _require_sites("CostCurve", values["sites"], scores.scores)
         edges = {site: tensors[f"{_EDGES}/{site}"] for site in values["sites"]}
         margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
         return replace(CostCurve.from_dict(values["curve"]), scores=scores, edges=edges, margins=margins)
 
     return parts.tensors(key, part, read)
+
+
+def _require_sites(record: str, sites: Iterable[str], expected: Iterable[str]) -> None:
+    if sorted(sites) != sorted(expected):
+        reason = f"sites {sorted(sites)} instead of {sorted(expected)}"
+        raise error("record-with-other-values", record=record, reason=reason)
 
 
 def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

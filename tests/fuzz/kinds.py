@@ -206,7 +206,8 @@ KINDS: dict[str, Kind] = {
         1,
     ),
     "residuals in use": Kind(lambda folder, version: None, _residuals, ("OSError", "ValueError"), 1, live=True),
-    "study": _saved("study", "ValueError", _FACTORS, weight=4),
+    # FileNotFoundError: a method that has another name goes with a folder of that name.
+    "study": _saved("study", "ValueError", "FileNotFoundError", _FACTORS, weight=4),
     "study, report": Kind(
         lambda folder, version: calls.SAVES["study"].save(folder, version), _report, ("Told",), 0.3, names="run.json"
     ),

@@ -90,7 +90,7 @@ def _mutated_text(rng: random.Random, text: str, rehash: bool) -> tuple[str, str
     spot = min((rng.choice(spots) for _ in range(rng.randint(1, 3))), key=len)
     values, what, literal = _mutate(rng, values, spot)
     for place in sorted(seals, key=len, reverse=True):  # the innermost first
-        with suppress(KeyError, IndexError, TypeError, ValueError):
+        with suppress(KeyError, IndexError, TypeError, ValueError, AttributeError):  # the mapping may be gone
             held = _at(values, place)
             held[SEAL] = _seal_of(held)
     try:
