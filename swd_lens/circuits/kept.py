@@ -3,7 +3,7 @@
 Tensors keep their dtype and bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,11 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> UnitScores:
         values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
         settings = {"units": Mapping[str, int], "factors": Mapping[str, str]}
-        settings = checked("UnitScores", values["settings"], settings)
-        _require_sites("UnitScores", values["sites"], settings["units"])
+        units = checked("UnitScores", values["settings"], settings)["units"]
+        _require("sites", sorted(values["sites"]), sorted(units))
+        for site in values["sites"]:
+            _require_tensor(tensors, f"{_SCORES}/{site}", (units[site],))
+            _require_tensor(tensors, f"{_MEANS}/{site}", (..., units[site]))
         by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
         return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
 
@@ -50,7 +53,11 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
         return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CostCurve:
-        _require_sites("CostCurve", values["sites"], scores.scores)
+        _require("sites", sorted(values["sites"]), sorted(scores.scores))
+        for site, of_site in scores.scores.items():
+            _require_tensor(tensors, f"{_EDGES}/{site}", tuple(of_site.shape), floating=False)
+        for name in values["margins"]:
+            _require_tensor(tensors, f"{_MARGINS}/{name}", (..., tensors[f"{_MARGINS}/dense"].numel()))
         edges = {site: tensors[f"{_EDGES}/{site}"] for site in values["sites"]}
         margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
         return replace(CostCurve.from_dict(values["curve"]), scores=scores, edges=edges, margins=margins)
@@ -58,10 +65,18 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
     return parts.tensors(key, part, read)
 
 
-def _require_sites(record: str, sites: Iterable[str], expected: Iterable[str]) -> None:
-    if sorted(sites) != sorted(expected):
-        reason = f"sites {sorted(sites)} instead of {sorted(expected)}"
-        raise error("record-with-other-values", record=record, reason=reason)
+def _require(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise error("record-with-other-values", record="part", reason=f"{what} {found} instead of {expected}")
+
+
+def _require_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[Any, ...], floating: bool = True) -> None:
+    """A tensor of the last axes that `shape` says, of at most one more where it begins with `...`."""
+    tensor, more = tensors[name], shape[0] is ...
+    _require(f"{name}: whether real numbers", tensor.is_floating_point(), floating)
+    own = shape[1:] if more else shape
+    _require(f"{name}: axes", tensor.ndim in (len(own), len(own) + more), True)
+    _require(f"{name}: shape", tuple(tensor.shape[tensor.ndim - len(own) :]), own)
 
 
 def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

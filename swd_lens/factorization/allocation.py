@@ -90,7 +90,7 @@ class SiteBudget(Record):
         curve: its loss at the budgets tried; nats per token for "kl", relMSE for "error".
 
     Raises:
-        ValueError: a matrix without entries.
+        ValueError: its sparsity is not inside (0, 1).
     """
 
     derived = ("s",)
@@ -101,8 +101,8 @@ class SiteBudget(Record):
     curve: LossCurve
 
     def __post_init__(self) -> None:
-        if self.numel < 1:
-            raise error("site-budget-of-no-entries", numel=self.numel)
+        if self.numel < 1 or not 0 < self.s < 1:
+            raise error("site-budget-impossible", numel=self.numel, allocated=self.allocated)
 
     @property
     def s(self) -> float:

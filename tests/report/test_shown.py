@@ -109,7 +109,7 @@ def test_studies(run: Run) -> None:
     curve = replace(run.comparisons["attention"]["other_way"].curves["SWD s=0.5"], task=BAD)
     points = [SweepPoint(s, z, 10, 4, 0.5, _fidelity(), {BAD: curve}) for s in (0.25, 0.5) for z in (True, False)]
     assert "4 points" in _shown(Sweep(points, (0.9,), (0.5,), 0.001, {})).text
-    budget = SiteBudget(10, 10, 10, LossCurve((5, 10), (0.5, 0.1)))
+    budget = SiteBudget(20, 10, 10, LossCurve((5, 10), (0.5, 0.1)))
     spent = Allocation(0.5, "kl", {}, {f"blocks.{i}.mlp_out": budget for i in range(25)})
     assert "250 edges over 25 matrices" in _shown(spent).text and "and 5 more rows" in _shown(spent).text
     one = Continuation((1, 2), "".join(HOSTILE) * 200, "length", None)

@@ -1,4 +1,4 @@
-"""What fine-tuning minimises, and the state of a run: values, the learning rates' scales, held-out means, the best values.
+"""What fine-tuning minimises, and the state of a run: values, held-out means, the best values.
 
 1. Losses and held-out means are sums over next-token predictions, in float32 from the logits on, added over all processes and
    divided by the predictions of all of them.
@@ -161,11 +161,10 @@ class FinetuneFit(Fit):
         tensors = {f"{name}.values": values.detach() for name, values in self.parameters.items()}
         tensors |= {f"best {name}": values for name, values in self.best_values.items()}
         heldout = {"before": self.before, "after": self.after, "best": self.best}
-        return tensors, {"scales": list(self.scales.values()), **heldout}
+        return tensors, heldout  # scales are those of the values that training starts from, made anew
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        self.scales = dict(zip(self.parameters, map(float, values["scales"]), strict=True))
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[f"{name}.values"])
             if f"best {name}" in tensors:
