@@ -1,16 +1,22 @@
-"""Annotations of swd_lens are checked on every call that the tests make, at a fraction of what jaxtyping's own wrapper costs.
+"""Annotations of arrays in swd_lens are checked on calls that the tests make, at a fraction of what jaxtyping's own wrapper costs.
 
 jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. That wrapper binds the arguments to the
 signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
 was wrong; it generates code for every function when its module is imported, and for a function within a function each time that
 one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
 Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
+
+Checking all annotations on all calls took half of the suite's time. So a function is checked if it takes or gives an array: shapes
+and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS` are checked:
+the thousands that a loop makes after them say the same.
 """
 
 import builtins
 import dataclasses
 import functools
 import inspect
+import itertools
+import typing
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -18,21 +24,34 @@ import jaxtyping
 import torch
 from beartype import BeartypeConf, beartype
 
+CALLS = 4
 _jaxtyped = jaxtyping.jaxtyped
 _checking = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 _GLOBALS = {"__name__": __name__, "__builtins__": builtins}
+_tests = itertools.count()
+_test = next(_tests)  # the number of the test that runs
 _generated: dict[CodeType, FunctionType] = {}  # code of a function -> beartype's wrapper of one function with that code
 
 
 def install() -> None:
     """For modules of swd_lens that are imported from now on."""
     jaxtyping.jaxtyped = checked
+    if attributes := getattr(typing, "_get_protocol_attrs", None):  # Python 3.10 and 3.11 list them anew for each check
+        typing._get_protocol_attrs = functools.cache(attributes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def next_test() -> None:
+    """From now on calls are another test's."""
+    global _test
+    _test = next(_tests)
 
 
 def checked(thing: Any = None, *, typechecker: Any) -> Any:
     """In place of `jaxtyping.jaxtyped(typechecker=...)`."""
     if thing is None:
         return functools.partial(checked, typechecker=typechecker)
+    if isinstance(thing, FunctionType) and not _has_arrays(thing):
+        return thing
     if isinstance(thing, FunctionType) and not (_has_strings(thing) or inspect.isgeneratorfunction(thing)):
         return _in_a_scope(thing)
     if isinstance(thing, classmethod | staticmethod):
@@ -43,7 +62,7 @@ def checked(thing: Any = None, *, typechecker: Any) -> Any:
     if isinstance(thing, type) and dataclasses.is_dataclass(thing):
         made = vars(thing).get("__init__")
         if isinstance(made, FunctionType) and not _has_strings(made):
-            thing.__init__ = _in_a_scope(made)
+            thing.__init__ = _in_a_scope(made) if _has_arrays(made) else made
             return thing
     return _jaxtyped(thing, typechecker=typechecker)
 
@@ -53,17 +72,27 @@ def _has_strings(function: FunctionType) -> bool:
     return any(isinstance(hint, str) for hint in function.__annotations__.values())
 
 
+def _has_arrays(function: FunctionType) -> bool:
+    """Whether an annotation names an array's axes, or is a string, which may."""
+    return _has_strings(function) or any("jaxtyping." in repr(hint) for hint in function.__annotations__.values())
+
+
 def _in_a_scope(function: FunctionType) -> Any:
     """The function, its annotations checked, in a scope of its own for the names of axes."""
     scope = _jaxtyped("context")
     call: Any = None
+    test, left = -1, 0
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        nonlocal call
-        if torch.compiler.is_compiling():  # a graph is traced: its tensors were checked in eager runs
+        nonlocal call, test, left
+        if test != _test:
+            test, left = _test, CALLS
+        # Where a graph is traced, its tensors were checked in eager runs.
+        if left == 0 or torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        left -= 1
         if call is None:
             call = _checked_by_beartype(function)
         with scope:

@@ -40,3 +40,7 @@ def pytest_collection_finish(session):
     """What is there before the first test stays: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item):
+    checked_types.next_test()

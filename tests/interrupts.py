@@ -14,10 +14,14 @@ INJECTION = (
 def run_to_line(function, stop, parts=INJECTION):
     """Run a function, raising KeyboardInterrupt before its stop-th line in files of these parts of swd_lens; the lines run."""
     lines = 0
+    counted: dict[str, bool] = {}  # by file: the question is asked at every call of any function
 
     def trace(frame, event, arg):
         nonlocal lines
-        if not any(part in frame.f_code.co_filename for part in parts):
+        file = frame.f_code.co_filename
+        if file not in counted:
+            counted[file] = any(part in file for part in parts)
+        if not counted[file]:
             return None
         if event == "line":
             lines += 1

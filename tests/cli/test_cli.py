@@ -17,6 +17,7 @@ from swd_lens import cli
 from swd_lens.cli.options import ModelOptions, TextOptions
 from swd_lens.report import terminal
 from swd_lens.tasks import pack_text
+from tests.forks import run_forked
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
 PROMPTS = ["--n-train", "20", "--n-test", "10"]
@@ -275,7 +276,7 @@ def test_a_full_disk_gives_one_line_with_the_path(tmp_path):
 
     out, arguments = tmp_path / "f", ["--sites", "blocks.1.mlp_out", "--preset", "quick", *SMALL]
     code = program("factorize", "--out", out, *arguments)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=small)
+    done = run_forked(code, before=small)
     assert done.returncode == 1 and "Traceback" not in done.stderr and not done.stdout, done.stderr
     assert "error:" in done.stderr and str(out) in "".join(done.stderr.split())
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.safetensors"))
@@ -284,8 +285,7 @@ def test_a_full_disk_gives_one_line_with_the_path(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is the disk that is always full")
 def test_an_output_that_is_full_gives_one_line():
     with open("/dev/full", "w") as full:
-        code = [sys.executable, "-c", program("estimate", "--shape", "64x64")]
-        done = subprocess.run(code, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = run_forked(program("estimate", "--shape", "64x64"), stdout=full.fileno())
     assert done.returncode != 0 and "error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

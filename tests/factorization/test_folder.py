@@ -18,6 +18,7 @@ from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.storage import UNNAMED
 from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
+from tests.forks import run_forked
 from tests.micro import random_tokens, toy_model
 from tests.units.test_folder import in_a_thread
 
@@ -91,6 +92,7 @@ def test_what_a_call_left_that_was_killed_at_its_very_end_goes(model, tmp_path):
 READ_ONLY = """
 import sys
 from tests.factorization.test_folder import QUICK
+from tests.forks import run_forked
 from tests.micro import toy_model
 import swd_lens as swd
 out, model = sys.argv[1], toy_model()
@@ -111,7 +113,7 @@ print("nothing was written")
 
 def test_a_read_only_disk_is_enough_to_read(model, tmp_path):
     swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
-    done = subprocess.run([sys.executable, "-c", READ_ONLY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = run_forked(READ_ONLY, tmp_path)
     assert "nothing was written" in done.stdout, done.stderr
 
 
@@ -158,6 +160,7 @@ FACTORIZE = """
 import sys
 import swd_lens as swd
 from tests.factorization.test_folder import SLOW, TOKENS
+from tests.forks import run_forked
 from tests.micro import toy_model
 workers = sys.argv[2] if sys.argv[2] == "ray" else int(sys.argv[2])
 swd.factorize(toy_model(), "all", **SLOW, tokens=TOKENS, out=sys.argv[1], workers=workers, threads=1)

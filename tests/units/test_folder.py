@@ -21,6 +21,7 @@ from swd_lens.base.sealed import seal
 from swd_lens.base.writer import writing
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.index import INDEX
+from tests.forks import run_forked
 
 GOLDEN = Path(__file__).parents[1] / "golden_files"
 SITES = [f"blocks.{layer}.{kind}" for layer in (0, 1) for kind in ("mlp_in", "mlp_out")]
@@ -246,7 +247,7 @@ module, name = {'(swd_lens.units.storage, "sha256")' if where == "first file" el
 setattr(module, name, lambda *_: os._exit(9))
 some(5).save(sys.argv[1])
 """
-    done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], cwd=Path(__file__).parents[2])
+    done = run_forked(killed, tmp_path)
     assert done.returncode == 9 and len(list(tmp_path.glob("*.safetensors"))) > len(SITES)
     assert same(FactorSet.load(tmp_path), some())
     (tmp_path / "mine.0123456789ab.safetensors").touch()
