@@ -1,4 +1,4 @@
-"""Annotations of arrays in swd_lens are checked on calls that the tests make, at a fraction of what jaxtyping's own wrapper costs.
+"""Annotations of arrays in swd_lens are checked when tests call, at a fraction of what jaxtyping's own wrapper costs.
 
 jaxtyping's import hook (pyproject.toml) puts `jaxtyping.jaxtyped` on every function. That wrapper binds the arguments to the
 signature and has beartype check them twice, before the call and beside the result, so that its messages can say which of the two
@@ -6,9 +6,9 @@ was wrong; it generates code for every function when its module is imported, and
 one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
 Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
 
-Checking all annotations on all calls took half of the suite's time. So a function is checked if it takes or gives an array: shapes
-and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS` are checked:
-the thousands that a loop makes after them say the same.
+Checking all annotations on all calls took half of the suite's time. So a function is checked if it takes or gives an array:
+shapes and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS`
+are checked: the thousands that a loop makes after them say the same.
 """
 
 import builtins
