@@ -44,15 +44,16 @@ class LossCurve(Record):
         losses: the loss at each, in any unit that can be added over matrices (nats of KL).
 
     Raises:
-        ValueError: no budgets, budgets that do not rise (or pass 64 bits), another number of losses, or losses that are not
-            finite or have no positive one among them.
+        ValueError: no budgets, budgets that do not rise from 0 on (or pass 64 bits), another number of losses, or losses
+            that are not finite or have no positive one among them.
     """
 
     edges: tuple[int, ...]
     losses: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.edges or any(b <= a for a, b in itertools.pairwise(self.edges)) or self.edges[-1] >= 2**63:
+        rising = all(a < b for a, b in itertools.pairwise(self.edges))
+        if not self.edges or not rising or self.edges[0] < 0 or self.edges[-1] >= 2**63:
             raise error("loss-curve-not-rising", edges=self.edges)
         if len(self.losses) != len(self.edges):
             raise error("loss-curve-lengths-differ", n_edges=len(self.edges), n_losses=len(self.losses))

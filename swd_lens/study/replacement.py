@@ -272,6 +272,9 @@ def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
     values = read_sealed(file, "budgets", ResumeError)
     with readable(file, "budgets", ResumeError):
         then, allocation = dict(values["question"]), Allocation.from_dict(values)
+        if sorted(allocation) != sorted(then["sites"]):
+            reason = f"sites {sorted(allocation)} instead of {sorted(then['sites'])}"
+            raise error("record-with-other-values", record="Allocation", reason=reason)
     if changed := [key for key in question if then.get(key) != question[key]]:
         raise error(
             "budgets-of-another-call", file=file, changed=", ".join(key.removesuffix("_sha256") for key in changed)

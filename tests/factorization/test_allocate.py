@@ -13,7 +13,7 @@ import swd_lens as swd
 from swd_lens.base.errors import UnsealedFileWarning
 from swd_lens.base.sealed import seal
 from swd_lens.factorization.allocate import _Judge, allocate
-from swd_lens.factorization.allocation import Allocation, LossCurve, lower_hull, round_to, spend
+from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, lower_hull, round_to, spend
 from swd_lens.hosts import host_of
 from swd_lens.solver.budget import edges
 from swd_lens.tasks.streams import TokenStream
@@ -107,6 +107,7 @@ def test_hull_by_hand():
     [
         ((), (), "must rise"),
         ((10, 10), (1.0, 0.5), "must rise"),
+        ((-10, 10), (1.0, 0.5), "must rise, from 0 or more"),
         ((10, 20), (1.0,), "2 budgets, 1 losses"),
         ((10, 20), (1.0, float("nan")), "finite"),
         ((10, 20), (0.0, 0.0), "positive"),
@@ -115,6 +116,12 @@ def test_hull_by_hand():
 def test_impossible_curves(at, losses, message):
     with pytest.raises(ValueError, match=message):
         LossCurve(at, losses)
+
+
+@pytest.mark.parametrize(("numel", "allocated"), [(0, 0), (10, 0), (10, 10), (2**63, 10), (10, 10**30)])
+def test_impossible_budgets(numel, allocated):
+    with pytest.raises(ValueError, match=f"{numel} entries cannot have a budget of {allocated} edges"):
+        SiteBudget(numel, 5, allocated, exponential(1.0, 0.01))
 
 
 def test_rounding_by_largest_remainders():

@@ -9,6 +9,7 @@ import torch
 
 import swd_lens as swd
 import swd_lens.study.replacement as replacement
+from swd_lens.base.sealed import SEAL, write_sealed
 from tests.micro import random_tokens, toy_model
 
 TOKENS, HELDOUT = random_tokens(24, 12), random_tokens(24, 12, seed=1)
@@ -119,6 +120,10 @@ def test_another_question_makes_another_allocation(model, tmp_path, monkeypatch)
     next(iter(changed["sites"].values()))["allocated"] -= 9  # once taken over, silently
     (tmp_path / "budgets.json").write_text(json.dumps(changed))
     with pytest.raises(swd.ResumeError, match=r"budgets\.json: not what was written there as budgets"):
+        swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
+    del changed["sites"][next(iter(changed["sites"]))]
+    write_sealed(tmp_path / "budgets.json", {key: value for key, value in changed.items() if key != SEAL})
+    with pytest.raises(swd.ResumeError, match=r"budgets\.json is not budgets, or damaged \(.*sites .* instead of"):
         swd.replace_model(model, "mlp_out", sparsity=0.7, out=tmp_path, **named)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is no folder"):

@@ -189,7 +189,18 @@ def test_saved_over_what_a_killed_call_left(whole, tmp_path):
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == names
 
 
-def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("settings", "settings"),
+        ("no sites", "sites"),
+        ("cut scores", "shape"),
+        ("cut means", "shape"),
+        ("whole numbers", "real numbers"),
+        ("more axes", "axes"),
+    ],
+)
+def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path, change, message):
     folder = shutil.copytree(whole, tmp_path / "changed")
     (folder / "run.json").unlink()
     for curve in (folder / FOLDER).glob("*curve*"):
@@ -197,9 +208,33 @@ def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp
     part = next(path for path in (folder / FOLDER).glob("*scores*"))
     tensors, metadata = read_tensors(part, "part")
     about = json.loads(metadata["swd_lens"])
-    about["values"]["settings"] = [about["values"]["settings"]]
+    scores, means = (next(name for name in tensors if name.startswith(what)) for what in ("scores/", "means/"))
+    if change == "settings":
+        about["values"]["settings"] = [about["values"]["settings"]]
+    elif change == "no sites":
+        about["values"]["sites"] = []
+    elif change == "cut means":
+        tensors[means] = tensors[means][..., :-1].contiguous()
+    else:
+        of = {
+            "cut scores": tensors[scores][:-1],
+            "whole numbers": tensors[scores].long(),
+            "more axes": tensors[scores][None],
+        }
+        tensors[scores] = of[change].contiguous()
     write_tensors(part, tensors, {"swd_lens": json.dumps(about)})
-    with pytest.raises(swd.ResumeError, match="settings"):
+    with pytest.raises(swd.ResumeError, match=message):
+        study(model, folder)
+
+
+def test_a_curve_of_other_values_under_a_right_hash_is_refused(model, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "changed")
+    (folder / "run.json").unlink()
+    part = next(path for path in (folder / FOLDER).glob("*curve*"))
+    tensors, metadata = read_tensors(part, "part")
+    edges = next(name for name in tensors if name.startswith("edges/"))
+    write_tensors(part, {**tensors, edges: tensors[edges][1:].contiguous()}, metadata)
+    with pytest.raises(swd.ResumeError, match=f"{edges}: shape"):
         study(model, folder)
 
 
