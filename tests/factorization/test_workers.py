@@ -19,6 +19,7 @@ from swd_lens.base.errors import GramError, RayMissingError, SparsityError, Work
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers, solve_task
 from swd_lens.factorization.workers.order import Failed, Workers, WorkerTracebackError
 from swd_lens.factorization.workers.parcel import BOOTSTRAP, pack_solved, pack_task, unpack_solved, unpack_task
+from tests.forks import run_forked
 
 HERE = Path(__file__).parent
 
@@ -330,6 +331,25 @@ def wait_until_it_works(pid: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- the end of the parent
+
+KILLED = """
+import os
+import torch
+from swd_lens.factorization.workers import SolveTask
+from swd_lens.factorization.workers.parcel import main, pack_task, send
+
+(tasks, to_tasks), (answers, results) = os.pipe(), os.pipe()
+os.close(answers)
+with os.fdopen(to_tasks, "wb") as to_worker, os.fdopen(tasks, "rb", 0) as read, os.fdopen(results, "wb") as write:
+    send(to_worker, pack_task(SolveTask("m", torch.randn(8, 8), options={"outer_iterations": 2})))
+    main(read, write, 1)
+"""
+
+
+def test_a_worker_whose_answer_nobody_reads_ends_without_a_word():
+    ended = run_forked(KILLED)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
+
 
 LONG = """
 import faulthandler

@@ -174,7 +174,10 @@ def main(tasks: IO[bytes], results: IO[bytes], threads: int) -> None:
     threading.Thread(target=_read, args=(tasks, inbox), daemon=True).start()
     while True:
         reply = attempt(inbox.get())
-        send(results, reply)
+        try:
+            send(results, reply)
+        except BrokenPipeError:
+            os._exit(1)  # nobody waits for it any more
         del reply
 
 
