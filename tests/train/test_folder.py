@@ -370,12 +370,15 @@ def process(script, *arguments, **environment):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_9_and_on_with_the_same_files(kind, tmp_path):
     """All in processes of one thread each: the run left alone, the killed one, and the one that goes on."""
-    assert process(KILLED, kind, tmp_path / "killed").wait() == -9
+    with process(KILLED, kind, tmp_path / "killed") as killed:
+        assert killed.wait() == -9
     left = files(tmp_path / "killed")
     assert ".writer.lock" in left and len(left["log.jsonl"].read_text().splitlines()) == 5 + (kind == "finetune")
     alone = KILLED.replace("Engine.advance = killing", "")
     both = [process(alone, kind, tmp_path / name) for name in ("killed", "alone")]
-    assert [each.wait() for each in both] == [0, 0]
+    for each in both:
+        each.communicate()
+    assert [each.returncode for each in both] == [0, 0]
     killed, alone = (
         {name: path.read_bytes() for name, path in files(tmp_path / each).items()} for each in ("killed", "alone")
     )
