@@ -329,13 +329,15 @@ def drops_out(model: Any) -> bool:
 
 
 def require_no_dropout(model: Any) -> None:
-    """Raises ValueError where what is about to be measured would be random."""
+    """Raises ValueError where what is about to be measured would be random, HostInUseError for another thread's host."""
+    claim(model)  # before its modules are gone through: another thread may be attaching units to them
     if drops_out(model):
         raise error("measured-under-dropout")
 
 
 def require_gradients(model: Any) -> None:
     """Raises UnsupportedHostError where no gradient passes the host's weights: tensors of torch.inference_mode()."""
+    claim(model)
     if any(p.is_inference() for p in model.blocks.parameters()):
         raise error("host-of-inference-mode")
 
