@@ -6,9 +6,10 @@ was wrong; it generates code for every function when its module is imported, and
 one is made. Here the same checks are made once per call, and code is generated once per function, at its first call.
 Generators keep jaxtyping's wrapper, since beartype alone checks their arguments only when they first run.
 
-Checking all annotations on all calls took half of the suite's time. So a function is checked if it takes or gives an array:
+Checking all annotations on all calls takes half of the suite's time. So a function is checked if it takes or gives an array:
 shapes and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS`
-are checked: the thousands that a loop makes after them say the same.
+are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it in a second
+run, everything is checked on every call.
 """
 
 import builtins
@@ -16,6 +17,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
+import os
 import typing
 from types import CodeType, FunctionType
 from typing import Any
@@ -24,7 +27,8 @@ import jaxtyping
 import torch
 from beartype import BeartypeConf, beartype
 
-CALLS = 4
+EVERYTHING = os.environ.get("SWD_LENS_TYPES") == "all"
+CALLS = math.inf if EVERYTHING else 4
 _jaxtyped = jaxtyping.jaxtyped
 _checking = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 _GLOBALS = {"__name__": __name__, "__builtins__": builtins}
@@ -50,7 +54,7 @@ def checked(thing: Any = None, *, typechecker: Any) -> Any:
     """In place of `jaxtyping.jaxtyped(typechecker=...)`."""
     if thing is None:
         return functools.partial(checked, typechecker=typechecker)
-    if isinstance(thing, FunctionType) and not _has_arrays(thing):
+    if isinstance(thing, FunctionType) and not (EVERYTHING or _has_arrays(thing)):
         return thing
     if isinstance(thing, FunctionType) and not (_has_strings(thing) or inspect.isgeneratorfunction(thing)):
         return _in_a_scope(thing)
@@ -62,7 +66,7 @@ def checked(thing: Any = None, *, typechecker: Any) -> Any:
     if isinstance(thing, type) and dataclasses.is_dataclass(thing):
         made = vars(thing).get("__init__")
         if isinstance(made, FunctionType) and not _has_strings(made):
-            thing.__init__ = _in_a_scope(made) if _has_arrays(made) else made
+            thing.__init__ = _in_a_scope(made) if EVERYTHING or _has_arrays(made) else made
             return thing
     return _jaxtyped(thing, typechecker=typechecker)
 
@@ -81,7 +85,7 @@ def _in_a_scope(function: FunctionType) -> Any:
     """The function, its annotations checked, in a scope of its own for the names of axes."""
     scope = _jaxtyped("context")
     call: Any = None
-    test, left = -1, 0
+    test, left = -1, CALLS
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -105,7 +105,7 @@ del SETTINGS["none"]
 def split(model: Any, name: str, seed: int) -> TaskSplit:
     """Eight prompts of random tokens, to which the host prefers the answer to the distractors."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = tuple(torch.randint(8, 99, (3 + i % 2,), generator=generator) for i in range(8))
+    prompts = tuple(torch.randint(8, 99, (3 + i % 4,), generator=generator) for i in range(8))
     examples = tuple(TaskExample(f"prompt {i}", ("right",), ("wrong",)) for i in range(8))
     with torch.no_grad():
         logits = [model(prompt[None])[0, -1] for prompt in prompts]

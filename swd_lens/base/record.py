@@ -152,6 +152,12 @@ def checked(record: str, values: Any, kinds: Mapping[str, Any], *, optional: boo
     return own
 
 
+def require_equal(record: str, name: str, value: Any, expected: Any) -> None:
+    """Raises ValueError where a value of a record that was read differs from what others say of it."""
+    if value != expected:
+        raise error("record-with-other-values", record=record, reason=f"{name} {value} instead of {expected}")
+
+
 # ---------------------------------------------------------------------------------------------- conversion
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from swd_lens.base.errors import error
 from swd_lens.base.parts import Key, Parts
-from swd_lens.base.record import checked
+from swd_lens.base.record import checked, require_equal
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.scores import UnitScores
 
@@ -32,7 +31,7 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
         values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
         settings = {"units": Mapping[str, int], "factors": Mapping[str, str]}
         units = checked("UnitScores", values["settings"], settings)["units"]
-        _require("sites", sorted(values["sites"]), sorted(units))
+        require_equal("UnitScores", "sites", sorted(values["sites"]), sorted(units))
         for site in values["sites"]:
             _require_tensor(tensors, f"{_SCORES}/{site}", (units[site],))
             _require_tensor(tensors, f"{_MEANS}/{site}", (..., units[site]))
@@ -53,7 +52,7 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
         return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CostCurve:
-        _require("sites", sorted(values["sites"]), sorted(scores.scores))
+        require_equal("CostCurve", "sites", sorted(values["sites"]), sorted(scores.scores))
         for site, of_site in scores.scores.items():
             _require_tensor(tensors, f"{_EDGES}/{site}", tuple(of_site.shape), floating=False)
         for name in values["margins"]:
@@ -65,18 +64,14 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
     return parts.tensors(key, part, read)
 
 
-def _require(what: str, found: Any, expected: Any) -> None:
-    if found != expected:
-        raise error("record-with-other-values", record="part", reason=f"{what} {found} instead of {expected}")
-
-
 def _require_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[Any, ...], floating: bool = True) -> None:
     """A tensor of the last axes that `shape` says, of at most one more where it begins with `...`."""
-    tensor, more = tensors[name], shape[0] is ...
-    _require(f"{name}: whether real numbers", tensor.is_floating_point(), floating)
-    own = shape[1:] if more else shape
-    _require(f"{name}: axes", tensor.ndim in (len(own), len(own) + more), True)
-    _require(f"{name}: shape", tuple(tensor.shape[tensor.ndim - len(own) :]), own)
+    tensor, may_have_more = tensors[name], shape[0] is ...
+    last_axes = shape[1:] if may_have_more else shape
+    n_more = tensor.ndim - len(last_axes)
+    require_equal("part", f"{name}: whether real numbers", tensor.is_floating_point(), floating)
+    require_equal("part", f"{name}: axes", tensor.ndim, len(last_axes) + (may_have_more and n_more == 1))
+    require_equal("part", f"{name}: shape", tuple(tensor.shape[n_more:]), last_axes)
 
 
 def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from swd_lens.base._version import __version__
 from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.progress import Steps
-from swd_lens.base.record import Record
+from swd_lens.base.record import Record, require_equal
 from swd_lens.base.sealed import read_sealed, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
@@ -272,9 +272,7 @@ def _saved_allocation(file: Path, question: Mapping[str, Any]) -> Allocation:
     values = read_sealed(file, "budgets", ResumeError)
     with readable(file, "budgets", ResumeError):
         then, allocation = dict(values["question"]), Allocation.from_dict(values)
-        if sorted(allocation) != sorted(then["sites"]):
-            reason = f"sites {sorted(allocation)} instead of {sorted(then['sites'])}"
-            raise error("record-with-other-values", record="Allocation", reason=reason)
+        require_equal("Allocation", "sites", sorted(allocation), sorted(then["sites"]))
     if changed := [key for key in question if then.get(key) != question[key]]:
         raise error(
             "budgets-of-another-call", file=file, changed=", ".join(key.removesuffix("_sha256") for key in changed)

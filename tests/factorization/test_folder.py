@@ -92,7 +92,6 @@ def test_what_a_call_left_that_was_killed_at_its_very_end_goes(model, tmp_path):
 READ_ONLY = """
 import sys
 from tests.factorization.test_folder import QUICK
-from tests.forks import run_forked
 from tests.micro import toy_model
 import swd_lens as swd
 out, model = sys.argv[1], toy_model()
@@ -160,7 +159,6 @@ FACTORIZE = """
 import sys
 import swd_lens as swd
 from tests.factorization.test_folder import SLOW, TOKENS
-from tests.forks import run_forked
 from tests.micro import toy_model
 workers = sys.argv[2] if sys.argv[2] == "ray" else int(sys.argv[2])
 swd.factorize(toy_model(), "all", **SLOW, tokens=TOKENS, out=sys.argv[1], workers=workers, threads=1)

@@ -16,9 +16,9 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from tests.forks import Child, Died, Hang, Raised
 from tests.fuzz.cases import FAULTS, OUTCOMES, Fixtures, Outcome, prepare
 from tests.fuzz.disks import Disks
-from tests.fuzz.forked import Child, Died, Hang, Raised
 from tests.fuzz.kills import Kills
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.writers import Rounds

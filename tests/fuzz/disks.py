@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.forks import Died, Hang, Raised, run
 from tests.fuzz import calls
 from tests.fuzz.cases import Outcome
-from tests.fuzz.forked import Died, Hang, Raised, run
 from tests.fuzz.kills import _quietly
 from tests.fuzz.values import Values, difference, values_of
 

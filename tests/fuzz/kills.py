@@ -23,9 +23,9 @@ from typing import Any
 
 import psutil
 
+from tests.forks import Child, Died, Hang, Raised, run
 from tests.fuzz import calls
 from tests.fuzz.cases import Outcome
-from tests.fuzz.forked import Child, Died, Hang, Raised, run
 from tests.fuzz.values import Values, difference, values_of
 
 SECONDS = 240  # a hang, also on a busy machine

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forks import Child, Died, Hang, Raised
 from tests.fuzz import calls
 from tests.fuzz.cases import Outcome
-from tests.fuzz.forked import Child, Died, Hang, Raised
 from tests.fuzz.values import Values, difference, values_of
 
 SECONDS = 240  # a hang, also on a busy machine

@@ -40,7 +40,7 @@ def test_ctrl_c_at_any_line_of_attach_or_detach_restores_the_host(kind, family, 
     before = everything(model)
     lines = run_to_line(there_and_back, None)
     assert lines > 200 and everything(model) == before
-    for at in range(1, lines, max(3, lines // 150)):  # every third on a HookedTransformer, fewer on a bridge
+    for at in range(1, lines, max(3, lines // 300)):  # every third on a HookedTransformer, fewer on a bridge
         kept.clear()
         with pytest.raises(KeyboardInterrupt):
             run_to_line(there_and_back, at)

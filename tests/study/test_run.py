@@ -117,7 +117,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     finished = swd.run_study(
         default_model,
         {"last": "blocks.3.mlp_out"},
-        tasks[:1],
+        tasks,
         factors={"mine": made, "other": other},
         heldout_tokens=heldout,
         controls=("random_b",),
@@ -143,7 +143,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     assert "solver spec" not in finished.settings
     finished.save(tmp_path)
     loaded = swd.study.Run.load(tmp_path)
-    assert loaded.circuit_table().equals(finished.circuit_table()) and len(loaded.circuit_table()) == 2 * 2 * 4
+    assert loaded.circuit_table().equals(finished.circuit_table()) and len(loaded.circuit_table()) == 2 * 2 * 2 * 4
     assert loaded.fidelity_table().equals(finished.fidelity_table())
 
 

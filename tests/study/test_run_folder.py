@@ -216,12 +216,12 @@ def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp
     elif change == "cut means":
         tensors[means] = tensors[means][..., :-1].contiguous()
     else:
-        of = {
+        other_scores = {
             "cut scores": tensors[scores][:-1],
             "whole numbers": tensors[scores].long(),
             "more axes": tensors[scores][None],
         }
-        tensors[scores] = of[change].contiguous()
+        tensors[scores] = other_scores[change].contiguous()
     write_tensors(part, tensors, {"swd_lens": json.dumps(about)})
     with pytest.raises(swd.ResumeError, match=message):
         study(model, folder)

@@ -48,9 +48,8 @@ class KeptActivations:
         self.device = next(host.model.parameters()).device
         with tempfile.TemporaryFile(dir=folder) as file:  # mapped, it lives on
             shape = (len(rows), rows.shape[1], site.d_in + site.d_out)
-            if hasattr(
-                os, "posix_fallocate"
-            ):  # room that is reserved now: a disk that fills later cannot kill the process
+            # Room that is reserved now: a disk that fills later cannot kill the process.
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, 4 * math.prod(shape))
             self.values = np.memmap(file, dtype=np.float32, mode="w+", shape=shape)
 
