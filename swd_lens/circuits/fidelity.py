@@ -14,7 +14,7 @@ Runs in stages are verified on a few tokens before they are trusted; where a hos
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -29,9 +29,9 @@ from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.predictions import ends_in_whole_logits
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.standing import standing_hooks
@@ -320,18 +320,8 @@ class _Staged(_Runs):
         """Whether the first tokens give the logits that whole runs give, of the dense host and of every replacement."""
         few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
         with self._dense_host():
-            agrees = self._agrees(few, lambda: self.dense(few))
+            agrees = ends_in_whole_logits(self.host, few, lambda: self.dense(few))
         for name, of_name in self.units.items():
             with self._mounted(of_name):
-                agrees = agrees and self._agrees(few, lambda name=name: self.replaced(few, name))
+                agrees = agrees and ends_in_whole_logits(self.host, few, lambda name=name: self.replaced(few, name))
         return agrees
-
-    def _agrees(self, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor]) -> bool:
-        """Whether a staged run ends in the logits of a whole one; unembedded in two parts, as longer rows are."""
-        whole, half = self.host.run(few).float(), -(-few.shape[1] // 2)
-        try:
-            residual = run()
-            parts = [self.host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
-        except Exception:  # a user's hook may want more positions than a part has, a host may not start within
-            return False
-        return bool((torch.cat(parts, 1) - whole).abs().max() <= AGREES * whole.abs().max())

@@ -31,12 +31,11 @@ from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.predictions import Predictions
+from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges as edges_of
-from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
@@ -57,9 +56,6 @@ JUDGED = 4_096
 
 # No matrix gets more of its entries than this: beyond it two sparse factors cost more than the matrix.
 _DENSEST = 0.95
-
-# Of the largest logit, as of every run in stages.
-_AGREES = 1e-4
 
 _BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
 
@@ -175,13 +171,8 @@ def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[fl
     """Edges to try, rising, the uniform budget among them; none that the solver cannot make or would not use."""
     uniform = edges_of(site.d_in, site.d_out, sparsity)
     spec = resolve(job.preset, job.options)
-    width = resolve_units(job.units, site.d_in, site.d_out, any_width=isinstance(spec, AnnealSpec))
-    if isinstance(spec, AnnealSpec):
-        least = 2 * width  # one read and one write edge per unit
-    else:
-        n = min(site.d_in, site.d_out)
-        # A fixed density in the square factor, one entry per unit in the other; one more for what 1 - s rounds off.
-        least = max(int(n**2 * spec.square_density(site.d_in, site.d_out)), n) + n + 1
+    width = resolve_units(job.units, site.d_in, site.d_out, spec)
+    least = spec.least_edges(site.d_in, site.d_out, width)
     most = min(int(_DENSEST * site.numel), width * (site.d_in + site.d_out))
     least, most = min(least, uniform), max(most, uniform)
     tried = {min(max(round(multiple * uniform), least), most) for multiple in multiples}
@@ -261,11 +252,9 @@ class _Judge:
     def _agrees(self) -> bool:
         """Whether runs in stages end in the logits of whole ones, on the first tokens."""
         few = self.rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
-        whole, half = self.host.run(few).float(), -(-few.shape[1] // 2)
-        try:
+
+        def staged() -> Tensor:
             middle = Start(self.end // 2, self.host.residual(few, self.end // 2))
-            residual = self.host.residual(few, self.end, start=middle)
-            parts = [self.host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
-        except Exception:  # a user's hook may want more positions than a part has, a host may not start within
-            return False
-        return bool((torch.cat(parts, 1) - whole).abs().max() <= _AGREES * whole.abs().max())
+            return self.host.residual(few, self.end, start=middle)
+
+        return ends_in_whole_logits(self.host, few, staged)

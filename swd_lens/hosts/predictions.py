@@ -1,11 +1,13 @@
 """Next-token predictions of whole rows, a part at a time: no tensor of logits has more than CHUNK_BYTES, whatever the batch and
 the vocabulary.
 
-1. `run` gives what leaves the last block at every position, or all logits where those have few enough bytes.
-2. `total` unembeds that a part at a time (some rows, some positions) and adds up what is measured of each part. With gradient
+1. `start` gives what enters a block, once for all runs that differ from there on.
+2. `run` gives what leaves the last block at every position, or all logits where those have few enough bytes.
+3. `total` unembeds that a part at a time (some rows, some positions) and adds up what is measured of each part. With gradient
    a part's logits are made again on the way back, so that they are never all there either.
 
-Unembedding apart is verified on a few tokens before it is trusted; where a host gives other logits so, its runs are whole.
+Taking up at a block and unembedding apart are verified on a few tokens before they are trusted (`ends_in_whole_logits`); where
+a host gives other logits so, its runs are whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +19,34 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.hosts import Host
+from swd_lens.hosts import Host, Start
 
 TOKENS = 2_048  # of a forward, where its caller says nothing else
 _CHECKED = 32  # positions
-_AGREES = 1e-4  # of the largest logit
+AGREES = 1e-4  # of the largest logit
 
 Measure = Callable[..., Tensor]
+
+
+@torch.no_grad()
+def ends_in_whole_logits(
+    host: Host, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor], *, rounded: bool = False
+) -> bool:
+    """Whether `run` ends in the logits of a whole run of these tokens.
+
+    Args:
+        run: what leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are.
+        rounded: they may also differ by what the dtype of the host's logits rounds off.
+    """
+    whole, half = host.run(few), -(-few.shape[1] // 2)
+    tolerance = max(AGREES, 8 * torch.finfo(whole.dtype).eps) if rounded else AGREES
+    whole = whole.float()
+    try:
+        residual = run()
+        parts = [host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
+    except Exception:  # a user's hook may want more positions than a part has, a host may not start within
+        return False
+    return bool((torch.cat(parts, 1) - whole).abs().max() <= tolerance * whole.abs().max())
 
 
 class Predictions:
@@ -37,10 +60,19 @@ class Predictions:
         self.host = host
         self._d_vocab = int(host.model.cfg.d_vocab)
         self._apart: bool | None = None  # None: not tried yet
+        self._starts: dict[int, bool] = {}  # block -> whether runs that take up there end in the logits of whole ones
 
-    def run(self, rows: Int[Tensor, "rows pos"]) -> Float[Tensor, "rows pos _width"]:
+    def start(self, rows: Int[Tensor, "rows pos"], layer: int) -> Start | None:
+        """What enters block `layer`, for `run` of the same rows; None where runs from there have to be whole."""
+        if layer not in self._starts:
+            self._starts[layer] = self._agrees(rows, layer)
+        return Start(layer, self.host.residual(rows, layer)) if self._starts[layer] else None
+
+    def run(self, rows: Int[Tensor, "rows pos"], start: Start | None = None) -> Float[Tensor, "rows pos _width"]:
         """What `total` takes: the last block's output, or the logits."""
-        return self._residual(rows) if self._unembeds_apart(rows) else self.host.run(rows)
+        if self._unembeds_apart(rows):
+            return self._residual(rows, start)
+        return self.host.run(rows) if start is None else self.host.unembed(rows, self._residual(rows, start))
 
     def total(
         self,
@@ -90,23 +122,22 @@ class Predictions:
     def _are_small(self, rows: Tensor) -> bool:
         return 4 * rows.numel() * self._d_vocab <= CHUNK_BYTES
 
-    def _residual(self, rows: Tensor) -> Float[Tensor, "rows pos d_model"]:
-        return self.host.residual(rows, int(self.host.model.cfg.n_layers))
+    def _residual(self, rows: Tensor, start: Start | None = None) -> Float[Tensor, "rows pos d_model"]:
+        return self.host.residual(rows, int(self.host.model.cfg.n_layers), start=start)
 
     def _unembeds_apart(self, rows: Int[Tensor, "rows pos"]) -> bool:
         if self._are_small(rows):
             return False
         if self._apart is None:
-            self._apart = self._agrees(rows[:1, : max(2, min(_CHECKED, CHUNK_BYTES // (4 * self._d_vocab)))])
+            self._apart = self._agrees(rows)
         return self._apart
 
-    @torch.no_grad()
-    def _agrees(self, few: Int[Tensor, "batch pos"]) -> bool:
-        whole, half = self.host.run(few), few.shape[1] // 2
-        try:
-            residual = self._residual(few)
-            parts = [self.host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
-        except Exception:  # a user's hook may want more positions than a part has
-            return False
-        tolerance = max(_AGREES, 8 * torch.finfo(whole.dtype).eps)
-        return bool((torch.cat(parts, 1) - whole).abs().max() <= tolerance * whole.abs().max())
+    def _agrees(self, rows: Int[Tensor, "rows pos"], layer: int | None = None) -> bool:
+        """Whether runs that are unembedded apart, and take up at a block, end in the logits of whole ones."""
+        few = rows[:1, : max(2, min(_CHECKED, CHUNK_BYTES // (4 * self._d_vocab)))]
+
+        def apart() -> Tensor:
+            start = None if layer is None else Start(layer, self.host.residual(few, layer))
+            return self._residual(few, start)
+
+        return ends_in_whole_logits(self.host, few, apart, rounded=True)

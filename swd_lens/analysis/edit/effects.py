@@ -4,12 +4,13 @@
 2. KL(before || after) of the next token behind other prompts, at the last position of each.
 3. KL(before || after) of every next-token prediction on text, streamed: one batch of rows in memory at a time, logits a part at
    a time.
+4. What enters the first edited block is run once for "before" and for every edit.
 
 "Before" is the dense host; of an edit of a replacement it is the host with the unchanged factors attached. Logits are the
 host's, softmax and sums are float64: these divergences go down to 1e-9.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -236,7 +237,7 @@ def _text(
     total = -(-stream.n_rows // size)
     for rows in tqdm(stream.batches(size), desc="text", unit="batch", total=total, disable=not progress, leave=False):
         for members in _groups(edits):
-            runs = _runs(host, [edits[i] for i in members], rows, predictions.run)
+            runs = _runs(host, [edits[i] for i in members], rows, predictions)
             before = next(runs)
             for i, after in zip(members, runs, strict=True):
                 sums[i] += float(predictions.total(_kl, rows, before, after))
@@ -256,18 +257,16 @@ def _groups(edits: Sequence[Edit], by_prompt: bool = False) -> list[list[int]]:
 
 
 def _runs(
-    host: Host,
-    edits: Sequence[Edit],
-    rows: Int[Tensor, "rows pos"],
-    run: Callable[[Int[Tensor, "rows pos"]], Tensor] | None = None,
+    host: Host, edits: Sequence[Edit], rows: Int[Tensor, "rows pos"], predictions: Predictions | None = None
 ) -> Iterator[Tensor]:
-    """Before the edits (which share their base), then under each in turn: what `run` gives, or the last position's logits."""
+    """Before the edits (which share their base), then under each in turn: what `Predictions.run` gives, or the last position's
+    logits. No edit reaches what enters its block: that is run once."""
+    layer = min(sites_of(host, edit.site)[0].layer for edit in edits)
     with nullcontext() if edits[0].replaced is None else attach(host.model, edits[0].replaced):
-        if run is None:
-            # No edit reaches what enters its block: that is run once.
-            layer = min(sites_of(host, edit.site)[0].layer for edit in edits)
-            start = Start(layer, host.residual(rows, layer))
-            run = partial(host.last_logits, start=start)
+        if predictions is None:
+            run = partial(host.last_logits, start=Start(layer, host.residual(rows, layer)))
+        else:
+            run = partial(predictions.run, start=predictions.start(rows, layer))
         before = run(rows)
     yield before
     for edit in edits:
