@@ -3,10 +3,11 @@
 1. Its margins on a split of prompts.
 2. What enters the first replaced block: no replacement that begins there, and no intervention on it, changes that. Kept up to a
    bound of bytes; prompts beyond it are run anew each time.
+3. Which shortcuts agree with plain runs on the split: that is the host's, and the same for every replacement of its kind.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +17,7 @@ from swd_lens.hosts import Begun, Host
 from swd_lens.tasks.task import TaskSplit
 
 _KEPT_BYTES = 2**28
+T = TypeVar("T")
 
 
 class DenseRuns:
@@ -24,14 +26,18 @@ class DenseRuns:
     def __init__(self, n_bytes: int = _KEPT_BYTES):
         self._room = n_bytes
         self._kept: dict[Any, Any] = {}
-        self._outcomes: dict[Any, tuple[TaskSplit, Any]] = {}
+        self._of_splits: dict[Any, tuple[TaskSplit, Any]] = {}
 
     def outcome(self, split: TaskSplit, batch_size: int, run: Callable[[], Any]) -> Any:
         """What the dense host gives on a split: run now, or kept."""
-        key = (id(split), batch_size)  # the split is kept beside it, so that no other one gets its id
-        if key not in self._outcomes:
-            self._outcomes[key] = split, run()
-        return self._outcomes[key][1]
+        return self.of_split(split, ("outcome", batch_size), run)
+
+    def of_split(self, split: TaskSplit, key: Hashable, find: Callable[[], T]) -> T:
+        """Something that holds for a split: found now, or kept."""
+        key = (id(split), key)  # the split is kept beside it, so that no other one gets its id
+        if key not in self._of_splits:
+            self._of_splits[key] = split, find()
+        return self._of_splits[key][1]
 
     def begun(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
         """`Host.begin` on these prompts; whatever is attached from the layer on may stay."""

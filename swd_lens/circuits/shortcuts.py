@@ -182,11 +182,34 @@ def find_shortcuts(
         sites, units: what is attached now.
         known: whether the first site's z may be taken as known beforehand, and the last block cut short (not where z is
             wanted at all positions, or gradients by it).
-        dense: what is known of the dense host, where other replacements are run on the same prompts.
+        dense: what is known of the dense host, where other replacements are run on the same prompts: shortcuts that were found
+            for one of them hold for those of the same sites and kind of units.
 
     Warns:
         UserWarning: a shortcut that should hold on every host does not.
     """
+
+    def find() -> Shortcuts:
+        return _agreeing(host, sites, units, split, positions, known, dense)
+
+    of_sites = [units[site.name] for site in sites]
+    factors = [each for each in of_sites if isinstance(each, Factors)]
+    if dense is None or len(factors) < len(of_sites):  # what another coder does is its own
+        return find()
+    kinds = tuple((site.name, f.offsets is not None) for site, f in zip(sites, factors, strict=True))
+    return dense.of_split(split, ("shortcuts", kinds, positions, known), find)
+
+
+def _agreeing(
+    host: Host,
+    sites: list[Site],
+    units: Mapping[str, Units],
+    split: TaskSplit,
+    positions: str,
+    known: bool,
+    dense: DenseRuns | None,
+) -> Shortcuts:
+    """The shortcuts with which a few prompts give what they give plainly."""
     # A few of the longest prompts: what goes wrong only beyond some length (a sliding window) goes wrong there.
     length = max(len(tokens) for tokens in split.tokens)
     tokens = torch.stack([tokens for tokens in split.tokens if len(tokens) == length][:_CHECKED_PROMPTS])

@@ -132,6 +132,7 @@ def unit_cards(
     *,
     per_task: int = 3,
     n_contexts: int = 6,
+    progress: bool = False,
 ) -> list[TaskUnit]:
     """Cards in the order of tasks, then rank.
 
@@ -154,7 +155,7 @@ def unit_cards(
         scores = {task: comparisons[surface][task].scores[method] for task in tasks if surface_of[task] == surface}
         best = {task: of_task.ranking()[:per_task] for task, of_task in scores.items()}
         units = list(dict.fromkeys(unit for ranking in best.values() for unit in ranking))
-        contexts = top_contexts(model, replaced, units, tokens, n=n_contexts) if units else {}
+        contexts = top_contexts(model, replaced, units, tokens, n=n_contexts, progress=progress) if units else {}
         for task, ranking in best.items():
             cards[task] = [
                 TaskUnit(

@@ -12,6 +12,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, parse_unit, select_sites
 from swd_lens.hosts.standing import standing_hooks
@@ -143,6 +145,7 @@ def top_contexts(
     after: int = 2,
     batch_size: int = 64,
     per_row: int | None = None,
+    progress: bool = False,
 ) -> dict[tuple[str, int], list[Context]]:
     """The n positions of largest |z| per unit (paper app. E.1: 20), in one pass.
 
@@ -151,6 +154,7 @@ def top_contexts(
         units: (site, index) pairs.
         tokens: (rows, pos) ids of held-out text, or a `TokenStream`.
         before, after: tokens shown on either side of the position.
+        batch_size: rows per forward, at most as many as have about 8,192 tokens.
         per_row: at most this many of one row; None = one, or as many as it takes where the text has fewer rows than n.
 
     Raises:
@@ -171,7 +175,7 @@ def top_contexts(
     with attach(model, factors) as attachment:
         observers = {site: observer(site.name) for site in attachment.sites if site.name in columns}
         if observers:
-            watch(host_of(model), stream, observers, batch_size)
+            watch(host_of(model), stream, observers, min(batch_size, rows_at_once(stream)), progress)
     return {
         (site.name, index): places[site.name].cpu().contexts(column, names)
         for site in observers
@@ -247,6 +251,11 @@ class SiteObserver:
         )
 
 
+def rows_at_once(stream: TokenStream) -> int:
+    """Rows of about 8,192 tokens, one at least."""
+    return max(1, _TOKENS_AT_ONCE // stream.row_length)
+
+
 def watch(
     host: Host,
     stream: TokenStream,
@@ -266,7 +275,7 @@ def watch(
         UnsupportedHostError: a site whose units the host's forward never shows.
         ValueError: a z that is not finite; site and unit are named.
     """
-    batch_size = batch_size or max(1, _TOKENS_AT_ONCE // stream.row_length)
+    batch_size = batch_size or rows_at_once(stream)
     digest = hashlib.sha256(str((stream.n_rows, stream.row_length)).encode())
     n_blocks, first_row = max(site.layer for site in observers) + 1, 0
     rows: Tensor = torch.empty(0, 0, dtype=torch.int64)
@@ -283,9 +292,13 @@ def watch(
 
     n_batches = -(-stream.n_rows // batch_size)
     hooks = [(site.hook_name, reader(site, observe)) for site, observe in observers.items()]
-    with torch.no_grad(), host.model.hooks(fwd_hooks=hooks):
+    with torch.no_grad(), ExitStack() as stack:
         batches = stream.batches(batch_size)
         for rows in tqdm(batches, desc="audit", total=n_batches, unit="batch", disable=not progress, leave=False):
+            if not first_row:
+                # Fused before anything is observed: a row may be run to see whether it may be.
+                stack.enter_context(fused_attention(host, rows))
+                stack.enter_context(host.model.hooks(fwd_hooks=hooks))
             seen.clear()
             host.run_blocks(rows, n_blocks)
             require_seen(observers, seen, "units")
