@@ -17,6 +17,7 @@ from swd_lens.study import Run
 # Long column names of the DataFrames -> what fits a terminal.
 _SHORT = {
     "sparsity": "s",
+    "CE delta se": "±",
     "top-1 agreement": "top-1",
     "max relMSE": "max\nrelMSE",
     "relMSE (calibration)": "relMSE\ncalibration",
@@ -29,9 +30,9 @@ def run_tables(run: Run) -> list[Table | Text]:
 
     Circuits: least cost, "units / edges", at sufficiency 0.9 and at half the whole necessity drop.
     """
-    columns = ["method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
+    columns = ["method", "edges", "sparsity", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]
     tables: list[Table | Text] = [
-        table(f"Fidelity of {surface} on held-out text", pd.DataFrame(rows, columns=columns))
+        table(f"Fidelity of {surface} on held-out text", rows[[name for name in columns if name in rows]])
         for surface, rows in run.fidelity_table().groupby("surface", sort=False)
     ]
     circuits = run.circuit_table()

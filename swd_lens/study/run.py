@@ -184,7 +184,9 @@ class Run(Record):
     def parts(self) -> tuple[Any, ...]:
         if not self.replacements:
             return ()
-        shown = ["surface", "method", "edges", "sparsity", "CE delta", "KL", "top-1 agreement", "max relMSE"]
+        shown = ["surface", "method", "edges", "sparsity", "CE delta", "CE delta se", "KL", "top-1 agreement"]
+        shown += ["max relMSE"]
+        fidelity = self.fidelity_table()
         circuits = self.circuit_table() if any(self.comparisons.values()) else None
         hint = 'The whole report: swd_lens.report.write_report(run, "report.html").'
-        return pd.DataFrame(self.fidelity_table(), columns=shown), circuits, hint
+        return fidelity[[name for name in shown if name in fidelity]], circuits, hint

@@ -142,7 +142,10 @@ def test_fidelity_table_is_the_runs(run: Run, page: Page) -> None:
             wording.fixed(f.ce_dense, 4),
             wording.fixed(f.ce, 4),
         ]
-        numbers += [wording.signed(f.ce_delta), wording.tiny(f.kl), wording.percent(f.top1_agreement, 2)]
+        se = f.ce_delta_se
+        assert se is not None
+        numbers += [f"{wording.signed(f.ce_delta)} ± {wording.tiny(se)}", wording.tiny(f.kl)]
+        numbers += [wording.percent(f.top1_agreement, 2)]
         numbers += [wording.tiny(max(f.relmse.values()))]
         assert any(set(numbers) <= set(row) and r.method in row for row in page.rows), (r.method, numbers)
 
