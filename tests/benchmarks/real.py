@@ -141,7 +141,15 @@ def _circuit(setting: Setting, host: str, sparsities: Sequence[float]) -> list[s
     tokens, prompts = ("2048", ["24", "16"]) if setting.quick else ("16384", ["600", "200"])
     arguments = ["--host", host, "--sites", "blocks.20.mlp_out", "--task", "ioi", "--task", "gendered_pronoun"]
     arguments += ["--text", "sotu", "--tokens", tokens, "--heldout-tokens", tokens]
-    arguments += ["--n-train", prompts[0], "--n-test", prompts[1], *(["--preset", "quick"] if setting.quick else [])]
+    arguments += [
+        "--controls",
+        "svd",
+        "--n-train",
+        prompts[0],
+        "--n-test",
+        prompts[1],
+        *(["--preset", "quick"] if setting.quick else []),
+    ]
     return arguments + [text for s in sparsities for text in ("-s", str(s))]
 
 
@@ -176,6 +184,7 @@ def curve(setting: Setting) -> Iterator[Sequence[str]]:
             f"{times:.0f} ({loop})",
             "60",
         )
+        yield "the same of each further intervention", host, f"{measured['further']:.0f}", ""
         yield "attribution of the prompts before it", host, f"{measured['attribution']:.0f} s", ""
 
 

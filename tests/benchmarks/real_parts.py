@@ -6,7 +6,8 @@
 2. `loaded`: bytes of the host as it stands there after loading.
 3. `fidelity`: rounds of unit, one replacement, three replacements; and the same figures by the plain road.
 4. `memory`: peak of `fidelity` beyond a random bridge with a given vocabulary (the kernel's high-water mark, set back before).
-5. `curve`: a full cost curve, and the `run_with_hooks` loop: a few of its interventions are timed, the rest extrapolated.
+5. `curve`: a full cost curve, and the `run_with_hooks` loop: a few of its interventions are timed, the rest extrapolated. A
+   curve of one prefix says what is run once (dense margins, the prompts' prefix), and so what each further intervention costs.
 6. `forwards`: passes of calibration, fidelity and curves beside transformers' own, row by row in turn.
 7. `picture`: circuits of subject-verb agreement in the two attention outputs that it needs, drawn as README's picture.
 8. `ioi`: what a replacement that `swd-lens replace` left does on IOI.
@@ -34,7 +35,9 @@ from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
 from swd_lens.hosts.embedded import WEIGHTS
 from swd_lens.hosts.embedded.corpus import load_tokenizer
+from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.gguf import dequantized, gguf_file
+from swd_lens.hosts.predictions import Predictions
 from swd_lens.tasks.named_text import named_documents
 
 ROW, UNIT_ROWS = 1_024, 16
@@ -118,6 +121,9 @@ def curve(args: argparse.Namespace) -> dict[str, Any]:
     measured = swd.evaluate(model, factors, task, scores)
     seconds = time.perf_counter() - began
     lengths = measured.rows["units"].tolist()
+    began = time.perf_counter()
+    shortest = swd.evaluate(model, factors, task, scores, grid=[1]).rows
+    further = (seconds - (time.perf_counter() - began)) / (2 * (len(lengths) - len(shortest)))
     sampled = lengths[1 :: max(1, len(lengths) // args.sample)][: args.sample]
     began = time.perf_counter()
     loop = {k: _kept_by_hooks(model, factors, task.test, scores, k) for k in sampled}
@@ -126,6 +132,7 @@ def curve(args: argparse.Namespace) -> dict[str, Any]:
     off = max(abs(loop[k] - kept[k]) for k in sampled)
     return {
         "curve": seconds,
+        "further": of_loop / (2 * len(lengths)) / further,
         "attribution": attribution,
         "loop": of_loop,
         "interventions": 2 * len(lengths),
@@ -149,12 +156,19 @@ def forwards(args: argparse.Namespace) -> dict[str, Any]:
     host, site = host_of(model), swd.find_sites(model, "blocks.29.mlp_out")
     prompts = torch.cat([row.view(-1, 32) for row in rows[:2]])  # 32 tokens each, as many as a curve runs at once
     answers, short = torch.arange(200), torch.ones_like(prompts)
-    n_layers = model.cfg.n_layers
+    predictions = Predictions(host)
+
+    def fidelity_pass(row: Tensor) -> None:
+        """A pass of `fidelity`: every logit, a part at a time."""
+        ended = predictions.run(row)
+        for part in predictions.parts(row, row.shape[1]):
+            host.unembed(row[part], ended[part])
+
     pairs: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         "calibration": (lambda row: network.model(row, use_cache=False), lambda row: collect_grams(model, site, row)),
         "fidelity": (
             lambda row: network(row, use_cache=False).logits,
-            lambda row: host.unembed(row, host.residual(row, n_layers)),
+            fidelity_pass,
         ),
         "curves": (
             lambda row: network(prompts, attention_mask=short, use_cache=False, logits_to_keep=1).logits,
@@ -166,12 +180,13 @@ def forwards(args: argparse.Namespace) -> dict[str, Any]:
         for run in (plain, own):
             run(rows[:1])
         of_rows = []
-        for row in rows.split(1):
-            began = time.perf_counter()
-            plain(row)
-            between = time.perf_counter()
-            own(row)
-            of_rows.append((time.perf_counter() - between) / (between - began))
+        with fused_attention(host, rows):  # as those commands open it, once for all their rows
+            for row in rows.split(1):
+                began = time.perf_counter()
+                plain(row)
+                between = time.perf_counter()
+                own(row)
+                of_rows.append((time.perf_counter() - between) / (between - began))
         ratios[name] = of_rows
     return ratios
 
