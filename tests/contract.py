@@ -131,6 +131,8 @@ UNIT_SOURCES: dict[str, Callable[[Any, str], Mapping[str, Any]]] = {
     "identity": identity,
     "svd": baselines.svd,
     "random_b": baselines.random_b,
+    "neurons": baselines.neurons,
+    "pruned": lambda model, sites: baselines.pruned(model, sites, sparsity=0.5, progress=False),
     "swd": swd_calibrated,
     "swd_zero_data": swd_zero_data,
     "transcoder": _learned(baselines.transcoder),
@@ -141,7 +143,7 @@ UNIT_SOURCES: dict[str, Callable[[Any, str], Mapping[str, Any]]] = {
     "saelens_sae": saelens_sae,
     "saelens_sae_on_input": saelens_sae_on_input,
 }
-EXACT = ("identity", "svd", "random_b")
+EXACT = ("identity", "svd", "random_b", "neurons")
 # Those that need sae_lens, which asks for transformer_lens < 4.
 NEED_SAELENS = ("saelens_transcoder", "saelens_sae", "saelens_sae_on_input")
 # What each source is asked of; the others of all sites.

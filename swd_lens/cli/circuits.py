@@ -40,7 +40,14 @@ from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.inside import look_inside
-from swd_lens.study.main_road import CONTROLS, RANDOM_B_SEEDS, require_surface, study_steps, surface_of
+from swd_lens.study.main_road import (
+    CONTROLS,
+    DEFAULT_CONTROLS,
+    RANDOM_B_SEEDS,
+    require_surface,
+    study_steps,
+    surface_of,
+)
 from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
 from swd_lens.tasks import Task, load_task
@@ -61,7 +68,7 @@ def demo(
     printed: OutputOptions,
 ) -> None:
     """The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline."""
-    steps = plan("load", *study_steps(3, 2, ("svd",), saved=True), "look", "write")
+    steps = plan("load", *study_steps(3, 2, DEFAULT_CONTROLS, saved=True), "look", "write")
     with writing(out, "demo"):
         say("load the embedded model, tasks and text")
         model = load_default_model(kind=host)
@@ -134,8 +141,8 @@ def circuit(
         list[str], Option(help="What replaces a unit: its 'mean' (paper), 'zero', or both by repeating.")
     ] = ["mean"],  # noqa: B006 - typer copies it
     controls: Annotated[
-        str, Option(help="Exact factorizations beside SWD: svd, random_b, 'svd,random_b', or 'none'.")
-    ] = "svd",
+        str, Option(help="Exact factorizations beside SWD, with commas: neurons, svd, random_b; or 'none'.")
+    ] = ",".join(DEFAULT_CONTROLS),
     random_b_seeds: Annotated[int, Option(help="Of --controls random_b; the paper has 10.", min=1)] = RANDOM_B_SEEDS,
     beside: Annotated[
         list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
@@ -181,7 +188,6 @@ def circuit(
         of_factors = [surface_of(model, each) for each in finished.values()]
         named = [[site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()]
         n_surfaces = len({tuple(names) for names in (*named, *of_factors)})
-        n_controls = ("svd" in exact) + ("random_b" in exact) + len(baselines)
         say_memory_needed(
             memory_of(
                 model,
@@ -189,7 +195,8 @@ def circuit(
                 tasks,
                 sparsities=made,
                 factors=finished,
-                n_controls=n_controls,
+                controls=exact,
+                n_beside=len(baselines),
                 calibration_tokens=tokens,
                 heldout_length=heldout.shape[1],
                 **solver.arguments(),

@@ -39,7 +39,7 @@ from swd_lens.cli import new_app, output, status
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
-from swd_lens.solver import DEFAULT_PRESET, PRESETS
+from swd_lens.solver import BASES, DEFAULT_PRESET, PRESETS
 from swd_lens.tasks import load_text, pack_text
 from swd_lens.tasks.named_text import NAMES
 
@@ -193,7 +193,11 @@ class SolverOptions:
 
     preset: Annotated[str, Option("--preset", help=f"Of the solver: {', '.join(PRESETS)}.")] = DEFAULT_PRESET
     units: Annotated[
-        str | None, Option("--units", help='Per matrix: a number, or "2x" for twice min(d_in, d_out), the default.')
+        str | None, Option("--units", help='Per matrix: a number, or "2x" for twice the default, min(d_in, d_out).')
+    ] = None
+    basis: Annotated[
+        str | None,
+        Option("--basis", help=f"Whose coordinates units start as: {', '.join(BASES)} (paper: the short side)."),
     ] = None
     outer_iterations: Annotated[
         int | None, Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)
@@ -202,7 +206,7 @@ class SolverOptions:
     def arguments(self) -> dict[str, Any]:
         """What was asked for; what was not stays with the solver's defaults."""
         units = None if self.units is None else number_or_word(self.units)
-        asked = {"units": units, "outer_iterations": self.outer_iterations}
+        asked = {"units": units, "basis": self.basis, "outer_iterations": self.outer_iterations}
         preset = {} if self.preset == DEFAULT_PRESET else {"preset": self.preset}
         return {**preset, **{name: value for name, value in asked.items() if value is not None}}
 

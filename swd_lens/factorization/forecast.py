@@ -21,7 +21,7 @@ from swd_lens.factorization.solve import naming
 from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
-from swd_lens.solver import Cost, cost
+from swd_lens.solver import Cost, cost, resolve
 from swd_lens.solver.validate import resolve_units
 
 _FLOAT, _DOUBLE = 4, 8
@@ -53,10 +53,10 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
         ValueError: bad units or solver options; the matrix is named.
     """
     plan = _Plan(job)
-    widths, costs = {}, {}
+    widths, costs, spec = {}, {}, resolve(job.preset, job.options)
     for site in job.sites:
         with naming(site):
-            widths[site.name] = resolve_units(job.units, site.d_in, site.d_out, any_width=True)
+            widths[site.name] = resolve_units(job.units, site.d_in, site.d_out, spec)
             costs[site.name] = cost(
                 site.d_in,
                 site.d_out,

@@ -1,6 +1,6 @@
 """headline: what a run found, in a few sentences made from its numbers alone.
 
-1. The subject is the sparsest replacement of the surface with most matrices; the control is the exact one, if it was run.
+1. The subject is the sparsest replacement of the surface with most matrices; the controls are the exact ones that were run.
 2. Fidelity: how far the subject moves held-out cross-entropy, and how often it agrees with the dense host.
 3. Circuits: over all surfaces and tasks, how often a circuit is needed at all, and whose is cheaper in active edges.
 4. The smallest circuit that is not empty.
@@ -29,7 +29,7 @@ class Cost:
 
 
 def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
-    """One to four sentences, most important first; none where a run has nothing of the kind."""
+    """One to a few sentences, most important first; none where a run has nothing of the kind."""
     subject = main_replacement(run)
     if subject is None:
         return []
@@ -47,8 +47,8 @@ def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
         for task, comparison in by_task.items()
         for method, curve in comparison.curves.items()
     ]
-    control = None if subject.exact else control_of(run)
-    return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, control, sufficiency)]
+    controls = () if subject.exact else controls_of(run)
+    return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, controls, sufficiency)]
 
 
 def main_replacement(run: Run) -> Replacement | None:
@@ -57,41 +57,34 @@ def main_replacement(run: Run) -> Replacement | None:
     return max(candidates, key=lambda r: (len(r.factors), r.factors.sparsity), default=None)
 
 
-def control_of(run: Run) -> str | None:
-    """The method of the exact replacements; None where there are none."""
-    return next((r.method for r in run.replacements if r.exact), None)
+def controls_of(run: Run) -> list[str]:
+    """The methods of the exact replacements."""
+    return list(dict.fromkeys(r.method for r in run.replacements if r.exact))
 
 
 def _fidelity_sentence(r: Replacement) -> str:
     f = r.fidelity
     matrices = plural(len(r.factors), "matrix", "matrices")
     kept = f"{percent(1 - r.factors.sparsity, 0)} as many nonzero weights"
+    se = "" if f.ce_delta_se is None else f" ± {fixed(f.ce_delta_se, 4)} (standard error)"
     return (
         f"With {matrices} replaced ({r.surface}, {r.method}: {kept}), cross-entropy on held-out text moves by "
-        f"{signed(f.ce_delta, 4)} nats, from {fixed(f.ce_dense, 3)} to {fixed(f.ce, 3)}, and the most likely next token "
+        f"{signed(f.ce_delta, 4)}{se} nats, from {fixed(f.ce_dense, 3)} to {fixed(f.ce, 3)}, and the most likely next token "
         f"stays the same in {percent(f.top1_agreement)} of {count(f.n_predictions)} predictions."
     )
 
 
-def cost_sentences(costs: Sequence[Cost], method: str, control: str | None, sufficiency: float) -> Iterator[str]:
-    """What circuits of the method cost, beside those of the control (None: there is none)."""
+def cost_sentences(costs: Sequence[Cost], method: str, controls: Sequence[str], sufficiency: float) -> Iterator[str]:
+    """What circuits of the method cost, beside those of each control."""
     own = {(c.surface, c.task): c for c in costs if c.method == method}
-    exact = {(c.surface, c.task): c for c in costs if c.method == control}
     cases = plural(len(own), "case")
-    # Where both need some edges: those of the control over the method's.
-    both = [(c, exact[key].edges or 0) for key, c in own.items() if key in exact]
-    contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
-    if contested:
-        ratios = [ratio for _, ratio in contested]
-        n, fewer = len(ratios), sum(ratio > 1 for ratio in ratios)
-        more = f" in the median, and fewer in {fewer} of {n}" if n > 1 else ""
-        # Then the ratio is that of the whole factorizations and says nothing about circuits.
-        whole = sum(c.units == c.all_units for c, _ in contested)
-        caveat = f" (in {whole} of {n}, {method} takes every unit it has)" if whole else ""
-        yield (
-            f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({n} of {cases} of surface and "
-            f"task), {method} needs {_ratio(statistics.median(ratios))} active edges than {control}{more}{caveat}."
-        )
+    for control in controls:
+        exact = {(c.surface, c.task): c for c in costs if c.method == control}
+        # Where both need some edges: those of the control over the method's.
+        both = [(c, exact[key].edges or 0) for key, c in own.items() if key in exact]
+        contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
+        if contested:
+            yield _contest(contested, method, control, sufficiency, cases)
     empty = [f"{readable(c.task)} ({c.surface})" for c in own.values() if c.edges == 0]
     if empty:
         whom = f"For {conjunction(empty)}" if len(empty) <= 3 else f"In {len(empty)} of {cases}"
@@ -110,6 +103,20 @@ def cost_sentences(costs: Sequence[Cost], method: str, control: str | None, suff
             f"The smallest circuit found: {count(least.units)} of the {plural(least.all_units, 'unit')} of {least.surface}, with "
             f"{plural(least.edges or 0, 'active edge')}, keep {percent(sufficiency, 0)} of the margin of {readable(least.task)}."
         )
+
+
+def _contest(contested: Sequence[tuple[Cost, float]], method: str, control: str, sufficiency: float, cases: str) -> str:
+    """The method's costs beside a control's, whose edges over the method's stand beside each."""
+    ratios = [ratio for _, ratio in contested]
+    n, fewer = len(ratios), sum(ratio > 1 for ratio in ratios)
+    more = f" in the median, and fewer in {fewer} of {n}" if n > 1 else ""
+    # Then the ratio is that of the whole factorizations and says nothing about circuits.
+    whole = sum(c.units == c.all_units for c, _ in contested)
+    caveat = f" (in {whole} of {n}, {method} takes every unit it has)" if whole else ""
+    return (
+        f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({n} of {cases} of surface and "
+        f"task), {method} needs {_ratio(statistics.median(ratios))} active edges than {control}{more}{caveat}."
+    )
 
 
 def _ratio(ratio: float) -> str:

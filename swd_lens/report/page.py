@@ -23,7 +23,7 @@ from swd_lens.base.visible import visible, visible_lines
 from swd_lens.circuits.compare import Comparison, TaskComparison
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
-from swd_lens.report.headline import control_of, headline, main_replacement
+from swd_lens.report.headline import controls_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
@@ -109,7 +109,7 @@ def _results(run: Run) -> Iterator[Section]:
 
 
 def _what(run: Run) -> Iterator[Section]:
-    yield Section("what", "What was done", {"control": control_of(run)})
+    yield Section("what", "What was done", {"controls": controls_of(run)})
 
 
 def _fidelity(run: Run) -> Iterator[Section]:

@@ -1,7 +1,8 @@
 """The sparse two-factor solver: tensors in, a `Solution` out.
 
 1. spec.py, validate.py, budget.py: settings, arguments and budgets, checked.
-2. anneal.py, with metric.py, support.py and refine.py: the solver of presets best, quick and thorough; dsf.py: the paper's.
+2. anneal.py, with metric.py, support.py and refine.py: the solver of presets best, quick and thorough; dsf.py: the paper's;
+   prune.py: pruning alone.
 3. solve.py: the call that goes through these.
 4. cost.py: how many operations and bytes a call takes.
 """
@@ -19,18 +20,21 @@ from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
 from swd_lens.solver.cost import Cost, cost
 from swd_lens.solver.solve import Solution, canonical, solve
 from swd_lens.solver.spec import (
+    BASES,
     DEFAULT_PRESET,
     DOUBLE_UP_TO,
     PRESETS,
     AnnealSpec,
     DsfSpec,
     OnIteration,
+    PruneSpec,
     SolveSpec,
     Step,
     resolve,
 )
 
 __all__ = [
+    "BASES",
     "DEFAULT_PRESET",
     "DOUBLE_UP_TO",
     "PRESETS",
@@ -41,6 +45,7 @@ __all__ = [
     "DsfSpec",
     "GramError",
     "OnIteration",
+    "PruneSpec",
     "Solution",
     "SolveInputError",
     "SolveSpec",

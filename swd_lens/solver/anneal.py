@@ -4,8 +4,9 @@ W (d_in, d_out) ≈ A B with A = read (d_in, m), B = write (m, d_out), any numbe
 the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB)).
 
 1. Budgets: the factor on the short side gets K n^2 / (2 (n^2 + K)) entries, n = min(d_in, d_out), the other the rest.
-2. Start: each unit owns a coordinate of the short side (its factor is the identity there); the other factor is M pruned
-   to half its budget. Where units outnumber coordinates, M's entries are dealt at random to a coordinate's copies.
+2. Start: each unit owns a coordinate of the short side (its factor is the identity there), or of the side that `basis` names;
+   the other factor is M pruned to half its budget. Where units outnumber coordinates, M's entries are dealt at random to a
+   coordinate's copies. Below, "short" is the side that units start on.
 3. Alternate T times, short-side factor first. The penalty rho and the blend g of the full metric C_g = (1-g) I + g C
    rise, a small ridge falls. One block update, X dense, Z its sparse copy, D the dual:
      a. The held factor's rows are scaled to unit norm. X solves the ridge regression with + rho ||X - (Z - D)||^2.
@@ -108,18 +109,18 @@ def factorize(
 
 def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec: AnnealSpec) -> tuple[Block, Block]:
     """Step 2: read and write block."""
-    tall = target.shape[0] > target.shape[1]
-    short_long = target.T if tall else target
+    at_output = spec.starts_at_output(*target.shape)
+    short_long = target.T if at_output else target
     owner, copy = owners(short_long, units)
     square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
     square[owner, torch.arange(units, device=target.device)] = 1.0
     other = _deal(short_long, owner, copy, budget.other, spec)
     # Duals keep the strides of the transposed view: other strides give other last bits.
     short, long = (
-        Block(factor.T.contiguous() if tall else factor, torch.zeros_like(factor.T if tall else factor), kept)
+        Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
         for factor, kept in ((square, budget.square), (other, budget.other))
     )
-    return (long, short) if tall else (short, long)
+    return (long, short) if at_output else (short, long)
 
 
 def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
@@ -174,7 +175,7 @@ def alternate(
     weighted = metric.weigh(target)
     blocks = [(read, lambda phase, goal: update_read(read, write.factor, goal, metric, phase))]
     blocks.append((write, lambda phase, goal: update_write(write, read.factor, goal, metric, phase)))
-    if target.shape[0] > target.shape[1]:  # short side first
+    if spec.starts_at_output(*target.shape):  # short side first
         blocks.reverse()
     rho_before = Phase.at(0, metric, spec).rho
     for t in range(spec.outer_iterations):

@@ -19,7 +19,7 @@ from swd_lens.solver.spec import AnnealSpec, DsfSpec
 
 @dataclass(frozen=True)
 class Budget:
-    """Entries to keep: `square` in the factor on the short side, `other` in the other one."""
+    """Entries to keep: `square` in the factor on the side that units start on, `other` in the other one."""
 
     square: int
     other: int
@@ -57,7 +57,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
     Raises:
         BudgetError: K < 2 units; names the largest feasible sparsity and number of units.
     """
-    n, numel, total = min(d_in, d_out), d_in * d_out, edges(d_in, d_out, sparsity)
+    n, numel, total = spec.coordinates(d_in, d_out), d_in * d_out, edges(d_in, d_out, sparsity)
     if total < 2 * units:
         feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
         sparser = f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible"
@@ -78,7 +78,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
     share = automatic if isinstance(spec.square_share, str) else float(spec.square_share)
     wanted = min(max(int(total * share), units), n * units)
     total = min(total, units * (d_in + d_out))  # few units cannot hold more
-    square = min(max(wanted, total - units * max(d_in, d_out)), total - units)
+    square = min(max(wanted, total - units * (d_in + d_out - n)), total - units)
     return Budget(square, total - square)
 
 

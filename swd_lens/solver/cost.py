@@ -13,7 +13,7 @@ bytes with what torch really allocates.
 from dataclasses import dataclass
 from typing import Any
 
-from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, resolve
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, PruneSpec, resolve
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
 EIGEN = 60.0  # x n^3
@@ -46,14 +46,16 @@ def cost(
     """
     spec = resolve(preset, overrides)
     check_sparsity(sparsity)
-    width = resolve_units(units, d_in, d_out, any_width=isinstance(spec, AnnealSpec))
+    width = resolve_units(units, d_in, d_out, spec)
     if isinstance(spec, AnnealSpec):
         flops, entries = (
             _anneal_flops(d_in, d_out, width, calibrated, spec),
             _anneal_entries(d_in, d_out, width, calibrated),
         )
-    else:
+    elif isinstance(spec, DsfSpec):
         flops, entries = _dsf_flops(d_in, d_out, calibrated, spec), _dsf_entries(d_in, d_out, calibrated)
+    else:
+        flops, entries = _prune_flops(d_in, d_out, calibrated, spec), _prune_entries(d_in, d_out, calibrated)
     if spec.precision_for(d_in, d_out) == "float64":
         copies = d_in * d_out + calibrated * d_in**2  # of weight and Gram
         return Cost(2 * flops, int(8 * (entries + copies)))
@@ -97,3 +99,12 @@ def _dsf_entries(d_in: int, d_out: int, calibrated: bool) -> int:
     n, weights = min(d_in, d_out), d_in * d_out
     checking = 3 * d_in * d_in * calibrated  # whether the Gram is positive, before anything else
     return max(12 * weights + 10 * n * n + d_in * n * calibrated, checking)
+
+
+def _prune_flops(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> float:
+    return PER_ENTRY * d_in * d_out + calibrated * (spec.refine_steps + 2) * 2 * d_in * d_in * d_out
+
+
+def _prune_entries(d_in: int, d_out: int, calibrated: bool) -> int:
+    # Target, magnitudes, their order and unit (eight bytes each), support, pruned; conjugate gradients' seven; both factors.
+    return (9 + 7 * calibrated) * d_in * d_out + 4 * d_in * d_in * calibrated + max(d_in, d_out) ** 2

@@ -3,13 +3,13 @@
 1. `resolve` the preset and overrides to a spec (spec.py).
 2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
 3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
-   solver (anneal.py, then refine.py) or by the paper's (dsf.py).
+   solver (anneal.py, then refine.py), by the paper's (dsf.py), or by pruning alone (prune.py).
 4. Bring the factors into canonical form, and to float32. A S and S^-1 B are the same product for any diagonal S, so a rule is
    needed (`canonical`):
      scale: each unit's read and write vector have the same Euclidean norm;
      sign: the entry of largest magnitude in each write vector is positive (of those that tie the first, see support.py);
-     order: the solver's own. Unit i started as coordinate i of the matrix's short side (anneal.py, dsf.py); it keeps that
-     place, so that units of two runs on the same matrix can be compared by index.
+     order: the solver's own. Unit i started as coordinate i of the side that the spec's basis names, the short one if none
+     (anneal.py, dsf.py); it keeps that place, so that units of two runs on the same matrix can be compared by index.
 5. Return read and write factor with the settings that were used and the entries really kept.
 """
 
@@ -21,9 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.solver import anneal, dsf
-from swd_lens.solver.budget import plan_budget, plan_shares
-from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, OnIteration, resolve
+from swd_lens.solver import anneal, dsf, prune
+from swd_lens.solver.budget import Budget, edges, plan_budget, plan_shares
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units
 
@@ -34,7 +34,7 @@ class Solution:
 
     Attributes:
         settings: every value used, and the entries kept.
-        solver: name of the algorithm, "anneal" or "dsf".
+        solver: name of the algorithm, "anneal", "dsf" or "prune".
         weight: the float32 W that was solved for.
     """
 
@@ -71,9 +71,10 @@ def solve(
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
         preset: a key of `PRESETS`: "best"; "quick" and "thorough", with fewer and more iterations; "paper", the paper's
-            solver with the reference code's rounding.
-        units: width of the bottleneck: a number, None for min(d_in, d_out), or "2x" for twice that (any "1.5x" too).
-            More units at the same K lower the error and cost time. The paper's solver knows min(d_in, d_out) only.
+            solver with the reference code's rounding; "pruned", W itself made sparse with its coordinates as units.
+        units: width of the bottleneck: a number, None for one per coordinate that units start as (min(d_in, d_out), unless
+            basis="input" or "output" says another side), or "2x" for twice that (any "1.5x" too). More units at the same K
+            lower the error and cost time. The paper's solver and pruning know None only.
         tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram towards the
             identity by d_in / tokens, at most `MOST_SHRINKAGE` (spec.py); `settings["shrinkage"]` says by how much.
         on_iteration: called with a `Step` after each outer iteration, for progress bars.
@@ -100,7 +101,7 @@ def solve(
         check_gram(gram, d_in)
     check_sparsity(sparsity)
     check_tokens(tokens)
-    width = resolve_units(units, d_in, d_out, any_width=isinstance(spec, AnnealSpec))
+    width = resolve_units(units, d_in, d_out, spec)
     shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
 
     dense = weight.detach().to(torch.float32)
@@ -112,9 +113,13 @@ def solve(
         if isinstance(spec, AnnealSpec):
             budget = plan_shares(d_in, d_out, sparsity, width, spec)
             read, write = anneal.factorize(target, metric, width, budget, spec, shrinkage, on_iteration)
-        else:
+        elif isinstance(spec, DsfSpec):
             budget = plan_budget(d_in, d_out, sparsity, spec)
             read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
+        else:
+            read, write = prune.factorize(target, metric, edges(d_in, d_out, sparsity), spec, shrinkage, on_iteration)
+            square, other = (read, write)[:: -1 if spec.starts_at_output(d_in, d_out) else 1]
+            budget = Budget(int(square.count_nonzero()), int(other.count_nonzero()))
         del target
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
 

@@ -1,8 +1,8 @@
 """Solver settings with their bounds, the presets, and what a solver says of its progress.
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
-   `AnnealSpec` ours.
-2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", and "paper".
+   `AnnealSpec` ours, `PruneSpec` those of pruning alone.
+2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "paper", and "pruned".
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
 4. A `Step` is what a solver tells its caller after each outer iteration.
 """
@@ -20,6 +20,9 @@ MOST_SHRINKAGE = 0.3
 
 PRECISIONS = ("float32", "float64", AUTO)
 
+# Whose coordinates units start as: those of the matrix's short side, of its inputs (neurons, at mlp_out), or of its outputs.
+BASES = ("paper", "input", "output")
+
 # Precision "auto" is float64 for matrices of at most this many entries (256 x 512). Choosing supports amplifies rounding: in
 # float32 another processor or number of threads ends with half of the entries elsewhere, in float64 with the same ones (16
 # factorizations of the embedded model: no support entry differs, products differ by 1e-13). The price is 1.5 to 2 times the time,
@@ -35,6 +38,7 @@ class SolveSpec(Settings):
 
     error = SpecError
     solver: ClassVar[str]
+    any_width: ClassVar[bool] = False  # whether units may be more or fewer than the coordinates that they start as
     precision: str
 
     def precision_for(self, d_in: int, d_out: int) -> str:
@@ -46,6 +50,19 @@ class SolveSpec(Settings):
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
         """How far the Gram of `tokens` tokens is shrunk towards the identity; 0 where a solver knows no shrinkage."""
         return 0.0
+
+    def starts_at_output(self, d_in: int, d_out: int) -> bool:
+        """Whether units start as outputs of a matrix of this shape; else as inputs."""
+        basis = getattr(self, "basis", "paper")
+        return basis == "output" or (basis == "paper" and d_in > d_out)
+
+    def coordinates(self, d_in: int, d_out: int) -> int:
+        """How many coordinates units start as, which is the number of units where none is given."""
+        return d_out if self.starts_at_output(d_in, d_out) else d_in
+
+    def least_edges(self, d_in: int, d_out: int, units: int) -> int:
+        """The smallest K that the solver can make of a matrix of this shape."""
+        return 2 * units  # one read and one write edge each
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,10 @@ class DsfSpec(SolveSpec):
         """Density of the square factor for a matrix of this shape."""
         return float(self.square_density_square if d_in == d_out else self.square_density_rectangular)
 
+    def least_edges(self, d_in: int, d_out: int, units: int) -> int:
+        square = max(int(units**2 * self.square_density(d_in, d_out)), units)
+        return square + units + 1  # one entry per unit in the other factor; one more for what 1 - s rounds off
+
     def rho_start(self, t: int) -> float:
         """Penalty of a block's first step at outer iteration t (zero-based): 0 at t = 0, rho from t = T - tail on."""
         ramp = min(1.0, t / (self.outer_iterations - self.rho_ramp_tail))
@@ -140,6 +161,7 @@ class AnnealSpec(SolveSpec):
     """
 
     solver: ClassVar[str] = "anneal"
+    any_width: ClassVar[bool] = True
 
     # Alternations T. Each doubling lowers the error by 8 to 15 %; 56 take about a third of the reference's time.
     outer_iterations: int = setting(56, at_least=2)
@@ -165,11 +187,15 @@ class AnnealSpec(SolveSpec):
     # 0 .568 for a fifth more time.
     gram_from: float | int = setting(0.5, at_least=0, at_most=1)
 
-    # The rectangular factor starts as the rescaled target pruned to this share of its budget.
+    # Whose coordinates units start as, one each where `units` is not given (BASES). They may stay that, or mix.
+    basis: str = setting("paper", one_of=BASES)
+
+    # The other factor starts as the rescaled target pruned to this share of its budget.
     start_share: float | int = setting(0.5, above=0, at_most=1)
 
-    # Share of K that the factor on the matrix's short side gets. "auto": n^2 / (2 (n^2 + K)). On the golden rows with
-    # s = .5 and .75, .8 of it is 0 to 10 % worse, 1.25 of it between 3 % better and 1 % worse.
+    # Share of K that the factor between units and the coordinates that they start as gets. "auto": n^2 / (2 (n^2 + K)) for
+    # n of them on the short side. On the golden rows with s = .5 and .75, .8 of it is 0 to 10 % worse, 1.25 of it between
+    # 3 % better and 1 % worse.
     square_share: float | int | str = setting(AUTO, above=0, at_most=1)
 
     # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
@@ -204,21 +230,51 @@ class AnnealSpec(SolveSpec):
         return max(0.0, (progress - self.gram_from) / (1 - self.gram_from))
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
-        if not isinstance(self.shrinkage, str):
-            return float(self.shrinkage)
-        return 0.0 if tokens is None else min(MOST_SHRINKAGE, d_in / max(tokens, 1))
+        return automatic_shrinkage(self.shrinkage, tokens, d_in)
 
 
-PRESETS: Mapping[str, DsfSpec | AnnealSpec] = {
+@dataclass(frozen=True)
+class PruneSpec(SolveSpec):
+    """Hyper-parameters of pruning (prune.py): W itself made sparse, its coordinates as units.
+
+    Raises:
+        SpecError: a value outside its range; the message names field, value and range.
+    """
+
+    solver: ClassVar[str] = "prune"
+
+    # Whose coordinates the units are. The product is the same for each but for a few edges; "paper" is the short side.
+    basis: str = setting("input", one_of=BASES)
+
+    # Conjugate-gradient steps of the least squares on the support.
+    refine_steps: int = setting(24, at_least=0)
+
+    # See `AnnealSpec`.
+    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
+    precision: str = setting(AUTO, one_of=PRECISIONS)
+
+    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
+        return automatic_shrinkage(self.shrinkage, tokens, d_in)
+
+
+PRESETS: Mapping[str, DsfSpec | AnnealSpec | PruneSpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=160),
     "paper": DsfSpec(),
+    "pruned": PruneSpec(),
 }
 DEFAULT_PRESET = "best"
 
 
-def resolve(preset: str, overrides: Mapping[str, Any]) -> DsfSpec | AnnealSpec:
+def automatic_shrinkage(shrinkage: float | int | str, tokens: int | None, d_in: int) -> float:
+    """A share that is given, or "auto": d_in / tokens, at most MOST_SHRINKAGE; 0 where their number is not known."""
+    if not isinstance(shrinkage, str):
+        return float(shrinkage)
+    return 0.0 if tokens is None else min(MOST_SHRINKAGE, d_in / max(tokens, 1))
+
+
+def resolve(preset: str, overrides: Mapping[str, Any]) -> DsfSpec | AnnealSpec | PruneSpec:
     """The spec of a preset with some fields replaced.
 
     Args:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from swd_lens.base.errors import GramError, WeightError, error
+from swd_lens.solver.spec import SolveSpec
 
 # A Gram summed in float32 may be asymmetric by rounding; more than this share of its largest entry is a mistake.
 SYMMETRY_TOLERANCE = 1e-4
@@ -92,14 +93,14 @@ def check_tokens(tokens: int | None) -> None:
         raise error("gram-tokens-not-a-number", tokens=tokens)
 
 
-def resolve_units(units: int | float | str | None, d_in: int, d_out: int, *, any_width: bool) -> int:
-    """The number of units meant: None = min(d_in, d_out), "2x" = twice that, or the number itself.
+def resolve_units(units: int | float | str | None, d_in: int, d_out: int, spec: SolveSpec) -> int:
+    """The number of units meant: None = one per coordinate that they start as, "2x" = twice that, or the number itself.
 
     Raises:
-        UnitsError: not one of these, below 1, more than d_in * d_out, or (any_width false: the paper's solver) not
-            min(d_in, d_out).
+        UnitsError: not one of these, below 1, more than d_in * d_out, or not the standard number where the solver knows no
+            other.
     """
-    standard = min(d_in, d_out)
+    standard = spec.coordinates(d_in, d_out)
     number = standard if units is None else units
     if isinstance(units, str):
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)x", units.strip())
@@ -108,8 +109,9 @@ def resolve_units(units: int | float | str | None, d_in: int, d_out: int, *, any
         number = round(float(match[1]) * standard)
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= d_in * d_out:
         raise error("units-outside", units=units, most=d_in * d_out, standard=standard)
-    if not any_width and number != standard:
-        raise error("units-other-than-the-papers", units=units, standard=standard)
+    if not spec.any_width and number != standard:
+        what = "the paper's solver" if spec.solver == "dsf" else "pruning"
+        raise error("units-other-than-the-papers", units=units, standard=standard, what=what)
     return number
 
 

@@ -1,7 +1,7 @@
 """run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
 
-1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and exact factors (SVD,
-   Random-B) as controls.
+1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and exact factors
+   (neurons, SVD, Random-B) as controls.
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
@@ -49,7 +49,7 @@ from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.run import Run
-from swd_lens.study.run_file import CONTROL, Replacement, folders_named
+from swd_lens.study.run_file import EXACT, Replacement, folders_named
 from swd_lens.study.section import AttentionView
 from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
@@ -59,8 +59,10 @@ from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.match import check_units
 
-CONTROLS = ("svd", "random_b")
+CONTROLS = (*EXACT, "random_b")
+DEFAULT_CONTROLS = tuple(EXACT)
 RANDOM_B, RANDOM_B_SEEDS = "Random-B", 3
+_MAKERS = {"neurons": baselines.neurons, "svd": baselines.svd}
 
 
 @in_plain_surroundings
@@ -76,7 +78,7 @@ def run_study(
     calibration_model: Any = None,
     positions: str | Sequence[str] = "scoring",
     ablation: str | Sequence[str] = "mean",
-    controls: Sequence[str] = ("svd",),
+    controls: Sequence[str] = DEFAULT_CONTROLS,
     random_b_seeds: int = RANDOM_B_SEEDS,
     beside: Mapping[str, Any] = MappingProxyType({}),
     cards_per_task: int = 3,
@@ -100,7 +102,8 @@ def run_study(
         calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
             do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
-        controls: exact factorizations beside SWD: "svd", "random_b" (in the circuits only), both or none.
+        controls: exact factorizations beside SWD, any of "neurons" (the matrices' own inputs as units), "svd" and "random_b"
+            (in the circuits only).
         random_b_seeds: how many (the paper has ten).
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
@@ -127,7 +130,7 @@ def run_study(
             surfaces[_label(model, names)] = names
     if not surfaces or not tasks or not (sparsities or factors):
         raise error("study-of-nothing")
-    own = [*(f"SWD s={sparsity:g}" for sparsity in sparsities), CONTROL, RANDOM_B, *beside]
+    own = [*(f"SWD s={sparsity:g}" for sparsity in sparsities), *EXACT.values(), RANDOM_B, *beside]
     if twice := [label for label in factors if label in own]:
         raise error("study-label-taken", labels=", ".join(map(repr, twice)))
     if random_b_seeds < 1:
@@ -165,7 +168,7 @@ def run_study(
             require_own(folder)
             asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
             seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
-            named = {"sparsities": swd_methods, "controls": [*(c for c in controls if c == "svd"), *seeds]}
+            named = {"sparsities": swd_methods, "controls": [*(c for c in controls if c in EXACT), *seeds]}
             named |= {"positions": positions, "ablation": ablation}
             units = {"factors": factors, "beside": beside}
             parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
@@ -198,10 +201,11 @@ def run_study(
                 )
             of_label = (label for label, of_factors in given_sites.items() if of_factors == names)
             timed |= {label: (factors[label], math.nan) for label in of_label}
-            if "svd" in controls:
-                on_step(f"exact SVD of {surface}")
-                start = time.perf_counter()
-                timed[CONTROL] = baselines.svd(model, names), time.perf_counter() - start
+            for control, method in EXACT.items():
+                if control in controls:
+                    on_step(f"exact factors of {surface}: {method}")
+                    start = time.perf_counter()
+                    timed[method] = _MAKERS[control](model, names), time.perf_counter() - start
             methods: dict[str, Any] = {method: solved for method, (solved, _) in timed.items()}
             if "random_b" in controls:
                 methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))
@@ -226,7 +230,7 @@ def run_study(
             )
             measured = comparisons[surface].fidelities
             replacements += [
-                Replacement(surface, method, solved, measured[method], seconds, exact=method == CONTROL)
+                Replacement(surface, method, solved, measured[method], seconds, exact=method in EXACT.values())
                 for method, (solved, seconds) in timed.items()
             ]
         settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
@@ -242,7 +246,7 @@ def run_study(
         about = [{surface: method for surface, (method, _) in shown.items()}, [task.name for task in tasks]]
 
         def look() -> dict[str, Any]:
-            how = {"per_task": cards_per_task, "n_contexts": contexts_per_card}
+            how = {"per_task": cards_per_task, "n_contexts": contexts_per_card, "progress": progress}
             on_step("top units and their contexts")
             cards = unit_cards(model, shown, comparisons, heldout_tokens, **how)
             on_step("attention patterns of one prompt per task")
@@ -264,7 +268,7 @@ def run_study(
 
 def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
     """The first words of the steps that `run_study` says."""
-    of_surface = ["factorize"] * n_sparsities + ["exact"] * ("svd" in controls) + ["measure"]
+    of_surface = ["factorize"] * n_sparsities + ["exact"] * len(set(controls) & set(EXACT)) + ["measure"]
     return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
 
 

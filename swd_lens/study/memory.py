@@ -15,6 +15,7 @@ from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.factorization.estimate import estimate
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import Site
+from swd_lens.study.run_file import EXACT
 from swd_lens.tasks.task import Task
 
 # Tokens of a forward: of text, of prompts with gradients, of prompts under interventions.
@@ -30,7 +31,8 @@ def memory_of(
     *,
     sparsities: Sequence[float | int] = (),
     factors: Mapping[str, Any] | None = None,
-    n_controls: int = 1,
+    controls: Sequence[str] = tuple(EXACT),
+    n_beside: int = 0,
     calibration_tokens: Any = None,
     heldout_length: int = 1024,
     **solver: Any,
@@ -38,19 +40,24 @@ def memory_of(
     """Part of a study -> bytes beyond the loaded model, what stays included; arguments as for `run_study`.
 
     Args:
-        n_controls: exact or other dense replacements of each surface.
+        n_beside: further replacements of each surface, as large as a dense one.
         heldout_length: tokens in a row of held-out text.
     """
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
-    most_units = max(sum(row.units for row in estimate.rows) for estimate in estimates.values())
+    neurons = "neurons" in controls
+    most_units = max(
+        sum(max(row.units, neurons * row.d_in) for row in estimate.rows) for estimate in estimates.values()
+    )
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
-    n_replacements = len(sparsities) + n_controls
-    stays, largest = given + n_replacements * sum(pairs.values()), max(pairs.values())
+    of_width = len(sparsities) + len(controls) - neurons + n_beside
+    wide = {label: neurons * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
+    stays = given + of_width * sum(pairs.values()) + sum(wide.values())
+    largest = max(*pairs.values(), *wide.values())
 
     parts = {"factorize": max(each.peak_bytes for each in estimates.values())} if sparsities else {}
-    n_starts = n_replacements + len(factors or {}) + 2
+    n_starts = of_width + neurons + len(factors or {}) + 2
     parts["fidelity"] = max(
         _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
     )
@@ -95,9 +102,12 @@ def memory_of_replacement(
     return parts
 
 
-def _pairs(estimate: Any) -> int:
-    """Read, write and W of every site, dense."""
-    return 4 * sum(row.units * (row.d_in + row.d_out) + row.d_in * row.d_out for row in estimate.rows)
+def _pairs(estimate: Any, neurons: bool = False) -> int:
+    """Read, write and W of every site, dense; with inputs as units or as many as estimated."""
+    widths = [row.d_in if neurons else row.units for row in estimate.rows]
+    return 4 * sum(
+        units * (row.d_in + row.d_out) + row.d_in * row.d_out for units, row in zip(widths, estimate.rows, strict=True)
+    )
 
 
 def _block(model: Any, tokens: int, length: int) -> int:

@@ -35,8 +35,8 @@ FORMAT = 2
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one.
 STAGED = ".new"
-# The method that exact factors go by: the control.
-CONTROL = "SVD"
+# Exact controls by name, and the method that each goes by.
+EXACT = {"neurons": "neurons", "svd": "SVD"}
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
 _CURVE = {"units", "edges", "sufficiency", "necessity_drop"}  # columns of a curve that every report draws
 
@@ -107,7 +107,7 @@ class Replacement:
     Attributes:
         factors: of exact ones a loaded run has a record only, they are not saved.
         seconds: that the factors took.
-        exact: the control: every matrix written as a product without an error.
+        exact: a control: every matrix written as a product without an error.
     """
 
     surface: str
@@ -255,7 +255,7 @@ def _from_format_1(values: Mapping[str, Any]) -> dict[str, Any]:
     """What format 1 says, as format 2 would: its first replacement of a surface is the reference."""
     rows = [
         {**row, "factors": {"sites": {site: {} for site in row["relmse"]}, "provenance": {}}}
-        if row["method"] == CONTROL
+        if row["method"] == EXACT["svd"]
         else row
         for row in values["fidelity"]
     ]

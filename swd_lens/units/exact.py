@@ -1,10 +1,13 @@
-"""Exact dense factorizations, the controls without sparsity (paper, app. exact-dense-controls; method.md §4.1).
+"""Exact factorizations of one matrix, the controls without an error.
 
 1. `svd_factors`: W = U S V^T; read = U S, write = V^T. Units are ordered by singular value.
 2. `random_b_factors`: a random orthogonal Q instead of the singular vectors; the basis carries no information of W.
+3. `neuron_factors`: W's own coordinates. Unit i is input i with everything that it writes (read = I, write = W), or output i
+   with everything that it reads (read = W, write = I).
 
-Both have min(d_in, d_out) units, are computed in float64 and stored in float32, and count k (d_in + d_out) edges for k
-units whatever zeros they may hold (settings["edges"] = "dense" says so).
+The first two are the paper's (app. exact-dense-controls; method.md §4.1): min(d_in, d_out) units, computed in float64 and stored
+in float32; they count k (d_in + d_out) edges for k units whatever zeros they may hold (settings["edges"] = "dense" says so).
+The paper never compares with the third. Its edges are nonzeros: 1 + d_out of an input, d_in + 1 of an output.
 """
 
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.factors import Factors
+
+SIDES = ("input", "output")
 
 
 @in_plain_surroundings
@@ -58,6 +63,30 @@ def random_b_factors(weight: Float[Tensor, "d_in d_out"], seed: int) -> Factors:
     random = _haar_orthogonal(min(d_in, d_out), seed).to(dense.device)
     read, write = (dense @ random.T, random) if d_in >= d_out else (random, random.T @ dense)
     return _factors(weight, read, write, {"method": "random_b", "seed": seed})
+
+
+@in_plain_surroundings
+def neuron_factors(weight: Float[Tensor, "d_in d_out"], side: str = "input") -> Factors:
+    """W's own coordinates as units: W = I W ("input"), or W I ("output").
+
+    Behind an activation function, at mlp_out, inputs are neurons; at attn_o they are dimensions of heads.
+
+    Args:
+        weight: (d_in, d_out), any floating dtype.
+        side: whose coordinates.
+
+    Raises:
+        ValueError: a weight that is not finite, or another side.
+
+    Source: ours (evidence.md, controls).
+    """
+    if side not in SIDES:
+        raise error("neurons-of-no-side", side=side, sides=" or ".join(map(repr, SIDES)))
+    dense = _finite(weight).float()
+    identity = torch.eye(dense.shape[SIDES.index(side)], dtype=torch.float32, device=dense.device)
+    read, write = (identity, dense) if side == "input" else (dense, identity)
+    settings = {"method": "neurons", "side": side, "units": len(identity)}
+    return Factors(read, write.clone(), settings, {"solver": "exact.neurons"}, dense)
 
 
 def _finite(weight: Float[Tensor, "d_in d_out"]) -> Float[Tensor, "d_in d_out"]:

@@ -46,7 +46,7 @@ def fidelity_table(runs: Sequence[Run]) -> Table:
             agreed(rows, lambda row: signed(row["ce_delta"])),
             agreed(rows, lambda row: f"{max(row['kl'], 0.0):.5f}"),
             agreed(rows, lambda row: f"{100 * row['top1_agreement']:.1f}%"),
-            agreed(rows, lambda row: f"{max(row['relmse'].values()):.1e}" if row["method"] != "SVD" else "0"),
+            agreed(rows, lambda row: f"{max(row['relmse'].values()):.1e}" if "factors" not in row else "0"),
         ]
         body.append(cells)
     columns = ["surface", "method", "edges", "CE delta (nats)", "KL (nats)", "top-1 agreement", "largest relMSE"]

@@ -75,7 +75,7 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     assert {k: v for k, v in printed.items() if k != "report"} == {k: saved[k] for k in list(saved)[:-2]}
     assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "docstring"}
     assert saved["settings"]["host"] == "HookedTransformer"
-    assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "SVD"}
+    assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "neurons", "SVD"}
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4
     screened = swd.Run.load(tmp_path).screen

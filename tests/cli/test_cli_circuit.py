@@ -49,7 +49,7 @@ def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole
     result = run("circuit", *given, "--task", "ioi", *TEXT, *PROMPTS, *modes, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     read = swd.Run.load(tmp_path / "run")
-    assert [r.method for r in read.replacements] == ["SWD s=0.6, tuned (whole)", "SWD s=0.6 (whole)", "SVD"]
+    assert [r.method for r in read.replacements] == ["SWD s=0.6, tuned (whole)", "SWD s=0.6 (whole)", "neurons", "SVD"]
     assert read.settings["calibration tokens"] == 0 and read.settings["held-out tokens"] == 1024
     (surface,) = read.comparisons
     assert surface == "blocks.2.mlp_out, blocks.3.mlp_out" == ", ".join(read.settings["surfaces"][surface])
@@ -110,7 +110,7 @@ SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s"
 def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     said = run("circuit", "--out", tmp_path, *SMALLEST).stderr
     numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
-    assert numbers == [(i, 11) for i in range(1, 12)]
+    assert numbers == [(i, 12) for i in range(1, 13)]
     assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
     (most, unit), (peak, peak_unit) = (
         re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
@@ -131,7 +131,7 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, monkeypa
     assert stopped.exit_code == 130 and "Traceback" not in stopped.output
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("interrupted")]
     assert line.startswith(
-        "interrupted in step 7 of 11 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 6 finished"
+        "interrupted in step 8 of 12 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 7 finished"
     )
     command = line.rpartition("goes on from there: ")[2]
     assert shlex.split(command) == ["swd-lens", *words]

@@ -61,11 +61,11 @@ def _cost(task: str, method: str, edges: int | None, units: int | None, defined:
     return Cost("mlp", task, method, edges, units, 64, defined)
 
 
-def testcost_sentences() -> None:
+def test_cost_sentences() -> None:
     costs = [_cost("a", "S", 100, 4), _cost("a", "SVD", 300, 3)]
     costs += [_cost("b", "S", 500, 64), _cost("b", "SVD", 250, 2)]  # every unit, and more edges than the control
     costs += [_cost("c_d", "S", 0, 0), _cost("c_d", "SVD", 0, 0), _cost("e", "S", None, None, False)]
-    contest, empty, undefined, least = cost_sentences(costs, "S", "SVD", 0.9)
+    contest, empty, undefined, least = cost_sentences(costs, "S", ["SVD"], 0.9)
     # ratios 3 and 1/2: median 1.75
     assert (
         "2 of 4 cases" in contest
@@ -77,7 +77,7 @@ def testcost_sentences() -> None:
     assert "4 of the 64 units of mlp, with 100 active edges, keep 90% of the margin of a." in least
 
 
-def testcost_sentences_admit_a_loss_and_need_a_control() -> None:
+def test_cost_sentences_admit_a_loss_and_need_a_control() -> None:
     costs = [_cost("a", "S", 300, 4), _cost("a", "SVD", 100, 3)]
-    assert "S needs 3.0 times more active edges than SVD." in next(cost_sentences(costs, "S", "SVD", 0.9))
-    assert not any("SVD" in sentence for sentence in cost_sentences(costs[:1], "S", "SVD", 0.9))
+    assert "S needs 3.0 times more active edges than SVD." in next(cost_sentences(costs, "S", ["SVD"], 0.9))
+    assert not any("SVD" in sentence for sentence in cost_sentences(costs[:1], "S", ["SVD"], 0.9))

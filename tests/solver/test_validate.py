@@ -162,7 +162,9 @@ def test_sparsity(sparsity: float):
 
 
 def test_units_of_the_papers_solver():
-    with pytest.raises(UnitsError, match=r'units=16: .* = 8 units; leave units=None, or take preset="best"'):
+    with pytest.raises(
+        UnitsError, match=r'units=16: the paper.s solver is defined for 8 units, .* units=None, or take preset="best"'
+    ):
         solve(WEIGHT, units=16, preset="paper")
     for units in (8, "1x", None):
         assert solve(WEIGHT, units=units, preset="paper", outer_iterations=4).n_units == 8
@@ -177,7 +179,7 @@ def test_units_of_any_width(units: int | str | None, width: int):
 @pytest.mark.parametrize("units", ["double", "2", "x", "-1x", "2xx", ""])
 def test_units_that_are_no_width(units: str):
     with pytest.raises(
-        UnitsError, match=rf"units='{units}': give a number, None for min\(d_in, d_out\) = 8, or \"2x\""
+        UnitsError, match=rf"units='{units}': give a number, None for 8, one per coordinate .*, or \"2x\""
     ):
         solve(WEIGHT, units=units)
 
@@ -249,7 +251,9 @@ def test_no_sparsity_is_feasible():
 
 
 def test_unknown_names_list_the_nearest_and_all():
-    with pytest.raises(SpecError, match=r"no preset 'papr'; did you mean paper\? valid: best, paper, quick, thorough"):
+    with pytest.raises(
+        SpecError, match=r"no preset 'papr'; did you mean paper\? valid: best, paper, pruned, quick, thorough"
+    ):
         solve(WEIGHT, preset="papr")
     with pytest.raises(
         SpecError, match=r"no setting 'outer_iteration'; did you mean outer_iterations.*valid: .*square_share"

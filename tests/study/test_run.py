@@ -32,12 +32,12 @@ def run(default_model, tasks):
 
 
 def test_every_surface_method_and_task_is_there(run):
-    methods = ["SWD s=0.5", "SWD s=0.75", "SVD"]
+    methods = ["SWD s=0.5", "SWD s=0.75", "neurons", "SVD"]
     assert [(r.surface, r.method) for r in run.replacements] == [(s, m) for s in SURFACES for m in methods]
     assert run.fidelity_table()["method"].tolist() == methods * 2
-    assert len(run.circuit_table()) == 2 * 2 * 3
+    assert len(run.circuit_table()) == 2 * 2 * 4
     as_json = json.loads(json.dumps(plain(run.as_dict()), allow_nan=False))
-    assert len(as_json["circuits"]) == 12
+    assert len(as_json["circuits"]) == 16
     assert as_json["settings"]["tasks"]["ioi"]["example"].endswith("to")
     assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 4}
 
@@ -169,7 +169,7 @@ def test_what_it_refuses(default_model, tasks):
     for surfaces, chosen, sparsities in (({}, tasks, (0.5,)), (SURFACES, [], (0.5,)), (SURFACES, tasks, ())):
         with pytest.raises(ValueError, match="at least one surface, one task and one sparsity"):
             swd.run_study(default_model, surfaces, chosen, sparsities=sparsities, **data)
-    with pytest.raises(ValueError, match="no control 'pca'; there are svd, random_b"):
+    with pytest.raises(ValueError, match="no control 'pca'; there are neurons, svd, random_b"):
         swd.run_study(default_model, SURFACES, tasks, sparsities=(0.5,), controls=["svd", "pca"], **data)
     steps = []
     with pytest.raises(swd.UnknownSiteError):

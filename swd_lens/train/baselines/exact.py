@@ -1,6 +1,6 @@
 """Units that need no training, for comparison with SWD: exact controls of a host's matrices, and the channels of its MLPs.
 
-1. `svd`, `random_b`: the factorizations of units/exact.py for a host's sites, as a FactorSet that `attach` takes.
+1. `svd`, `random_b`, `neurons`: the factorizations of units/exact.py for a host's sites, as a FactorSet that `attach` takes.
 2. `channels_of`: an MLP's hidden channels, after the activation, the unit of sparse pretraining (method.md §3). They stand at
    mlp_out: z is what it reads, z W_out + b_out what it writes, so that the units compute what the host does, for every activation
    and also behind a gate. Their edges are the paper's: nonzeros that a channel reads (of mlp_in, and of mlp_gate where there is
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from swd_lens.base._version import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.factorization.factorize import stamp
+from swd_lens.factorization.factorize import factorize, stamp
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.train.baselines.fits import bias_of
 from swd_lens.units import CoderUnits, described
-from swd_lens.units.exact import random_b_factors, svd_factors
+from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
 from swd_lens.units.factors import Factors, FactorSet
 
 
@@ -46,6 +46,35 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
     return _factor_set(
         model, sites, lambda weight, i: random_b_factors(weight, seed + 1000 * i), method="random_b", seed=seed
     )
+
+
+@in_plain_surroundings
+def neurons(model: Any, sites: Pattern, side: str = "input") -> FactorSet:
+    """The matrices' own coordinates as units, exact: inputs with all that they write, or outputs with all that they read.
+
+    An input of mlp_out is a neuron, one of attn_o a dimension of a head, and one of any other matrix a coordinate of the
+    residual stream. The paper has no such control.
+
+    Args:
+        side: "input" (read = I, write = W; 1 + d_out edges per unit) or "output" (read = W, write = I; d_in + 1).
+
+    Raises:
+        UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
+        ValueError: another side.
+    """
+    return _factor_set(model, sites, lambda weight, _: neuron_factors(weight, side), method="neurons", side=side)
+
+
+@in_plain_surroundings
+def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
+    """The same units with their weights pruned to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
+
+    `swd_lens.factorize` with preset="pruned"; its arguments are taken, too (basis="output", out=, calibration=).
+
+    Raises:
+        See `swd_lens.factorize`.
+    """
+    return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **how)
 
 
 def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], Factors], **how: Any) -> FactorSet:

@@ -1,9 +1,9 @@
-"""SVD and Random-B: exact, ordered or Haar, reproducible (method.md §4.1)."""
+"""SVD and Random-B: exact, ordered or Haar, reproducible (method.md §4.1). Neurons: W's own coordinates."""
 
 import pytest
 import torch
 
-from swd_lens.units.exact import random_b_factors, svd_factors
+from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
 
 SHAPES = [(24, 10), (10, 24), (16, 16)]
 
@@ -66,7 +66,26 @@ def test_random_b_is_haar():
     assert 20 <= signs <= 80
 
 
-@pytest.mark.parametrize("make", [svd_factors, lambda weight: random_b_factors(weight, 0)], ids=["svd", "random_b"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_neurons_are_inputs_with_what_they_write_or_outputs_with_what_they_read(shape):
+    weight = weight_of(shape)
+    weight[3] = 0.0  # an input that writes nothing
+    inputs, outputs = neuron_factors(weight), neuron_factors(weight, "output")
+    assert torch.equal(inputs.product(), weight) and torch.equal(outputs.product(), weight)
+    assert torch.equal(inputs.read, torch.eye(shape[0])) and torch.equal(outputs.write, torch.eye(shape[1]))
+    edges = [1 + shape[1]] * shape[0]
+    edges[3] = 1
+    assert inputs.edges_per_unit.tolist() == edges and not inputs.valid_units[3]
+    assert outputs.edges_per_unit.tolist() == [shape[0] - 1 + 1] * shape[1]
+    with pytest.raises(ValueError, match="side='both': units are the coordinates of one side, 'input' or 'output'"):
+        neuron_factors(weight, "both")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [svd_factors, lambda weight: random_b_factors(weight, 0), neuron_factors],
+    ids=["svd", "random_b", "neurons"],
+)
 def test_non_finite_weight(make):
     weight = weight_of((5, 6))
     weight[2, 4] = float("inf")

@@ -1,0 +1,78 @@
+"""Pruning (prune.py) and the side that units start on (`basis`): against least squares by hand, and by symmetry."""
+
+import pytest
+import torch
+
+from swd_lens.solver import solve
+from tests.solver.matrices import gram_of, weight_of
+
+SHAPES = [(24, 10), (10, 24), (16, 16)]
+SIDES = ("input", "output")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("basis", SIDES)
+def test_units_are_coordinates_and_edges_are_within_budget(shape, basis):
+    weight = weight_of(shape)
+    solution = solve(weight, gram_of(shape[0]), 0.5, preset="pruned", basis=basis)
+    identity, other = (solution.read, solution.write)[:: 1 if basis == "input" else -1]
+    assert len(identity) == shape[SIDES.index(basis)]
+    assert torch.equal(identity.count_nonzero(0), identity.count_nonzero(1)) and not identity.triu(1).any()
+    # A unit that keeps no weight has no edge of its own, and every other has one.
+    assert torch.equal(identity.diagonal() != 0, other.any(1 if basis == "input" else 0))
+    numel = weight.numel() // 2
+    assert numel - 1 <= int(solution.read.count_nonzero() + solution.write.count_nonzero()) <= numel
+
+
+@pytest.mark.parametrize("basis", SIDES)
+def test_the_support_is_of_the_largest_weighted_entries_and_the_values_are_least_squares(basis):
+    weight, gram = weight_of((24, 10)), gram_of(24).double()
+    solution = solve(weight, gram, 0.6, preset="pruned", basis=basis, precision="float64", refine_steps=400)
+    product = (solution.read @ solution.write).double()
+    score = weight.abs() * gram.diagonal().float().sqrt()[:, None]
+    kept = product != 0
+    assert float(score[kept].min()) >= float(score[~kept].max())
+    for j in range(10):
+        support = kept[:, j]
+        best = torch.linalg.solve(gram[support][:, support], gram[support] @ weight[:, j].double())
+        torch.testing.assert_close(product[support, j], best, rtol=1e-4, atol=1e-5)
+
+
+def test_zero_data_keeps_weights_as_they_are():
+    weight = weight_of((24, 10))
+    product = (lambda f: f.read @ f.write)(solve(weight, None, 0.5, preset="pruned"))
+    kept = product != 0
+    torch.testing.assert_close(product[kept], weight[kept], rtol=1e-5, atol=1e-6)
+
+
+def test_a_unit_that_costs_its_own_edge_is_left_out_when_the_budget_ends():
+    weight = torch.tensor([[9.0, 8.0, 7.0], [6.0, 5.0, 4.0]])
+    # K = 4: one read and three writes of input 0; input 1 would cost two more.
+    solution = solve(weight, None, 1 / 3, preset="pruned", basis="input")
+    assert (solution.read @ solution.write).ne(0).tolist() == [[True] * 3, [False] * 3]
+    assert solution.settings["nonzeros_read"] == 1 and solution.settings["nonzeros_write"] == 3
+
+
+@pytest.mark.parametrize("preset", ["quick", "pruned"])
+def test_output_side_of_a_matrix_is_input_side_of_its_transpose(preset):
+    weight = weight_of((12, 30))
+    one = solve(weight, None, 0.6, preset=preset, basis="output", precision="float64")
+    other = solve(weight.T, None, 0.6, preset=preset, basis="input", precision="float64")
+    assert one.read.shape[1] == other.read.shape[1] == 30
+    torch.testing.assert_close(one.read @ one.write, (other.read @ other.write).T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_papers_side_is_the_short_one(shape):
+    short = "input" if shape[0] <= shape[1] else "output"
+    weight, gram = weight_of(shape), gram_of(shape[0])
+    paper, named = (solve(weight, gram, 0.5, preset="quick", basis=basis) for basis in ("paper", short))
+    assert torch.equal(paper.read, named.read) and torch.equal(paper.write, named.write)
+
+
+def test_units_of_the_long_side_start_there_and_keep_the_budget():
+    weight = weight_of((30, 12))
+    solution = solve(weight, gram_of(30), 0.5, preset="quick", basis="input")
+    assert solution.read.shape == (30, 30) and solution.settings["units"] == 30
+    assert int(solution.read.count_nonzero() + solution.write.count_nonzero()) == 180
+    assert bool(solution.read.any(0).all()) and bool(solution.write.any(1).all())
