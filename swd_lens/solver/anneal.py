@@ -14,6 +14,8 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
      c. D belongs to its rho: when rho changes, D is rescaled by old / new.
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
+   With `balance` the factors' budgets move after each alternation to where one more entry is worth as much in either: X is in
+   units of the loss in both, so that is one threshold for both (`rebalance`).
 4. Each unit always keeps its largest entry. In the last alternation the support is exact: these, then the largest ones up
    to K. Before, the threshold is a sample's quantile. Entries that only rounding tells apart count as equal.
 5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs.
@@ -35,20 +37,31 @@ from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.spec import AnnealSpec, OnIteration, Step
-from swd_lens.solver.support import first_largest, keep_exactly, kth_largest, kth_largest_estimate, tie_floor
+from swd_lens.solver.support import (
+    first_largest,
+    keep_exactly,
+    kth_largest,
+    kth_largest_estimate,
+    magnitude_sample,
+    tie_floor,
+)
 
 # Norms of empty rows: divided by this they stay zero.
 NORM_FLOOR = 1e-18
 
+# Share of the alternations after which budgets stay.
+BALANCED = 0.9
+
 
 @dataclass(frozen=True)
 class Phase:
-    """What one alternation works with: blend g, penalty rho, ridge, ADMM steps, and whether it is the last."""
+    """What one alternation works with: blend g, penalty rho, ridge, ADMM steps, how far budgets move, whether it is the last."""
 
     blend: float
     rho: float
     ridge: float
     steps: int
+    balance: float
     last: bool
 
     @classmethod
@@ -61,6 +74,7 @@ class Phase:
             rho=spec.rho(progress, calibrated=calibrated),
             ridge=spec.ridge(progress),
             steps=spec.inner_iterations,
+            balance=float(spec.balance) if progress < BALANCED else 0.0,
             last=t + 1 == spec.outer_iterations,
         )
 
@@ -68,6 +82,8 @@ class Phase:
 @dataclass
 class Block:
     """One factor while it is being solved for: Z = factor, D = dual, both of the factor's own shape, and its budget.
+
+    Where budgets move there is also a sample of the last X's magnitudes: what entries are worth.
 
     D is kept in the coordinates in which the held factor's rows have unit norm. It is a gradient there, and so does not
     grow with that norm; scaled along with Z, each factor's norm would drive the other's dual, and at K of a few entries
@@ -77,6 +93,7 @@ class Block:
     factor: Matrix
     dual: Matrix
     budget: int
+    worth: Float[Tensor, " sample"] | None = None
 
 
 def factorize(
@@ -184,9 +201,27 @@ def alternate(
         for block, update in blocks:
             block.dual *= rho_before / phase.rho
             update(phase, goal)
+        if phase.balance:
+            rebalance(read, write, phase.balance)
         rho_before = phase.rho
         if on_iteration is not None:
             on_iteration(Step(t + 1, spec.outer_iterations, lambda: metric.error(target, read.factor, write.factor)))
+
+
+def rebalance(read: Block, write: Block, step: float) -> None:
+    """Move the budgets a step towards where one threshold cuts both factors; the total stays, and an entry per unit in each."""
+    assert read.worth is not None and write.worth is not None
+    total, units = read.budget + write.budget, len(write.factor)
+    samples = (read, read.worth), (write, write.worth)
+    worth = torch.cat([sample for _, sample in samples])
+    stands_for = torch.cat([torch.full_like(sample, block.factor.numel() / len(sample)) for block, sample in samples])
+    order = worth.argsort(descending=True, stable=True)
+    above = order[stands_for[order].cumsum(0) <= total]
+    wanted = float(stands_for[above[above < len(read.worth)]].sum())
+    moved = round(read.budget + step * (wanted - read.budget))
+    least, most = max(units, total - write.factor.numel()), min(total - units, read.factor.numel())
+    read.budget = min(max(moved, least), most)
+    write.budget = total - read.budget
 
 
 def update_write(
@@ -259,6 +294,7 @@ def _admm(
         del right
         if step == 0:
             mask = _support(dense, norm > NORM_FLOOR, block.budget, phase.last, unit_dim)
+            block.worth = magnitude_sample(dense) if phase.balance else None
         torch.mul(dense, mask, out=factor)
         torch.sub(dense, factor, out=dual)
         del dense

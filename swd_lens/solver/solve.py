@@ -70,7 +70,7 @@ def solve(
         weight: (d_in, d_out), any floating dtype; outputs are inputs @ weight. Taken to float32 first.
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
-        preset: a key of `PRESETS`: "best"; "quick" and "thorough", with fewer and more iterations; "paper", the paper's
+        preset: a key of `PRESETS`: "best"; "quick", "thorough" and "deep", with fewer and more iterations; "paper", the paper's
             solver with the reference code's rounding; "pruned", W itself made sparse with its coordinates as units.
         units: width of the bottleneck: a number, None for one per coordinate that units start as (min(d_in, d_out), unless
             basis="input" or "output" says another side), or "2x" for twice that (any "1.5x" too). More units at the same K

@@ -2,7 +2,7 @@
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
    `AnnealSpec` ours, `PruneSpec` those of pruning alone.
-2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "paper", and "pruned".
+2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", and "pruned".
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
 4. A `Step` is what a solver tells its caller after each outer iteration.
 """
@@ -198,6 +198,10 @@ class AnnealSpec(SolveSpec):
     # 3 % better and 1 % worse.
     square_share: float | int | str = setting(AUTO, above=0, at_most=1)
 
+    # How far the budgets move, in each alternation, to where one more entry is worth as much in either factor; 0: they stay at
+    # `square_share`. Planted factors (tests/benchmarks/planted.py) are found with it where they are not without.
+    balance: float | int = setting(0.0, at_least=0, at_most=1)
+
     # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
     refine_rounds: int = setting(3, at_least=0)
     refine_steps: int = setting(8, at_least=1)
@@ -261,6 +265,8 @@ PRESETS: Mapping[str, DsfSpec | AnnealSpec | PruneSpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=160),
+    # Up to ten times the time of "best".
+    "deep": AnnealSpec(outer_iterations=400, inner_iterations=3, rho_start=0.05, balance=0.5),
     "paper": DsfSpec(),
     "pruned": PruneSpec(),
 }

@@ -5,7 +5,7 @@
 2. `keep_exactly`: the k largest; of those that tie at the threshold the first by index. Entries tie when rounding could
    have parted them (`TIED`): symmetric problems have such entries, and which of them is larger depends on the processor.
 3. `keep_above`: those strictly above the k-th largest, as the reference code does (ties at the threshold all drop out).
-4. `kth_largest_estimate`: the sample's own quantile, for iterations whose support is not the last one.
+4. `kth_largest_estimate`: a sample's own quantile (`magnitude_sample`), for iterations whose support is not the last one.
 5. `tie_floor` and `first_largest`: the same rule for a threshold of one's own, and for the largest entry of a row or column.
 """
 
@@ -49,9 +49,16 @@ def kth_largest_estimate(values: Float[Tensor, "rows columns"], k: int) -> float
     n = values.numel()
     if n <= 2 * ESTIMATE_SAMPLE:
         return float(kth_largest(values.abs(), k))
-    sample = values.flatten()[:: _stride(n, ESTIMATE_SAMPLE, values.shape[1])].abs()
+    sample = magnitude_sample(values)
     rank = sample.numel() - round(k / n * sample.numel())
     return float(sample.kthvalue(min(max(rank, 1), sample.numel())).values)
+
+
+def magnitude_sample(values: Float[Tensor, "rows columns"]) -> Float[Tensor, " sample"]:
+    """Magnitudes at an even stride; of small matrices all."""
+    n = values.numel()
+    stride = 1 if n <= 2 * ESTIMATE_SAMPLE else _stride(n, ESTIMATE_SAMPLE, values.shape[1])
+    return values.flatten()[::stride].abs()
 
 
 def _stride(n: int, sample: int, row: int) -> int:

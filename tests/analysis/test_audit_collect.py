@@ -7,7 +7,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.analysis.audit import audit, logit_effect, top_contexts
+from swd_lens.analysis.audit import audit, collect, logit_effect, top_contexts
 from swd_lens.analysis.audit.contexts import TopPlaces
 from swd_lens.analysis.audit.statistics import Statistics
 from swd_lens.hosts import host_of
@@ -49,6 +49,15 @@ def test_the_top_contexts_are_the_largest_z_of_each_row(model):
     assert set(found) == set(units)
     for site, unit in units:
         assert as_tuples(found[site, unit]) == brute_force(z[site], tokens, unit, 4, 2, 1)
+
+
+def test_rows_at_a_time_are_bounded_by_their_tokens(model, factors, monkeypatch):
+    monkeypatch.setattr(collect, "_TOKENS_AT_ONCE", 27)
+    rows = []
+    hook = model.blocks[0].register_forward_hook(lambda *a: rows.append(len(a[1][0])))
+    top_contexts(model, factors, [("blocks.1.mlp_out", 3)], random_tokens(7, 9), n=2, batch_size=64)
+    hook.remove()
+    assert rows == [3, 3, 1]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, None])

@@ -1,5 +1,6 @@
 """What edits do elsewhere, methods against each other, and the choice of a unit; on the toy model, against plain forwards."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pandas as pd
@@ -9,6 +10,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.edit import EditComparison, compare_edits, edit_unit, select_edit_unit, side_effects
+from swd_lens.analysis.edit.effects import measure
 from swd_lens.analysis.edit.target import find_target
 from swd_lens.base.divergence import kl_per_prediction
 from swd_lens.base.errors import AttachError, EditError
@@ -71,6 +73,20 @@ def test_text_may_be_a_stream_and_batches_do_not_matter(model, factors):
     assert side_effects(model, edit, OTHERS).kl_text is None
     with pytest.raises(swd.TokenError, match="at least two tokens"):
         side_effects(model, edit, tokens=TEXT[:, :1])
+
+
+def test_what_enters_the_edited_block_is_run_once_for_before_and_all_edits(model, factors):
+    """Text of a batch: block 0 once, for an edit of block 1; and a few tokens twice, to see whether runs may start there."""
+    edits = [edit_unit(model, factors, "blocks.1.mlp_out/1", PROMPT, 3, 5, shift) for shift in (1, 2, 3)]
+    rows = {0: [], 1: []}
+    with ExitStack() as stack:
+        for layer, seen in rows.items():
+            hook = model.blocks[layer].register_forward_hook(lambda *a, seen=seen: seen.append(len(a[1][0])))
+            stack.callback(hook.remove)
+        measured = measure(model, edits, (), TEXT, batch_size=7)
+    assert [row.kl_text > 0 for row in measured] == [True] * 3
+    of_text = {layer: seen.count(7) for layer, seen in rows.items()}
+    assert of_text == {0: 1, 1: 4}
 
 
 def test_no_shift_changes_nothing(model, factors):

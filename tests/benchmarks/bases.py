@@ -26,6 +26,7 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.grams import collect_grams
+from swd_lens.hosts import host_of
 from tests.benchmarks.results import Table, record
 
 CELLS = {
@@ -93,7 +94,7 @@ def main() -> None:
         site = args.site or CELLS[cell]
         task = swd.load_task(cell, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
         [matrix] = swd.find_sites(model, site)
-        weight, gram = matrix.weight(model), None
+        weight, gram = host_of(model).weight(matrix), None
         for method in args.methods:
             file = args.folder / f"{cell} {site} {method}.json".replace("/", "-")
             if not file.exists():

@@ -8,8 +8,10 @@ import torch
 
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits import shortcuts as shortcuts_module
+from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.shortcuts import Runner, Shortcuts, find_shortcuts
 from swd_lens.hosts import Start, host_of
+from swd_lens.train.baselines import channels_of, svd
 from swd_lens.units import attach
 from tests.circuits.slow import able_split, last_logits, replacing
 from tests.contract import swd_zero_data
@@ -201,3 +203,25 @@ def test_a_short_last_block_gives_the_logits_of_whole_runs(model, every, sites):
             found = runner.logits(runner.share(tokens), masks, values)
             slow = slow_logits(model, tokens, masks, values, "all")
             assert float((found - slow).abs().max()) < 1e-5 * float(slow.abs().max())
+
+
+def test_replacements_of_the_same_sites_share_what_was_found(model, monkeypatch):
+    """One search per split for SWD and SVD of one matrix; another matrix, and a coder, are searched for themselves."""
+    searched = []
+    search = shortcuts_module._agreeing
+    monkeypatch.setattr(shortcuts_module, "_agreeing", lambda *a: searched.append(a[1][0].name) or search(*a))
+    dense = DenseRuns()
+    methods = [
+        swd_zero_data(model, LAST),
+        svd(model, LAST),
+        svd(model, FIRST),
+        channels_of(model, LAST),
+        channels_of(model, LAST),
+    ]
+    curves = []
+    for units in methods:
+        scores = attribute(model, units, TRAIN, dense=dense)
+        curves.append(evaluate(model, units, SPLIT, scores, dense=dense, bootstrap=0))
+    assert searched == [LAST] * 2 + [FIRST] * 2 + [LAST] * 4
+    alone = evaluate(model, methods[1], SPLIT, attribute(model, methods[1], TRAIN), bootstrap=0)
+    torch.testing.assert_close(curves[1].margins["keep"], alone.margins["keep"], atol=1e-5, rtol=1e-5)

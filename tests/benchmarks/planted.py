@@ -1,0 +1,198 @@
+"""Known optima: matrices that are the product of two sparse factors, and whether the solver finds them again.
+
+    python -m tests.benchmarks.planted                          every row, presets best and thorough
+    python -m tests.benchmarks.planted --presets deep --rows 1 2 --seeds 3
+    python -m tests.benchmarks.planted --record                 also into results/planted.json
+
+1. W = A B with so many units, each with so many read and write entries at random places, normal values (seeded); in some rows
+   unequal numbers of entries, units of a single input among the others, correlated inputs with their exact Gram, noise, or a
+   dense remainder. K and the number of units are the planted ones, so that an answer as good as the planted one exists.
+2. Found units are matched to planted ones one to one, by the entries that they share. F1 is of all entries, read and write. MMCS
+   is the mean over planted units of the largest |cosine| of a found rank-one piece with theirs.
+3. Error: relative norm ||W - AB|| / ||W|| (under the Gram, where there is one), beside that of the planted factors: where W has
+   noise, no answer of K edges has to come nearer.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from swd_lens.base.errors import SolveInputError
+from swd_lens.solver import solve
+from tests.benchmarks.results import Table, record
+
+COLUMNS = [
+    "d_in x d_out, units, read + write",
+    "kind",
+    "s",
+    "preset",
+    "F1",
+    "MMCS",
+    "error",
+    "planted error",
+    "seconds",
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A planted matrix; `kind` is one of KINDS."""
+
+    d_in: int
+    d_out: int
+    units: int
+    reads: int
+    writes: int
+    kind: str = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.d_in} x {self.d_out}, {self.units}, {self.reads} + {self.writes}"
+
+
+KINDS = ("plain", "noise 0.05", "unequal", "single inputs", "correlated", "remainder 0.05")
+ROWS = (
+    Row(128, 64, 64, 4, 4),
+    Row(128, 64, 64, 8, 8),
+    Row(128, 64, 64, 16, 8),
+    Row(128, 64, 32, 8, 8),
+    Row(128, 64, 64, 4, 4, "noise 0.05"),
+    Row(512, 128, 128, 16, 8),
+    Row(128, 64, 96, 8, 8),
+    Row(64, 128, 64, 8, 8),
+    Row(128, 64, 64, 8, 8, "unequal"),
+    Row(128, 64, 64, 8, 8, "single inputs"),
+    Row(128, 64, 64, 8, 8, "correlated"),
+    Row(128, 64, 64, 8, 8, "remainder 0.05"),
+)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A (d_in, unit), B (unit, d_out), W, and the Gram of the inputs; None: the identity."""
+
+    read: Float[Tensor, "d_in unit"]
+    write: Float[Tensor, "unit d_out"]
+    weight: Float[Tensor, "d_in d_out"]
+    gram: Float[Tensor, "d_in d_in"] | None
+
+    @property
+    def edges(self) -> int:
+        return int(self.read.count_nonzero() + self.write.count_nonzero())
+
+
+def planted(row: Row, seed: int) -> Planted:
+    """The matrix of a row."""
+    g = torch.Generator().manual_seed(seed)
+
+    def factor(counts: Sequence[int], width: int) -> Tensor:
+        """(unit, width): so many normal values per unit, at random places."""
+        values = torch.zeros(len(counts), width)
+        for unit, count in enumerate(counts):
+            places = torch.randperm(width, generator=g)[:count]
+            values[unit, places] = torch.randn(count, generator=g)
+        return values
+
+    def counts(mean: int) -> list[int]:
+        if row.kind != "unequal":
+            return [mean] * row.units
+        drawn = torch.rand(row.units, generator=g) * 2 * mean
+        return [max(1, round(float(value))) for value in drawn]
+
+    reads = counts(row.reads)
+    if row.kind == "single inputs":
+        reads = [1 if unit % 2 else row.reads for unit in range(row.units)]
+    read, write = factor(reads, row.d_in).T.contiguous(), factor(counts(row.writes), row.d_out)
+    weight, gram = read @ write, None
+    if row.kind == "correlated":
+        mixing = torch.eye(row.d_in) + 0.3 * torch.randn(row.d_in, row.d_in, generator=g) / row.d_in**0.5
+        mixing = mixing * torch.logspace(-0.5, 0.5, row.d_in)
+        gram = mixing.T @ mixing
+    if row.kind.startswith(("noise", "remainder")):
+        size = float(row.kind.split()[1]) * weight.norm()
+        noise = torch.randn(weight.shape, generator=g)
+        if row.kind.startswith("remainder"):  # of low rank and dense
+            noise = torch.randn(row.d_in, 4, generator=g) @ torch.randn(4, row.d_out, generator=g)
+        weight = weight + noise * size / noise.norm()
+    return Planted(read, write, weight, gram)
+
+
+def error(truth: Planted, read: Tensor, write: Tensor) -> float:
+    """||W - AB|| / ||W||, under the Gram."""
+
+    def norm(matrix: Tensor) -> float:
+        weighed = matrix if truth.gram is None else truth.gram @ matrix
+        return float((matrix * weighed).sum().clamp_min(0).sqrt())
+
+    return norm(truth.weight - read @ write) / norm(truth.weight)
+
+
+def support_f1(truth: Planted, read: Tensor, write: Tensor) -> float:
+    """F1 of the entries, units matched one to one by the entries that they share."""
+    shared = (truth.read != 0).float().T @ (read != 0).float() + (truth.write != 0).float() @ (write != 0).float().T
+    ours, theirs = linear_sum_assignment(-shared.numpy())
+    found = int(read.count_nonzero() + write.count_nonzero())
+    return float(2 * shared[ours, theirs].sum() / (found + truth.edges))
+
+
+def mmcs(truth: Planted, read: Tensor, write: Tensor) -> float:
+    """Mean over planted units of the largest |cosine| of rank-one pieces."""
+    normed = torch.nn.functional.normalize
+    cosines = (normed(truth.read, dim=0).T @ normed(read, dim=0)) * (
+        normed(truth.write, dim=1) @ normed(write, dim=1).T
+    )
+    return float(cosines.abs().amax(1).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Matrices with a known sparse factorization.")
+    parser.add_argument("--presets", nargs="+", default=["paper", "best", "thorough"])
+    parser.add_argument("--rows", nargs="+", type=int, default=list(range(1, len(ROWS) + 1)), help="from 1")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    body = []
+    for row in (ROWS[number - 1] for number in args.rows):
+        for preset in args.presets:
+            cells = _cells(row, preset, range(args.seeds))
+            body.append(cells)
+            print(" | ".join(cells), flush=True)
+    table = Table("Planted factors", COLUMNS, body, ["left"] * 2 + ["right"] + ["left"] + ["right"] * 5)
+    print("\n" + table.markdown())
+    if args.record:
+        about = [
+            f"Means over {args.seeds} seeds. What a row is, and what is measured, is said in tests/benchmarks/planted.py."
+        ]
+        record("planted", [table], threads=[args.threads], title="Known optima", section="Solver", order=9, about=about)
+
+
+def _cells(row: Row, preset: str, seeds: Sequence[int]) -> list[str]:
+    measured, sparsities = [], []
+    for seed in seeds:
+        truth = planted(row, seed)
+        sparsities.append(1 - truth.edges / truth.weight.numel())
+        began = time.perf_counter()
+        units = None if preset == "paper" and row.units == min(row.d_in, row.d_out) else row.units
+        try:
+            solution = solve(truth.weight, truth.gram, sparsities[-1], preset=preset, units=units)
+        except SolveInputError:
+            return [str(row), row.kind, f"{statistics.mean(sparsities):.3f}", preset, *["refused"] + [""] * 4]
+        seconds = time.perf_counter() - began
+        how = (support_f1, mmcs, error)
+        floor = error(truth, truth.read, truth.write)
+        measured.append([*(f(truth, solution.read, solution.write) for f in how), floor, seconds])
+    means = [statistics.mean(column) for column in zip(*measured, strict=True)]
+    shown = [f"{value:.{digits}f}" for value, digits in zip(means, (2, 2, 3, 3, 2), strict=True)]
+    return [str(row), row.kind, f"{statistics.mean(sparsities):.3f}", preset, *shown]
+
+
+if __name__ == "__main__":
+    main()
