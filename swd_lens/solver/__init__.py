@@ -1,8 +1,8 @@
 """The sparse two-factor solver: tensors in, a `Solution` out.
 
 1. spec.py, validate.py, budget.py: settings, arguments and budgets, checked.
-2. anneal.py, with metric.py, support.py and refine.py: the solver of presets best, quick and thorough; dsf.py: the paper's;
-   prune.py: pruning alone.
+2. anneal.py, with metric.py, support.py, births.py and refine.py: the solver of presets best, quick, thorough and deep; dsf.py:
+   the paper's; prune.py: pruning alone.
 3. solve.py: the call that goes through these.
 4. cost.py: how many operations and bytes a call takes.
 """

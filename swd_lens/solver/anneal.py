@@ -16,6 +16,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
    With `balance` the factors' budgets move after each alternation to where one more entry is worth as much in either: X is in
    units of the loss in both, so that is one threshold for both (`rebalance`).
+   With `births` units of little use are replaced a few times on the way (births.py).
 4. Each unit always keeps its largest entry. In the last alternation the support is exact: these, then the largest ones up
    to K. Before, the threshold is a sample's quantile. Entries that only rounding tells apart count as equal.
 5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs.
@@ -33,6 +34,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from swd_lens.solver.births import born_again
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
@@ -49,8 +51,9 @@ from swd_lens.solver.support import (
 # Norms of empty rows: divided by this they stay zero.
 NORM_FLOOR = 1e-18
 
-# Share of the alternations after which budgets stay.
+# Share of the alternations after which budgets stay, and between which units are born.
 BALANCED = 0.9
+BORN = (0.1, 0.88)
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def alternate(
     blocks.append((write, lambda phase, goal: update_write(write, read.factor, goal, metric, phase)))
     if spec.starts_at_output(*target.shape):  # short side first
         blocks.reverse()
-    rho_before = Phase.at(0, metric, spec).rho
+    rho_before, births = Phase.at(0, metric, spec).rho, births_at(spec)
     for t in range(spec.outer_iterations):
         phase = Phase.at(t, metric, spec)
         goal = torch.lerp(target, weighted, phase.blend) if phase.blend > 0 else target  # C_g M
@@ -203,9 +206,20 @@ def alternate(
             update(phase, goal)
         if phase.balance:
             rebalance(read, write, phase.balance)
+        if t in births:
+            entries = round(read.budget / len(write.factor)), round(write.budget / len(write.factor))
+            born = born_again(read.factor, write.factor, target, metric, entries)
+            read.dual[:, born], write.dual[born] = 0.0, 0.0
         rho_before = phase.rho
         if on_iteration is not None:
             on_iteration(Step(t + 1, spec.outer_iterations, lambda: metric.error(target, read.factor, write.factor)))
+
+
+def births_at(spec: AnnealSpec) -> frozenset[int]:
+    """Alternations, counted from 0, after which units are born."""
+    first, last = BORN
+    shares = (first + (last - first) * i / spec.births for i in range(spec.births))
+    return frozenset(int(share * spec.outer_iterations) for share in shares)
 
 
 def rebalance(read: Block, write: Block, step: float) -> None:

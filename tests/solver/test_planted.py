@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from swd_lens.solver import solve
-from swd_lens.solver.anneal import Block, rebalance
+from swd_lens.solver import resolve, solve
+from swd_lens.solver.anneal import Block, births_at, rebalance
+from swd_lens.solver.births import born_again
+from swd_lens.solver.metric import Metric
 from tests.benchmarks.planted import KINDS, ROWS, Row, error, mmcs, planted, support_f1
 
 ROW = Row(128, 64, 64, 8, 8)
@@ -41,6 +43,22 @@ def test_one_threshold_for_both_factors():
     write.worth = torch.zeros(10)  # worth nothing: an entry per unit stays
     rebalance(read, write, 1.0)
     assert (read.budget, write.budget) == (7, 2)
+
+
+def test_a_piece_of_the_residual_is_found_and_takes_the_place_of_a_useless_unit():
+    truth = planted(Row(30, 20, 6, 5, 4), 0)
+    read, write = truth.read.clone(), truth.write.clone()
+    read[:, 2], write[4] = 0.0, 0.0  # two units do nothing
+    metric = Metric.of(None, truth.weight, 0.0)
+    born = born_again(read, write, truth.weight, metric, (5, 4))
+    assert born == [2, 4]
+    assert support_f1(truth, read, write) > 0.95 and error(truth, read, write) < 0.05  # units overlap in a few entries
+    assert born_again(read, write, truth.weight, metric, (5, 4)) == []
+
+
+def test_births_are_spread_over_the_alternations():
+    spec = resolve("best", {"outer_iterations": 100, "births": 3})
+    assert sorted(births_at(spec)) == [10, 36, 62] and births_at(resolve("best", {})) == frozenset()
 
 
 def test_deep_finds_planted_factors():
