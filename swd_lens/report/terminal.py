@@ -30,7 +30,8 @@ def run_tables(run: Run) -> list[Table | Text]:
 
     Circuits: least cost, "units / edges", at sufficiency 0.9 and at half the whole necessity drop.
     """
-    columns = ["method", "edges", "sparsity", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]
+    # Sparsity stands in the methods' names.
+    columns = ["method", "edges", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]
     tables: list[Table | Text] = [
         table(f"Fidelity of {surface} on held-out text", rows[[name for name in columns if name in rows]])
         for surface, rows in run.fidelity_table().groupby("surface", sort=False)
