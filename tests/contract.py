@@ -132,7 +132,6 @@ UNIT_SOURCES: dict[str, Callable[[Any, str], Mapping[str, Any]]] = {
     "svd": baselines.svd,
     "random_b": baselines.random_b,
     "neurons": baselines.neurons,
-    "pruned": lambda model, sites: baselines.pruned(model, sites, sparsity=0.5, progress=False),
     "swd": swd_calibrated,
     "swd_zero_data": swd_zero_data,
     "transcoder": _learned(baselines.transcoder),

@@ -33,7 +33,10 @@ def run_tables(run: Run) -> list[Table | Text]:
     # Sparsity stands in the methods' names.
     columns = ["method", "edges", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]
     tables: list[Table | Text] = [
-        table(f"Fidelity of {surface} on held-out text", rows[[name for name in columns if name in rows]])
+        table(
+            f"Fidelity of {surface} on held-out text",
+            pd.DataFrame(rows, columns=[name for name in columns if name in rows]),
+        )
         for surface, rows in run.fidelity_table().groupby("surface", sort=False)
     ]
     circuits = run.circuit_table()

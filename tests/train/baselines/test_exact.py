@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from swd_lens import baselines
+from swd_lens.units import attach
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
+from tests.micro import random_tokens, toy_model
 
 SHAPES = [(24, 10), (10, 24), (16, 16)]
 
@@ -91,3 +94,18 @@ def test_non_finite_weight(make):
     weight[2, 4] = float("inf")
     with pytest.raises(ValueError, match=r"weight\[2, 4\] is inf: every entry must be finite"):
         make(weight)
+
+
+def test_pruned_neurons_of_a_host_are_attached_and_keep_the_budget():
+    model = toy_model()
+    tokens = random_tokens(8, 9)
+    sparse = baselines.pruned(model, "mlp_out", sparsity=0.5, tokens=tokens, progress=False)
+    for site, f in sparse.items():
+        assert f.n_units == f.d_in and f.settings["preset"] == "pruned", site
+        assert 0 <= f.d_in * f.d_out // 2 - f.edges <= 1
+    dense, replaced = model(tokens), None
+    with attach(model, sparse):
+        replaced = model(tokens)
+    with attach(model, baselines.neurons(model, "mlp_out")):
+        torch.testing.assert_close(model(tokens), dense, rtol=1e-5, atol=1e-5)
+    assert float((replaced - dense).abs().max()) > 1e-3
