@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.planted                          every row, presets best and thorough
     python -m tests.benchmarks.planted --presets deep --rows 1 2 --seeds 3
-    python -m tests.benchmarks.planted --record                 also into results/planted.json
+    python -m tests.benchmarks.planted --record                 also into results/known_optima.json
 
 1. W = A B with so many units, each with so many read and write entries at random places, normal values (seeded); in some rows
    unequal numbers of entries, units of a single input among the others, correlated inputs with their exact Gram, noise, or a
@@ -171,7 +171,7 @@ def main() -> None:
         about = [
             f"Means over {args.seeds} seeds. What a row is, and what is measured, is said in tests/benchmarks/planted.py."
         ]
-        record("planted", [table], threads=[args.threads], title="Known optima", section="Solver", order=9, about=about)
+        record("known_optima", [table], threads=[args.threads], title="Known optima", section="Solver", order=9, about=about)
 
 
 def _cells(row: Row, preset: str, seeds: Sequence[int]) -> list[str]:
