@@ -117,11 +117,13 @@ def solve(
             budget = plan_budget(d_in, d_out, sparsity, spec)
             read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
         else:
+            budget = None
             read, write = prune.factorize(target, metric, edges(d_in, d_out, sparsity), spec, shrinkage, on_iteration)
-            square, other = (read, write)[:: -1 if spec.starts_at_output(d_in, d_out) else 1]
-            budget = Budget(int(square.count_nonzero()), int(other.count_nonzero()))
         del target
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
+    if budget is None or (isinstance(spec, AnnealSpec) and spec.balance):  # it was not settled beforehand
+        square, other = (write, read) if spec.starts_at_output(d_in, d_out) else (read, write)
+        budget = Budget(int(square.count_nonzero()), int(other.count_nonzero()))
 
     settings = {
         "preset": preset,

@@ -269,8 +269,9 @@ PRESETS: Mapping[str, DsfSpec | AnnealSpec | PruneSpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=160),
-    # Up to ten times the time of "best". Golden attn_out, held out: .32 (s = .5) and .40 (.75) of the reference's error, without
-    # births .31 and .38; planted factors want the births. inner_iterations=3 is better on planted ones, 12 % worse on this.
+    # Eight times the time of "best" on golden attn_out, some fifteen on 128 x 64. Held out on attn_out: .31 (s = .5) and .40
+    # (.75) of the reference's error, without births .31 and .38; planted factors want the births. inner_iterations=3 is
+    # better on planted ones, 12 % worse on this.
     "deep": AnnealSpec(outer_iterations=400, rho_start=0.05, balance=0.5, births=30),
     "paper": DsfSpec(),
     "pruned": PruneSpec(),

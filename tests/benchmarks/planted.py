@@ -171,7 +171,15 @@ def main() -> None:
         about = [
             f"Means over {args.seeds} seeds. What a row is, and what is measured, is said in tests/benchmarks/planted.py."
         ]
-        record("known_optima", [table], threads=[args.threads], title="Known optima", section="Solver", order=9, about=about)
+        record(
+            "known_optima",
+            [table],
+            threads=[args.threads],
+            title="Known optima",
+            section="Solver",
+            order=9,
+            about=about,
+        )
 
 
 def _cells(row: Row, preset: str, seeds: Sequence[int]) -> list[str]:

@@ -74,4 +74,5 @@ def test_budgets_find_the_planted_share():
     sparsity = 1 - truth.edges / truth.weight.numel()
     moved = solve(truth.weight, None, sparsity, preset="deep", square_share=0.6)  # of it a third is right
     reads, writes = int(moved.read.count_nonzero()), int(moved.write.count_nonzero())
+    assert (moved.settings["budget_square"], moved.settings["budget_other"]) == (writes, reads)
     assert reads + writes == truth.edges and 0.62 < reads / truth.edges < 0.7
