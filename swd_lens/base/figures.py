@@ -1,10 +1,15 @@
-"""The house style of figures: one palette that colour-blind readers can tell apart, one way to make SVG.
+"""The house style of figures: one palette that colour-blind readers can tell apart, one rule of colours, one way to make SVG.
 
-Figures are matplotlib `Figure` objects made without pyplot, so that no global state or window is touched; notebooks show
-them as SVG.
+1. Blue is negative, orange positive; attention, and whatever else has no sign, is green. Every drawing, panel and style sheet
+   takes these three from here.
+2. Figures are matplotlib `Figure` objects made without pyplot, so that no global state or window is touched; notebooks show
+   them as SVG.
+3. An SVG has no ground, and draws in the text colour of the page that it stands in, light or dark. As a picture of its own (a
+   file, an <img>) it brings both colours along.
 """
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,22 +17,40 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from swd_lens.base.visible import visible_lines
+from swd_lens.base.errors import visible_lines
 
 # Okabe and Ito's palette, darkest first; curves also differ in line style, so that print in grey still reads.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-INK, GRID = "#222222", "#dddddd"
-# White to ink blue for magnitudes; blue, white, orange for signs, as the report colours z. Both keep their order in grey.
-SEQUENTIAL = LinearSegmentedColormap.from_list("swd_sequential", ("#ffffff", "#9ecae1", "#0072B2", "#08306b"))
-DIVERGING = LinearSegmentedColormap.from_list("swd_diverging", ("#08306b", "#0072B2", "#ffffff", "#D55E00", "#5c2700"))
+NEGATIVE, POSITIVE, ATTENTION = PALETTE[:3]
+# The three for style sheets, which lay them out at several strengths: rgba(var(--plus), .3).
+SIGN_STYLE = "; ".join(
+    f"--{name}: {', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))}"
+    for name, colour in (("plus", POSITIVE), ("minus", NEGATIVE), ("unsigned", ATTENTION))
+)
+INK, GRID = "#222222", "#88888855"  # INK becomes the page's text colour in SVG
+INK_ON_FILL = "#1b1f24"  # of text on a filled box, which has the same colour on every page
+# What has no sign, and what has one. Zero is transparent, so that it is the page's own ground; both keep their order in grey.
+SEQUENTIAL = LinearSegmentedColormap.from_list("swd_sequential", (f"{ATTENTION}00", ATTENTION))
+_SIGNS = ((0.0, NEGATIVE), (0.5, f"{NEGATIVE}00"), (0.5, f"{POSITIVE}00"), (1.0, POSITIVE))
+DIVERGING = LinearSegmentedColormap.from_list("swd_diverging", _SIGNS)
+UNDEFINED = "#88888840"  # of a map's entries that are masked or not defined
+# Of an <svg> that is the whole document: in a page `svg:root` is nothing, and the page's own colours hold.
+STANDALONE = (
+    f"<style>svg:root {{ color: {INK}; background: #ffffff; }} "
+    "@media (prefers-color-scheme: dark) { svg:root { color: #e6e8eb; background: #14171b; } }</style>"
+)
+
+
+_PAGE_INK = re.compile(rf"{INK}|#000000(?=[;\"])")
+_MATPLOTLIB_STYLE = re.compile(r'<style type="text/css">\*.*?</style>')
 
 
 class NotebookFigure(Figure):
     """A Figure that shows itself in notebooks; plain ones do so only after pyplot has been imported."""
 
     def _repr_svg_(self) -> str:
-        return svg(self)
+        return svg(self).replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
 
 
 def new_figure(rows: int = 1, columns: int = 1, *, width: float | int = 4.2, height: float | int = 3.1):
@@ -50,15 +73,19 @@ def style(index: int) -> dict:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an <svg> element; text stays text, so that it can be read aloud and searched."""
+    """The figure as an <svg> element in the page's text colour; text stays text, so that it can be read aloud and searched."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     # A fixed salt and no date: the same figure gives the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "swd-lens"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    text = _PAGE_INK.sub("currentColor", text[text.index("<svg") :])
+    # What matplotlib sets by a style sheet would reach every other picture of the page.
+    text = _MATPLOTLIB_STYLE.sub("", text, count=1)
+    head, _, rest = text.partition(">")
+    return f'{head} fill="currentColor" stroke-linejoin="round" stroke-linecap="butt">{STANDALONE}{rest}'
 
 
 def heatmap(
@@ -77,7 +104,7 @@ def heatmap(
     Args:
         values: (row, column) numbers.
         label: what a colour means, with its unit; written at the bar.
-        signed: blue for negative, orange for positive, white for zero; else white (0) to dark blue.
+        signed: blue for negative, orange for positive, the page's ground for zero; else that ground (0) to green.
         largest: the value of the full colour; None = the largest |value|.
         rows, columns: tick labels (plain text); None = numbers.
         bar: draw the colour bar.
@@ -88,7 +115,7 @@ def heatmap(
     array = np.asarray(values, dtype=float)
     top = float(np.nanmax(np.abs(array), initial=0.0)) if largest is None else float(largest)
     top = top or 1.0
-    colours = (DIVERGING if signed else SEQUENTIAL).with_extremes(bad="#e6e6e6")
+    colours = (DIVERGING if signed else SEQUENTIAL).with_extremes(bad=UNDEFINED)
     norm = TwoSlopeNorm(0.0, -top, top) if signed else Normalize(0.0, top)
     image = ax.imshow(array, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     ax.grid(False)

@@ -2,8 +2,9 @@
 
 1. `attention_heads` turns patterns into a `Panel`: a placeholder, its data as JSON, and a call of CircuitsVis. Small heat maps,
    one per head; a click, or Enter on a focused one, keeps a head in full size.
-2. A page holds `library()` once, before its panels (`Panel.html`); a panel shown by itself in a notebook brings its own copy,
-   so that the cell works whatever happens to the others.
+2. A page holds `library()` once, before its panels (`Panel.html`). So does a notebook where the front end says which cell is
+   run (JupyterLab, VS Code): the first cell that shows a panel brings the script along, and again when it is run again; the
+   others wait for it, and say so where it does not come. Elsewhere (Colab draws every cell in a page of its own) each brings it.
 3. Beside every panel stands the same in words, for those who cannot see it and where no script runs.
 
 CircuitsVis' own display asks google.com whether there is a network and then loads a script from a CDN; and it does not escape
@@ -11,6 +12,7 @@ CircuitsVis' own display asks google.com whether there is a network and then loa
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,13 +24,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base.errors import error
-from swd_lens.base.visible import visible, visible_token
+from swd_lens.base.errors import error, visible, visible_token
+from swd_lens.base.figures import ATTENTION, NEGATIVE, POSITIVE
 
-POSITIVE, NEGATIVE = "#B34700", "#0072B2"  # as the report colours z
 _DIGITS = 4  # of a pattern's entries: finer than any screen shows
-# CircuitsVis labels heads in white on a colour of their own, some too light to read.
-_STYLE = ".swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
+# CircuitsVis draws for a white page, and labels heads in white on a colour of their own, some too light to read.
+_STYLE = (
+    ".swd-cv { background: #fff; color: #222; } "
+    ".swd-cv h2, .swd-cv h4 { background: #fff !important; color: #222 !important; }"
+)
 # CircuitsVis' thumbnails listen to the mouse alone. Keyboards get them as buttons, named after their heads.
 _CALL = """
 (() => {
@@ -73,7 +77,19 @@ _CALL = """
     }
     return null;
   };
-  document.querySelectorAll("[data-swd-panel]:not([data-drawn])").forEach(draw);
+  const waiting = () => document.querySelectorAll("[data-swd-panel]:not([data-drawn])");
+  const missing = box => {
+    box.querySelector(".swd-cv").textContent = "The script that draws this panel came with the notebook's first panel: "
+      + "run that cell again, or restart. Below it stands in words.";
+    box.querySelector("details").open = true;
+  };
+  // On a page that opens, the cell that brings the script may be drawn after this one.
+  const ready = tries => {
+    if (window.CircuitsVis) waiting().forEach(draw);
+    else if (tries > 0) setTimeout(() => ready(tries - 1), 250);
+    else waiting().forEach(missing);
+  };
+  ready(20);
 })();
 """
 
@@ -89,7 +105,27 @@ class Panel:
     html: str
 
     def _repr_html_(self) -> str:
-        return library() + self.html
+        return (library() if _brings_the_script(_cell()) else "") + self.html
+
+
+_CARRIERS: list[str] = []  # the cell of this process's notebook that brought the script along
+
+
+def _brings_the_script(cell: str | None) -> bool:
+    """Whether the output of a cell (None: nobody says which) holds the script of all panels."""
+    if cell is None:
+        return True
+    if not _CARRIERS:
+        _CARRIERS.append(cell)
+    return cell in _CARRIERS
+
+
+def _cell() -> str | None:
+    """What the front end calls the cell that is run; None outside a notebook, and where cells share no page."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if "google.colab" in sys.modules or not hasattr(shell, "get_parent"):
+        return None
+    return (shell.get_parent() or {}).get("metadata", {}).get("cellId")
 
 
 @cache
@@ -121,6 +157,7 @@ def attention_heads(
     title: str = "Attention",
     strongest: int = 3,
     largest: float | int | None = None,
+    signed: bool | None = None,
     later: bool = False,
 ) -> Panel:
     """CircuitsVis' attention heads: hover shows values, a click keeps a head in full size.
@@ -133,6 +170,7 @@ def attention_heads(
         title: what the panel shows, for its heading and for screen readers.
         strongest: how many entries per head the description in words lists.
         largest: the value of the full colour; None = the largest |value| shown.
+        signed: blue and orange for the two signs, else green; None = signed where an entry is negative.
         later: do not draw when the page is read; a script of the page takes `data-drawn` off and runs the panel's when it is
             time (a page with a hundred canvases opens slowly).
 
@@ -149,13 +187,14 @@ def attention_heads(
     shown = [visible_token(token) for token in tokens]
     causal = bool((values.triu(1) == 0).all())
     scale = float(values.abs().max()) or 1.0 if largest is None else float(largest)
+    signed = bool((values < 0).any()) if signed is None else signed
     props = {
         "attention": [[[round(v, _DIGITS) for v in row] for row in head] for head in values.tolist()],
         "tokens": shown,
         "attentionHeadNames": names,
         "maxValue": scale,
         "minValue": -scale,
-        "positiveColor": POSITIVE,
+        "positiveColor": POSITIVE if signed else ATTENTION,
         "negativeColor": NEGATIVE,
         "maskUpperTri": causal,
     }

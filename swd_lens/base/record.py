@@ -9,8 +9,9 @@
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
@@ -20,12 +21,11 @@ import torch
 from cattrs.gen import make_dict_structure_fn
 from torch import Tensor
 
-from swd_lens.base._version import __version__
-from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base import __version__
+from swd_lens.base.display import card, folded_settings
+from swd_lens.base.errors import brief, error, seen
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
 
 AnyRecord = TypeVar("AnyRecord", bound="PlainRecord")
 AnySaved = TypeVar("AnySaved", bound="SavedRecord")
@@ -70,12 +70,15 @@ class PlainRecord:
 
 
 class Record(PlainRecord):
-    """Base of results; subclasses are frozen dataclasses. Their own `__repr__` shows what is invisible in names (visible.py)."""
+    """Base of results; subclasses are frozen dataclasses. Their own `__repr__` shows what is invisible in names (errors.py),
+    and is what `print` shows; by itself an interpreter shows its first lines."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if "__repr__" in vars(cls):
-            cls.__repr__ = seen(cls.__repr__)  # pyright: ignore[reportAttributeAccessIssue]
+            whole = seen(cls.__repr__)
+            cls.__str__ = whole  # pyright: ignore[reportAttributeAccessIssue]
+            cls.__repr__ = _brief(whole)  # pyright: ignore[reportAttributeAccessIssue]
 
     def title(self) -> str:
         """The card's first line."""
@@ -87,7 +90,19 @@ class Record(PlainRecord):
         return () if table is None else (table(),)
 
     def _repr_html_(self) -> str:
-        return card(self.title(), *self.parts())
+        """The card, its settings folded."""
+        settings = {**(getattr(self, "settings", None) or {}), **(getattr(self, "provenance", None) or {})}
+        return card(self.title(), *self.parts(), folded_settings(settings))
+
+
+def _brief(whole: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A `__repr__` of the first lines of what another one says."""
+
+    @wraps(whole)
+    def shown(self: Any) -> str:
+        return brief(whole(self))
+
+    return shown
 
 
 class SavedRecord(Record):
@@ -211,6 +226,16 @@ def _structure_plain_union(value: Any, kind: Any) -> Any:
     raise error("record-value-not-a-choice", value=value, types=kind)
 
 
+def column(name: str) -> str:
+    """What a table calls a field: words with spaces, "necessity drop" for necessity_drop and "removed KL" for removed_kl."""
+    return " ".join("KL" if word == "kl" else word for word in name.split("_"))
+
+
+def _structure_table(rows: Any) -> pd.DataFrame:
+    # Files of earlier versions have underscores in some columns.
+    return pd.DataFrame(rows).rename(columns=column)
+
+
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     for kind in (int, str, bool):
@@ -218,7 +243,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook(float, _structure_number)
     converter.register_structure_hook_func(_is_plain_union, _structure_plain_union)
     converter.register_structure_hook_func(_is_tensor, _structure_tensor)
-    converter.register_structure_hook(pd.DataFrame, lambda value, _: pd.DataFrame(value))
+    converter.register_structure_hook(pd.DataFrame, lambda value, _: _structure_table(value))
     converter.register_unstructure_hook_func(
         lambda kind: isinstance(kind, type) and issubclass(kind, Tensor), Tensor.tolist
     )

@@ -11,6 +11,10 @@
    the caller's code runs, and so do forwards of a host with units: there the caller's settings hold.
 4. A host belongs to one thread at a time. `claim` takes it for the marked call that runs, `hold` until it is given back
    (attached units); other threads are refused meanwhile. What a thread held that has ended is free.
+5. `Undo` is a stack of steps that give back what was changed. Before something is changed, the step that gives it back is pushed,
+   so that no interruption finds a change without one. `run` takes the last step first. A step leaves the stack only when it is
+   done: an interrupted run can be called again, and every step must bear being run twice. As a context manager it runs at the
+   end of the block, whatever ended it; a Ctrl-C during the run does not stop it halfway.
 """
 
 import functools
@@ -20,14 +24,49 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from swd_lens.base.arguments import check_arguments
 from swd_lens.base.errors import error
-from swd_lens.base.undo import Push, Undo
+
+Step = Callable[[], None]
+Push = Callable[[Step], None]
+
+
+class Undo:
+    """Steps back, last first; true while some are left."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+
+    def push(self, step: Step) -> None:
+        """Add the step that gives back what is changed next."""
+        self._steps.append(step)
+
+    def run(self) -> None:
+        """Run all steps, the last first, until none is left."""
+        while self._steps:
+            self._steps[-1]()
+            self._steps.pop()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.run()
+        finally:  # a Ctrl-C may hit the first run; what is done is not done again
+            self.run()
+
 
 Marked = TypeVar("Marked")
 
@@ -66,6 +105,7 @@ def in_plain_surroundings(marked: Marked) -> Marked:
     def plain(*args: Any, **kwargs: Any) -> Any:
         if _thread.call is not None:
             return function(*args, **kwargs)
+        check_arguments(function, args, kwargs)
         call = _Call(function.__qualname__)
         with call, call:  # twice: a Ctrl-C on the way into the end of the inner one is still inside of the outer
             call.make_plain()

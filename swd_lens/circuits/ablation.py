@@ -9,7 +9,7 @@
    interventions at once are run by shortcuts.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record
-from swd_lens.hosts.sites import Site, hook_name, parse_unit
+from swd_lens.hosts.sites import HookName, Site, hook_name
 from swd_lens.tasks.task import Bucket, TaskSplit
+from swd_lens.units.keys import read_units
 
 MEAN_OVER = ("scoring", "all_tokens", "per_position")
 ABLATIONS = ("mean", "zero", "resample")
+
 MODES = ("keep", "ablate")
 
 
@@ -180,13 +182,11 @@ def _require_corrupt(split: TaskSplit, positions: str) -> None:
 # ---------------------------------------------------------------------------------------------- replacing
 
 
-def replaced_masks(
-    scores: UnitScores, units: Iterable[str | tuple[str, int]], mode: str
-) -> dict[str, Bool[Tensor, " _unit"]]:
+def replaced_masks(scores: UnitScores, units: Any, mode: str) -> dict[str, Bool[Tensor, " _unit"]]:
     """Per site, True where a unit is replaced: the units not in the set (keep), or those in it (ablate).
 
     Args:
-        units: names ("blocks.2.mlp_out/17") or (site, index) pairs.
+        units: names ("blocks.2.mlp_out/17"), (site, index) pairs, a table or a circuit, see `swd_lens.units.keys.read_units`.
 
     Raises:
         ValueError: a unit that these scores do not cover, or an unknown mode.
@@ -194,8 +194,7 @@ def replaced_masks(
     if mode not in MODES:
         raise error("unknown-intervention-mode", choices=MODES, mode=mode)
     members = {site: torch.zeros(len(s), dtype=torch.bool) for site, s in scores.scores.items()}
-    for unit in units:
-        site, index = parse_unit(unit) if isinstance(unit, str) else unit
+    for site, index in read_units(units, members):
         if site not in members or not 0 <= index < len(members[site]):
             has = ", ".join(f"{name} (0 to {len(mask) - 1})" for name, mask in members.items())
             raise error("unit-not-scored", site=site, index=index, sites=has)
@@ -219,11 +218,12 @@ def replaced(
 
 @in_plain_surroundings
 def intervention_hooks(
-    scores: UnitScores, units: Iterable[str | tuple[str, int]], mode: str = "keep", *, ablation: str = "mean"
+    scores: UnitScores, units: Any, mode: str = "keep", *, ablation: str = "mean"
 ) -> list[tuple[str, Any]]:
     """Hooks for `model.run_with_hooks(tokens, fwd_hooks=...)` that keep or ablate a set of units.
 
-    They act where the scores were taken: at the last position, or at all of them. The factors must be attached.
+    They act where the scores were taken: at the last position, or at all of them. The factors must be attached. `units` are
+    names, pairs, a table or a circuit.
     """
     masks, values = replaced_masks(scores, units, mode), ablation_values(scores, ablation)
     positions = scores.settings["positions"]
@@ -231,4 +231,4 @@ def intervention_hooks(
     def hook_of(mask: Bool[Tensor, " unit"], value: Float[Tensor, "*_pos unit"]) -> Callable[..., Tensor]:
         return lambda z, hook: replaced(z, mask, aligned(value, z.shape[1]), positions)
 
-    return [(hook_name(site), hook_of(mask, values[site])) for site, mask in masks.items() if mask.any()]
+    return [(HookName(hook_name(site)), hook_of(mask, values[site])) for site, mask in masks.items() if mask.any()]

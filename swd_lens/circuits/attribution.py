@@ -24,18 +24,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
-from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
 from swd_lens.hosts import Host, Start, host_of, norms_output, require_gradients, require_no_dropout
-from swd_lens.hosts.recording import recording, require_seen
+from swd_lens.hosts.recording import recording, require_seen, standing_hooks
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
 from swd_lens.units import attach
 from swd_lens.units.coder import CoderUnits, Units
@@ -107,7 +106,7 @@ def attribute(
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
         raise error("prompts-of-another-type", kind=type(split).__name__)
-    split.require_vocabulary(model.cfg.d_vocab)
+    split.require_host(model)
     require_no_dropout(model)
     if score != "ablation":
         require_gradients(model)
@@ -144,7 +143,8 @@ def attribute(
         settings["note"] = "swd_lens' reading of NaNA's score, which the paper describes in words only"
     if score == "integrated_gradients":
         settings["steps"] = steps
-    return UnitScores({name: (total / len(split)).float() for name, total in totals.items()}, mean_z, settings)
+    mean_scores = {name: (total / len(split)).float() for name, total in totals.items()}
+    return UnitScores(mean_scores, mean_z, settings, units.heads)
 
 
 def _check(what: str, value: str, valid: tuple[str, ...]) -> None:

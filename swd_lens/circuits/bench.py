@@ -19,7 +19,7 @@ from swd_lens.base.divergence import log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.ablation import Reference
-from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks, Runner, Shared, Values, find_shortcuts
 from swd_lens.hosts import Host
@@ -101,7 +101,7 @@ class Bench:
         dense: DenseRuns | None = None,
     ):
         attachment.factors.require_made_for(scores.settings, "this ranking")
-        split.require_vocabulary(host.model.cfg.d_vocab)
+        split.require_host(host.model)
         _require_same_beginning(scores.settings.get("prepend_bos"), split)
         self.host, self.attachment, self.split = host, attachment, split
         self.batch_size, self.tokens_per_forward = batch_size, tokens_per_forward

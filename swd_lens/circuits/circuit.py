@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.hosts.sites import parse_unit
 from swd_lens.units import Attachment, Units, attach
+from swd_lens.units.keys import read_units
 from swd_lens.units.unit_set import active_edges, require_made_for, sources_by_site
 
 _FORMAT, _VERSION, _WHAT = "swd_lens circuit", 1, "a circuit file"
@@ -47,14 +47,12 @@ class Circuit(Record):
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, factors: Any, scores: UnitScores, units: Iterable[str | tuple[str, int]], **provenance: Any
-    ) -> "Circuit":
+    def of(cls, factors: Any, scores: UnitScores, units: Any, **provenance: Any) -> "Circuit":
         """A circuit of the user's own choice.
 
         Args:
             factors: what the scores are of, by site name: a FactorSet, or what else `swd_lens.attach` takes.
-            units: names ("blocks.2.mlp_out/17") or (site, index) pairs.
+            units: names ("blocks.2.mlp_out/17") or (site, index) pairs, a table with a column "unit", or another circuit.
 
         Raises:
             ValueError: a unit that the scores do not cover, or one named twice; scores of other factors.
@@ -65,8 +63,7 @@ class Circuit(Record):
             if not isinstance(source, Units):
                 raise error("circuit-of-uncounted-edges", site=site, kind=type(source).__name__)
         require_made_for(units_of, scores.settings, "this ranking")
-        pairs = [parse_unit(unit) if isinstance(unit, str) else unit for unit in units]
-        members = [(site, int(index)) for site, index in pairs]  # what a table gives is NumPy's
+        members = read_units(units, scores.scores)
         replaced_masks(scores, members, "ablate")  # refuses what is not there
         twice = [unit for unit in set(members) if members.count(unit) > 1]
         if twice:
@@ -89,20 +86,25 @@ class Circuit(Record):
     def names(self) -> list[str]:
         return [f"{site}/{unit}" for site, unit in self.units]
 
-    def frame(self) -> pd.DataFrame:
-        """One row per unit: site, unit, rank among all units, score, mean z, active edges."""
+    def table(self) -> pd.DataFrame:
+        """One row per unit: site, unit, head and its share (where a site has heads), rank among all units (from 1), score,
+        mean z, active edges.
+        """
         ranks = self.scores.ranks()
         means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.scores.means.items()}
         return pd.DataFrame(
             {
                 "site": [site for site, _ in self.units],
                 "unit": [unit for _, unit in self.units],
+                **self.scores.head_columns(self.units),
                 "rank": [int(ranks[site][unit]) for site, unit in self.units],
                 "score": [float(self.scores.scores[site][unit]) for site, unit in self.units],
                 "mean z": [float(means[site][unit]) for site, unit in self.units],
                 "edges": [int(self.edges[site][unit]) for site, unit in self.units],
             }
         )
+
+    frame = table  # its former name
 
     def overlap(self, other: "Circuit") -> dict[str, float]:
         """How much two circuits of the same factors share: shared units, |A and B| / |A or B| in units and in edges, and the
@@ -111,9 +113,7 @@ class Circuit(Record):
         Raises:
             ValueError: circuits of other factors, whose unit i is another unit.
         """
-        for key in ("units", "factors"):
-            if self.scores.settings.get(key) != other.scores.settings.get(key):
-                raise error("overlap-of-other-factors")
+        self._require_same_factors(other)
         shared, either = set(self.units) & set(other.units), set(self.units) | set(other.units)
         edges = {unit: int(self.edges[unit[0]][unit[1]]) for unit in either}
         both, any_ = sum(edges[unit] for unit in shared), sum(edges.values())
@@ -125,6 +125,59 @@ class Circuit(Record):
             "share of other": len(shared) / other.n_units if other.units else 1.0,
         }
 
+    def side_by_side(self, other: "Circuit") -> pd.DataFrame:
+        """Two circuits of the same factors as a table, one row per unit of either: those of both first, by this one's rank.
+
+        Returns:
+            unit, in ("both", "this" or "other"), rank and other rank among all units (from 1, by either's scores), score and
+            other score, active edges. `(a & b).table()` has the shared units alone.
+
+        Raises:
+            ValueError: circuits of other factors, whose unit i is another unit.
+        """
+        self._require_same_factors(other)
+        ranks, other_ranks = self.scores.ranks(), other.scores.ranks()
+        own, others = set(self.units), set(other.units)
+        rows = [
+            {
+                "unit": f"{site}/{unit}",
+                "in": "both" if (site, unit) in own & others else "this" if (site, unit) in own else "other",
+                "rank": int(ranks[site][unit]),
+                "other rank": int(other_ranks[site][unit]),
+                "score": float(self.scores.scores[site][unit]),
+                "other score": float(other.scores.scores[site][unit]),
+                "edges": int(self.edges[site][unit]),
+            }
+            for site, unit in own | others
+        ]
+        order = {"both": 0, "this": 1, "other": 2}
+        rows.sort(key=lambda row: (order[row["in"]], row["other rank" if row["in"] == "other" else "rank"]))
+        columns = ["unit", "in", "rank", "other rank", "score", "other score", "edges"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def __and__(self, other: "Circuit") -> "Circuit":
+        """The units of both, in this circuit's order, with this one's scores and reference activations."""
+        return self._with(other, "and", [unit for unit in self.units if unit in set(other.units)])
+
+    def __or__(self, other: "Circuit") -> "Circuit":
+        """This circuit's units and then the other's further ones, with this one's scores and reference activations."""
+        return self._with(other, "or", [*self.units, *(unit for unit in other.units if unit not in set(self.units))])
+
+    def __sub__(self, other: "Circuit") -> "Circuit":
+        """This circuit's units that the other does not have."""
+        return self._with(other, "without", [unit for unit in self.units if unit not in set(other.units)])
+
+    def _with(self, other: "Circuit", how: str, units: Iterable[tuple[str, int]]) -> "Circuit":
+        self._require_same_factors(other)
+        of = {"this": dict(self.provenance), "other": dict(other.provenance)}
+        of["other"]["task"] = other.scores.settings.get("task")
+        return Circuit(tuple(units), self.scores, self.edges, {"kind": how, **of})
+
+    def _require_same_factors(self, other: "Circuit") -> None:
+        for key in ("units", "factors"):
+            if self.scores.settings.get(key) != other.scores.settings.get(key):
+                raise error("overlap-of-other-factors")
+
     def __repr__(self) -> str:
         sites = len({site for site, _ in self.units})
         task = self.scores.settings.get("task", "a task")
@@ -133,7 +186,7 @@ class Circuit(Record):
         )
 
     def parts(self) -> tuple[Any, ...]:
-        return (self.frame(),)
+        return (self.table(),)
 
     # ------------------------------------------------------------------ at work
 
@@ -176,6 +229,7 @@ class Circuit(Record):
             "swd_lens": __version__,
             "units": [list(unit) for unit in self.units],
             "sites": list(self.scores.scores),
+            "heads": {site: [list(head) for head in heads] for site, heads in self.scores.heads.items()},
             "settings": dict(self.scores.settings),
             "provenance": dict(self.provenance),
         }
@@ -202,8 +256,9 @@ class Circuit(Record):
             raise error("circuit-file-of-the-future", path=path, version=version, known=_VERSION)
         with readable(path, _WHAT):  # files without a hash may hold anything
             parts = [{s: tensors[f"{part}/{s}"] for s in about["sites"]} for part in ("scores", "means", "edges")]
-            scores = UnitScores(parts[0], parts[1], dict(about["settings"]))
+            heads = {s: [(str(n), float(share)) for n, share in of] for s, of in about.get("heads", {}).items()}
+            scores = UnitScores(parts[0], parts[1], dict(about["settings"]), heads)
             units = tuple((str(site), int(unit)) for site, unit in about["units"])
             circuit = cls(units, scores, parts[2], dict(about["provenance"]))
-            circuit.frame()  # every unit is there
+            circuit.table()  # every unit is there
         return circuit

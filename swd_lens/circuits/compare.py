@@ -168,7 +168,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
     # ------------------------------------------------------------------------------------------ tables
 
-    def frame(self) -> pd.DataFrame:
+    def prefixes(self) -> pd.DataFrame:
         """Every prefix of every curve: task, method, seed (its place among the method's seeds), then the curve's columns."""
         parts = []
         for task, of_task in self.items():
@@ -177,6 +177,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
                 head = pd.DataFrame({"task": task, "method": method, "seed": seed}, index=rows.index)
                 parts.append(pd.concat([head.astype({"seed": "Int64"}), rows], axis=1))
         return pd.concat(parts, ignore_index=True)
+
+    frame = prefixes  # its former name
 
     def table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
         """Least cost per task and method at a sufficiency and at a fraction of the whole necessity drop; empty: never reached.
@@ -256,7 +258,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
     def _shown(self) -> pd.DataFrame:
         """The table without the spread over seeds, in digits that one can read."""
-        return self._table(0.9, 0.5, spread=False).round({"margin": 3, "CE difference": 5})
+        shown = self._table(0.9, 0.5, spread=False).round({"margin": 3, "CE difference": 5})
+        return shown.drop(columns="task") if len(self) == 1 else shown  # which the title says
 
 
 def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = ()) -> pd.DataFrame:
@@ -277,8 +280,8 @@ def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = 
 
 @in_plain_surroundings
 def compare(
-    methods: Mapping[str, Any],
     model: Any,
+    methods: Any,
     tasks: Task | Sequence[Task],
     *,
     tokens: Any = None,
@@ -294,9 +297,9 @@ def compare(
     """Run the circuit protocol for several replacements (paper §3.2): same prompts, same scores, same prefixes.
 
     Args:
+        model: the host, with these sites not attached. (Methods first and the model second, the former order, goes on working.)
         methods: name -> factors (see `swd_lens.attach`), or a callable without arguments that makes them, or a list of
             either: seeds of one method, drawn as mean and band. Every callable is called once.
-        model: the host, with these sites not attached.
         tasks: one or several, tokenized for this host.
         tokens: (rows, pos) held-out ids on which the CE of every replacement is measured; None: CE is not matched, and the
             result says so.
@@ -314,6 +317,8 @@ def compare(
             curve, or no positions or ablation.
         AttachError: see `swd_lens.attach`.
     """
+    if isinstance(model, Mapping) and not isinstance(methods, Mapping):
+        model, methods = methods, model
     tasks = check_tasks(tasks)
     check_options(attribution, evaluation)
     sources, groups = sources_of(methods)

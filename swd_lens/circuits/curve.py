@@ -8,9 +8,11 @@
 5. Seeds of one method (paper, app. exact-dense-controls): `mean_min_cost` and `over_seeds` take, per threshold, every seed's
    least cost; mean and standard deviation (of a sample, n - 1) are over the seeds that reach it, the others are counted
    (method.md §4.1).
+6. `resampled` is the bootstrap over prompts: as many as there are, drawn with replacement, `times` times; each draw is a
+   vector of weights that sum to one, so that all runs of a curve are resampled together by weights @ values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, ClassVar
@@ -22,13 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
-from swd_lens.base.record import Record
-from swd_lens.circuits.bootstrap import resampled
+from swd_lens.base.record import Record, column
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.scores import UnitScores
 
 COSTS = ("edges", "units")
-VALUES = ("sufficiency", "necessity_drop")
+_MOST_SHARE = 10  # of a threshold; a percentage that was meant is more
+VALUES = ("sufficiency", "necessity drop")
 # Of all units or edges; the fractions that the Mechanistic Interpretability Benchmark's circuit track evaluates.
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -38,10 +40,10 @@ class CostCurve(Record):
     """What nested prefixes of a ranking cost and do, on one task.
 
     Attributes:
-        rows: one row per prefix: units, edges, sufficiency, necessity_drop (logits), both also as _low and _high, the ends of
-            the 95 % bootstrap interval over prompts, q_keep, q_ablate (mean margins, logits), accuracy_keep, accuracy_ablate
-            (best answer above every distractor), and kl_keep, kl_ablate (KL from the unpruned replacement at the scoring
-            position, nats) where they were asked for.
+        rows: one row per prefix: "units", "edges", "sufficiency", "necessity drop" (logits), of both also "... low" and
+            "... high", the ends of the 95 % bootstrap interval over prompts, "q keep", "q ablate" (mean margins, logits),
+            "accuracy keep", "accuracy ablate" (best answer above every distractor), and "KL keep", "KL ablate" (KL from the
+            unpruned replacement at the scoring position, nats) where they were asked for.
         task: the task's name.
         q_dense, q_unpruned: mean test margin of the dense host and of the unpruned replacement, in logits.
         accuracy_dense, accuracy_unpruned: the same for accuracy.
@@ -87,11 +89,12 @@ class CostCurve(Record):
     def _reached(self, sufficiency: float | int | None, necessity: float | int | None) -> pd.Series:
         if (sufficiency is None) == (necessity is None):
             raise error("not-one-threshold")
+        require_share(sufficiency=sufficiency, necessity=necessity)
         if sufficiency is not None:
             return self.rows["sufficiency"] >= sufficiency
-        whole = self.rows["necessity_drop"].iloc[-1]
+        whole = self.rows["necessity drop"].iloc[-1]
         # Ablating everything helps (or does nothing): there is no drop to take a fraction of.
-        return (self.rows["necessity_drop"] >= (necessity or 0.0) * whole) & (whole > 0)
+        return (self.rows["necessity drop"] >= (necessity or 0.0) * whole) & (whole > 0)
 
     def cost_interval(
         self,
@@ -139,7 +142,7 @@ class CostCurve(Record):
         _check_cost(cost)
         reached = self._reached(sufficiency, necessity)
         if not reached.any():
-            of = "sufficiency" if sufficiency is not None else "necessity_drop"
+            of = "sufficiency" if sufficiency is not None else "necessity drop"
             raise error(
                 "prefix-never-reaches",
                 task=self.task,
@@ -173,7 +176,7 @@ class CostCurve(Record):
 
     def parts(self) -> tuple[Any, ...]:
         # The interval's ends and margins are in table(); a card has room for what is read most.
-        shown = [name for name in self.rows if not name.endswith(("_low", "_high")) and not name.startswith("q_")]
+        shown = [name for name in self.rows if not name.endswith((" low", " high")) and not name.startswith("q ")]
         return self.plot(), pd.DataFrame(self.rows, columns=shown)
 
     def _require(self, what: str, value: Any) -> None:
@@ -192,13 +195,13 @@ class CostCurve(Record):
         _check_cost(cost)
         rows = self.rows.sort_values(by="units")
         total = int(rows[cost].iloc[-1])
-        empty, full = float(rows["q_keep"].iloc[0]), self.q_unpruned
+        empty, full = float(rows["q keep"].iloc[0]), self.q_unpruned
         if int(rows["units"].iloc[0]) != 0 or self.settings.get("grid") != "mib":
             raise error("mib-without-its-prefixes")
         if full == empty:
             return {"CPR": float("nan"), "CMD": float("nan")}
         f = [
-            (float(rows.loc[rows[cost] <= fraction * total, "q_keep"].to_numpy()[-1]) - empty) / (full - empty)
+            (float(rows.loc[rows[cost] <= fraction * total, "q keep"].to_numpy()[-1]) - empty) / (full - empty)
             for fraction in MIB_FRACTIONS
         ]
         return {"CPR": _area(f), "CMD": _area([abs(1.0 - value) for value in f])}
@@ -207,13 +210,14 @@ class CostCurve(Record):
         """The least cost of reaching each value that some prefix reaches: columns `of` and `cost`, both ascending.
 
         Args:
-            of: "sufficiency" or "necessity_drop" (logits).
+            of: "sufficiency" or "necessity drop" (logits).
             cost: "edges" or "units".
 
         Raises:
             ValueError: an unknown value or cost.
         """
         _check_cost(cost)
+        of = column(of)  # "necessity_drop" was its former name
         if of not in VALUES:
             raise error("curve-unknown-value", choices=VALUES, of=of)
         best = self.rows.loc[:, [of, cost]].dropna().sort_values(by=[of, cost], ascending=[False, True])
@@ -233,6 +237,13 @@ class CostCurve(Record):
         # A column of nulls alone has no type; counts are whole numbers, all else was float.
         types = {column: "int64" if column in COSTS else "float64" for column in curve.rows}
         return replace(curve, rows=curve.rows.astype(types))
+
+
+def require_share(**thresholds: float | int | None) -> None:
+    """Raises ValueError where a threshold is no share, such as 90 in place of 0.9. Measured ones lie beyond 0 and 1, too."""
+    for name, value in thresholds.items():
+        if value is not None and not value <= _MOST_SHARE:
+            raise error("threshold-outside", name=name, value=value)
 
 
 def _check_cost(cost: str) -> None:
@@ -291,3 +302,38 @@ def over_seeds(costs: Sequence[int | None]) -> SeedCosts:
     if not reached:
         return SeedCosts(None, None, None, 0)
     return SeedCosts(fmean(reached), stdev(reached) if len(reached) > 1 else None, min(reached), len(reached))
+
+
+_AT_ONCE = 128  # draws: (draws, prompts) weights are held at a time
+
+
+def resampled(values: Float[Tensor, "run prompt"], times: int, seed: int = 0) -> Float[Tensor, "times run"]:
+    """Means of every run over `times` bootstrap draws of the prompts, the same draws for all runs.
+
+    Raises:
+        ValueError: times below 1.
+    """
+    if times < 1:
+        raise error("no-bootstrap-draws", times=times)
+    return torch.cat([weights @ values.T for weights in _draws(values.shape[1], times, seed)])
+
+
+def interval(
+    samples: Float[Tensor, "times *runs"], level: float = 0.95
+) -> tuple[Float[Tensor, "*runs"], Float[Tensor, "*runs"]]:
+    """Lower and upper end of the percentile interval; NaN where a sample is NaN."""
+    tail = (1.0 - level) / 2.0
+    ends = torch.tensor([tail, 1.0 - tail], dtype=samples.dtype)
+    # A few columns at a time: torch.quantile refuses more than 2^24 numbers.
+    flat = samples.flatten(1).split(1024, dim=1)
+    low, high = torch.cat([torch.quantile(columns, ends, dim=0) for columns in flat], dim=1)
+    return low.view(samples.shape[1:]), high.view(samples.shape[1:])
+
+
+def _draws(prompts: int, times: int, seed: int) -> Iterator[Float[Tensor, "draw prompt"]]:
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, times, _AT_ONCE):
+        n = min(_AT_ONCE, times - start)
+        drawn = torch.randint(prompts, (n, prompts), generator=generator)
+        weights = torch.zeros(n, prompts, dtype=torch.float64)
+        yield weights.scatter_add_(1, drawn, torch.ones(n, prompts, dtype=torch.float64)) / prompts

@@ -32,9 +32,8 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.predictions import ends_in_whole_logits
-from swd_lens.hosts.recording import recording, require_seen
+from swd_lens.hosts.recording import recording, require_seen, standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.text import as_rows
 from swd_lens.units import Attachment, UnitSet, attach
 

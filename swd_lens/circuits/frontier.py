@@ -23,14 +23,13 @@ from torch import Tensor
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Bench, Outcome
-from swd_lens.circuits.bootstrap import interval, resampled
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
-from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve, interval, resampled
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
 
@@ -98,7 +97,7 @@ def evaluate(
 
         def masks(chunk: slice) -> Masks:
             k, keep = thresholds[chunk], keeps[chunk]
-            return {site: (rank[None] >= k) == keep for site, rank in ranks.items()}
+            return {site: (rank[None] > k) == keep for site, rank in ranks.items()}
 
         outcome, unpruned = bench.run(len(thresholds), masks, kl=kl)
         of_dense = bench.dense()
@@ -220,17 +219,17 @@ def _rows(outcome: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: 
         warnings.warn(warning("undefined-sufficiency", task=task, margin=q), stacklevel=callers_level())
     columns: dict[str, Tensor] = {
         "sufficiency": keep / q if q > 0 else torch.full_like(keep, math.nan),
-        "necessity_drop": q - ablate,
+        "necessity drop": q - ablate,
     }
     if bootstrap:
         # Kept, ablated and unpruned are resampled together: their errors are those of the same prompts.
         samples = resampled(torch.cat([outcome.margins, unpruned.margins]), bootstrap, seed)
         whole = samples[:, -1:]
         ratio = torch.where((whole > 0) & (q > 0), samples[:, :half] / whole, math.nan)
-        for name, values in (("sufficiency", ratio), ("necessity_drop", whole - samples[:, half:-1])):
-            columns[f"{name}_low"], columns[f"{name}_high"] = interval(values.double())
-    columns |= {"q_keep": keep, "q_ablate": ablate}
-    columns |= {"accuracy_keep": outcome.correct.mean(1)[:half], "accuracy_ablate": outcome.correct.mean(1)[half:]}
+        for name, values in (("sufficiency", ratio), ("necessity drop", whole - samples[:, half:-1])):
+            columns[f"{name} low"], columns[f"{name} high"] = interval(values.double())
+    columns |= {"q keep": keep, "q ablate": ablate}
+    columns |= {"accuracy keep": outcome.correct.mean(1)[:half], "accuracy ablate": outcome.correct.mean(1)[half:]}
     if not bool(outcome.kl.isnan().all()):
-        columns |= {"kl_keep": outcome.kl.mean(1)[:half], "kl_ablate": outcome.kl.mean(1)[half:]}
+        columns |= {"KL keep": outcome.kl.mean(1)[:half], "KL ablate": outcome.kl.mean(1)[half:]}
     return pd.DataFrame({name: values.tolist() for name, values in columns.items()})

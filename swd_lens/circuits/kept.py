@@ -1,18 +1,27 @@
-"""Scores and curves as finished parts of a call: how they are kept (base/parts.py) and read again.
+"""What the circuit protocol keeps, so that nothing is run twice.
 
-Tensors keep their dtype and bits; of a curve, rows and settings are JSON, which keeps every digit of a float.
+1. On disk, where a call has a folder: scores and curves as its finished parts (base/parts.py). Tensors keep their dtype and bits;
+   of a curve, rows and settings are JSON, which keeps every digit of a float.
+2. In memory, from one replacement to the next for as long as the host stays as it is: `DenseRuns`, what the dense host gives on
+   prompts. Its margins on a split. What enters the first replaced block, since no replacement that begins there, and no
+   intervention on it, changes that; up to a bound of bytes, prompts beyond it are run anew each time. Which shortcuts agree
+   with plain runs on the split: that is the host's, and the same for every replacement of its kind.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.parts import Key, Parts
 from swd_lens.base.record import checked, require_equal
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.scores import UnitScores
+from swd_lens.hosts import Begun, Host
+from swd_lens.tasks.task import TaskSplit
 
 _SCORES, _MEANS, _EDGES, _MARGINS = "scores", "means", "edges", "margins"
 
@@ -25,10 +34,12 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
     def part() -> tuple[dict[str, Tensor], dict[str, Any]]:
         scores = make()
         tensors = _named(_SCORES, scores.scores) | _named(_MEANS, scores.means)
-        return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings)}
+        heads = {site: [list(head) for head in of_site] for site, of_site in scores.heads.items()}
+        return tensors, {"sites": list(scores.scores), "settings": dict(scores.settings), "heads": heads}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> UnitScores:
         values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
+        heads = checked("UnitScores", values, {"heads": Mapping[str, list[tuple[str, float]]]}, optional=True)
         settings = {"units": Mapping[str, int], "factors": Mapping[str, str]}
         units = checked("UnitScores", values["settings"], settings)["units"]
         require_equal("UnitScores", "sites", sorted(values["sites"]), sorted(units))
@@ -36,7 +47,7 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
             _require_tensor(tensors, f"{_SCORES}/{site}", (units[site],))
             _require_tensor(tensors, f"{_MEANS}/{site}", (..., units[site]))
         by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
-        return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"])
+        return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"], heads.get("heads", {}))
 
     return parts.tensors(key, part, read)
 
@@ -76,3 +87,58 @@ def _require_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[Any, 
 
 def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{what}/{name}": tensor for name, tensor in tensors.items()}
+
+
+_KEPT_BYTES = 2**28
+T = TypeVar("T")
+
+
+class DenseRuns:
+    """See the module. One object for one host; hooks and weights before the replaced blocks must not change meanwhile."""
+
+    def __init__(self, n_bytes: int = _KEPT_BYTES):
+        self._room = n_bytes
+        self._kept: dict[Any, Any] = {}
+        self._of_splits: dict[Any, tuple[TaskSplit, Any]] = {}
+
+    def outcome(self, split: TaskSplit, batch_size: int, run: Callable[[], Any]) -> Any:
+        """What the dense host gives on a split: run now, or kept."""
+        return self.of_split(split, ("outcome", batch_size), run)
+
+    def of_split(self, split: TaskSplit, key: Hashable, find: Callable[[], T]) -> T:
+        """Something that holds for a split: found now, or kept."""
+        key = (id(split), key)  # the split is kept beside it, so that no other one gets its id
+        if key not in self._of_splits:
+            self._of_splits[key] = split, find()
+        return self._of_splits[key][1]
+
+    def begun(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Begun | None:
+        """`Host.begin` on these prompts; whatever is attached from the layer on may stay."""
+        key = ("begun", *_key(tokens, layer))
+        if key not in self._kept:
+            begun = host.begin(tokens, layer)
+            if begun is None:
+                return None
+            self._keep(key, begun, begun.earlier.nbytes + begun.last.nbytes)
+            return begun
+        return self._kept[key]
+
+    def residual(self, host: Host, tokens: Int[Tensor, "batch pos"], layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """What enters a block at every position."""
+        key = ("residual", *_key(tokens, layer))
+        if key not in self._kept:
+            with torch.no_grad():
+                residual = host.residual(tokens, layer)
+            self._keep(key, residual, residual.nbytes)
+            return residual
+        return self._kept[key]
+
+    def _keep(self, key: Any, value: Any, n_bytes: int) -> None:
+        if n_bytes <= self._room:
+            self._kept[key] = value
+            self._room -= n_bytes
+
+
+def _key(tokens: Tensor, layer: int) -> tuple[Any, ...]:
+    """By the ids themselves: buckets of prompts are made anew for every pass."""
+    return layer, tuple(tokens.shape), tokens.cpu().numpy().tobytes()

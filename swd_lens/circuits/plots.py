@@ -1,6 +1,7 @@
 """Figures of circuits.
 
-1. `plot_curves`: every prefix of one task's curves, sufficiency and necessity drop against what a circuit costs.
+1. `plot_curves`: every prefix of one task's curves, sufficiency and necessity drop against what a circuit costs, each in the band
+   that the bootstrap over test prompts gives.
 2. `plot_frontiers`: the paper's figure, the least cost of every value: columns tasks, rows sufficiency and necessity drop.
    Seeds of one method are drawn as their mean in a band of one standard deviation.
 
@@ -19,16 +20,21 @@ from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.circuits.curve import COSTS, VALUES, CostCurve, mean_min_cost
 
-_AXIS = {"sufficiency": "sufficiency", "necessity_drop": "necessity drop (logits)"}
+_AXIS = {"sufficiency": "sufficiency", "necessity drop": "necessity drop (logits)"}
 # Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
 SUFFICIENCY_RANGE = (-0.5, 1.6)
+THRESHOLD = 0.9  # of sufficiency, where the paper prices circuits: a dotted line
+_GREY = "#888888"  # of lines that are no data
+_LETTERS, _LINE = 15, 8  # of a legend: letters per inch at font size 8, and what a line of it takes
+_WIDE, _PANEL = 6.4, 2.7  # inches: of the whole figure at least, and of a task's panels
 
 
 def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
     """Sufficiency (left) and necessity drop (right) against cost, one line per named curve; a matplotlib Figure."""
     figure, axes = new_figure(1, 2)
     for ax, column in zip(axes[0], VALUES, strict=True):
-        draw_curves(ax, curves, column, cost)
+        draw_curves(ax, curves, column, cost, bands=True)
+    axes[0, 0].axhline(THRESHOLD, color=_GREY, linewidth=0.8, linestyle=":")
     if len(curves) > 1:
         axes[0, 0].legend(fontsize=8, frameon=False)
     task = next(iter(curves.values())).task
@@ -36,12 +42,19 @@ def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
     return figure
 
 
-def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str) -> None:
-    """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0)."""
+def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str, *, bands: bool = False) -> None:
+    """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0).
+
+    Args:
+        bands: draw the bootstrap interval of each value, where the curve has them.
+    """
     for index, (label, curve) in enumerate(curves.items()):
-        ax.plot(
-            curve.rows[cost], curve.rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **style(index)
-        )
+        rows, look = curve.rows, style(index)
+        ax.plot(rows[cost], rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **look)
+        ends = [f"{column}_low", f"{column}_high"]
+        if bands and set(ends) <= set(rows):
+            low, high = (rows[end].astype(float) for end in ends)
+            ax.fill_between(rows[cost], low, high, color=look["color"], alpha=0.2, linewidth=0)
     costs = pd.concat([curve.rows[cost] for curve in curves.values()])
     if (costs > 0).any():
         ax.set_xscale("symlog", linthresh=costs[costs > 0].min())
@@ -49,7 +62,7 @@ def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str
     ax.set_xlabel(f"active {cost}" if cost == "edges" else "units", fontsize=9)
     ax.set_ylabel(_AXIS[column], fontsize=9)
     if column == "sufficiency":
-        ax.axhline(1.0, color="#888888", linewidth=0.8)
+        ax.axhline(1.0, color=_GREY, linewidth=0.8)
 
 
 def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost: str = "edges", note: str = ""):
@@ -65,7 +78,8 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
     """
     if cost not in COSTS:
         raise error("unknown-cost", choices=COSTS, cost=cost)
-    figure, axes = new_figure(2, len(panels), width=2.7, height=2.3)
+    width = max(_PANEL, _WIDE / len(panels))
+    figure, axes = new_figure(2, len(panels), width=width, height=2.3)
     drawn: dict[str, Any] = {}
     for column, (task, methods) in enumerate(panels.items()):
         for ax, of in zip(axes[:, column], VALUES, strict=True):
@@ -78,19 +92,23 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
         ax.tick_params(labelleft=ax.get_subplotspec().is_first_col())
     for ax in axes[:, 0]:
         ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}", fontsize=9, color=INK)
-    _legend(figure, drawn, next(iter(panels.values())), per_row=len(panels))
+    _legend(figure, drawn, next(iter(panels.values())), inches=width * len(panels))
     if note:
-        figure.suptitle(literal(fill(note, 42 * len(panels))), fontsize=8, color=INK)
+        figure.suptitle(literal(fill(note, int(_LETTERS * width * len(panels)))), fontsize=8, color=INK)
     return figure
 
 
-def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], per_row: int) -> None:
+def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], inches: float) -> None:
+    """Every method's line beside its name, below the panels; as many in a row as the names leave room for."""
     labels = [
         literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds")
         for label, curves in methods.items()
     ]
     handles = [drawn[label] for label in methods]
-    columns = min(len(labels), per_row)
+    longest = int(_LETTERS * inches) - _LINE
+    labels = [fill(label, longest, break_long_words=True) for label in labels]
+    letters = max(len(line) for label in labels for line in label.split("\n"))
+    columns = max(1, min(len(labels), int(_LETTERS * inches) // (letters + _LINE)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 

@@ -3,7 +3,7 @@
 1. Replacements that a callable makes are made when their turn comes, as many at a time as a bound on their bytes allows.
 2. The fidelities of those that are in memory together are measured together: the dense host runs once for all of them.
 3. Per replacement, task and positions: attribution; per ablation besides: nested prefixes. What the dense host gives on the
-   prompts is kept from one replacement to the next (dense_runs.py).
+   prompts is kept from one replacement to the next (kept.py).
 4. Each fidelity, score and curve is a part of the call (base/parts.py): what is finished is taken over, and a replacement of
    which everything is finished is not made.
 """
@@ -20,10 +20,9 @@ from swd_lens.base.parts import Key, Parts
 from swd_lens.base.progress import tqdm
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.curve import CostCurve
-from swd_lens.circuits.dense_runs import DenseRuns
 from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.circuits.frontier import evaluate
-from swd_lens.circuits.kept import kept_curve, kept_scores
+from swd_lens.circuits.kept import DenseRuns, kept_curve, kept_scores
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.tasks.task import Task
 from swd_lens.units.factors import Factors

@@ -26,12 +26,12 @@ from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Bench
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import COSTS
+from swd_lens.circuits.curve import COSTS, require_share
 from swd_lens.circuits.frontier import judge, prefix_grid
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
 
@@ -71,7 +71,7 @@ class Refinement(Record):
                 "sufficiency (train)": [self.train["prefix"], self.train["refined"]],
             }
         )
-        for name in ("sufficiency", "sufficiency_low", "sufficiency_high", "necessity_drop", "accuracy_keep"):
+        for name in ("sufficiency", "sufficiency low", "sufficiency high", "necessity drop", "accuracy keep"):
             if name in self.test:
                 rows[f"{name} (test)"] = self.test[name].tolist()
         return rows
@@ -121,6 +121,7 @@ def refine(
     """
     if cost not in COSTS:
         raise error("unknown-cost", choices=COSTS, cost=cost)
+    require_share(sufficiency=sufficiency)
     split = _first(task.train if isinstance(task, Task) else task, max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
@@ -161,7 +162,7 @@ class _Search:
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
         # Units without edges cost nothing and do nothing but their constant; dividing by their cost must still work.
         self.per = self.costs.clamp(min=1).double()
-        self.ranks = scores.ranks()
+        self.places = {site: ranks - 1 for site, ranks in scores.ranks().items()}  # in the ranking
 
     def price(self, kept: Bool[Tensor, " unit"]) -> int:
         return int(self.costs[kept].sum())
@@ -173,7 +174,7 @@ class _Search:
         """Q(keep) / Q(unpruned) on the training prompts."""
 
         def masks(chunk: slice) -> Masks:
-            return {site: ~kept[chunk][:, ranks] for site, ranks in self.ranks.items()}
+            return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
         outcome, unpruned = self.bench.run(len(kept), masks)
         whole = float(unpruned.q)

@@ -1,8 +1,8 @@
 """UnitScores: what each unit of the attached sites is worth to a task, the ranking that follows."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -25,11 +25,14 @@ class UnitScores(Record):
         means: site -> (unit,) mean activation, what ablation puts in; (pos, unit) with mean_over="per_position", where the
             last row is the scoring position.
         settings: every choice that the scores depend on.
+        heads: site -> per unit the attention head that it reads or writes, and its share, see `swd_lens.units.UnitSet.heads`;
+            sites without heads are left out.
     """
 
     scores: Mapping[str, Float[Tensor, " _unit"]]
     means: Mapping[str, Float[Tensor, "*_pos _unit"]]
     settings: Mapping[str, Any]
+    heads: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
 
     @property
     def n_units(self) -> int:
@@ -42,20 +45,32 @@ class UnitScores(Record):
         return [names[i] for i in torch.sort(flat, descending=True, stable=True).indices.tolist()]
 
     def ranks(self) -> dict[str, Tensor]:
-        """site -> (unit,) global rank of each unit, 0 the best."""
+        """site -> (unit,) rank of each unit among all of them, 1 the best."""
         ranks = {site: torch.zeros(len(s), dtype=torch.int64) for site, s in self.scores.items()}
-        for rank, (site, unit) in enumerate(self.ranking()):
+        for rank, (site, unit) in enumerate(self.ranking(), 1):
             ranks[site][unit] = rank
         return ranks
 
     def top(self, n: int = 10) -> pd.DataFrame:
-        """The n best units: name, score, mean activation (at the scoring position, where there is one per position)."""
+        """The n best units: name, head and share (where a site has heads), score, mean activation (at the scoring position, where
+        there is one per position).
+        """
         means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.means.items()}
         rows = [
             {"unit": f"{site}/{unit}", "score": float(self.scores[site][unit]), "mean z": float(means[site][unit])}
             for site, unit in self.ranking()[:n]
         ]
-        return pd.DataFrame(rows)
+        table = pd.DataFrame(rows)
+        for i, (name, column) in enumerate(self.head_columns(self.ranking()[:n]).items(), 1):
+            table.insert(i, name, column)
+        return table
+
+    def head_columns(self, units: Sequence[tuple[str, int]]) -> dict[str, list[Any]]:
+        """Columns "head" and "head share" of these units, for a table; none where no site of theirs has heads."""
+        if not any(site in self.heads for site, _ in units):
+            return {}
+        held = [self.heads[site][unit] if site in self.heads else ("", math.nan) for site, unit in units]
+        return {"head": [name for name, _ in held], "head share": [share for _, share in held]}
 
     def plot(self):
         """Scores of all units, best first, against their rank; a matplotlib Figure."""

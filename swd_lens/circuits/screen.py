@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.figures import heatmap, literal, new_figure
 from swd_lens.base.record import PlainRecord, SavedRecord
@@ -21,8 +21,8 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Outcome
 from swd_lens.circuits.screen_runs import ScreenRuns, replaceable
 from swd_lens.hosts import host_of, require_no_dropout, sites_of
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import KINDS, Pattern, split_name
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 
@@ -191,7 +191,7 @@ def skill(model: Any, tasks: Task | Sequence[Task], *, batch_size: int = 64) -> 
     require_no_dropout(model)
     rows = []
     for task in [tasks] if isinstance(tasks, Task) else tasks:
-        task.test.require_vocabulary(model.cfg.d_vocab)
+        task.test.require_host(model)
         outcome = Outcome.empty(1, len(task.test))
         with torch.no_grad():
             for bucket in task.test.buckets(batch_size):
@@ -249,7 +249,7 @@ def screen(
     every = {site.name: site for group in interventions.values() for site in group}
     listed = [tasks] if isinstance(tasks, Task) else list(tasks)
     for task in listed:
-        task.train.require_vocabulary(model.cfg.d_vocab)
+        task.train.require_host(model)
     screened, shortcuts, hooks = {}, {}, standing_hooks(model)
     with torch.no_grad(), replaceable(host, list(every.values())) as outputs:
         for task in listed:

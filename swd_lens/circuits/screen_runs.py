@@ -18,15 +18,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from swd_lens.base.errors import error, warning
+from swd_lens.base.errors import warning
 from swd_lens.base.progress import tqdm
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo
 from swd_lens.circuits.bench import Outcome
 from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.split import Bucket, TaskSplit
+from swd_lens.units import require_detached
 
 _CHECKED_PROMPTS = 4
 _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
@@ -62,9 +63,7 @@ class Output(nn.Module):
 @contextmanager
 def replaceable(host: Host, sites: Sequence[Site]) -> Iterator[dict[str, Output]]:
     """While open, every site's product goes through an `Output`."""
-    for site in host.sites():
-        if host.is_swapped(site):
-            raise error("screen-while-attached", site=site.name)
+    require_detached(host.model, "screen")
     outputs, mode = {site.name: Output() for site in sites}, host.model.training
     with Undo() as undo:
         for site in sites:

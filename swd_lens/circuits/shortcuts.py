@@ -1,7 +1,7 @@
 """Shortcuts: how interventions on a bucket of prompts are run without computing again what they share.
 
 1. Nothing before the first replaced layer depends on an intervention: what enters that layer is computed once per bucket, and
-   once for all replacements that begin there (dense_runs.py).
+   once for all replacements that begin there (kept.py).
 2. With positions="scoring" only the last position changes, so the keys and values of all others are kept, too. That is
    exact, because attention is causal.
 3. Where the first replaced layer holds mlp_out alone, its z is the same in every run, and its output is added to the
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import callers_level, warning
 from swd_lens.circuits.ablation import replaced
-from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.hosts import Host, Start, norms_output
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 
 # Command -> the first line of its help. The commands themselves are in circuits.py, matrices.py and baselines.py.
 COMMANDS = {
@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "The report of a finished run, made again from its run.json and factors/. Loads no model; takes seconds.",
     "factorize": "Factorize matrices of a model into sparse read and write factors; each is saved when finished.",
     "replace": "Replace a whole surface, fine-tune the values on their fixed supports, and say what is left of the model.",
+    "finetune": "Fine-tune the values of finished factors on their fixed supports, in one process or many (accelerate launch).",
     "estimate": "Memory and time that factorize will take, of a model or of shapes alone.",
     "train-baseline": "Train what SWD is compared with: transcoders, VPD, sparse pretraining.",
 }

@@ -1,4 +1,9 @@
-"""train-baseline: what the paper compares SWD with, trained on a matrix or from scratch; it goes on after an interruption.
+"""finetune and train-baseline: what is trained on text. Each goes on after an interruption.
+
+swd-lens finetune                        the values of finished factors on their fixed supports, in one process or many:
+                                         accelerate launch --num_processes 2 -m swd_lens.cli finetune ...
+
+train-baseline: what the paper compares SWD with, trained on a matrix or from scratch.
 
 swd-lens train-baseline transcoder       a ReLU transcoder of one matrix, or of a whole MLP
 swd-lens train-baseline vpd-recon        rank-one parameter components, by local reconstruction
@@ -8,10 +13,11 @@ swd-lens train-baseline sparse-pretrain  a GPT-2 of a host's shape, trained from
 
 import ast
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import typer
@@ -19,10 +25,13 @@ from typer import Option
 
 from swd_lens.base.errors import error
 from swd_lens.circuits import fidelity
+from swd_lens.cli import status
 from swd_lens.cli.options import (
+    LargeModelOptions,
     ModelOptions,
     OutputOptions,
     OverwriteOption,
+    TextOptions,
     TrainingTextOptions,
     TrainingTokensOption,
     app,
@@ -31,10 +40,14 @@ from swd_lens.cli.options import (
     say,
 )
 from swd_lens.hosts import find_sites
+from swd_lens.hosts.embedded import text_tokens
 from swd_lens.report.terminal import table
 from swd_lens.train.baselines import LearnedUnits, channels_of, sparse_pretrain, transcoder, vpd_kl, vpd_recon
 from swd_lens.train.baselines.sparse_training import SPARSE_PRETRAINS
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, recipe
+from swd_lens.train.finetune import PRESETS as FINETUNINGS
+from swd_lens.train.finetune import finetune
+from swd_lens.units.factors import FactorSet
 
 group = typer.Typer(no_args_is_help=True, help="Train what SWD is compared with: transcoders, VPD, sparse pretraining.")
 app.add_typer(group, name="train-baseline")
@@ -102,6 +115,78 @@ def _register(name: str, train: Callable[..., LearnedUnits], recipes: Any, summa
 _register("transcoder", transcoder, TRANSCODERS, "A ReLU transcoder in place of one matrix, or of a whole MLP.")
 _register("vpd-recon", vpd_recon, VPD_RECONS, "VPD-Recon-CI: components and their importance, by reconstruction.")
 _register("vpd-kl", vpd_kl, VPD_KLS, "VPD-KL: components and their importance, by the KL of the host's logits.")
+
+
+@dataclass(frozen=True)
+class FinetuneTextOptions(TextOptions):
+    """Text that factors are fine-tuned on, and text that judges them."""
+
+    tokens: TrainingTokensOption = 117_760
+    purpose: ClassVar[str] = "factors are fine-tuned on its first part and measured on its last"
+
+    def rows(self, model: Any, options: ModelOptions, tokens: int | None = None) -> tuple[Any, Any]:
+        """As of `TextOptions`. Of the embedded model, rows of another seed than calibration's, which the solver has not seen."""
+        if self.text is None and options.model == "default":
+            return text_tokens(self.tokens, split="train", seed=1), text_tokens(self.heldout_tokens, split="validation")
+        return super().rows(model, options, tokens)
+
+
+@command(app, "finetune", goes_on=True)
+def finetune_command(
+    *,
+    factors: Annotated[Path, Option(help="Folder of finished factors.")],
+    out: Annotated[Path, Option(help="Folder for log, checkpoints and the tuned factors (OUT/factors).")],
+    model_options: LargeModelOptions,
+    text: FinetuneTextOptions,
+    preset: Annotated[str, _preset_option(FINETUNINGS)] = "best",
+    settings: SetOption = None,
+    eval_every: Annotated[int | None, Option(help="Steps between measurements on held-out text.", min=1)] = None,
+    checkpoint_every: EveryOption = 100,
+    overwrite: OverwriteOption = False,
+    printed: OutputOptions,
+) -> None:
+    """Fine-tune the values of finished factors on their fixed supports, in one process or many (accelerate launch).
+
+    The same command again goes on where it was stopped. Each of several processes loads the model on its own device.
+    """
+    first, device = _process()
+    status.quiet = not first
+    changes = parsed_settings(settings)
+    plan("load", "fine-tune")
+    model = model_options.load(device=device)
+    rows, heldout = text.rows(model, model_options)
+    say("fine-tune")
+    tuned = finetune(
+        model,
+        FactorSet.load(factors),
+        rows,
+        preset=preset,
+        heldout=heldout,
+        out=out,
+        overwrite=overwrite,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        progress=True,
+        **changes,
+    )
+    if first:
+        numbers = {name: value for name, value in tuned.provenance["finetune"].items() if name != "settings"}
+        shown = {name: value for name, value in numbers.items() if isinstance(value, int | float | str)}
+        printed.show(
+            {"factors": str(out / "factors"), **tuned.provenance["finetune"]},
+            table("Fine-tuned", pd.DataFrame([shown])),
+            f"Saved to {out / 'factors'}; swd.FactorSet.load reads it.",
+        )
+
+
+def _process() -> tuple[bool, str | None]:
+    """Whether this process is the first of those that accelerate or torchrun started, and its device; None: the default."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True, None
+    from accelerate import PartialState
+
+    state = PartialState()
+    return state.is_main_process, str(state.device)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Option
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.parts import FOLDER
 from swd_lens.base.sealed import read_sealed, write_sealed
@@ -34,11 +34,11 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import load_default_model, text_tokens
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
-from swd_lens.study.asked import task_fingerprint
+from swd_lens.study.asked import memory_of, task_fingerprint
 from swd_lens.study.inside import look_inside
 from swd_lens.study.main_road import (
     CONTROLS,
@@ -48,7 +48,6 @@ from swd_lens.study.main_road import (
     study_steps,
     surface_of,
 )
-from swd_lens.study.memory import memory_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
 from swd_lens.tasks import Task, load_task
 from swd_lens.tasks.generators import FAMILIES

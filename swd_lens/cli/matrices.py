@@ -38,7 +38,7 @@ from swd_lens.cli.options import (
 from swd_lens.factorization.estimate import estimate as estimate_cost
 from swd_lens.factorization.factorize import factorize as factorize_model
 from swd_lens.report.terminal import table
-from swd_lens.study.memory import memory_of_replacement
+from swd_lens.study.asked import memory_of_replacement
 from swd_lens.study.replacement import BUDGETS, DEFAULT, replace_model
 from swd_lens.train.finetune.run import DEFAULT_PRESET as FINETUNING
 from swd_lens.train.finetune.spec import resolve as resolve_finetuning
@@ -80,7 +80,7 @@ def factorize(
         sites,
         sparsity=sparsity,
         tokens=tokens,
-        calibration=calibration,
+        calibration=calibration if text.tokens else "zero-data",
         workers=number_or_word(workers),
         shard=shard,
         progress=True,
@@ -179,7 +179,7 @@ def replace(
         finetune=None if finetune == "none" else finetune,
         finetune_tokens=None if finetune_tokens is None else first_rows(rows, finetune_tokens),
         prompts=list(prompt) if prompt else heldout[:3, : heldout.shape[1] // 4],
-        calibration=calibration,
+        calibration=calibration if text.tokens else "zero-data",
         workers=number_or_word(workers),
         out=out,
         overwrite=overwrite,

@@ -29,12 +29,11 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 from typer import Option
 
-from swd_lens.base.errors import UnsupportedHostError, error
+from swd_lens.base.errors import UnsupportedHostError, error, visible, visible_lines
 from swd_lens.base.files import plain
 from swd_lens.base.machine import available_bytes, held_bytes, peak_bytes, peak_gpu_bytes
 from swd_lens.base.progress import Steps, duration
 from swd_lens.base.sealed import readable
-from swd_lens.base.visible import visible, visible_lines
 from swd_lens.cli import new_app, output, status
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
@@ -104,15 +103,15 @@ class ModelOptions:
     ] = "default"
     host: HostOption = "auto"
 
-    def load(self, sites: Any = None, **options: Any) -> Any:
+    def load(self, sites: Any = None, device: str | None = None, **options: Any) -> Any:
         """The host. Raises UnknownSiteError before any text is read, if it has no such sites."""
         say(f"load {'the embedded model' if self.model == 'default' else self.model}")
         if self.model == "default":
-            model = load_default_model(kind=self.host)
+            model = load_default_model(device, kind=self.host)
         else:
             if not sys.stderr.isatty():  # in a log each of transformers' bars would be a hundred lines
                 transformers_logging.disable_progress_bar()
-            model = load_host(self.model, self.host, **options)
+            model = load_host(self.model, self.host, device=device, **options)
         if sites is not None:
             find_sites(model, sites)
         _running.loaded = held_bytes() or 0
@@ -128,10 +127,10 @@ class LargeModelOptions(ModelOptions):
     )
     device_map: Annotated[str | None, Option(help="'auto' lays a large host over several devices.")] = None
 
-    def load(self, sites: Any = None, **options: Any) -> Any:
+    def load(self, sites: Any = None, device: str | None = None, **options: Any) -> Any:
         if self.model == "default" and (self.dtype != "float32" or self.device_map is not None):
             raise error("cli-embedded-model-placed")
-        return super().load(sites, dtype=self.dtype, device_map=self.device_map, **options)
+        return super().load(sites, device, dtype=self.dtype, device_map=self.device_map, **options)
 
 
 @dataclass(frozen=True)

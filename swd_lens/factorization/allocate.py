@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
@@ -32,14 +32,14 @@ from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges as edges_of
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
-from swd_lens.units import attach, require_free
+from swd_lens.units import attach, require_detached, require_free
 from swd_lens.units.factors import Factors
 
 BY = ("kl", "error")
@@ -109,6 +109,7 @@ def allocate(
     if isinstance(sparsity, Mapping):
         raise error("allocate-sparsity-mapping")
     multiples = _rising(grid)
+    require_detached(model, "allocate")
     stream = None if tokens is None else as_stream(tokens, model)
     job = Job.of(
         model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options

@@ -18,8 +18,8 @@ from torch import Tensor
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.grams import collect_grams
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, execution_key
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream, as_stream
 
 KEPT_BYTES = 2**29

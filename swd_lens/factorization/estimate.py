@@ -1,6 +1,6 @@
 """estimate: what a factorization will need, before it starts: memory and time, from shapes.
 
-1. `forecast` makes one row per matrix (forecast.py): the solver's operations and working memory (`swd_lens.solver.cost`), the
+1. `forecast` makes one row per matrix (forecast.py): the solver's operations and working memory (`swd_lens.solver.budget`), the
    operations of its calibration, and what is held meanwhile (Grams, finished factors).
 2. `Estimate` holds the rows with their totals beside what the machine has and does (machine.py): free memory, speed of float32
    products. It prints as a table; `require_fit` refuses, with the numbers, what cannot fit.

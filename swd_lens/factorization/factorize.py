@@ -14,6 +14,7 @@ The bar counts operations, not matrices, so that its remaining time means someth
 """
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 
-from swd_lens.base._version import __version__
-from swd_lens.base.errors import AttachError, error
+from swd_lens.base import __version__
+from swd_lens.base.errors import AttachError, callers_level, error, warning
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -36,7 +37,7 @@ from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
 from swd_lens.tasks.streams import as_stream
-from swd_lens.units import add_probe, described, is_bare, origin_of, require_free
+from swd_lens.units import add_probe, described, is_bare, origin_of, require_detached, require_free
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights
 
@@ -70,11 +71,12 @@ def factorize(
         sparsity: s in (0, 1) for every matrix, budget K = (1 - s) * d_in * d_out; or a mapping from site names or patterns
             to s (`swd_lens.allocate` makes one).
         tokens: (rows, pos) calibration ids, or a `TokenStream` (as many as you like: memory does not grow with them);
-            None = zero-data (G = I).
+            None = zero-data (G = I), with a warning, since it is easily forgotten.
         calibration: "sequential" takes each matrix's inputs from the host with all earlier ones replaced (method.md §5.2);
             "per_block" from the host with all earlier blocks replaced, one pass per block; "dense" from the untouched host;
             "corrected" is sequential and fits each matrix to what the dense host writes there (grams.py): not the paper's,
-            and better where many matrices are replaced. With one site they are the same.
+            and better where many matrices are replaced. With one site they are the same. "zero-data" says that no tokens are
+            meant.
         preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...).
         batch_size: rows per calibration forward.
         gram_dtype: of the products of one batch and of the Grams, "float32" or "float64"; "auto": float64 where every matrix is
@@ -98,6 +100,7 @@ def factorize(
 
     Raises:
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
+        AttachError: units are attached: their inputs would not be the host's.
         ResumeError: `out` holds factors that were made otherwise; every difference is named.
         DoesNotFitError: more memory is needed than available (see `swd_lens.estimate`).
         ShardError: no such shard, or one of matrices that wait for each other.
@@ -105,6 +108,11 @@ def factorize(
         ValueError: bad sparsity or solver options; the site is named.
     """
     # 1. What is asked for, and its share of a larger job.
+    if calibration == "zero-data" and tokens is None:
+        calibration = "sequential"
+    elif tokens is None:
+        warnings.warn(warning("no-calibration-tokens"), stacklevel=callers_level())
+    require_detached(model, "factorize")
     job = Job.of(
         model,
         sites,

@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 import torch
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, select_sites
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import is_number

@@ -67,7 +67,7 @@ class SolveTask:
         weight: (d_in, d_out), any floating dtype; it travels in its own and is solved in float32, on its own device.
         gram: (d_in, d_in), or None for zero-data.
         sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
-        bytes: working memory that the solve will need, see `swd_lens.solver.cost`; 0 if unknown. Schedulers go by it.
+        bytes: working memory that the solve will need, see `swd_lens.solver.budget`; 0 if unknown. Schedulers go by it.
     """
 
     site: str

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.grams import collect_grams, collect_pairs, corrected
 from swd_lens.factorization.residuals import Residuals

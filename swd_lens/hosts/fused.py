@@ -29,9 +29,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import callers_level, warning
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo
 from swd_lens.hosts import Host
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import standing_hooks
 
 MIN_SCORES = 2**18  # n_heads x positions^2: 171 positions of nine heads
 AGREES = 1e-5  # of the largest logit

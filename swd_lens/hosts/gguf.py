@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import sha256
 from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed

@@ -24,6 +24,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.gguf import dequantized, gguf_file
+from swd_lens.tasks.encoding import adds_bos
 
 
 @in_plain_surroundings
@@ -71,14 +72,30 @@ def load_host(
         raise error("no-checkpoint-folder", folder=folder)
     if folder is not None:
         label = label or folder.resolve().name
+    model = _loaded(name, folder, label, kind, device, precision, device_map)
+    if getattr(model, "tokenizer", None) is not None:
+        # TransformerLens would put a BOS before every text, also where the model was trained without.
+        model.cfg.default_prepend_bos = adds_bos(model.tokenizer)
+    return model
+
+
+def _loaded(
+    name: str,
+    folder: Path | None,
+    label: str | None,
+    kind: str,
+    device: str | None,
+    dtype: torch.dtype,
+    device_map: Any,
+) -> Any:
     if kind == "bridge":
-        return _bridge(name, label, device, precision, device_map)
+        return _bridge(name, label, device, dtype, device_map)
     try:
-        return _hooked(name, folder, label, device, precision)
+        return _hooked(name, folder, label, device, dtype)
     except UnsupportedHostError:
         if kind == "hooked":
             raise
-        return _bridge(name, label, device, precision, device_map)
+        return _bridge(name, label, device, dtype, device_map)
 
 
 def _precision(dtype: torch.dtype | str) -> torch.dtype:

@@ -4,21 +4,69 @@
    outputs of sites, the units of attached sites, and what other hook points saw.
 2. `recording` keeps the same of any run made while it is open.
 3. Every site that was asked for must have been seen: a silent hook would leave zeros in a sum, or nothing at all.
+4. Standing hooks are those that a caller has hooked to a host. Calls of swd_lens run with them; results name them in their
+   settings.
 """
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.sites import Site
+
+# Hooks of packages that are part of how a host runs. Of ours only those that look at it, or watch attached units: interventions
+# that a caller has hooked (`unit_hooks`, `Circuit.hooks`) are the caller's.
+_PARTS_OF_THE_HOST = ("transformer_lens", "transformers", "accelerate", "torch", "swd_lens.hosts", "swd_lens.units")
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def standing_hooks(model: Any) -> dict[str, list[str]]:
+    """{"standing_hooks": names} of the hooks that are on a host now, for a result's settings; {} where there are none.
+
+    A name is that of the hook point or module and that of the function: "blocks.0.hook_resid_post: steer".
+    """
+    names = sorted({f"{point}: {name_of(hook)}" for point, hook in _hooks(model) if not _is_part_of_the_host(hook)})
+    return {"standing_hooks": names} if names else {}
+
+
+def hooks_of(point: HookPoint) -> list[Any]:
+    """The functions that were given to a hook point."""
+    return [handle.user_hook for handle in (*point.fwd_hooks, *point.bwd_hooks)]
+
+
+def name_of(hook: Any) -> str:
+    """What a hook is called in its own code."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        wrapped: set[int] = set()
+        if isinstance(module, HookPoint):
+            handles = (*module.fwd_hooks, *module.bwd_hooks)
+            wrapped = {handle.hook.id for handle in handles}  # TransformerLens' own functions around them
+            yield from ((module.name or path, hook) for hook in hooks_of(module))
+        for kind in _KINDS:
+            hooks = getattr(module, kind, {})
+            yield from ((path or "the model", hook) for key, hook in hooks.items() if key not in wrapped)
+
+
+def _is_part_of_the_host(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    module = str(getattr(function, "__module__", None) or type(function).__module__)
+    return any(module == package or module.startswith(f"{package}.") for package in _PARTS_OF_THE_HOST)
+
 
 Shown = dict[str, Tensor]
 

@@ -3,7 +3,8 @@
 1. A `Site` is one dense projection, always seen as (d_in, d_out): y = h @ W + b. Nothing outside the hosts transposes.
 2. `select_sites` matches a pattern (exact name, glob, bare kind, "all", TransformerLens parameter name or Hugging Face
    module name) against the sites a host offers; a pattern that matches nothing raises and lists the nearest names.
-3. `parse_unit` reads a unit's name, "blocks.8.mlp_out/205".
+3. `Ends` names the coordinates that a site reads and writes: heads, neurons, the residual stream.
+4. `parse_unit` reads a unit's name, "blocks.8.mlp_out/205".
 """
 
 import difflib
@@ -12,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
+from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.hosts.families import module_names
 
@@ -69,6 +72,10 @@ class Site:
     def __str__(self) -> str:
         return f"{self.name} ({self.d_in}, {self.d_out})"
 
+    def _repr_html_(self) -> str:
+        shape = {"reads": f"{self.d_in:,} inputs", "writes": f"{self.d_out:,} outputs", "entries": f"{self.numel:,}"}
+        return card(f"Site {self.name}", {**shape, "hook of its units": self.hook_name})
+
 
 @dataclass(frozen=True)
 class BlockShapes:
@@ -97,6 +104,18 @@ def sites_of_blocks(blocks: tuple[BlockShapes, ...]) -> tuple[tuple[Site, ...], 
         for kind, d_in, d_out in sorted(block.shapes, key=lambda shape: KINDS.index(shape[0])):
             (alternatives if kind in block.alternatives else sites).append(Site(layer, kind, d_in, d_out))
     return tuple(sites), tuple(alternatives)
+
+
+class HookName(str):
+    """The name of a unit's hook point, as hooks that are handed to a host carry it.
+
+    TransformerLens raises KeyError(name) where a host has none; the name then says why.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{str(self)!r} (it is there while the units are attached: with swd.attach(model, factors): ...)"
 
 
 def hook_name(site_name: str) -> str:
@@ -156,7 +175,12 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
         UnknownSiteError: a pattern matches nothing (the message lists the nearest names), or the patterns together name
             one weight twice.
     """
-    given = [pattern] if isinstance(pattern, str | Site) else list(pattern)
+    given = [pattern] if isinstance(pattern, str | Site) or not isinstance(pattern, Iterable) else list(pattern)
+    for item in given:
+        if not isinstance(item, str | Site):
+            raise error(
+                "pattern-not-a-name", pattern=item, kinds=", ".join(dict.fromkeys(site.kind for site in available))
+            )
     patterns = [item.name if isinstance(item, Site) else item for item in given]
     if not patterns:
         raise error("no-pattern")
@@ -194,3 +218,70 @@ def _nothing_matches(pattern: str, available: Sequence[Site]) -> Exception:
     kinds = sorted({site.kind for site in available}, key=KINDS.index)
     layers = max((site.layer for site in available), default=-1)
     return error("no-such-site", pattern=pattern, nearest=", ".join(near), last=layers, kinds=", ".join(kinds))
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+@dataclass(frozen=True)
+class Span:
+    """Coordinates start .. start + size - 1 of one end, such as a head; named by coordinate where the size is the whole."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Names of the coordinates that the units of a host read and write.
+
+    mlp_out reads MLP neurons, attn_o head by head; both write residual dimensions. attn_qkv writes the heads of Q, K and V one
+    after the other; mlp_in and mlp_gate write neurons.
+
+    Attributes:
+        n_heads, n_kv_heads, d_head: the host's attention.
+        other_attention: layers whose attention has other heads than these (linear attention).
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    other_attention: frozenset[int]
+
+    @classmethod
+    def of(cls, host: Any) -> "Ends":
+        """Of a Host."""
+        cfg = host.model.cfg
+        linear = {site.layer for site in host.sites() if site.kind in ("attn_beta", "attn_decay")}
+        n_heads = int(cfg.n_heads)
+        n_kv_heads = int(getattr(cfg, "n_key_value_heads", None) or n_heads)
+        return cls(n_heads, n_kv_heads, int(cfg.d_head), frozenset(linear))
+
+    def read(self, site: str, width: int) -> list[Span]:
+        """The spans of the site's input, d_in = width."""
+        layer, kind = split_name(site)
+        if kind == "mlp_out":
+            return [Span("neuron", 0, width)]
+        if kind == "attn_o":
+            return self._heads(layer, width, (("", self.n_heads),)) or [Span("input", 0, width)]
+        return [Span("residual", 0, width)]
+
+    def written(self, site: str, width: int) -> list[Span]:
+        """The spans of the site's output, d_out = width."""
+        layer, kind = split_name(site)
+        if kind in WRITES_RESIDUAL:
+            return [Span("residual", 0, width)]
+        if kind in ("mlp_in", "mlp_gate"):
+            return [Span("neuron", 0, width)]
+        q, k, v = ("Q", self.n_heads), ("K", self.n_kv_heads), ("V", self.n_kv_heads)
+        parts = {"attn_q": (q,), "attn_k": (k,), "attn_v": (v,), "attn_qkv": (q, k, v)}
+        known = kind in READS_ATTENTION_INPUT and kind in parts
+        return (self._heads(layer, width, parts[kind]) if known else []) or [Span("output", 0, width)]
+
+    def _heads(self, layer: int, width: int, parts: tuple[tuple[str, int], ...]) -> list[Span]:
+        """One span per head of each part; none where the width shows that these are not the heads."""
+        if layer in self.other_attention or width != sum(n for _, n in parts) * self.d_head:
+            return []
+        names = [f"{part} head {head}".strip() for part, n in parts for head in range(n)]
+        return [Span(name, i * self.d_head, self.d_head) for i, name in enumerate(names)]

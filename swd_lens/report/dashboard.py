@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from swd_lens.analysis.audit import Audit, UnitProfile, unit_html
 from swd_lens.analysis.audit.drawing import number, unit_style, words_html
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -23,6 +23,7 @@ from swd_lens.base.writer import require_writable, require_writable_file, writin
 from swd_lens.hosts.sites import execution_key, parse_unit
 from swd_lens.report.page import encodable, template
 from swd_lens.report.wording import count, percent, plural
+from swd_lens.units.keys import read_units, single_units
 
 INDEX = "index.html"
 _AROUND = 5  # tokens on either side of the peak in the index
@@ -34,7 +35,7 @@ def dashboard(
     units: Audit | UnitProfile | Iterable[UnitProfile],
     path: str | Path | None = None,
     *,
-    only: Iterable[str] | None = None,
+    only: Any = None,
     title: str | None = None,
 ) -> str | Path:
     """Units as HTML: one file, or a folder with an index and one page per unit.
@@ -43,7 +44,7 @@ def dashboard(
         units: an Audit, or profiles (`Audit.unit`, `Audit.profiles`).
         path: ends in .html: one file. Otherwise a folder, made if need be; pages of the same name are replaced, others left.
             None: the one page as text.
-        only: names of the audit's units to show, in this order; None = all.
+        only: the audit's units to show, in this order: names, pairs, a table or circuit of them; None = all.
         title: None = names the model.
 
     Returns:
@@ -75,14 +76,15 @@ def dashboard(
         return _folder(folder, names, profiles, settings, title)
 
 
-def _of(units: Any, only: Iterable[str] | None) -> tuple[list[str], Iterator[UnitProfile], dict[str, Any]]:
+def _of(units: Any, only: Any) -> tuple[list[str], Iterator[UnitProfile], dict[str, Any]]:
     """Names in the order shown, their profiles in that order, and the settings."""
     if isinstance(units, Audit):
-        names = _ordered(units) if only is None else list(only)
+        names = _ordered(units) if only is None else ["{}/{}".format(*units.place(unit)) for unit in single_units(only)]
         return names, units.profiles(names), dict(units.settings)
     profiles = [units] if isinstance(units, UnitProfile) else list(units)
     if only is not None:
-        by_name, wanted = {p.unit: p for p in profiles}, list(only)
+        by_name = {p.unit: p for p in profiles}
+        wanted = ["{}/{}".format(*unit) for unit in read_units(only, {p.site for p in profiles})]
         if missing := [name for name in wanted if name not in by_name]:
             raise error("dashboard-without-that-unit", unit=missing[0], units=", ".join(by_name))
         profiles = [by_name[name] for name in wanted]

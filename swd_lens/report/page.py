@@ -17,14 +17,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from swd_lens.analysis.audit.drawing import unit_html, unit_style
+from swd_lens.base.errors import visible, visible_lines
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
-from swd_lens.base.visible import visible, visible_lines
 from swd_lens.circuits.compare import Comparison, TaskComparison
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
-from swd_lens.report.headline import controls_of, headline, main_replacement
 from swd_lens.report.recipe import load_code, run_code
+from swd_lens.report.wording import controls_of, headline, main_replacement
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell
@@ -224,7 +224,7 @@ def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
 def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for method, curve in comparison.curves.items():
-        drop = curve.rows["necessity_drop"].iloc[-1]
+        drop = curve.rows["necessity drop"].iloc[-1]
         costs = [
             curve.cost_at(**{name: threshold}, cost=cost)
             for name, threshold in (("sufficiency", SUFFICIENCY), ("necessity", NECESSITY))
@@ -246,7 +246,7 @@ def _in_words(comparison: TaskComparison, cost: str) -> str:
     for method, curve in comparison.curves.items():
         least = curve.cost_at(sufficiency=SUFFICIENCY, cost=cost)
         reached = "is never reached" if least is None else f"is reached with {least:,} {wording.COSTS[cost]}"
-        drop = wording.fixed(curve.rows["necessity_drop"].iloc[-1], 2)
+        drop = wording.fixed(curve.rows["necessity drop"].iloc[-1], 2)
         parts.append(
             f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."
         )
@@ -276,7 +276,7 @@ def _attention(run: Run) -> Iterator[Section]:
 def _view(view: AttentionView, prefix: str) -> dict[str, Any]:
     title = f"{wording.readable(view.task)}: {view.title}" if view.task else view.title
     # A page with a hundred canvases opens slowly: a panel counts as drawn until its turn comes (templates/report.js).
-    panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title, later=True)
+    panel = attention_heads(view.tokens, view.tensor(), names=view.names, title=title, signed=view.signed, later=True)
     kind = "Values" if view.signed else "Attention patterns"
     words = f"{kind} of {wording.plural(len(view.names), 'head')} over {len(view.tokens)} tokens. {view.caption}"
     heads = dict.fromkeys(head for column in view.measures.values() for head in column)

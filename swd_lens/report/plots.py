@@ -24,9 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible, visible_token
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, style, svg
-from swd_lens.base.visible import visible, visible_token
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, cost_axis, draw_curves
 from swd_lens.study.run_file import Replacement
@@ -48,7 +47,7 @@ def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9
     figure.set_layout_engine(None)  # the same margins in every column, so that columns align in the page
     figure.subplots_adjust(left=0.25, right=0.97, top=0.98, bottom=0.12, hspace=0.1)
     above, below = axes[:, 0]
-    for ax, column in ((above, "sufficiency"), (below, "necessity_drop")):
+    for ax, column in ((above, "sufficiency"), (below, "necessity drop")):
         _draw(ax, curves, column, cost)
         cost_axis(ax.xaxis, pd.concat([curve.rows[cost] for curve in curves.values()]))
     above.set_xlabel("")
@@ -155,9 +154,10 @@ def _text(text: str, x: float | int, y: float | int, size: float | int, anchor: 
 
 def _pixels(values: np.ndarray, signed: bool) -> str:
     """Values in [-1, 1] (or [0, 1]) as a PNG in base64."""
-    colours = DIVERGING((values + 1) / 2) if signed else SEQUENTIAL(values)
+    colours = np.asarray(DIVERGING((values + 1) / 2) if signed else SEQUENTIAL(values))
     file = io.BytesIO()
-    pixels = (np.asarray(colours)[..., :3] * 255).round().astype(np.uint8)
+    on_paper = colours[..., :3] * colours[..., 3:] + (1 - colours[..., 3:])
+    pixels = (on_paper * 255).round().astype(np.uint8)
     imsave(file, pixels, format="png", metadata={"Software": ""})
     return base64.b64encode(file.getvalue()).decode("ascii")
 

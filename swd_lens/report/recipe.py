@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from swd_lens.report.headline import main_replacement
+from swd_lens.report.wording import main_replacement
 from swd_lens.study import Run
 from swd_lens.study.main_road import DEFAULT_CONTROLS, RANDOM_B, RANDOM_B_SEEDS
 from swd_lens.study.run_file import folders_of

@@ -10,13 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from swd_lens.base.visible import visible
+from swd_lens.base.errors import visible
 from swd_lens.report.wording import intervention_words
 from swd_lens.study import Run
 
 # Long column names of the DataFrames -> what fits a terminal.
 _SHORT = {
-    "sparsity": "s",
     "CE delta se": "±",
     "top-1 agreement": "top-1",
     "max relMSE": "max\nrelMSE",

@@ -2,13 +2,22 @@
 
 1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
 2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
+3. `headline`: what a run found, in a few sentences made from its numbers alone. The subject is the sparsest replacement of the
+   surface with most matrices; the controls are the exact ones that were run. It says how far the subject moves held-out
+   cross-entropy and how often it agrees with the dense host; over all surfaces and tasks, how often a circuit is needed at all
+   and whose is cheaper in active edges; and the smallest circuit that is not empty.
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+
+from swd_lens.study import Run
+from swd_lens.study.run_file import Replacement
 
 UNDEFINED = "–"
 MINUS = "\u2212"
@@ -108,3 +117,111 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple | set | frozenset):
         return ", ".join(_value(item) for item in value) or "none"
     return "none" if value is None or value == {} else str(value)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Least active edges and units of one method for one surface and task; None: never reached, or not defined."""
+
+    surface: str
+    task: str
+    method: str
+    edges: int | None
+    units: int | None
+    all_units: int
+    defined: bool
+
+
+def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
+    """One to a few sentences, most important first; none where a run has nothing of the kind."""
+    subject = main_replacement(run)
+    if subject is None:
+        return []
+    costs = [
+        Cost(
+            surface,
+            task,
+            method,
+            edges=curve.cost_at(sufficiency=sufficiency, cost="edges"),
+            units=curve.cost_at(sufficiency=sufficiency, cost="units"),
+            all_units=int(curve.rows["units"].max()),
+            defined=bool(curve.q_unpruned > 0),
+        )
+        for surface, by_task in run.comparisons.items()
+        for task, comparison in by_task.items()
+        for method, curve in comparison.curves.items()
+    ]
+    controls = () if subject.exact else controls_of(run)
+    return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, controls, sufficiency)]
+
+
+def main_replacement(run: Run) -> Replacement | None:
+    """The sparsest replacement of the surface that replaces most matrices; an exact one only if there is nothing else."""
+    candidates = [r for r in run.replacements if not r.exact] or list(run.replacements)
+    return max(candidates, key=lambda r: (len(r.factors), r.factors.sparsity), default=None)
+
+
+def controls_of(run: Run) -> list[str]:
+    """The methods of the exact replacements."""
+    return list(dict.fromkeys(r.method for r in run.replacements if r.exact))
+
+
+def _fidelity_sentence(r: Replacement) -> str:
+    f = r.fidelity
+    matrices = plural(len(r.factors), "matrix", "matrices")
+    kept = f"{percent(1 - r.factors.sparsity, 0)} as many nonzero weights"
+    se = "" if f.ce_delta_se is None else f" ± {fixed(f.ce_delta_se, 4)} (standard error)"
+    return (
+        f"With {matrices} replaced ({r.surface}, {r.method}: {kept}), cross-entropy on held-out text moves by "
+        f"{signed(f.ce_delta, 4)}{se} nats, from {fixed(f.ce_dense, 3)} to {fixed(f.ce, 3)}, and the most likely next token "
+        f"stays the same in {percent(f.top1_agreement)} of {count(f.n_predictions)} predictions."
+    )
+
+
+def cost_sentences(costs: Sequence[Cost], method: str, controls: Sequence[str], sufficiency: float) -> Iterator[str]:
+    """What circuits of the method cost, beside those of each control."""
+    own = {(c.surface, c.task): c for c in costs if c.method == method}
+    cases = plural(len(own), "case")
+    for control in controls:
+        exact = {(c.surface, c.task): c for c in costs if c.method == control}
+        # Where both need some edges: those of the control over the method's.
+        both = [(c, exact[key].edges or 0) for key, c in own.items() if key in exact]
+        contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
+        if contested:
+            yield _contest(contested, method, control, sufficiency, cases)
+    empty = [f"{readable(c.task)} ({c.surface})" for c in own.values() if c.edges == 0]
+    if empty:
+        whom = f"For {conjunction(empty)}" if len(empty) <= 3 else f"In {len(empty)} of {cases}"
+        yield f"{whom} the empty circuit already suffices: these matrices are hardly needed at the scored positions."
+    undefined = sum(not c.defined for c in own.values())
+    if undefined:
+        yield (
+            f"In {undefined} of {cases} sufficiency is not defined: the unpruned replacement has no positive margin, "
+            "because the model does not do the task."
+        )
+    # Nothing and everything are no circuits.
+    circuits = [c for c in own.values() if c.edges and c.units and c.units < c.all_units]
+    if circuits:
+        least = min(circuits, key=lambda c: (c.edges or 0, c.surface, c.task))
+        yield (
+            f"The smallest circuit found: {count(least.units)} of the {plural(least.all_units, 'unit')} of {least.surface}, with "
+            f"{plural(least.edges or 0, 'active edge')}, keep {percent(sufficiency, 0)} of the margin of {readable(least.task)}."
+        )
+
+
+def _contest(contested: Sequence[tuple[Cost, float]], method: str, control: str, sufficiency: float, cases: str) -> str:
+    """The method's costs beside a control's, whose edges over the method's stand beside each."""
+    ratios = [ratio for _, ratio in contested]
+    n, fewer = len(ratios), sum(ratio > 1 for ratio in ratios)
+    more = f" in the median, and fewer in {fewer} of {n}" if n > 1 else ""
+    # Then the ratio is that of the whole factorizations and says nothing about circuits.
+    whole = sum(c.units == c.all_units for c, _ in contested)
+    caveat = f" (in {whole} of {n}, {method} takes every unit it has)" if whole else ""
+    return (
+        f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({n} of {cases} of surface and "
+        f"task), {method} needs {_ratio(statistics.median(ratios))} active edges than {control}{more}{caveat}."
+    )
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times more"

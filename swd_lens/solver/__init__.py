@@ -4,7 +4,7 @@
 2. anneal.py, with metric.py, support.py, births.py and refine.py: the solver of presets best, quick, thorough and deep; dsf.py:
    the paper's; prune.py: pruning alone.
 3. solve.py: the call that goes through these.
-4. cost.py: how many operations and bytes a call takes.
+4. budget.py: how many operations and bytes a call takes.
 """
 
 from swd_lens.base.errors import (
@@ -16,8 +16,7 @@ from swd_lens.base.errors import (
     UnitsError,
     WeightError,
 )
-from swd_lens.solver.budget import Budget, plan_budget, plan_shares, realised
-from swd_lens.solver.cost import Cost, cost
+from swd_lens.solver.budget import Budget, Cost, cost, plan_budget, plan_shares, realised
 from swd_lens.solver.solve import Solution, canonical, solve
 from swd_lens.solver.spec import (
     BASES,

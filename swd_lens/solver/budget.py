@@ -1,4 +1,5 @@
-"""How many entries each factor may keep (method.md §5.2 step 1; counts checked in §0.3 and §0.4).
+"""What follows from the shapes alone: how many entries each factor may keep (method.md §5.2 step 1; counts checked in §0.3 and
+§0.4), and what a call of `solve` will cost.
 
 1. n = min(d_in, d_out). The square factor is the one on the short side: the read factor when d_in <= d_out, else the
    write factor. With n units it is (n, n), the other (n, max(d_in, d_out)).
@@ -8,13 +9,21 @@
 4. rounding="reference" (the paper's solver only) then keeps entries strictly above a threshold, whose index is rounded in
    floating point as the reference code does it: usually one entry less than the budget, sometimes (184,320 of 442,368)
    none.
+5. `cost`, operations: the matrix products of every step, 2 a b c for an (a, b) by (b, c) product; eigenvalues, inverses and
+   selections are counted in equivalent operations, measured against products (eigenvalues run at a few percent of a
+   product's speed, so that their 9 n^3 count as 60 n^3). In float64 an operation counts as two, and an entry has eight bytes.
+6. `cost`, bytes: the buffers alive at the worst moment, beyond the float32 weight and Gram. The counts are of the algorithm as
+   written in anneal.py, refine.py and dsf.py; tests/solver/test_cost.py compares the bytes with what torch really allocates.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from swd_lens.base.errors import error
-from swd_lens.solver.spec import AnnealSpec, DsfSpec
+from swd_lens.solver.births import STARTS, STEPS
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, PruneSpec, resolve
+from swd_lens.solver.validate import check_sparsity, resolve_units
 
 
 @dataclass(frozen=True)
@@ -57,29 +66,44 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
     Raises:
         BudgetError: K < 2 units; names the largest feasible sparsity and number of units.
     """
-    n, numel, total = spec.coordinates(d_in, d_out), d_in * d_out, edges(d_in, d_out, sparsity)
-    if total < 2 * units:
-        feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
-        sparser = f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible"
-        fewer = f", or give units={total // 2}" if total >= 2 else ""
-        raise error(
-            "too-few-edges-for-units",
-            sparsity=sparsity,
-            edges=total,
-            numel=numel,
-            d_in=d_in,
-            d_out=d_out,
-            units=units,
-            needed=2 * units,
-            advice=sparser,
-            alternative=fewer,
-        )
+    n, total = spec.coordinates(d_in, d_out), edges(d_in, d_out, sparsity)
+    _require_edges_for(units, d_in, d_out, sparsity)
     automatic = n**2 / (2 * (n**2 + total))
     share = automatic if isinstance(spec.square_share, str) else float(spec.square_share)
     wanted = min(max(int(total * share), units), n * units)
     total = min(total, units * (d_in + d_out))  # few units cannot hold more
     square = min(max(wanted, total - units * (d_in + d_out - n)), total - units)
     return Budget(square, total - square)
+
+
+def plan_pruned(d_in: int, d_out: int, sparsity: float | int) -> int:
+    """K of a pruned matrix.
+
+    Raises:
+        BudgetError: below 2, which no unit can live on.
+    """
+    _require_edges_for(1, d_in, d_out, sparsity)
+    return edges(d_in, d_out, sparsity)
+
+
+def _require_edges_for(units: int, d_in: int, d_out: int, sparsity: float | int) -> None:
+    """Raise BudgetError where K has no read and write edge for each of so many units."""
+    numel, total = d_in * d_out, edges(d_in, d_out, sparsity)
+    if total >= 2 * units:
+        return
+    feasible = math.floor((1 - 2 * units / numel) * 10_000) / 10_000
+    raise error(
+        "too-few-edges-for-units",
+        sparsity=sparsity,
+        edges=total,
+        numel=numel,
+        d_in=d_in,
+        d_out=d_out,
+        units=units,
+        needed=2 * units,
+        advice=f"the largest feasible sparsity is {feasible:.4f}" if feasible > 0 else "no sparsity is feasible",
+        alternative=f", or give units={total // 2}" if total >= 2 else "",
+    )
 
 
 def _too_small(d_in: int, d_out: int, sparsity: float | int, square: int, n: int) -> Exception:
@@ -124,3 +148,106 @@ def realised(numel: int, budget: int, spec: DsfSpec) -> int:
     if spec.rounding == "exact":
         return budget
     return min(strict_rank(numel, budget, spec.sparsity_cap) - 1, numel)
+
+
+EIGEN = 60.0  # x n^3
+INVERSE = 6.0  # x n^3
+BORN_SHARE = 0.1  # of the units, each time: none at s = .5, up to a fifth at .9 (matrices of the embedded model)
+PER_ENTRY = 400.0  # an entry of a factor, per block update: about ten passes over memory, and the threshold
+
+
+@dataclass(frozen=True)
+class Cost:
+    """flops: floating-point operations, matrix-product equivalents. peak_bytes: memory beyond weight and Gram."""
+
+    flops: float
+    peak_bytes: int
+
+
+def cost(
+    d_in: int,
+    d_out: int,
+    *,
+    sparsity: float | int = 0.5,
+    units: int | float | str | None = None,
+    preset: str = DEFAULT_PRESET,
+    calibrated: bool = True,
+    **overrides: Any,
+) -> Cost:
+    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, ...); the sparsity itself hardly matters.
+
+    Raises:
+        SpecError, SparsityError, UnitsError: as `solve`.
+    """
+    spec = resolve(preset, overrides)
+    check_sparsity(sparsity)
+    width = resolve_units(units, d_in, d_out, spec)
+    if isinstance(spec, AnnealSpec):
+        flops, entries = (
+            _anneal_flops(d_in, d_out, width, calibrated, spec),
+            _anneal_entries(d_in, d_out, width, calibrated),
+        )
+    elif isinstance(spec, DsfSpec):
+        flops, entries = _dsf_flops(d_in, d_out, calibrated, spec), _dsf_entries(d_in, d_out, calibrated)
+    else:
+        flops, entries = _prune_flops(d_in, d_out, calibrated, spec), _prune_entries(d_in, d_out, calibrated)
+    if spec.precision_for(d_in, d_out) == "float64":
+        copies = d_in * d_out + calibrated * d_in**2  # of weight and Gram
+        return Cost(2 * flops, int(8 * (entries + copies)))
+    return Cost(flops, int(4 * entries))
+
+
+def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealSpec) -> float:
+    steps = spec.inner_iterations
+    products = 2 * m * m * (d_in + d_out) + 2 * 2 * d_in * d_out * m  # normal matrices, right-hand sides
+    solves = 2 * m * m * (d_in + d_out) * steps + 2 * INVERSE * m**3
+    plain = products + solves + PER_ENTRY * m * (d_in + d_out)
+    in_gram = 2 * d_in * d_in * m * (1 + 2 * steps) + 2 * m * m * d_in * steps + EIGEN * m**3
+    with_gram = sum(spec.gram_blend(t / (spec.outer_iterations - 1)) > 0 for t in range(spec.outer_iterations))
+    refining = spec.refine_rounds * (
+        4 * d_in * d_out * m + spec.refine_steps * 2 * m * (m * (d_in + d_out) + calibrated * d_in * d_in)
+    )
+    # Residual and what units are used for; then the pieces of those that are born.
+    use = 3 * 2 * d_in * d_out * m + calibrated * 2 * d_in * d_in * (m + d_out)
+    pieces = BORN_SHARE * m * STARTS * STEPS * 2 * 2 * d_in * d_out
+    once = EIGEN * d_in**3 * (with_gram > 0) + 2 * d_in * d_in * d_out
+    return (
+        spec.outer_iterations * plain
+        + spec.births * (use + pieces)
+        + refining
+        + calibrated * (with_gram * in_gram + once)
+    )
+
+
+def _anneal_entries(d_in: int, d_out: int, m: int, calibrated: bool) -> float:
+    weights, factors = d_in * d_out, (d_in + d_out) * m
+    largest = max(d_in, d_out) * m
+    # Target (and C M, C_g M); both factors and duals; right-hand side, dense solution, mask, three temporaries.
+    alternation = weights * (3 if calibrated else 1) + 2 * factors + 6 * largest + 3 * m * m
+    # Target; both factors and supports; conjugate gradients' seven.
+    refinement = weights + 2 * factors + 7 * largest + 2 * m * m
+    gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace
+    return 1.1 * (max(alternation, refinement) + gram)
+
+
+def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:
+    n, long = min(d_in, d_out), max(d_in, d_out)
+    per_side = 2 * 2 * n * n + 2 * n * n * (1 + spec.inner_iterations)  # per column: norms, normal matrix, solves
+    update = per_side * (n + long) + 2 * 2 * n * n * long + 4 * INVERSE * n**3 + 2 * PER_ENTRY * n * (n + long)
+    final = 2 * d_in * d_in * n * calibrated + 2 * n * d_in * d_out + spec.final_iterations * 2 * n * n * d_out
+    return spec.outer_iterations * update + final
+
+
+def _dsf_entries(d_in: int, d_out: int, calibrated: bool) -> int:
+    n, weights = min(d_in, d_out), d_in * d_out
+    checking = 3 * d_in * d_in * calibrated  # whether the Gram is positive, before anything else
+    return max(12 * weights + 10 * n * n + d_in * n * calibrated, checking)
+
+
+def _prune_flops(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> float:
+    return PER_ENTRY * d_in * d_out + calibrated * (spec.refine_steps + 2) * 2 * d_in * d_in * d_out
+
+
+def _prune_entries(d_in: int, d_out: int, calibrated: bool) -> int:
+    # Target, magnitudes, their order and unit (eight bytes each), support, pruned; conjugate gradients' seven; both factors.
+    return (9 + 7 * calibrated) * d_in * d_out + 4 * d_in * d_in * calibrated + max(d_in, d_out) ** 2

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.solver import anneal, dsf, prune
-from swd_lens.solver.budget import Budget, edges, plan_budget, plan_shares
+from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
 from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units
@@ -117,8 +117,8 @@ def solve(
             budget = plan_budget(d_in, d_out, sparsity, spec)
             read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
         else:
-            budget = None
-            read, write = prune.factorize(target, metric, edges(d_in, d_out, sparsity), spec, shrinkage, on_iteration)
+            budget, kept = None, plan_pruned(d_in, d_out, sparsity)
+            read, write = prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
         del target
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
     if budget is None or (isinstance(spec, AnnealSpec) and spec.balance):  # it was not settled beforehand

@@ -1,8 +1,13 @@
-"""What a study was asked for, as what decides its parts: hosts, texts, tasks and units by their hashes, settings by their values.
+"""What a study was asked for: what decides its parts, and the memory that they will need.
 
-1. `settings_of_parts`: what decides every part; a folder that holds parts of other ones is another study's.
+1. `settings_of_parts`: what decides every part (hosts, texts, tasks and units by their hashes, settings by their values); a
+   folder that holds parts of other ones is another study's.
 2. `growing_parts`: what may be added to a study that is there, each entry with what decides it.
 3. `start_again` clears a folder for a new study.
+4. `memory_of`, `memory_of_replacement`: the most memory that the parts will need beyond the loaded model, from shapes alone.
+   Upper bounds, in bytes of float32: what stays (factors of all replacements with their dense W, held-out text), and of the
+   parts that come one after the other the largest (factorization, fidelity, screen, attribution, curves), each as if no shortcut
+   applied.
 """
 
 import hashlib
@@ -12,12 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
+from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.errors import error
 from swd_lens.base.parts import CALL, FOLDER
 from swd_lens.factorization.checkpoint import host_fingerprint
-from swd_lens.hosts.standing import standing_hooks
-from swd_lens.study.run_file import NAME
+from swd_lens.factorization.estimate import estimate
+from swd_lens.hosts import find_sites
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.hosts.sites import Site
+from swd_lens.study.run_file import EXACT, NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import UnitSet
@@ -102,3 +111,112 @@ def start_again(folder: Path, factors: Iterable[str]) -> None:
         if (folder / name).is_dir():
             with writing_factors(folder / name, "run_study"):
                 remove_set(folder / name)
+
+
+# Tokens of a forward: of text, of prompts with gradients, of prompts under interventions.
+_TEXT, _PROMPTS, _INTERVENTIONS = 2_048, 128, 16_384
+_CHUNKS = 8  # tensors of logits or log-probabilities at a time
+_LOGITS = 2**28  # of interventions that need the whole vocabulary
+
+
+def memory_of(
+    model: Any,
+    surfaces: Mapping[str, Any],
+    tasks: Sequence[Task],
+    *,
+    sparsities: Sequence[float | int] = (),
+    factors: Mapping[str, Any] | None = None,
+    controls: Sequence[str] = tuple(EXACT),
+    n_beside: int = 0,
+    calibration_tokens: Any = None,
+    heldout_length: int = 1024,
+    **solver: Any,
+) -> dict[str, int]:
+    """Part of a study -> bytes beyond the loaded model, what stays included; arguments as for `run_study`.
+
+    Args:
+        n_beside: further replacements of each surface, as large as a dense one.
+        heldout_length: tokens in a row of held-out text.
+    """
+    sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
+    estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
+    pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
+    neurons = "neurons" in controls
+    most_units = max(
+        sum(max(row.units, neurons * row.d_in) for row in estimate.rows) for estimate in estimates.values()
+    )
+    given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
+    of_width = len(sparsities) + len(controls) - neurons + n_beside
+    wide = {label: neurons * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
+    stays = given + of_width * sum(pairs.values()) + sum(wide.values())
+    largest = max(*pairs.values(), *wide.values())
+
+    parts = {"factorize": max(each.peak_bytes for each in estimates.values())} if sparsities else {}
+    n_starts = of_width + neurons + len(factors or {}) + 2
+    parts["fidelity"] = max(
+        _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
+    )
+    first = min(site.layer for surface in sites.values() for site in surface)
+    for task in tasks:
+        length = max(len(row) for split in (task.train, task.test) for row in split.tokens)
+        tokens = min(_PROMPTS, len(task.train)) * length
+        scored = (model.cfg.n_layers - first) * _block(model, tokens, length) + 4 * 4 * tokens * most_units
+        parts[f"attribution of {task.name}"] = scored
+        kept = 4 * 2 * len(task.test) * length * model.cfg.d_model * model.cfg.n_layers
+        judged = 2 * _block(model, _INTERVENTIONS, length) + 4 * 3 * _INTERVENTIONS * most_units + _LOGITS
+        parts[f"curves of {task.name}"] = kept + judged
+    return {part: stays + largest + n_bytes for part, n_bytes in parts.items()}
+
+
+def memory_of_replacement(
+    model: Any,
+    sites: Any,
+    *,
+    tokens: Any,
+    calibration: str = "corrected",
+    sparsity: float | int = 0.5,
+    tuned_rows: int = 0,
+    row_length: int = 1024,
+    **solver: Any,
+) -> dict[str, int]:
+    """The same of `replace_model`.
+
+    Args:
+        tuned_rows: of a step of fine-tuning; 0: there is none.
+        row_length: tokens in a row of text.
+    """
+    surface = find_sites(model, sites)
+    estimate = _estimate(model, surface, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
+    pairs, units = _pairs(estimate), sum(row.units for row in estimate.rows)
+    parts = {"factorize": estimate.peak_bytes, "fidelity": pairs + _fidelity(model, surface, units, 3, row_length)}
+    if tuned_rows:
+        # Values, gradients, two moments and places of each nonzero; the dense factors and their gradients; all activations.
+        edges = (1 - sparsity) * sum(site.d_in * site.d_out for site in surface)
+        activations = model.cfg.n_layers * _block(model, tuned_rows * row_length, row_length)
+        parts["fine-tuning"] = int(24 * edges) + 3 * pairs + activations + 4 * 3 * tuned_rows * row_length * units
+    return parts
+
+
+def _pairs(estimate: Any, neurons: bool = False) -> int:
+    """Read, write and W of every site, dense; with inputs as units or as many as estimated."""
+    widths = [row.d_in if neurons else row.units for row in estimate.rows]
+    return 4 * sum(
+        units * (row.d_in + row.d_out) + row.d_in * row.d_out for units, row in zip(widths, estimate.rows, strict=True)
+    )
+
+
+def _block(model: Any, tokens: int, length: int) -> int:
+    """What one block of the host needs for so many tokens, in rows of this length."""
+    cfg = model.cfg
+    return 4 * tokens * (4 * cfg.n_heads * length + 12 * cfg.d_model + 4 * (getattr(cfg, "d_mlp", 0) or 0))
+
+
+def _fidelity(model: Any, sites: Sequence[Site], n_units: int, n_starts: int, length: int) -> int:
+    """A batch of held-out text, and what its divergences need."""
+    tokens, outputs = max(_TEXT, length), sum(site.d_out for site in sites)
+    kept = 4 * tokens * (3 * outputs + 2 * n_units + n_starts * model.cfg.d_model)
+    return _block(model, tokens, length) + kept + _CHUNKS * CHUNK_BYTES
+
+
+def _estimate(model: Any, sites: Sequence[Site], tokens: Any, solver: Mapping[str, Any]) -> Any:
+    return estimate(model, [site.name for site in sites], tokens=tokens, **solver)

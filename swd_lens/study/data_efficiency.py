@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
 from swd_lens.base.progress import tqdm
@@ -34,8 +34,8 @@ from swd_lens.factorization.checkpoint import differences, host_fingerprint, tok
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of, require_no_dropout
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.study.efficiency import CHECKPOINT, FIT, SINGLE, DataEfficiency, Point
 from swd_lens.tasks.text import as_rows
 from swd_lens.train.baselines.units import LearnedUnits

@@ -29,15 +29,14 @@ from rich.text import Text
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import PlainRecord, Record
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import visible
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import matches
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.tasks.text import same_length
 from swd_lens.units import attach

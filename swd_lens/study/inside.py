@@ -15,8 +15,7 @@ import torch
 
 from swd_lens.analysis.graph import UnitGraph, plot_unit_paths, unit_graph
 from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
-from swd_lens.base.errors import error
-from swd_lens.base.visible import visible_token
+from swd_lens.base.errors import error, visible_token
 from swd_lens.circuits import attribute
 from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionTable
 from swd_lens.tasks.task import Task
@@ -116,7 +115,7 @@ def _pair_section(screen: QKScreen, scan: QKScan, replay: QKReplay, telling: boo
             "What the pair adds to each attention score; rows are destinations.",
         ),
     )
-    columns = {"removed kl": 3, "dense kl": 3, "max change": 2, "agreement": 2, "share": 2, "gamma": 3}
+    columns = {"removed KL": 3, "dense KL": 3, "max change": 2, "agreement": 2, "share": 2, "gamma": 3}
     frame = scan.table(PAIRS_LISTED)
     rows = tuple(
         (
@@ -176,7 +175,7 @@ def _graph(model: Any, units: UnitSet, task: Task) -> ReportSection:
 
 def _edges_in_words(graph: UnitGraph, n: int = 8) -> str:
     names = {row["node"]: row["label"] or row["node"] for row in graph.nodes.to_dict("records")}
-    edges = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.table(n).to_dict("records")]
+    edges = [f"{names[row['source']]} to {names[row['target']]}" for row in graph.edges.head(n).to_dict("records")]
     return f"Strongest edges: {'; '.join(edges)}."
 
 

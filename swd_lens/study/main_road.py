@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
@@ -38,14 +38,14 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.compare import comparison_of, several, sources_of
-from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
 from swd_lens.factorization.factorize import factorize
 from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, split_name
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import resolve
 from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.run import Run
@@ -189,7 +189,7 @@ def run_study(
                     tokens=text,
                     out=None if folder is None else folder / folders[surface, method],
                     progress=progress,
-                    **solver,
+                    **(solver if text is not None else {**solver, "calibration": "zero-data"}),
                 )
                 timed[method] = (
                     solved,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.files import write_json, write_text
 from swd_lens.base.progress import Steps
@@ -31,8 +31,8 @@ from swd_lens.factorization.allocation import Allocation
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study.generate import Samples, generate, prompt_rows
 from swd_lens.tasks.streams import TokenStream, as_stream

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.record import Record, checked
 from swd_lens.base.sealed import readable, write_sealed
 from swd_lens.base.writer import read_beside_writer, writing
@@ -77,7 +77,7 @@ class Run(Record):
         rows = []
         for r in self.replacements:
             head = {"surface": r.surface, "method": r.method, "matrices": len(r.factors), "units": r.factors.n_units}
-            head |= {"edges": r.factors.edges, "sparsity": r.factors.sparsity, "seconds": r.seconds}
+            head |= {"edges": r.factors.edges, "s": r.factors.sparsity, "seconds": r.seconds}
             rows.append({**head, **r.fidelity.table().iloc[0].to_dict()})
         return pd.DataFrame(rows)
 
@@ -184,7 +184,7 @@ class Run(Record):
     def parts(self) -> tuple[Any, ...]:
         if not self.replacements:
             return ()
-        shown = ["surface", "method", "edges", "sparsity", "CE delta", "CE delta se", "KL", "top-1 agreement"]
+        shown = ["surface", "method", "edges", "s", "CE delta", "CE delta se", "KL", "top-1 agreement"]
         shown += ["max relMSE"]
         fidelity = self.fidelity_table()
         circuits = self.circuit_table() if any(self.comparisons.values()) else None

@@ -38,7 +38,7 @@ STAGED = ".new"
 # Exact controls by name, and the method that each goes by.
 EXACT = {"neurons": "neurons", "svd": "SVD"}
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
-_CURVE = {"units", "edges", "sufficiency", "necessity_drop"}  # columns of a curve that every report draws
+_CURVE = {"units", "edges", "sufficiency", "necessity drop"}  # columns of a curve that every report draws
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible_lines
 from swd_lens.base.figures import svg
 from swd_lens.base.record import PlainRecord
-from swd_lens.base.visible import visible_lines
 
 Cell = str | int | float | None
 DIGITS = 4  # of a view's values: finer than any screen shows

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from swd_lens.base.display import Folded
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
@@ -33,12 +34,13 @@ from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.estimate import estimate
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.text import as_rows
 from swd_lens.units.factors import FactorSet
 
+_COSTS = ("units", "edges")
 SPARSITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # paper §zero-data
 
 
@@ -81,24 +83,26 @@ class Sweep(Record):
         return abs(point.fidelity.ce_delta) <= self.tolerance
 
     def table(self) -> pd.DataFrame:
-        """One row per sparsity and calibration; circuit costs are empty where a target is never reached."""
-        targets = [("sufficiency", value) for value in self.sufficiency]
-        targets += [("necessity", value) for value in self.necessity]
+        """One row per sparsity and calibration: whether CE is matched, circuit costs (empty where a target is never reached),
+        then sizes and errors.
+        """
+        targets = self._targets()
         rows, whole = [], set()
         for point in self.points:
             measured, errors = point.fidelity, list(point.fidelity.relmse.values())
             row: dict[str, Any] = {"s": point.sparsity, "calibration": point.calibration}
-            row |= {"edges": point.edges, "units": point.units, "relative Frobenius": point.relative_frobenius}
-            row |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": measured.ce_delta}
-            row |= {"CE matched": self.matched(point), "KL": measured.kl, "top-1 agreement": measured.top1_agreement}
+            row["CE matched"] = self.matched(point)
+            size = {"edges": point.edges, "units": point.units, "relative Frobenius": point.relative_frobenius}
+            size |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": measured.ce_delta}
+            size |= {"KL": measured.kl, "top-1 agreement": measured.top1_agreement}
             costs: dict[str, int | None] = {
                 f"{task}: {cost} at {name} {value:g}": curve.cost_at(**{name: value}, cost=cost)
                 for task, curve in point.curves.items()
                 for name, value in targets
-                for cost in ("units", "edges")
+                for cost in _COSTS
             }
             whole |= costs.keys()
-            rows.append(row | costs)
+            rows.append(row | costs | size)
         return typed(pd.DataFrame(rows), whole=whole)
 
     def plot(self, sufficiency: float | int = 0.9, cost: str = "edges"):
@@ -168,7 +172,35 @@ class Sweep(Record):
         return f"Sweep of {len(self.points)} points; tasks {', '.join(tasks)}"
 
     def parts(self) -> tuple[Any, ...]:
-        return self.plot() if self.points else None, self.table()
+        if not self.points:
+            return (self.table(),)
+        return (
+            self.plot(),
+            self._circuits(),
+            Folded("fidelity of every point", self.table().iloc[:, : self._n_measured()]),
+        )
+
+    def _n_measured(self) -> int:
+        """Columns of `table` that are no circuits' costs."""
+        return self.table().shape[1] - 2 * len(self._targets()) * len(self.points[0].curves)
+
+    def _targets(self) -> list[tuple[str, float | int]]:
+        return [("sufficiency", v) for v in self.sufficiency] + [("necessity", v) for v in self.necessity]
+
+    def _circuits(self) -> pd.DataFrame:
+        """What circuits cost, one row per task and point: the card's table, in which no column is far to the right."""
+        rows = [
+            {"task": task, "s": point.sparsity, "calibration": point.calibration, "CE matched": self.matched(point)}
+            | {
+                f"{cost} at {name} {v:g}": curve.cost_at(**{name: v}, cost=cost)
+                for name, v in self._targets()
+                for cost in _COSTS
+            }
+            for task in self.points[0].curves
+            for point in self.points
+            for curve in [point.curves[task]]
+        ]
+        return typed(pd.DataFrame(rows), whole={name for name in rows[0] if " at " in name})
 
 
 @in_plain_surroundings
@@ -232,8 +264,8 @@ def sweep(
 
     def point(name: str, s: float, without: bool) -> FactorSet:
         on_step(name)
-        used = None if without else text
-        factors = factorize(model, sites, sparsity=s, tokens=used, units=units, progress=progress, **solver)
+        used, how = (None, {**solver, "calibration": "zero-data"}) if without else (text, solver)
+        factors = factorize(model, sites, sparsity=s, tokens=used, units=units, progress=progress, **how)
         sizes[name] = factors.edges, factors.n_units, _relative_frobenius(model, factors)
         return factors
 

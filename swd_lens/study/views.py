@@ -78,8 +78,8 @@ class TaskUnit(UnitCard):
 
     @property
     def rank(self) -> int:
-        """Among all units of the surface, 0 the best."""
-        return self.tasks[self.task].rank - 1
+        """Among all units of the surface, 1 the best."""
+        return self.tasks[self.task].rank
 
     @property
     def score(self) -> float:
@@ -95,10 +95,11 @@ class TaskUnit(UnitCard):
         return self.writes.n if self.writes else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values, as run.json holds them."""
+        """Plain JSON values, as run.json holds them: there ranks count from 0."""
         names = ("task", "surface", "method", "unit", "rank", "score", "read_edges", "write_edges")
         return {
             **{name: getattr(self, name) for name in names},
+            "rank": self.rank - 1,
             "contexts": [context.as_dict() for context in self.contexts],
             "logits": self.logits and self.logits.as_dict(),
         }

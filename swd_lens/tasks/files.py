@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import error
-from swd_lens.tasks.example import TaskExample, Unusable
+from swd_lens.tasks.split import TaskExample, Unusable
 
 AUTO_CIRCUIT, EDGE_PRUNING, JSON_LINES = "auto-circuit JSON", "Edge-Pruning folder", "JSONL"
 

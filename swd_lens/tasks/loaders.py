@@ -21,7 +21,6 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.files import (
     AUTO_CIRCUIT,
     EDGE_PRUNING,
@@ -31,6 +30,7 @@ from swd_lens.tasks.files import (
     read_jsonl,
 )
 from swd_lens.tasks.generators import FAMILIES, GENERATED, corrupts, stream
+from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.task import Task, TaskBuilder
 from swd_lens.tasks.tokenize import DUPLICATE, TaskTokenizer
 
@@ -65,8 +65,9 @@ def load_task(
             Edge-Pruning folder's splits. A smaller file is split in the same proportion.
         seed: of the generator (default 0) or of a file's shuffle (default 42, auto-circuit's); a folder is shuffled only
             where a seed is given.
-        prepend_bos: whether prompts begin with BOS; None = as the host's tokenizer does (`swd_lens.tasks.bos`): with BOS for the
-            embedded model, Llama and Gemma, without for GPT-2, Qwen and SmolLM2. It stands in every result.
+        prepend_bos: whether prompts begin with BOS; None = as the host does it, `cfg.default_prepend_bos`, which `load_host` sets
+            by the tokenizer's files: with BOS for the embedded model, Llama and Gemma, without for GPT-2, Qwen and SmolLM2. It
+            stands in every result.
         splits: an Edge-Pruning folder's train and test split by name; None = the paper's.
         inclusive: Edge-Pruning's greater-than: the start year itself is among the distractors.
 
@@ -78,7 +79,7 @@ def load_task(
     path = Path(name)
     kind = "generator" if str(name) in GENERATED else find_format(path) if os.path.exists(path) else None
     if kind is None:
-        near = difflib.get_close_matches(str(name), GENERATED, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(name).lower(), GENERATED, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise error("unknown-task", name=str(name), known=", ".join(GENERATED), hint=hint)
     if splits is not None and kind != EDGE_PRUNING:

@@ -1,7 +1,7 @@
 """Prompt: what a host is to run on, as token ids, given as text or as ids.
 
-1. `Prompt.of` turns a text into ids with the host's tokenizer, with a BOS where the host was trained with one, as for tasks
-   (tokenize.py); ids are checked as token rows are (text.py). `Prompt.several` reads a list of them.
+1. `Prompt.of` turns a text into ids with the host's tokenizer, with a BOS where the host puts one and a warning that names the
+   words it does not know (encoding.py), as for tasks; ids are checked as token rows are (text.py). `Prompt.several` reads a list.
 2. What a prompt may lack (one row, tokens to score, room in the context) are fields: each caller says in its own words what it
    needs. `Prompt.row` gives the ids to a host that can run them.
 3. `decoded` and `token_strings` are how ids read.
@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.tasks.encoding import UnknownWords
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
 
@@ -46,12 +47,19 @@ class Prompt:
         Args:
             given: a text, or (pos,) token ids.
             caller: who asks, for messages of the tokenizer.
-            prepend_bos: of a text; None = what the host was trained with, as for tasks.
+            prepend_bos: of a text; None = as the host does it, as for tasks.
 
         Raises:
             TokenError: a text for a host without a tokenizer, or ids that are none (see `as_rows`).
             TaskError: a BOS is asked of a tokenizer that has none.
         """
+        unknown = UnknownWords(model.tokenizer)
+        prompt = cls._read(model, given, caller, prepend_bos, unknown)
+        unknown.warn(caller)
+        return prompt
+
+    @classmethod
+    def _read(cls, model: Any, given: Any, caller: str, prepend_bos: bool | None, unknown: UnknownWords) -> "Prompt":
         if not isinstance(given, str):
             rows = as_rows(given, model)
             return cls(tuple(rows[0].tolist()), n_rows=len(rows))
@@ -59,6 +67,7 @@ class Prompt:
             raise error("prompt-without-tokenizer")
         tokenizer = TaskTokenizer(caller, model, prepend_bos)
         ids, unusable = tokenizer.prompt_ids(given)
+        unknown.see(given, ids)
         return cls(tuple(ids), given, tokenizer.prepend_bos, unusable=None if unusable is None else str(unusable))
 
     @classmethod
@@ -67,7 +76,10 @@ class Prompt:
         prompts = [given] if isinstance(given, str) else list(given)
         if prompts and all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in prompts):
             prompts = [torch.as_tensor(prompts)]
-        return [cls.of(model, prompt, caller, prepend_bos=prepend_bos) for prompt in prompts]
+        unknown = UnknownWords(model.tokenizer)
+        read = [cls._read(model, prompt, caller, prepend_bos, unknown) for prompt in prompts]
+        unknown.warn(caller)
+        return read
 
     def row(self, model: Any) -> Int[Tensor, " pos"]:
         """The ids, for a host that can run them.

@@ -1,26 +1,66 @@
-"""TaskSplit: the tokenized prompts of one split, handed out in buckets of one length.
+"""TaskExample: one prompt in strings, before any tokenizer has seen it. TaskSplit: the tokenized prompts of one split.
 
-1. No padding is ever needed, because a `Bucket` holds prompts of one length: a batch gives, row by row, what single prompts
-   give.
+1. A split is handed out in buckets of one length, so that no padding is ever needed: a batch gives, row by row, what single
+   prompts give.
 2. The margin is the paper's: mean answer logit minus mean distractor logit at the last position (app. A.3). It needs the
    logits of the split's answers and distractors only (`token_ids`), a few hundred columns at most instead of a vocabulary.
 3. A metric function takes the margin's place: it sees whole-vocabulary logits, and `token_ids` is None.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, seen, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.encoding import vocabulary_hash
 from swd_lens.tasks.text import same_length
+
+
+@dataclass(frozen=True)
+class TaskExample:
+    """One prompt, the next tokens that are right and those that are wrong.
+
+    Attributes:
+        prompt: the text up to the scoring position (its last token).
+        answers: right continuations, each of which should be one token (leading space included, " Mary").
+        distractors: wrong continuations, each one token; the task margin is mean answer logit minus mean distractor logit.
+        corrupt: the same prompt with the decisive content changed (for resampling), or None.
+        meta: where the example comes from: family, split, template, ... (strings only; goes into reports).
+    """
+
+    prompt: str
+    answers: tuple[str, ...]
+    distractors: tuple[str, ...]
+    corrupt: str | None = None
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        facts = {"prompt": self.prompt, "answers": listed(self.answers), "distractors": listed(self.distractors)}
+        if self.corrupt is not None:
+            facts["corrupt"] = self.corrupt
+        return card("TaskExample", facts, folded_settings(self.meta, "where it comes from"))
+
+
+def listed(tokens: tuple[str, ...]) -> str:
+    """Tokens with their spaces seen."""
+    return "  ".join(visible_token(token) for token in tokens) or "none"
+
+
+class Unusable(Exception):
+    """One example that cannot be scored; it is dropped and counted under `reason`, or refused with the detail."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
 
 
 @in_plain_surroundings
@@ -94,7 +134,7 @@ class Bucket:
 
 
 @in_plain_surroundings
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TaskSplit:
     """Tokenized examples of one split.
 
@@ -110,6 +150,7 @@ class TaskSplit:
         metric: metric(logits (batch, vocab) float32, examples) -> (batch,), in the margin's place; None = the margin.
         source: where the examples come from; prepend_bos: whether prompts begin with BOS (None: not known). Both go into every
             result.
+        vocabulary: SHA-256 of the words of the tokenizer that they were made with; "": not known (prompts of ids).
     """
 
     name: str
@@ -124,18 +165,53 @@ class TaskSplit:
     metric: Callable[..., Any] | None = None
     source: str = ""
     prepend_bos: bool | None = None
+    vocabulary: str = ""
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def require_vocabulary(self, d_vocab: int) -> None:
-        """Do nothing if the prompts were tokenized for a host with this vocabulary.
+    def table(self) -> pd.DataFrame:
+        """One row per example: prompt, answers and distractors (spaces as dots), and the prompt's tokens counted."""
+        rows = [
+            {
+                "prompt": e.prompt,
+                "answers": listed(e.answers),
+                "distractors": listed(e.distractors),
+                "tokens": len(tokens),
+            }
+            for e, tokens in zip(self.examples, self.tokens, strict=True)
+        ]
+        return pd.DataFrame(rows, columns=["prompt", "answers", "distractors", "tokens"])
+
+    @seen
+    def __repr__(self) -> str:
+        lengths = [len(tokens) for tokens in self.tokens]
+        dropped = sum(self.dropped.values())
+        words = f"{len(self)} prompts" + (f" of {min(lengths)} to {max(lengths)} tokens" if lengths else "")
+        return f"TaskSplit({self.task}, {self.name}: {words}{f', {dropped} dropped' if dropped else ''})"
+
+    def _repr_html_(self) -> str:
+        about = {
+            "source": self.source,
+            "prepend_bos": self.prepend_bos,
+            "d_vocab": self.d_vocab,
+            "dropped": self.dropped,
+        }
+        return card(repr(self), self.table(), folded_settings(about))
+
+    def require_host(self, model: Any) -> None:
+        """Do nothing if the prompts were tokenized for a host with this one's vocabulary.
 
         Raises:
-            TaskError: for another one.
+            TaskError: its vocabulary has another size, or other words.
         """
+        d_vocab = int(model.cfg.d_vocab)
         if self.d_vocab != d_vocab:
             raise error("prompts-of-another-host", task=self.task, d_vocab=self.d_vocab, host_vocab=d_vocab)
+        of_host = vocabulary_hash(model.tokenizer)
+        if self.vocabulary and of_host and self.vocabulary != of_host:
+            name = getattr(model.tokenizer, "name_or_path", "") or type(model.tokenizer).__name__
+            raise error("prompts-of-another-tokenizer", task=self.task, d_vocab=d_vocab, tokenizer=name)
 
     @functools.cached_property
     def token_ids(self) -> Int[Tensor, " answer"] | None:

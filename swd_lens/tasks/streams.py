@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.display import card
 from swd_lens.base.errors import TokenError, error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.text import as_rows
@@ -68,6 +69,9 @@ class TokenStream:
 
     def __repr__(self) -> str:
         return f"TokenStream({self.n_rows} rows of {self._known.row_length or 'equally many'} tokens)"
+
+    def _repr_html_(self) -> str:
+        return card(repr(self))
 
     @property
     def n_rows(self) -> int:

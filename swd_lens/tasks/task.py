@@ -1,7 +1,8 @@
 """Task: prompts with right and wrong next tokens, tokenized for one host, in a train and a test split.
 
 1. `Task.from_prompts` takes a user's own lists, shuffles them once and splits them.
-2. `Task.from_examples` takes the two splits as they are.
+2. `Task.from_examples` takes the two splits as they are; `Task.from_tokens` takes ids, and `Task.of_prompt` makes a split of one
+   prompt.
 3. Either way every prompt, answer and distractor is tokenized (`swd_lens.tasks.tokenize`): an answer or distractor that is
    not exactly one token makes the example unusable. It is refused (`on_bad="raise"`) or dropped and counted.
 4. A task says how many prompts it kept, and what became of the others.
@@ -13,14 +14,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swd_lens.base.errors import error
+import pandas as pd
+from torch import Tensor
+
+from swd_lens.base.display import card, folded_settings
+from swd_lens.base.errors import error, seen
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
-from swd_lens.tasks.example import TaskExample
-from swd_lens.tasks.split import Bucket, TaskSplit
+from swd_lens.tasks.prompt import Prompt, decoded
+from swd_lens.tasks.split import Bucket, TaskExample, TaskSplit, Unusable
+from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import DUPLICATE, Collector, TaskTokenizer
 
 __all__ = ["Bucket", "Task", "TaskSplit"]
+
+_SHOWN = 5  # examples of each split on a card
 
 
 @in_plain_surroundings
@@ -52,6 +59,20 @@ class Task:
     @seen
     def __repr__(self) -> str:
         return f"Task({self.name}: {len(self.train)} train, {len(self.test)} test ({self.counts()}); {self.source})"
+
+    def _repr_html_(self) -> str:
+        first = [
+            replace(split, examples=split.examples[:_SHOWN], tokens=split.tokens[:_SHOWN]).table()
+            for split in self.splits
+        ]
+        shown = pd.concat(first, keys=["train", "test"], names=["split"]).reset_index("split")
+        words = f"{len(self.train)} train and {len(self.test)} test prompts ({self.counts()}). The first of each:"
+        about = {"source": self.source, "prepend_bos": self.prepend_bos, "d_vocab": self.train.d_vocab}
+        return card(f"Task {self.name}", words, shown, folded_settings(about))
+
+    @property
+    def splits(self) -> tuple[TaskSplit, TaskSplit]:
+        return self.train, self.test
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -155,6 +176,141 @@ class Task:
         build.test.fill(examples[:n_test])
         return build.task(f"the user's own prompts, seed {seed}", dropped={"train": Counter({DUPLICATE: again})})
 
+    @classmethod
+    def from_tokens(
+        cls,
+        name: str,
+        model: Any,
+        prompts: Iterable[Any],
+        answers: Iterable[Any],
+        distractors: Iterable[Any],
+        *,
+        test_fraction: float | int = 0.25,
+        seed: int = 0,
+    ) -> "Task":
+        """A task of token ids, for hosts without a tokenizer and for prompts that no text gives.
+
+            task = Task.from_tokens("sums", model, prompts=[[3, 11, 4], [5, 11, 2]], answers=[7, 7], distractors=[8, [3, 4]])
+
+        Args:
+            name: of the task.
+            model: the host.
+            prompts: rows of ids, of any lengths, or a (rows, pos) tensor. Nothing is put before them; the last is the scoring
+                position.
+            answers, distractors: right and wrong next tokens of each prompt: an id, or a list of ids.
+            test_fraction, seed: see `from_prompts`.
+
+        Raises:
+            TaskError: lists of different lengths, fewer than two prompts, a share outside (0, 1), a prompt that is there
+                twice, an answer outside the vocabulary, or one that is also a distractor.
+            TokenError: ids that this host cannot run, see `swd_lens.tasks.text.as_rows`.
+        """
+        if not 0 < test_fraction < 1:
+            raise error("test-fraction-outside", test_fraction=test_fraction)
+        rows = [as_rows(prompt, model)[0] for prompt in _listed(name, "prompts", prompts)]
+        sides = [
+            _listed(name, what, side, len(rows)) for what, side in (("answers", answers), ("distractors", distractors))
+        ]
+        if len(rows) < 2:
+            raise error("own-task-of-one-prompt", name=name, n_examples=len(rows))
+        cases: dict[tuple[int, ...], tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = {}
+        for i, (row, right, wrong) in enumerate(zip(rows, *sides, strict=True)):
+            location, ids = f"task {name!r}, prompt {i}", tuple(row.tolist())
+            if ids in cases:
+                raise error("unusable-ids", location=location, reason=Unusable(DUPLICATE, "the same ids"))
+            answer = _single_ids(model, location, "an answer", right)
+            distractor = _single_ids(model, location, "a distractor", wrong)
+            _require_apart(location, answer, distractor)
+            cases[ids] = row, answer, distractor
+        shuffled = list(cases.values())
+        random.Random(seed).shuffle(shuffled)
+        n_test = min(max(1, round(len(shuffled) * test_fraction)), len(shuffled) - 1)
+        train, test = (
+            _split_of_ids(name, split, model, *zip(*part, strict=True))
+            for split, part in (("train", shuffled[n_test:]), ("test", shuffled[:n_test]))
+        )
+        return cls(name, train, test, f"the user's own token ids, seed {seed}", False)
+
+    @staticmethod
+    def of_prompt(
+        model: Any, prompt: Any, answers: Any, distractors: Any, *, prepend_bos: bool | None = None
+    ) -> TaskSplit:
+        """One prompt as a split, for what one prompt can be asked: its scores, its margin.
+
+            scores = swd.attribute(model, factors, swd.Task.of_prompt(model, "The woman smiled because", " she", " he"))
+
+        The mean activations of such scores are those of this prompt, so nothing changes where they are put in: to keep or ablate
+        units, take the scores of a task.
+
+        Args:
+            prompt: a text, or (pos,) token ids.
+            answers, distractors: right and wrong next tokens: a text of one token (mind the leading space), an id, or several.
+            prepend_bos: of a text; see `load_task`.
+
+        Raises:
+            TaskError: an answer or distractor that is not one token, or is both.
+            TokenError: see `swd_lens.tasks.prompt.Prompt`; or a prompt longer than the context.
+        """
+        read, location = Prompt.of(model, prompt, "of_prompt", prepend_bos=prepend_bos), "the prompt"
+        right = _single_ids(model, location, "an answer", answers)
+        wrong = _single_ids(model, location, "a distractor", distractors)
+        _require_apart(location, right, wrong)
+        split = _split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])
+        return replace(split, source="one prompt", prepend_bos=read.prepend_bos)
+
+
+def _split_of_ids(
+    task: str,
+    name: str,
+    model: Any,
+    prompts: Sequence[Tensor],
+    answers: Sequence[tuple[int, ...]],
+    distractors: Sequence[tuple[int, ...]],
+) -> TaskSplit:
+    """A split of ids, whose texts are what the ids read."""
+
+    def texts(ids: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(decoded(model, [token]) for token in ids)
+
+    examples = tuple(
+        TaskExample(decoded(model, prompt.tolist()), texts(right), texts(wrong), None, {"task": task})
+        for prompt, right, wrong in zip(prompts, answers, distractors, strict=True)
+    )
+    return TaskSplit(
+        name, examples, tuple(prompts), tuple(answers), tuple(distractors), int(model.cfg.d_vocab), task=task
+    )
+
+
+def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, ...]:
+    """Ids of one prompt's answers or distractors, given as one or several texts or ids.
+
+    Raises:
+        TaskError: none, one that is not one token, or one outside the vocabulary.
+    """
+    tokens = given.tolist() if isinstance(given, Tensor) else given
+    tokens = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+    ids: list[int] = []
+    try:
+        for token in tokens:
+            if isinstance(token, str):
+                token = TaskTokenizer(location, model, False).single(token, role)
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise Unusable(f"{role} is no token", f"{token!r}: give a text or an id")
+            if not 0 <= token < int(model.cfg.d_vocab):
+                raise Unusable(f"{role} is not in the vocabulary", f"id {token}, ids are 0 to {model.cfg.d_vocab - 1}")
+            ids.append(token)
+        if not ids:
+            raise Unusable("no answers or no distractors", f"{role} is asked for")
+    except Unusable as why:
+        raise error("unusable-ids", location=location, reason=why) from None
+    return tuple(dict.fromkeys(ids))
+
+
+def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:
+    if both := set(right) & set(wrong):
+        why = Unusable("an answer is also a distractor", f"id {min(both)}")
+        raise error("unusable-ids", location=location, reason=why)
+
 
 class TaskBuilder:
     """The two collectors of a task that is being made.
@@ -175,7 +331,7 @@ class TaskBuilder:
         repeats: bool = False,
     ):
         self.tokenizer = TaskTokenizer(task, model, prepend_bos)
-        seen = None if repeats else set[str]()
+        seen = None if repeats else dict[tuple[int, ...], str]()
         self.train, self.test = (Collector(split, self.tokenizer, seen, on_bad, metric) for split in ("train", "test"))
 
     def task(self, source: str, unused: int = 0, dropped: Mapping[str, Counter[str]] | None = None) -> Task:
@@ -185,6 +341,7 @@ class TaskBuilder:
             dropped: split -> reason -> how many examples were dropped before they came here.
         """
         dropped = dropped or {}
+        self.tokenizer.unknown.warn(f"task {self.tokenizer.task!r}")
         splits = (self.train.finish(dropped.get("train")), self.test.finish(dropped.get("test")))
         return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.tasks.encoding import UnknownWords
 from swd_lens.tasks.named_text import NAMES, named_documents
 
 _BLOCK = 1_000_000  # characters of a file that are tokenized at once: nearly every file whole, none in full memory
@@ -165,12 +166,16 @@ def _rows(
 ) -> Iterator[Int[Tensor, " pos"]]:
     waiting: list[int] = []
     empty = True  # nothing was read yet, so there is nothing to join
+    unknown = UnknownWords(model.tokenizer)
     for starts, text in documents:
         # verbose=False: a document may be longer than the context, which is no reason to warn.
         text = text.removeprefix(_BOM) if starts else text
         ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             continue
+        if not unknown.words:  # a text without end: the first document with such words speaks for all
+            unknown.see(text, ids)
+            unknown.warn("the text")
         ids = [joint, *ids] if starts and joint is not None and not empty else ids
         empty = False
         waiting += ids[skip:]
@@ -216,10 +221,14 @@ def pack_text(
     length = _row_length(model, context)
     # Line by line, so that a tokenizer never sees more than a paragraph at once (and does not warn of its own limit).
     ids: list[int] = []
+    unknown = UnknownWords(model.tokenizer)
     for line in text.removeprefix(_BOM).splitlines(keepends=True):
-        ids.extend(model.tokenizer(line, add_special_tokens=False)["input_ids"])
+        of_line = model.tokenizer(line, add_special_tokens=False)["input_ids"]
+        unknown.see(line, of_line)
+        ids.extend(of_line)
         if n_tokens is not None and len(ids) >= n_tokens:
             break
+    unknown.warn("the text")
     count = min(len(ids), n_tokens or len(ids)) // length
     if count == 0:
         raise error("text-too-short-for-a-row", n_ids=len(ids), length=length)

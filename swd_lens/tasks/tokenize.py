@@ -2,7 +2,7 @@
 
 1. A `Collector` is offered examples one by one and keeps those that this host's tokenizer can score: every answer and
    distractor one token, no overlap between them, a prompt that fits the context. The others are counted by reason, or
-   refused (`on_bad="raise"`). A prompt that was kept before, in this split or in the other one, is a duplicate.
+   refused (`on_bad="raise"`). A prompt whose ids were kept before, in this split or in the other one, is a duplicate.
 2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason, and so is
    greater_digit where they are not; and a prompt of our own generator needs the tokens [century, two digits] in it, or "later"
    would not be about one token.
@@ -22,10 +22,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
-from swd_lens.tasks.bos import adds_bos
-from swd_lens.tasks.example import TaskExample, Unusable
+from swd_lens.tasks.encoding import UnknownWords, begins_with_bos, vocabulary_hash
 from swd_lens.tasks.generators import greater_than
-from swd_lens.tasks.split import TaskSplit
+from swd_lens.tasks.split import TaskExample, TaskSplit, Unusable
 
 TWO_DIGITS = dict.fromkeys(f"{number:02d}" for number in range(100))  # in order, and quick to look up
 DUPLICATE = "duplicate prompt"
@@ -36,7 +35,7 @@ class TaskTokenizer:
     """A host's tokenizer as tasks need it; answers that come again and again are looked up once.
 
     Args:
-        prepend_bos: whether prompts begin with BOS; None = as the tokenizer's files say (bos.py).
+        prepend_bos: whether prompts begin with BOS; None = as the host does it (encoding.py).
 
     Raises:
         TaskError: the host has no tokenizer, or a BOS is asked of a tokenizer that has none.
@@ -46,11 +45,12 @@ class TaskTokenizer:
         if model.tokenizer is None:
             raise error("task-without-tokenizer", task=task)
         if prepend_bos is None:
-            prepend_bos = adds_bos(model.tokenizer)
+            prepend_bos = begins_with_bos(model)
         if prepend_bos and model.tokenizer.bos_token_id is None:
             raise error("tokenizer-without-bos", task=task)
         self.task, self.prepend_bos = task, prepend_bos
         self.tokenizer, self.n_ctx, self.d_vocab = model.tokenizer, int(model.cfg.n_ctx), int(model.cfg.d_vocab)
+        self.unknown = UnknownWords(model.tokenizer)
         self.single = functools.cache(self._single)
         self.side = functools.cache(self._side)
 
@@ -100,11 +100,15 @@ class TaskTokenizer:
             both = self.ids("a" + text)
             ids = both[len(word) :] if both[: len(word)] == word and len(both) == len(word) + 1 else ids
         if len(ids) != 1:
-            hint = "" if text.startswith(" ") else f"; did you mean {' ' + text.strip()!r}?"
-            raise Unusable(f"{role} is not one token", f"{text!r} is {len(ids)} tokens {self.pieces(text)}{hint}")
+            pieces = f"{text!r} is {len(ids)} tokens {self.pieces(text)}"
+            raise Unusable(f"{role} is not one token", pieces + self._with_space(text))
         if ids[0] == self.tokenizer.unk_token_id and text.strip() != self.tokenizer.unk_token:
-            raise Unusable(f"{role} is not in the vocabulary", repr(text))
+            raise Unusable(f"{role} is not in the vocabulary", repr(text) + self._with_space(text))
         return ids[0]
+
+    def _with_space(self, text: str) -> str:
+        """The hint that a word in the middle of a text begins with a space."""
+        return "" if text.startswith(" ") else f"; did you mean {' ' + text.strip()!r}, with the space before the word?"
 
     @functools.cached_property
     def splits_two_digits(self) -> str | None:
@@ -122,7 +126,8 @@ class Collector:
     Args:
         split: "train" or "test".
         tokenizer: of the host.
-        seen: prompts kept so far, shared by the collectors of a task, so that none straddles; None = duplicates are kept.
+        seen: ids of prompts kept so far and how each reads, shared by the collectors of a task, so that none straddles;
+            None = duplicates are kept.
         on_bad: "raise" or "drop".
         metric: of the task; with one, answers and distractors are not looked at.
     """
@@ -131,7 +136,7 @@ class Collector:
         self,
         split: str,
         tokenizer: TaskTokenizer,
-        seen: set[str] | None = None,
+        seen: dict[tuple[int, ...], str] | None = None,
         on_bad: str = "drop",
         metric: Callable[..., Any] | None = None,
     ):
@@ -157,8 +162,11 @@ class Collector:
             self.dropped[why.reason] += 1
             return
         self.kept.append((example, *row))
+        self.tokenizer.unknown.see(example.prompt, row[0].tolist())
+        if example.corrupt is not None and row[-1] is not None:
+            self.tokenizer.unknown.see(example.corrupt, row[-1].tolist())
         if self.seen is not None:
-            self.seen.add(example.prompt)
+            self.seen[tuple(row[0].tolist())] = example.prompt
 
     def fill(self, examples: Iterable[TaskExample], n: int | None = None) -> None:
         """Offer examples until n are kept; no more are drawn than that takes."""
@@ -202,16 +210,20 @@ class Collector:
             task,
             corrupt,
             self.metric,
+            vocabulary=vocabulary_hash(self.tokenizer.tokenizer),
         )
 
     def _tokenize(self, example: TaskExample) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], Tensor | None]:
-        if self.seen is not None and example.prompt in self.seen:
-            raise Unusable(DUPLICATE, "it was there before, and a prompt must not be in both splits")
         texts = (example.prompt, example.corrupt or "", *example.answers, *example.distractors)
         if halves := [text for text in texts if _HALVES.search(text)]:
             raise Unusable("half of a character", repr(halves[0]))
         tokenizer = self.tokenizer
         tokens = tokenizer.prompt(example.prompt)
+        if self.seen is not None and (before := self.seen.get(tuple(tokens.tolist()))) is not None:
+            same = (
+                "it was there before" if before == example.prompt else f"to this host it is {before!r}, of the same ids"
+            )
+            raise Unusable(DUPLICATE, f"{same}, and a prompt must not be in both splits")
         corrupt = None if example.corrupt is None else tokenizer.prompt(example.corrupt, "corrupt prompt")
         if self.metric is not None:
             return tokens, (), (), corrupt

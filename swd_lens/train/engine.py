@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from swd_lens.base.progress import tqdm
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo
 from swd_lens.hosts import Host
 from swd_lens.train.folder import Checkpoint, TrainingFolder
 from swd_lens.train.rows import Processes, Rows

@@ -1,12 +1,11 @@
 """Injection: units become hooked modules inside a host, and leave again without a trace."""
 
 from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, UnitSourceError
-from swd_lens.units.attach import Attachment, add_probe, attach, is_bare, probe_tokens, require_free
+from swd_lens.units.attach import Attachment, add_probe, attach, is_bare, probe_tokens, require_detached, require_free
 from swd_lens.units.coder import CoderUnits, Units
-from swd_lens.units.match import described, matrices_of, weight_fingerprint
+from swd_lens.units.match import described, matrices_of, origin_of, transport_set, weight_fingerprint
 from swd_lens.units.projection import Projection, UnitProjection
 from swd_lens.units.saelens import from_saelens
-from swd_lens.units.transport import origin_of, transport_set
 from swd_lens.units.unit_set import UnitSet, as_units
 
 __all__ = [
@@ -28,6 +27,7 @@ __all__ = [
     "matrices_of",
     "origin_of",
     "probe_tokens",
+    "require_detached",
     "require_free",
     "transport_set",
     "weight_fingerprint",

@@ -8,8 +8,8 @@
    with the factors (`add_probe`). Loads-but-wrongly (another model's forward, a changed normalization, a rounding) ends in an
    error instead of in a paper. Parts of a set, sets put together, nested attachments and hooks of the user's change what
    enters a site: there it is not asked.
-4. What stands is watched (watch.py): a host's matrix or factors that are changed while they are attached end the next forward,
-   or the next call, in an error.
+4. What stands is watched (projection.py): a host's matrix or factors that are changed while they are attached end the next
+   forward, or the next call, in an error.
 5. While `dense` is open, the units hand over to the host's own products.
 6. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
 """
@@ -20,23 +20,24 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
-from swd_lens.base.surroundings import hold, in_plain_surroundings
-from swd_lens.base.undo import Undo
+from swd_lens.base.display import card
+from swd_lens.base.errors import brief, error
+from swd_lens.base.surroundings import Undo, hold, in_plain_surroundings
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.hosts.weights import keep_watch
+from swd_lens.units.cache import cover_helpers
 from swd_lens.units.factors import Factors
 from swd_lens.units.match import check_units, dtype_of
 from swd_lens.units.passport import Probe
-from swd_lens.units.projection import Projection, bypassed, projection_of, watch_block
+from swd_lens.units.projection import Projection, Watch, bypassed, projection_of, watch_block
 from swd_lens.units.unit_set import UnitSet
-from swd_lens.units.watch import Watch
 
 PROBE_LENGTH = 16
 # Relative to the largest |z| of the probe. Float32 hosts agree to 1e-5; rounding through a deep bfloat16 host is coarse.
@@ -75,6 +76,7 @@ class Attachment:
             projection.watch = Watch(host, site, units[site.name])
             keep_watch(host.model, projection.watch, undo.push)
             self._projections[site.name] = of_layer.setdefault(site.layer, {})[site.name] = projection
+        cover_helpers(host.model, self._projections, undo.push)
         for layer, projections in of_layer.items():
             watch_block(host.model.blocks[layer], projections, undo.push)
 
@@ -130,10 +132,28 @@ class Attachment:
         if kind is None and was_attached:
             self._require_unedited()
 
-    def __repr__(self) -> str:
-        state = "attached" if self.attached else "detached"
+    def __str__(self) -> str:
         lines = [f"{site.hook_name}: {self.factors[site.name]!r}" for site in self.sites]
-        return "\n  ".join([f"Attachment ({state})", *lines])
+        return "\n  ".join([f"Attachment ({self._state()})", *lines])
+
+    def __repr__(self) -> str:
+        return brief(str(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "hook of z": site.hook_name,
+                "units": units.n_units,
+                "replaces": site.name,
+                "shape": f"({site.d_in}, {site.d_out})",
+            }
+            for site in self.sites
+            for units in [self.factors[site.name]]
+        ]
+        return card(f"Attachment of {len(rows)} sites, {self._state()}", pd.DataFrame(rows))
+
+    def _state(self) -> str:
+        return "attached" if self.attached else "detached"
 
 
 @in_plain_surroundings
@@ -181,6 +201,14 @@ def require_free(host: Host, sites: Sequence[Site]) -> None:
             if name in everywhere and host.is_swapped(everywhere[name]):
                 shared = "" if name == site.name else f", which shares weights with {site.name},"
                 raise error("attached-already", name=name, shared=shared)
+
+
+def require_detached(model: Any, call: str) -> None:
+    """Raises AttachError where units are attached to a host that a call takes as the dense one."""
+    host = host_of(model)
+    for site in (*host.sites(), *host.alternatives()):
+        if host.is_swapped(site):
+            raise error("dense-host-attached", call=call, site=site.name)
 
 
 # ---------------------------------------------------------------------------------------------- probe

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from swd_lens.base.errors import error
-from swd_lens.base.visible import seen
+from swd_lens.base.errors import error, seen
 
 SIDES = ("input", "output")
 

@@ -13,23 +13,23 @@ The flow through this module:
 4. `FactorSet.push_to_hub` / `FactorSet.from_pretrained` do the same with a repository on the Hugging Face hub (hub.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base.display import card, folded_settings
+from swd_lens.base.errors import brief, error, seen
 from swd_lens.base.marks import Mark, count_nonzeros, lasting
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
 from swd_lens.units.hub import OnHub
 from swd_lens.units.index import open_folder, write_index, writing_factors
+from swd_lens.units.keys import names_one, sites_of_key
 from swd_lens.units.passport import Offsets, Origin, Probe, fingerprint
 from swd_lens.units.storage import StoredSite, write_site
 
@@ -37,7 +37,6 @@ __all__ = ["FactorSet", "Factors", "fingerprint", "write_factors"]
 
 # Columns of a float64 error are computed this many entries at a time: relmse needs no second matrix of W's size.
 _TILE = 2**21
-_ROWS = 20  # of a table in a notebook
 # What provenance says of the values: how far they were from W, and the call that makes them.
 MEASURED = ("relmse", "relative_frobenius", "recipe")
 
@@ -217,12 +216,20 @@ class Factors:
         site = self.provenance.get("site", "matrix")
         return FactorSet({site: self}).transport(model)[site]
 
+    def writers(self, direction: Any, model: Any = None, **how: Any) -> pd.DataFrame:
+        """The units that write a direction to the residual stream; see `FactorSet.writers`."""
+        return FactorSet({self.provenance.get("site", "matrix"): self}).writers(direction, model, **how)
+
+    def readers(self, direction: Any, model: Any = None, **how: Any) -> pd.DataFrame:
+        """The units that read a direction of the residual stream; see `FactorSet.readers`."""
+        return FactorSet({self.provenance.get("site", "matrix"): self}).readers(direction, model, **how)
+
     @seen
     def __repr__(self) -> str:
         name = self.provenance.get("site", "matrix")
         return (
             f"Factors({name}: ({self.d_in}, {self.d_out}) -> {self.n_units} units, "
-            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f})"
+            f"{int(self.valid_units.sum())} valid, {self.edges:,} edges, s={self.sparsity:.4f}{_zero_data(self)})"
         )
 
     def _repr_html_(self) -> str:
@@ -235,7 +242,13 @@ class Factors:
         )
         valid = f"{int(self.valid_units.sum()):,} of {self.n_units:,} units have read and write edges."
         name = f"Factors of {self.provenance.get('site', 'a matrix')}: {self.edges:,} edges, s={self.sparsity:.4f}"
-        return card(name, counts, valid, _one_line(self.settings), _one_line(self.provenance))
+        settings, provenance = folded_settings(self.settings), folded_settings(self.provenance, "provenance")
+        return card(name, counts, valid, settings, provenance)
+
+
+def _zero_data(factors: "Factors | FactorSet") -> str:
+    """What is added to the name of factors that were made without calibration tokens."""
+    return ", zero-data" if factors.provenance.get("calibration") == "zero-data" else ""
 
 
 # ---------------------------------------------------------------------------------------------- many matrices
@@ -249,8 +262,10 @@ _SetBase = Mapping[str, Factors] if TYPE_CHECKING else Mapping
 class FactorSet(OnHub, _SetBase):
     """Site name -> Factors, in execution order, with the provenance of the whole replacement.
 
-    Iterating gives site names; `set[name]` the Factors. Printing it lists one line per site. On the hub: `push_to_hub`,
-    `from_pretrained` (hub.py).
+    Iterating gives site names. `factors[key]` gives the Factors of one matrix for "blocks.2.mlp_out", for its TransformerLens or
+    Hugging Face name (blocks.2.mlp.W_out, h.2.mlp.c_proj) and for ("mlp_out", 2), as a cache is asked; and a FactorSet, a subset
+    with the set's provenance, for what names several: a glob, a kind ("mlp_out"), "all", a list. Printing it lists one line per
+    site. On the hub: `push_to_hub`, `from_pretrained` (hub.py).
     """
 
     def __init__(self, factors: Mapping[str, Any], provenance: Mapping[str, Any] | None = None):
@@ -261,13 +276,28 @@ class FactorSet(OnHub, _SetBase):
                 raise error("set-of-no-factors", site=site, kind=type(held).__name__)
         self.provenance: dict[str, Any] = dict(provenance or {})
 
-    def __getitem__(self, site: str) -> Factors:
-        if site not in self._factors:
-            raise error("site-not-in-set", site=site, sites=", ".join(self._factors) or "nothing")
-        held = self._factors[site]
+    # A glob is a str as well: what it gives is a FactorSet, which types of arguments cannot say.
+    @overload
+    def __getitem__(self, key: str | tuple[str, int]) -> Factors: ...
+
+    @overload
+    def __getitem__(self, key: list[str]) -> "FactorSet": ...
+
+    def __getitem__(self, key: Any) -> Any:
+        held = self._factors.get(key) if isinstance(key, str) else None
+        if held is None:
+            sites = sites_of_key(key, {site: (f.d_in, f.d_out) for site, f in self._factors.items()})
+            return self[sites[0]] if names_one(key) and len(sites) == 1 else self._subset(sites)
         if isinstance(held, StoredSite):
-            held = self._factors[site] = Factors(**held.parts())
+            held = self._factors[key] = Factors(**held.parts())
         return held
+
+    def _subset(self, sites: Iterable[str]) -> "FactorSet":
+        """Some of the sites; of a part of the set its probe does not hold, because what enters its sites may differ."""
+        sites = list(sites)
+        whole = len(sites) == len(self._factors)
+        kept = {k: v for k, v in self.provenance.items() if whole or not k.startswith("probe_")}
+        return _set_of({site: self._factors[site] for site in sites}, kept)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._factors)
@@ -275,8 +305,14 @@ class FactorSet(OnHub, _SetBase):
     def __len__(self) -> int:
         return len(self._factors)
 
-    def __contains__(self, site: object) -> bool:
-        return site in self._factors  # Mapping's own would make the Factors
+    def __contains__(self, key: object) -> bool:
+        """Whether the key names one matrix of the set; Mapping's own would make the Factors."""
+        if isinstance(key, str) and key in self._factors:
+            return True
+        try:
+            return names_one(key) and bool(sites_of_key(key, {s: (f.d_in, f.d_out) for s, f in self._factors.items()}))
+        except KeyError:
+            return False
 
     @property
     def edges(self) -> int:
@@ -330,29 +366,81 @@ class FactorSet(OnHub, _SetBase):
         """The set for a host with the same weights under another processing (fold_ln, centring, folded value biases).
 
         Exact: attached there, it gives the logits and every z that this set gives on the host it was made on. The support
-        stays; `swd_lens/units/transport.py` says how.
+        stays; `swd_lens/units/match.py` says how.
 
         Raises:
             AttachError: the factors do not lead to this host's weights (another checkpoint), or carry no origin.
             UnknownSiteError: a site that this host does not have.
         """
         # Imported when called: a set is below everything, this method asks a host. The one import that runs uphill.
-        from swd_lens.units.transport import transport_set
+        from swd_lens.units.match import transport_set
 
         return transport_set(model, self)
 
+    def writers(
+        self,
+        direction: Any,
+        model: Any = None,
+        *,
+        n: int | None = 20,
+        by: str = "cosine",
+        tokens_as: str = "unembedding",
+    ) -> pd.DataFrame:
+        """The units that write a direction to the residual stream, those that write most of it first.
+
+            factors.writers((" he", " she"), model)             # he minus she: cosine > 0 writes he for z > 0
+
+        Args:
+            direction: (d_model,) tensor; a token, as text (" he") or id; or a pair of tokens, the first less the second.
+            model: whose tokens they are; not needed with a tensor.
+            n: how many units; None: all.
+            by: "cosine" or "dot product", by size: a unit whose z is negative writes the opposite.
+            tokens_as: "unembedding", what the logits read through the final norm, so that the dot product is the change of the
+                logit (less the mean over the vocabulary) per unit of z; or "embedding", the token's row of W_E.
+
+        Returns:
+            rank (from 1), unit, cosine, dot product. Of the set's sites those that write to the residual stream (mlp_out, attn_o)
+            take part, with their valid units; the direction is that of the sites' outputs, before a norm that a host has there.
+
+        Raises:
+            UnitSourceError: none of the sites writes there, or a direction that is none: of another width, zero or not
+                finite, tokens without a model, a text that is not one token.
+        """
+        from swd_lens.units.residual import writers  # as for `transport`: a set is below what asks a host
+
+        return writers(self, direction, model, n=n, by=by, tokens_as=tokens_as)
+
+    def readers(
+        self, direction: Any, model: Any = None, *, n: int | None = 20, by: str = "cosine", tokens_as: str = "embedding"
+    ) -> pd.DataFrame:
+        """The units that read a direction of the residual stream, as `writers` ranks those that write it.
+
+        Of the set's sites those take part that read the stream through a norm (attn_q, attn_k, attn_v, attn_qkv, mlp_in,
+        mlp_gate). The norm's weight counts with the read vector; its scale, and the mean that a LayerNorm takes out, do not.
+
+        Args:
+            tokens_as: "embedding", the token's row of W_E, which enters the stream where the token stands; or "unembedding".
+            direction, model, n, by: see `writers`.
+        """
+        from swd_lens.units.residual import readers
+
+        return readers(self, direction, model, n=n, by=by, tokens_as=tokens_as)
+
     @seen
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return "\n  ".join([self._counted(), *map(repr, self._factors.values())])
+
+    def __repr__(self) -> str:
+        return brief(str(self))
 
     def _counted(self) -> str:
         s = f", s={self.sparsity:.4f}" if self._factors else ""
-        return f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges{s}"
+        return f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges{s}{_zero_data(self)}"
 
     def _repr_html_(self) -> str:
-        more = f"and {len(self) - _ROWS} more sites" if len(self) > _ROWS else None
-        settings = next((f.settings for f in self._factors.values()), {})
-        return card(self._counted(), self.table().head(_ROWS), more, _one_line(settings), _one_line(self.provenance))
+        first = next((f.settings for f in self._factors.values()), {})
+        settings = folded_settings(first, "settings" if len(self) == 1 else "settings of the first site")
+        return card(self._counted(), self.table(), settings, folded_settings(self.provenance, "provenance"))
 
     # ------------------------------------------------------------------ files
 
@@ -401,12 +489,6 @@ def write_factors(folder: Path, site: str, f: Factors) -> dict[str, Any]:
     f.require_unedited(site)
     entry = write_site(folder, site, f.read, f.write, f.origin, f.offsets, f.probe)
     return {**entry, "settings": dict(f.settings), "provenance": dict(f.provenance)}
-
-
-def _one_line(settings: Mapping[str, Any], longest: int = 400) -> str | None:
-    """Settings in one line of text, for a card; what is long is cut."""
-    text = ", ".join(f"{name}: {value}" for name, value in settings.items())
-    return f"{text[:longest]} …" if len(text) > longest else text or None
 
 
 def _energy(matrix: Float[Tensor, "d_in some"], gram: Float[Tensor, "d_in d_in"] | None) -> Float[Tensor, ""]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in

@@ -65,7 +65,7 @@ class FactorProduct(nn.Module):
         Args:
             n_nonzeros: of the factor, where they are counted already.
             factor: held as it is. Its values must not change afterwards: the sparse kernel has its own copy of the nonzeros. Who
-                attaches units has that watched (watch.py).
+                attaches units has that watched (projection.py).
             kernel: "auto" (see `choose`), "dense" or "sparse".
 
         Raises:

@@ -4,7 +4,13 @@
 2. `CoderProjection` holds an encode/decode pair (coder.py).
 3. `bypassed` is the dense host for a moment, with the projections left in their places.
 4. `projection_of` makes the one that a unit source needs, on the host's device and in its dtype.
-5. `watch_block` reports projections that did not run: before a block runs, their `ran` is set to False; a projection that
+5. `Watch` says whether the matrix and the factors of an attached site are still those that were attached. Both are marked
+   (base/marks.py) when the site is mounted: the parameters that hold the matrix, and read, write and offsets of factors; an
+   encode/decode pair is used as it is, and whoever trains it may write to it. A forward compares versions, which in-place
+   operations, `load_state_dict` of a submodule and replaced parameters change. A call of swd_lens (`host_of`), and taking the
+   units out, compare values, so that what was written through `.data` is noticed, too. A host that was moved to another dtype
+   has other bits: then the fingerprint in the units' provenance decides.
+6. `watch_block` reports projections that did not run: before a block runs, their `ran` is set to False; a projection that
    computes sets it to True; after the block has run, those that are still False are named.
 """
 
@@ -19,13 +25,54 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error, warning
-from swd_lens.base.marks import count_nonzeros
-from swd_lens.base.undo import Push
-from swd_lens.hosts.standing import hooks_of, name_of
+from swd_lens.base.marks import Mark, count_nonzeros
+from swd_lens.base.surroundings import Push
+from swd_lens.hosts import Host
+from swd_lens.hosts.recording import hooks_of, name_of
+from swd_lens.hosts.sites import Site
+from swd_lens.hosts.weights import stored_parameters
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 from swd_lens.units.kernels import FactorProduct
-from swd_lens.units.watch import Watch
+from swd_lens.units.match import same_weights
+
+
+class Watch:
+    """Whether the matrix and the factors of one attached site are still those that were attached.
+
+    Also in a deep copy of the host, with its own matrix and factors.
+
+    Attributes:
+        reported: whether an error has said that something was changed.
+    """
+
+    def __init__(self, host: Host, site: Site, units: Units):
+        self.site, self.provenance = site, units.provenance
+        self.weight = Mark(stored_parameters(host, site))
+        self.factors = units.mark if isinstance(units, Factors) else None
+        self.reported = False
+
+    def at_forward(self) -> None:
+        """Raises AttachError where the matrix or the factors were written to."""
+        # In most forwards this line is all that is done.
+        if self.weight.written() or (self.factors is not None and self.factors.written()):
+            self._require(
+                not self.weight.written() or self.weight.recast() or not self.weight.changed(),
+                self.factors is None or not self.factors.changed(),
+            )
+
+    def at_call(self, host: Host) -> None:
+        """Raises AttachError where the matrix or the factors hold other values."""
+        if self.weight.recast() and same_weights(host, self.site, self.provenance):
+            self.weight.renew()
+        self._require(not self.weight.changed(), self.factors is None or not self.factors.changed())
+
+    def _require(self, weight_holds: bool, factors_hold: bool) -> None:
+        self.reported = self.reported or not (weight_holds and factors_hold)
+        if not weight_holds:
+            raise error("weight-edited-while-attached", site=self.site.name)
+        if not factors_hold:
+            raise error("factors-edited", site=self.site.name)
 
 
 class UnitHookPoint(HookPoint):

@@ -22,10 +22,9 @@ from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor
 
-from swd_lens.base.errors import FactorFileError, error
+from swd_lens.base.errors import FactorFileError, error, seen
 from swd_lens.base.files import naming, sha256
 from swd_lens.base.sealed import readable, tensor_digest, write_tensors
-from swd_lens.base.visible import seen
 from swd_lens.units.passport import Offsets, Origin, Probe, from_tensors, to_tensors
 
 # Largest |computed - expected| / |expected| of a probe's z and y: float32, summed in float64: agreement is to 1e-7.

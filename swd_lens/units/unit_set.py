@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from swd_lens.base.errors import error
 from swd_lens.hosts import Host, host_of, sites_of
-from swd_lens.hosts.sites import Site, select_sites
+from swd_lens.hosts.sites import Ends, Site, select_sites
 from swd_lens.units.coder import CoderUnits, Units, has_pair, place_of, tried
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.keys import read_unit, single_units
 from swd_lens.units.passport import fingerprint
 from swd_lens.units.saelens import from_saelens, is_saelens
 
@@ -118,6 +119,52 @@ class UnitSet(Mapping[str, Units]):
             if isinstance(units, CoderUnits)
             else None
         )
+
+    def units_named(self, given: Any) -> list[tuple[str, int]]:
+        """Site and index of named units, see `swd_lens.units.keys`; a site's name or a glob stands for all its units.
+
+        Raises:
+            ValueError: something else. Whether there is a unit of this number the caller looks.
+            UnknownSiteError: a pattern that matches none of these sites.
+        """
+        named: list[tuple[str, int]] = []
+        for each in single_units(given):
+            if isinstance(each, Site) or (isinstance(each, str) and "/" not in each and not each.isdecimal()):
+                sites = select_sites(self.sites, each)
+                named += [(site.name, index) for site in sites for index in range(self[site.name].n_units)]
+            else:
+                named.append(read_unit(each, self))
+        return named
+
+    @cached_property
+    def heads(self) -> dict[str, list[tuple[str, float]]]:
+        """Site -> per unit the attention head that most of it lies in ("L3H1"), and the share of its squared norm there.
+
+        Of attn_o that is the head whose output the unit reads; of attn_q, attn_k, attn_v and attn_qkv the head whose query,
+        key or value it writes ("L3H1 Q"; keys and values count stored heads). Other sites, and units without vectors, are left
+        out.
+        """
+        ends, heads = Ends.of(self.host), {}
+        for site in self.sites:
+            reads, writes = self.read_vectors(site.name), self.write_vectors(site.name)
+            if site.kind == "attn_o":
+                vectors, spans = None if reads is None else reads.T, ends.read(site.name, site.d_in)
+            else:
+                vectors, spans = writes, ends.written(site.name, site.d_out)
+            if vectors is None or len(spans) < 2 or vectors.shape[1] != sum(span.size for span in spans):
+                continue
+            energy = torch.stack(
+                [part.square().sum(1) for part in vectors.detach().double().split(spans[0].size, 1)], 1
+            )
+            share = (energy / energy.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
+            names = [
+                f"L{site.layer}H{head} {part}".strip() for part, _, head in (s.name.rpartition("head ") for s in spans)
+            ]
+            heads[site.name] = [
+                (names[i] if of_unit > 0 else "", of_unit)
+                for i, of_unit in zip(share.indices.tolist(), share.values.tolist(), strict=True)
+            ]
+        return heads
 
     # ------------------------------------------------------------------ whose units these are
 

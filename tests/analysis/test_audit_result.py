@@ -7,7 +7,8 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.analysis.audit import Context, audit, logit_effect
 from swd_lens.analysis.audit.contexts import TokenNames
-from swd_lens.analysis.audit.vectors import Ends, Span, edges_of
+from swd_lens.analysis.audit.vectors import edges_of
+from swd_lens.hosts.sites import Ends, Span
 from tests.analysis.audit_models import lettered, made_scores, sparse_factors
 from tests.micro import random_tokens
 
@@ -45,6 +46,23 @@ def test_edges_of_attn_o_are_read_head_by_head(found, factors):
     assert profile.reads.strongest[0][0] == f"head {strongest // 8} / dim {strongest % 8}"
     share = float(read[:8].square().sum() / read.square().sum())
     assert profile.reads.heads == pytest.approx({"head 0": share, "head 1": 1 - share})
+
+
+def test_a_unit_is_asked_for_by_name_pair_row_and_number(model, factors, found):
+    whole = repr(found.unit("blocks.1.mlp_out/5"))
+    row = found.table().query("unit == 'blocks.1.mlp_out/5'").iloc[0]
+    for unit in (("blocks.1.mlp_out", 5), "blocks.1.mlp.W_out/5", row, found.unit("blocks.1.mlp_out/5")):
+        assert repr(found.unit(unit)) == whole
+    with pytest.raises(ValueError, match="unit 5 does not say of which site"):
+        found.unit(5)
+    one_site = audit(model, factors, random_tokens(9, 8), units="blocks.1.*mlp_out", progress=False)
+    assert one_site.unit(5).unit == one_site.unit("mlp_out/5").unit == "blocks.1.mlp_out/5"
+    two = audit(
+        model, factors, random_tokens(9, 8), units=[("blocks.1.mlp_out", 5), "blocks.0.attn_o/3"], progress=False
+    )
+    assert two.units == ["blocks.0.attn_o/3", "blocks.1.mlp_out/5"]
+    assert len(list(two.profiles(found.table().head(0)))) == 0
+    assert two.with_labels({("blocks.1.mlp_out", 5): "a word"}).labels.text("blocks.1.mlp_out/5") == "a word"
 
 
 def test_names_of_every_end():

@@ -25,7 +25,7 @@ from tests.interrupts import run_to_line
 from tests.micro import identity_factors, micro_model, random_tokens, toy_model
 
 PROMPT, SITES = random_tokens(1, 6)[0], ("blocks.0.mlp_out", "blocks.0.attn_o")
-EDITS = ("analysis/edit/edited.py", "base/undo.py", "hosts/weights.py")
+EDITS = ("analysis/edit/edited.py", "base/surroundings.py", "hosts/weights.py")
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +413,7 @@ def test_answers_of_several_tokens(default_model):
     factors = baselines.svd(default_model, "blocks.3.mlp_out")
     with pytest.raises(EditError, match=r"an answer is not one token: ' Mary John' is 2 tokens .* single tokens"):
         edit_unit(default_model, factors, "blocks.3.mlp_out/0", "The doctor is", " Mary John", " Ann", 1)
-    with pytest.raises(EditError, match=r"prompt '': empty prompt"):
+    with pytest.raises(EditError, match="empty prompt: ''"):
         edit_unit(default_model, factors, "blocks.3.mlp_out/0", "", " John", " Mary", 1)
 
 
@@ -444,11 +444,34 @@ def test_unit_hooks_scale_and_clamp(model, factors):
         assert torch.equal(model(tokens), plain)
 
 
+def test_adding_to_a_unit_writes_its_write_vector_that_many_times(model, factors):
+    site, f = "blocks.0.mlp_out", factors["blocks.0.mlp_out"]
+    with attach(model, factors):
+        plain = model.run_with_cache(PROMPT[None])[1]["mlp_out", 0]
+        with model.hooks(fwd_hooks=unit_hooks({(site, 5): ("add", 3.0)}, factors, positions=[1, -1])):
+            steered = model.run_with_cache(PROMPT[None])[1]["mlp_out", 0]
+    moved = torch.zeros_like(plain)
+    moved[:, [1, 5]] = 3.0 * f.write[5]
+    torch.testing.assert_close(steered - plain, moved, atol=1e-5, rtol=1e-5)
+
+
+def test_a_unit_is_edited_by_any_of_its_names(model, factors):
+    by_name = edit_unit(model, factors, "blocks.0.mlp_out/2", PROMPT, 3, 5, 1)
+    for unit in (("blocks.0.mlp_out", 2), "blocks.0.mlp.W_out/2", {"unit": "blocks.0.mlp_out/2"}):
+        again = edit_unit(model, factors, unit, PROMPT, 3, 5, 1)
+        assert again.settings["unit"] == "blocks.0.mlp_out/2" and torch.equal(again.delta.write, by_name.delta.write)
+    with pytest.raises(EditError, match="has 16 units, 0 to 15"):
+        edit_unit(model, factors, ("blocks.0.mlp_out", -1), PROMPT, 3, 5, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "there are no units to change"),
-        ({"blocks.0.mlp_out/5": ("double", 2)}, r'a change is \("scale", factor\) or \("clamp", value\), got'),
+        (
+            {"blocks.0.mlp_out/5": ("double", 2)},
+            r'a change is \("scale", factor\), \("clamp", value\) or \("add", value\), got',
+        ),
         ({"blocks.0.mlp_out/5": ("scale", float("inf"))}, "the value of 'scale' must be a finite number"),
         ({"blocks.0.mlp_out/99": ("scale", 2)}, "has 16 units, 0 to 15"),
         ({"blocks.7.mlp_out/0": ("scale", 2)}, r"not blocks\.7\.mlp_out"),

@@ -101,6 +101,9 @@ def test_the_figure_has_a_bar_for_every_prompt(model, factors):
     assert [bar.get_width() for bar in ax.patches] == list(effects.per_prompt()["KL"])
     assert len(ax.get_yticklabels()) == len(OTHERS) and "margin" in ax.get_title(loc="left")
     assert f"KL on {len(OTHERS)} other prompts {effects.mean_kl:.2g})" in repr(effects)
+    several_lines = replace(effects, prompts=("one\ntwo", *effects.prompts[1:]))
+    names = {name.get_text() for name in several_lines.plot().axes[0].get_yticklabels()}
+    assert "one↵two" in names and not any("\n" in name for name in names)
 
 
 def test_an_applied_edit_cannot_be_measured(model, factors):
@@ -246,7 +249,7 @@ def test_selection_with_scores_and_text(model, factors):
         z = cache[f"blocks.{site[7]}.mlp.hook_post"] @ f.read[:, index]
         assert row["rms z"] == pytest.approx(float(z.square().mean().sqrt()), rel=1e-4)
         importance = float(scores.scores[site][index]) / max(float(s.max()) for s in scores.scores.values())
-        importance = (importance + 1 - int(scores.ranks()[site][index]) / 32) / 2
+        importance = (importance + 1 - (int(scores.ranks()[site][index]) - 1) / 32) / 2
         wanted = (
             row["strength"] * importance * (row["z"] / row["rms z"]) ** 2 / ((rows["z"] / rows["rms z"]) ** 2).max()
         )
@@ -272,7 +275,7 @@ def test_scores_below_zero_count_for_nothing(model, factors):
     scores = swd.attribute(model, factors, random_split())
     below = replace(scores, scores={site: -s.abs() - 1 for site, s in scores.scores.items()})
     rows = select_edit_unit(model, factors, [(PROMPT, 3, 5)], scores=below).table()
-    assert rows["importance"].tolist() == pytest.approx(((1 - rows["rank"] / below.n_units) / 2).tolist())
+    assert rows["importance"].tolist() == pytest.approx(((1 - (rows["rank"] - 1) / below.n_units) / 2).tolist())
 
 
 def test_scores_of_other_factors_are_refused(model, factors):

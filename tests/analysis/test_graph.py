@@ -1,9 +1,10 @@
 """Unit graphs: every kind of edge against the intervention that it claims, and contributions that add up to z."""
 
+import pandas as pd
 import pytest
 import torch
 
-from swd_lens.analysis.graph import unit_graph
+from swd_lens.analysis.graph import feeders, unit_graph
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.hosts import host_of
 from swd_lens.train.baselines import svd
@@ -173,6 +174,67 @@ def test_contributions_of_everything_add_up_to_z(default_model):
     assert checked == sum(f.n_units for name, f in factors.items() if name.endswith(("attn_qkv", "mlp_in")))
 
 
+def test_feeders_of_a_unit_are_the_edges_into_it_and_add_up_to_z():
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=None, isolated=True)
+    nodes, last = graph.nodes.set_index("node"), len(TOKENS) - 1
+    for site, index in (
+        ("blocks.1.mlp_in", 2),
+        ("blocks.1.attn_o", 1),
+        ("blocks.1.mlp_out", 3),
+        ("blocks.1.attn_v", 0),
+    ):
+        fed, unit = feeders(model, factors, (site, index), prompt=TOKENS, n=None), f"{site}/{index}@{last}"
+        edges = graph.edges[graph.edges["target"] == unit]
+        given = fed[(fed["source"] != "rest") & (fed["weight"] != 0)]
+        names = [f"{source}@{position}" for source, position in zip(given["source"], given["position"], strict=True)]
+        found = dict(zip(names, given["contribution"], strict=True))
+        assert found == pytest.approx(dict(zip(edges["source"], edges["contribution"], strict=True)), abs=1e-5)
+        assert fed["contribution"].sum() == pytest.approx(nodes.loc[unit, "activation"], abs=1e-4)
+        rest = fed.set_index("source").loc["rest", "contribution"]
+        assert rest == pytest.approx(nodes.loc[unit, "rest"], abs=1e-4)
+        assert (
+            fed["rank"].tolist() == list(range(1, len(fed) + 1)) and fed["contribution"].abs().is_monotonic_decreasing
+        )
+        assert feeders(model, factors, f"{site}/{index}", prompt=TOKENS, n=3).equals(fed.head(3))
+
+
+def test_feeders_without_a_prompt_are_weights():
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_in")
+    fed = feeders(model, factors, "blocks.1.mlp_in/2", n=None)
+    weight = weights_of(unit_graph(model, factors, all_units(factors), keep=None))
+    assert fed.columns.tolist() == ["rank", "source", "kind", "weight"] and len(fed) == 10
+    for source, w in zip(fed["source"], fed["weight"], strict=True):
+        assert w == pytest.approx(weight[source, "blocks.1.mlp_in/2"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"no unit of blocks\.0\.attn_o, .* speaks to blocks\.1\.attn_o/0"):
+        feeders(model, factors, "blocks.1.attn_o/0")
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp_in/5 is not among"):
+        feeders(model, factors, "blocks.1.mlp_in/5", prompt=TOKENS)
+    with pytest.raises(ValueError, match="n=0: give a whole number"):
+        feeders(model, factors, "blocks.1.mlp_in/1", n=0)
+
+
+def test_a_graph_of_targets_leads_to_them_alone():
+    model = toy_model()
+    factors = random_factors(model, *APART)
+    graph = unit_graph(model, factors, targets="blocks.1.mlp_in/2", prompt=TOKENS, keep=None)
+    target = f"blocks.1.mlp_in/2@{len(TOKENS) - 1}"
+    followed = {target}
+    for _ in range(12):
+        followed |= set(graph.edges["source"][graph.edges["target"].isin(followed)])
+    assert set(graph.edges["target"]) <= followed and set(graph.nodes["node"]) == followed
+    assert not (graph.nodes["kind"] == "logit").any() and graph.settings["targets"] == ["blocks.1.mlp_in/2"]
+    assert float(graph.nodes.set_index("node").loc[target, "influence"]) == 1.0
+    fed = feeders(model, factors, "blocks.1.mlp_in/2", prompt=TOKENS, n=None).set_index("source")["contribution"]
+    into = graph.edges[graph.edges["target"] == target]
+    for source, contribution in zip(into["source"], into["contribution"], strict=True):
+        assert contribution == pytest.approx(fed[source.rpartition("@")[0]], abs=1e-5)
+    static = unit_graph(model, factors, ["mlp_out", "attn_o"], targets=[("blocks.1.mlp_in", 2)])
+    assert set(static.edges["target"]) == {"blocks.1.mlp_in/2"} and len(static.edges) == 15
+
+
 def test_frozen_attention_explains_attn_o_exactly():
     model = toy_model()
     factors = random_factors(model, "attn_v", "attn_o")
@@ -231,6 +293,19 @@ def test_one_unit_and_all_the_answers_there_are():
     factors = random_factors(model, "attn_o")
     graph = unit_graph(model, factors, "blocks.0.attn_o/1", prompt=TOKENS, answers=99, keep=None)
     assert graph.nodes["kind"].value_counts().to_dict() == {"logit": 20, "unit": 1, "token": 1}
+
+
+def test_units_are_named_by_site_glob_table_and_pair():
+    model = toy_model()
+    factors = random_factors(model, "attn_o", "mlp_out")
+    whole = unit_graph(model, factors, all_units(factors), prompt=TOKENS, keep=None)
+    for units in ("all", ["attn_o", "blocks.*.mlp_out"], pd.DataFrame(all_units(factors), columns=["site", "unit"])):
+        assert unit_graph(model, factors, units, prompt=TOKENS, keep=None).edges.equals(whole.edges)
+    mixed = unit_graph(model, factors, ["blocks.1.mlp_out", ("blocks.0.attn_o", 2)], answers=[3])
+    drawn = mixed.nodes["node"][mixed.nodes["kind"] == "unit"].tolist()
+    assert set(drawn) <= {"blocks.0.attn_o/2", *(f"blocks.1.mlp_out/{i}" for i in range(5))} and len(drawn) == 6
+    with pytest.raises(ValueError, match=r"no site matches 'mlp_in'"):
+        unit_graph(model, factors, ["mlp_in"], prompt=TOKENS)
 
 
 def test_influence_is_shared_out():

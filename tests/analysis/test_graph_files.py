@@ -199,7 +199,7 @@ def test_a_circuit_brings_its_scores():
     graph = unit_graph(model, factors, circuit, isolated=True)
     assert len(graph.nodes) == 12 and graph.settings["task"] == "by hand"
     best = graph.nodes.set_index("node").loc[circuit.names[0]]
-    assert best["rank"] == 0 and best["score"] == pytest.approx(float(scores.top(1)["score"].iloc[0]))
+    assert best["rank"] == 1 and best["score"] == pytest.approx(float(scores.top(1)["score"].iloc[0]))
     others = random_factors(model, "attn_o", "mlp_in", n_units=6)
     with pytest.raises(ValueError, match="attribute these factors first"):
         unit_graph(model, others, circuit)

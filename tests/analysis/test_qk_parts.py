@@ -72,8 +72,16 @@ def test_the_strongest_pairs_of_one_score():
     first = table.iloc[0]
     seen = parts.contribution(int(first["q unit"]), int(first["k unit"]))[5, 2]
     assert float(seen) == pytest.approx(first["contribution"], abs=1e-6)
+    size = len(parts.tokens)
+    assert parts.strongest(5 - size, 2 - size, n=81).equals(table)  # negative positions count from the end
+    named = parts.contribution(f"blocks.1.attn_qkv/{int(first['q unit'])}", ("blocks.1.attn_qkv", int(first["k unit"])))
+    assert float(named[5, 2]) == float(seen)
     with pytest.raises(QKError, match="destination 2 does not look at source 5"):
         parts.strongest(2, 5)
+    with pytest.raises(QKError, match=r"destination -99 does not look"):
+        parts.strongest(-99, 0)
+    with pytest.raises(QKError, match=r"q_unit is blocks\.0\.attn_qkv/1, but blocks\.1\.attn_qkv has units"):
+        parts.contribution("blocks.0.attn_qkv/1", 0)
     with pytest.raises(QKError, match=r"k_unit is 9, but blocks\.1\.attn_qkv has units 0 to 8"):
         parts.contribution(0, 9)
 

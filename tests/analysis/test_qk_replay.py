@@ -137,7 +137,7 @@ def test_a_replay_shows_itself(default_model):
     panel = replay.panel()._repr_html_()
     assert "without q1" in panel and "AttentionHeads" in panel
     assert "L0H0 q1×k2" in replay._repr_html_() and "L0H0 q1×k2" in repr(replay)
-    assert replay.table()["removed kl"][0] == replay.removed_kl
+    assert replay.table()["removed KL"][0] == replay.removed_kl
 
 
 @pytest.mark.parametrize(

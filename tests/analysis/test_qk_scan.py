@@ -9,6 +9,7 @@ from swd_lens.analysis.qk import QKPair, qk_replay, qk_scan, qk_screen
 from swd_lens.analysis.qk import scan as scan_module
 from swd_lens.analysis.qk.replay import NUMBERS
 from swd_lens.base.errors import QKError
+from swd_lens.base.record import column
 from tests import families
 from tests.analysis.qk_checks import ROW, random_factors, same, snapshot
 from tests.micro import toy_model
@@ -23,13 +24,13 @@ def test_every_case_is_a_replay(host, remove):
     factors = random_factors(model)
     scan = qk_scan(model, factors, PROMPTS, per_head=2, remove=remove, progress=False)
     assert len(scan.frame) == 2 * int(model.cfg.n_heads) * 2 * len(PROMPTS)
-    assert scan.frame["removed_kl"].is_monotonic_decreasing
+    assert scan.frame["removed KL"].is_monotonic_decreasing
     for row in scan.frame.iloc[::5].to_dict("records"):
-        pair = QKPair(row["layer"], row["head"], row["q_unit"], row["k_unit"])
+        pair = QKPair(row["layer"], row["head"], row["q unit"], row["k unit"])
         alone = qk_replay(model, factors, pair, scan.prompts[row["prompt"]], remove=remove)
         assert row["gamma"] == pytest.approx(alone.pair.gamma, rel=1e-5)
         for name in NUMBERS:
-            assert row[name] == pytest.approx(getattr(alone, name), rel=1e-4, abs=1e-6, nan_ok=True), name
+            assert row[column(name)] == pytest.approx(getattr(alone, name), rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
 def test_parts_of_a_scan_are_the_whole(monkeypatch):
@@ -39,11 +40,13 @@ def test_parts_of_a_scan_are_the_whole(monkeypatch):
     whole = qk_scan(model, factors, PROMPTS, progress=False)
     monkeypatch.setattr(scan_module, "_NUMBERS", 600)
     parts = qk_scan(model, factors, PROMPTS, progress=False)
-    keys = ["layer", "head", "q_unit", "k_unit", "prompt"]
+    keys = ["layer", "head", "q unit", "k unit", "prompt"]
     left, right = (each.frame.sort_values(keys, ignore_index=True) for each in (whole, parts))
     assert left[keys].equals(right[keys])
     for name in NUMBERS:
-        assert torch.allclose(torch.tensor(left[name]), torch.tensor(right[name]), rtol=1e-4, atol=1e-6, equal_nan=True)
+        assert torch.allclose(
+            torch.tensor(left[column(name)]), torch.tensor(right[column(name)]), rtol=1e-4, atol=1e-6, equal_nan=True
+        )
 
 
 def test_the_best_cases_pass_the_bars():
@@ -53,9 +56,9 @@ def test_the_best_cases_pass_the_bars():
     assert 0 < len(best) < len(scan.frame)
     assert all(case.dense_kl <= 1 and case.agreement >= 0.5 and case.share >= 0.1 for case in best)
     assert [case.removed_kl for case in best] == sorted((case.removed_kl for case in best), reverse=True)
-    limit = float(scan.frame["dense_kl"].median())
+    limit = float(scan.frame["dense KL"].median())
     kept = qk_scan(model, random_factors(model), PROMPTS, max_dense_kl=limit, progress=False)
-    assert len(kept.frame) == int((scan.frame["dense_kl"] <= limit).sum()) < len(scan.frame)
+    assert len(kept.frame) == int((scan.frame["dense KL"] <= limit).sum()) < len(scan.frame)
 
 
 def test_pairs_come_from_the_screen_or_as_given():
@@ -63,7 +66,7 @@ def test_pairs_come_from_the_screen_or_as_given():
     factors = random_factors(model)
     pairs = [QKPair(0, 1, 2, 3), QKPair(1, 0, 4, 5)]
     scan = qk_scan(model, factors, ROW, pairs=pairs, progress=False)  # one row of ids is one prompt
-    assert sorted(zip(scan.frame["layer"], scan.frame["q_unit"], strict=True)) == [(0, 2), (1, 4)]
+    assert sorted(zip(scan.frame["layer"], scan.frame["q unit"], strict=True)) == [(0, 2), (1, 4)]
     assert scan.settings["pairs"] == "given" and "per_head" not in scan.settings
     screen = qk_screen(model, {"blocks.1.attn_qkv": factors["blocks.1.attn_qkv"]}, top=9)
     scan = qk_scan(model, factors, torch.tensor([ROW, ROW]), screen=screen, per_head=1, progress=False)

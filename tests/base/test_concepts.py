@@ -14,7 +14,7 @@ from torch import Tensor
 from swd_lens.base import divergence as div
 from swd_lens.base.record import Record, SavedRecord
 from swd_lens.base.settings import Bounds, Settings, preset, setting
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo
 
 # ---------------------------------------------------------------------------------------------- undo
 
@@ -207,7 +207,7 @@ def test_a_record_goes_to_a_file_and_back(tmp_path):
     assert loaded.as_dict() == record.as_dict()
     assert record.as_dict()["double"] == 6 and record.as_dict()["inner"]["k"]["pairs"] == [["x", 2.0]]
     assert isinstance(loaded.inner["k"], Inner) and loaded.sequence[1] == record.sequence[1]
-    assert "an outer" not in loaded._repr_html_() and "<td>k</td>" in loaded._repr_html_()
+    assert "an outer" not in loaded._repr_html_() and '<td class="w">k</td>' in loaded._repr_html_()
 
 
 def test_null_is_nan_where_a_number_is_due_and_none_where_it_may_be():

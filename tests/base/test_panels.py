@@ -9,10 +9,9 @@ import torch
 
 from swd_lens.analysis.audit.drawing import running_token
 from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible, visible_lines, visible_token
 from swd_lens.base.figures import literal
 from swd_lens.base.panels import Panel, attention_heads, library
-from swd_lens.base.visible import visible, visible_lines, visible_token
 from swd_lens.circuits import UnitScores
 from swd_lens.units.factors import Factors, FactorSet
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from swd_lens.base import surroundings
 from swd_lens.base.errors import HostInUseError
-from swd_lens.base.surroundings import claim, hold, in_plain_surroundings, is_marked
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo, claim, hold, in_plain_surroundings, is_marked
 from tests.interrupts import run_to_line
 
 MATMUL: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]

@@ -140,8 +140,8 @@ def _refine(model: Any, tasks: list[Any], args: argparse.Namespace) -> Any:
                 row[f"{name}: units / edges"] = f"{table.loc[name, 'units']:,} / {table.loc[name, 'edges']:,}"
                 row[f"{name}: sufficiency train"] = f"{table.loc[name, 'sufficiency (train)']:.3f}"
                 row[f"{name}: test"] = (
-                    f"{table.loc[name, 'sufficiency (test)']:.3f} ({table.loc[name, 'sufficiency_low (test)']:.3f} to "
-                    f"{table.loc[name, 'sufficiency_high (test)']:.3f})"
+                    f"{table.loc[name, 'sufficiency (test)']:.3f} ({table.loc[name, 'sufficiency low (test)']:.3f} to "
+                    f"{table.loc[name, 'sufficiency high (test)']:.3f})"
                 )
             yield row
 

@@ -123,7 +123,7 @@ def _curve(model: Any, factors: Any, split: Any, scores: Any, lengths: list[int]
         bench = Bench(host_of(model), attachment, split, scores, "mean", **how)
         found, _ = bench.run(
             len(thresholds),
-            lambda chunk: {site: (rank >= thresholds[chunk]) == keeps[chunk] for site, rank in ranks.items()},
+            lambda chunk: {site: (rank > thresholds[chunk]) == keeps[chunk] for site, rank in ranks.items()},
             kl=args.kl,
         )
     return dict(zip(lengths, found.q.tolist(), strict=False))

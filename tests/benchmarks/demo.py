@@ -82,7 +82,7 @@ def cost(circuit: Run, share: str) -> str:
     if share == SHARES[0]:
         reached = [row for row in rows if row["sufficiency"] is not None and row["sufficiency"] >= 0.9]
     else:
-        reached = [row for row in rows if row["necessity_drop"] >= 0.5 * rows[-1]["necessity_drop"]]
+        reached = [row for row in rows if row["necessity drop"] >= 0.5 * rows[-1]["necessity drop"]]
     return f"{reached[0]['units']} / {reached[0]['edges']:,}" if reached else ""
 
 

@@ -99,7 +99,7 @@ def _layers(model: Any, args: argparse.Namespace) -> None:
             for task in _tasks(model, args):
                 scores = swd.attribute(model, factors, task, positions=positions)
                 curve = swd.evaluate(model, factors, task, scores, bootstrap=0)
-                row[f"{task.name}, {positions}"] = curve.table()["necessity_drop"].iloc[-1] / curve.q_unpruned
+                row[f"{task.name}, {positions}"] = curve.table()["necessity drop"].iloc[-1] / curve.q_unpruned
         for positions in POSITIONS:
             row[f"mean, {positions}"] = sum(row[f"{name}, {positions}"] for name in FAMILIES) / len(FAMILIES)
         rows.append(row)

@@ -128,7 +128,7 @@ def curve(args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     loop = {k: _kept_by_hooks(model, factors, task.test, scores, k) for k in sampled}
     of_loop = (time.perf_counter() - began) * 2 * len(lengths) / len(sampled)
-    kept = dict(zip(lengths, measured.rows["q_keep"], strict=True))
+    kept = dict(zip(lengths, measured.rows["q keep"], strict=True))
     off = max(abs(loop[k] - kept[k]) for k in sampled)
     return {
         "curve": seconds,

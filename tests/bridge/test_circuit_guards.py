@@ -93,7 +93,7 @@ def test_metrics_may_write_into_their_logits_but_must_have_a_gradient():
             warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
             scores = swd.attribute(model, factors, split)
             found.append(swd.evaluate(model, factors, split, scores, kl=True, bootstrap=0).rows)
-    np.testing.assert_allclose(found[0]["kl_keep"], found[1]["kl_keep"], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found[0]["KL keep"], found[1]["KL keep"], rtol=1e-6, atol=1e-9)
 
     def right(logits, examples):
         return (logits.argmax(-1) == 5).float()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.task import TaskSplit
 from swd_lens.units import attach
 from tests import families
@@ -69,7 +69,7 @@ def test_curves_are_those_of_whole_prompts_one_by_one(made, ablation, positions,
                 for i, prompt in enumerate(test.tokens):
                     z = resampled[i] if ablation == "resample" else scores.means
                     hooks = [
-                        replacing(site, (rank < n) == (mode == "ablate"), rows_for(z[site], len(prompt)), positions)
+                        replacing(site, (rank <= n) == (mode == "ablate"), rows_for(z[site], len(prompt)), positions)
                         for site, rank in ranks.items()
                     ]
                     changed = last_logits(model, prompt, hooks)
@@ -78,4 +78,4 @@ def test_curves_are_those_of_whole_prompts_one_by_one(made, ablation, positions,
                     kl.append(float((p * (p / q).log()).sum()))
                 scale = float(plain[-1].abs().max())
                 np.testing.assert_allclose(curve.margins[mode][row], margins, atol=1e-5 * scale)
-                np.testing.assert_allclose(curve.rows[f"kl_{mode}"][row], np.mean(kl), rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(curve.rows[f"KL {mode}"][row], np.mean(kl), rtol=1e-4, atol=1e-5)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from swd_lens.analysis.graph import unit_graph
+from swd_lens.analysis.graph import feeders, unit_graph
 from swd_lens.analysis.graph.result import records
 from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.circuits import attribute
+from swd_lens.tasks import Task
+from swd_lens.units import attach
 from tests import families
 from tests.analysis.graph_checks import all_units, random_factors
 
@@ -57,3 +60,16 @@ def test_hosts_whose_stream_cannot_be_followed(name):
     factors = random_factors(model, "mlp_in", "mlp_out")
     with pytest.raises(UnsupportedHostError, match="unit graph needs"):
         unit_graph(model, factors, all_units(factors))
+
+
+def test_feeders_and_scores_of_one_prompt_on_a_bridge():
+    model, ids = families.bridge("gpt2"), families.some_tokens(1, 6)[0]
+    factors = random_factors(model, "mlp_out", "attn_o", "mlp_in")
+    fed = feeders(model, factors, ("blocks.1.mlp_in", 2), prompt=ids, n=None)
+    with attach(model, factors), torch.no_grad():
+        _, cache = model.run_with_cache(ids[None])
+    z = float(cache["blocks.1.hook_mlp_in_unit"][0, -1, 2])
+    assert fed["contribution"].sum() == pytest.approx(z, abs=1e-4) and len(fed) == 17  # 15 units, a token, the rest
+    scores = attribute(model, factors, Task.of_prompt(model, ids, 3, 4))
+    torch.testing.assert_close(float(scores.means["blocks.1.mlp_in"][2]), z, atol=1e-4, rtol=1e-4)
+    assert scores.heads.keys() == {"blocks.0.attn_o", "blocks.1.attn_o"}

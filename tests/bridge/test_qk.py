@@ -44,10 +44,10 @@ def test_both_hosts_give_the_same(name):
     assert torch.equal(screens[0].q_units, screens[1].q_units)
     pairs = screens[0].pairs(2)
     frames = [qk_scan(m, random_factors(m), [ROW], pairs=pairs, progress=False).frame for m in models]
-    keys = ["layer", "head", "q_unit", "k_unit"]
+    keys = ["layer", "head", "q unit", "k unit"]
     left, right = (frame.sort_values(keys, ignore_index=True) for frame in frames)
     assert left[keys].equals(right[keys])
-    assert torch.allclose(torch.tensor(left["removed_kl"]), torch.tensor(right["removed_kl"]), atol=1e-5)
+    assert torch.allclose(torch.tensor(left["removed KL"]), torch.tensor(right["removed KL"]), atol=1e-5)
 
 
 @pytest.mark.parametrize(

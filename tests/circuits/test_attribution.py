@@ -96,7 +96,7 @@ def test_all_sites_share_one_ranking(model, every):
     assert scores.ranking() == [(names[place], unit) for _, place, unit in by_score]
     assert len({site for site, _ in scores.ranking()[:20]}) > 2
     ranks = scores.ranks()
-    assert all(int(ranks[site][unit]) == rank for rank, (site, unit) in enumerate(scores.ranking()))
+    assert all(int(ranks[site][unit]) == rank for rank, (site, unit) in enumerate(scores.ranking(), 1))
 
 
 @pytest.mark.parametrize("score", SCORES)

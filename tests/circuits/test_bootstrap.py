@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swd_lens.circuits import attribute, evaluate
-from swd_lens.circuits.bootstrap import _AT_ONCE, interval, resampled
+from swd_lens.circuits.curve import _AT_ONCE, interval, resampled
 from tests.circuits.slow import able_split
 from tests.contract import swd_zero_data
 from tests.micro import random_split, toy_model
@@ -64,11 +64,11 @@ def test_intervals_of_a_curve_are_those_of_a_loop_over_draws():
     for row in range(3):
         ratios = np.array([keep[row, i].mean() / whole[i].mean() if whole[i].mean() > 0 else np.nan for i in draws])
         drops = np.array([whole[i].mean() - ablate[row, i].mean() for i in draws])
-        for name, samples in (("sufficiency", ratios), ("necessity_drop", drops)):
-            found = [curve.rows[f"{name}_{end}"][row] for end in ("low", "high")]
+        for name, samples in (("sufficiency", ratios), ("necessity drop", drops)):
+            found = [curve.rows[f"{name} {end}"][row] for end in ("low", "high")]
             np.testing.assert_allclose(found, np.percentile(samples, [2.5, 97.5]), rtol=1e-9, atol=1e-12)
     again = evaluate(model, factors, split, scores, grid=[2, 7], bootstrap=150, seed=3)
     assert again.rows.equals(curve.rows)
     none = evaluate(model, factors, split, scores, grid=[2, 7], bootstrap=0)
-    assert not [name for name in none.rows if name.endswith(("_low", "_high"))]
+    assert not [name for name in none.rows if name.endswith((" low", " high"))]
     assert (none.settings["bootstrap"], curve.settings["bootstrap_seed"]) == (0, 3)

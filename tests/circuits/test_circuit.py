@@ -56,16 +56,17 @@ def test_counts_masks_and_names():
     assert repr(ONE) == "Circuit(by hand: 3 of 5 units in 2 sites, 6 edges)" and "b" in ONE._repr_html_()
 
 
-def test_frame():
-    assert ONE.frame().to_dict("list") == {
+def test_table():
+    assert ONE.table().to_dict("list") == {
         "site": ["b", "a", "b"],
         "unit": [2, 0, 0],
-        "rank": [0, 1, 3],
+        "rank": [1, 2, 4],
         "score": [4.0, 3.0, 1.0],
         "mean z": [3.0, 0.5, 1.0],  # per position: that of the last
         "edges": [0, 5, 1],
     }
-    assert by_hand().frame().empty
+    assert ONE.frame().equals(ONE.table())  # its former name
+    assert by_hand().table().empty
 
 
 def test_overlap():
@@ -87,6 +88,34 @@ def test_overlap():
     # Another task's scores of the same factors may be compared.
     other_task = UnitScores(SCORES.scores, SCORES.means, {**SCORES.settings, "task": "another"})
     assert ONE.overlap(by_hand(("a", 0), scores=other_task))["shared"] == 1.0
+
+
+def test_two_circuits_side_by_side():
+    # ONE has b/2, a/0, b/0; OTHER a/0, a/1, b/2. By another task's scores a/1 is the best, then a/0.
+    scores = {"a": torch.tensor([8.0, 9.0]), "b": torch.tensor([1.0, 2.0, 3.0])}
+    other = by_hand(*OTHER.units, scores=UnitScores(scores, SCORES.means, {**SCORES.settings, "task": "another"}))
+    assert ONE.side_by_side(other).to_dict("list") == {
+        "unit": ["b/2", "a/0", "b/0", "a/1"],
+        "in": ["both", "both", "this", "other"],
+        "rank": [1, 2, 4, 3],
+        "other rank": [3, 2, 5, 1],
+        "score": [4.0, 3.0, 1.0, 2.0],
+        "other score": [3.0, 8.0, 1.0, 9.0],
+        "edges": [0, 5, 1, 7],
+    }
+    assert (ONE & other).units == (("b", 2), ("a", 0)) and (other & ONE).units == (("a", 0), ("b", 2))
+    assert (ONE | other).units == (*ONE.units, ("a", 1)) and (ONE - other).units == (("b", 0),)
+    assert (ONE & other).scores is ONE.scores and (ONE & other).table()["rank"].tolist() == [1, 2]
+    assert (ONE & other).provenance == {
+        "kind": "and",
+        "this": {"kind": "own"},
+        "other": {"kind": "own", "task": "another"},
+    }
+    assert (ONE - ONE).side_by_side(by_hand()).empty
+    elsewhere = UnitScores(SCORES.scores, SCORES.means, {**SCORES.settings, "factors": {"a": "x", "b": "z"}})
+    for compared in (Circuit.side_by_side, Circuit.__and__, Circuit.__or__, Circuit.__sub__):
+        with pytest.raises(ValueError, match="of different factors"):
+            compared(ONE, by_hand(("a", 0), scores=elsewhere))
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -240,9 +269,17 @@ def test_a_circuit_of_ones_own_choice(toy, tmp_path):
     f = factors["blocks.1.mlp_out"]
     assert int(circuit.edges["blocks.1.mlp_out"][3]) == int((f.read[:, 3] != 0).sum() + (f.write[3] != 0).sum())
     # Indices as a table has them.
-    frame = circuit.frame()
+    frame = circuit.table()
     again = Circuit.of(factors, scores, zip(frame["site"], np.asarray(frame["unit"]).tolist(), strict=True))
     assert again.units == circuit.units
+    # attn_o's units have a head, that of their read vector; mlp_out's have none.
+    share = factors["blocks.0.attn_o"].read[:, 2].square().view(2, 8).sum(1)
+    assert frame["head"].tolist() == ["", f"L0H{int(share.argmax())}"]
+    assert frame["head share"].tolist()[1] == pytest.approx(float(share.max() / share.sum()))
+    assert set(scores.top(scores.n_units)["head"].str[:4]) >= {"", "L0H0", "L1H1"}
+    circuit.save(tmp_path / "circuit.safetensors")
+    assert Circuit.load(tmp_path / "circuit.safetensors").table().equals(frame)
+    assert Circuit.of(factors, scores, frame).units == Circuit.of(factors, scores, circuit).units == circuit.units
     again.save(tmp_path / "again.safetensors")
     with pytest.raises(ValueError, match=r"blocks\.1\.mlp_out/99 is not among"):
         Circuit.of(factors, scores, ["blocks.1.mlp_out/99"])
@@ -274,7 +311,7 @@ def test_attached_it_does_what_it_was_judged_by_and_leaves_no_trace(toy, positio
         with circuit.attach(model, factors, mode, ablation=ablation) as attachment, torch.no_grad():
             assert isinstance(attachment, swd.Attachment) and attachment.attached
             slow = [float(margin_of(last_logits(model, p), split, i)) for i, p in enumerate(split.tokens)]
-        assert curve.rows[f"q_{mode}"][0] == pytest.approx(sum(slow) / len(slow), abs=2e-5)
+        assert curve.rows[f"q {mode}"][0] == pytest.approx(sum(slow) / len(slow), abs=2e-5)
     with pytest.raises(RuntimeError, match="from within"), circuit.attach(model, factors):
         raise RuntimeError("from within")
     with torch.no_grad():

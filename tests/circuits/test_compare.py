@@ -45,7 +45,7 @@ TOY, OTHER = task_named("toy", 6), task_named("other", 8)  # test prompts on whi
 
 def by_hand(units, edges, sufficiency, drop, task="toy", q=2.0):
     """A curve of these numbers."""
-    rows = pd.DataFrame({"units": units, "edges": edges, "sufficiency": sufficiency, "necessity_drop": drop})
+    rows = pd.DataFrame({"units": units, "edges": edges, "sufficiency": sufficiency, "necessity drop": drop})
     return CostCurve(rows, task, q, q, 1.0, 1.0, {})
 
 
@@ -88,7 +88,7 @@ def test_several_tasks_are_kept_by_name(model, factors):
         .curves["SWD"]
         .rows.equals(compare({"SWD": factors}, model, OTHER)["other"].curves["SWD"].rows)
     )
-    frame = comparison.frame()
+    frame = comparison.prefixes()
     assert frame.groupby("task", sort=False).size().tolist() == [len(c.curves["SWD"].rows) for c in comparison.values()]
     assert list(frame.columns[:5]) == ["task", "method", "seed", "units", "edges"] and frame["seed"].isna().all()
 
@@ -355,7 +355,7 @@ def test_mean_of_least_costs_by_hand(worked):
 
 def test_one_curve_alone_is_its_own_mean(worked):
     curve = worked["toy"].curves["one"]
-    for of in ("sufficiency", "necessity_drop"):
+    for of in ("sufficiency", "necessity drop"):
         alone, least = mean_min_cost([curve], of, "units"), curve.min_cost(of, "units")
         assert alone[of].tolist() == least[of].tolist() and alone["mean"].tolist() == least["units"].tolist()
 
@@ -369,7 +369,7 @@ def test_the_figure_shows_the_least_costs(model, factors, cost):
     figure = comparison.plot(cost)
     above, below = figure.axes[:2], figure.axes[2:4]
     assert [ax.get_title() for ax in above] == ["toy", "other"]
-    for of, row in (("sufficiency", above), ("necessity_drop", below)):
+    for of, row in (("sufficiency", above), ("necessity drop", below)):
         for task, ax in zip(comparison, row, strict=True):
             lines = [line for line in ax.lines if line.get_drawstyle() == "steps-pre"]
             for line, curve in zip(lines, comparison[task].curves.values(), strict=True):

@@ -83,16 +83,16 @@ def test_every_number_is_that_of_whole_prompts_one_by_one(model, sets, pattern, 
     for mode in ("keep", "ablate"):
         slow = slow_rows(model, factors, split, scores, [scores.ranking()[:n] for n in k], mode, ablation)
         np.testing.assert_allclose(curve.margins[mode], slow["margin"], atol=5e-5)  # logits reach 10
-        np.testing.assert_allclose(curve.rows[f"q_{mode}"], slow["margin"].mean(1), atol=2e-5)
-        np.testing.assert_allclose(curve.rows[f"kl_{mode}"], slow["kl"].mean(1), rtol=1e-4, atol=1e-6)
-        assert curve.rows[f"accuracy_{mode}"].tolist() == slow["correct"].mean(1).tolist()
+        np.testing.assert_allclose(curve.rows[f"q {mode}"], slow["margin"].mean(1), atol=2e-5)
+        np.testing.assert_allclose(curve.rows[f"KL {mode}"], slow["kl"].mean(1), rtol=1e-4, atol=1e-6)
+        assert curve.rows[f"accuracy {mode}"].tolist() == slow["correct"].mean(1).tolist()
         if mode == "keep":
             assert curve.q_unpruned == pytest.approx(slow["margin"][-1].mean(), abs=1e-5)
             ratio = slow["margin"].mean(1) / slow["margin"][-1].mean()
             np.testing.assert_allclose(curve.rows["sufficiency"], ratio, atol=2e-5)
         else:
             drop = slow["margin"][0].mean() - slow["margin"].mean(1)
-            np.testing.assert_allclose(curve.rows["necessity_drop"], drop, atol=2e-5)
+            np.testing.assert_allclose(curve.rows["necessity drop"], drop, atol=2e-5)
     edges = {site: f.edges_per_unit * f.valid_units for site, f in factors.items()}
     assert curve.rows["edges"].tolist() == [sum(int(edges[s][u]) for s, u in scores.ranking()[:n]) for n in k]
     with torch.no_grad():
@@ -129,11 +129,11 @@ def test_keep_all_and_ablate_none_are_unpruned_and_keep_is_ablating_the_compleme
         rows = judge(model, factors, TEST, named, ablation=ablation, kl=True).set_index("circuit")
         for one, other in (("circuit", "rest"), ("rest", "circuit"), ("whole", "empty"), ("empty", "whole")):
             # The same run of the same list of interventions, at another place of it.
-            for name in ("q", "accuracy", "kl"):
-                assert rows.loc[one, f"{name}_keep"] == pytest.approx(rows.loc[other, f"{name}_ablate"], abs=1e-6)
+            for name in ("q", "accuracy", "KL"):
+                assert rows.loc[one, f"{name} keep"] == pytest.approx(rows.loc[other, f"{name} ablate"], abs=1e-6)
         assert rows.loc["whole", "sufficiency"] == 1.0
-        assert rows.loc["empty", "necessity_drop"] == 0.0
-        assert rows.loc["whole", "kl_keep"] == pytest.approx(0.0, abs=1e-6)
+        assert rows.loc["empty", "necessity drop"] == 0.0
+        assert rows.loc["whole", "KL keep"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_prefixes_judged_as_circuits_have_the_rows_of_the_curve(model, sets):
@@ -178,8 +178,8 @@ def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
     wrong = replace(TEST, answer_ids=TEST.distractor_ids, distractor_ids=TEST.answer_ids)
     with pytest.warns(UndefinedSufficiencyWarning, match=r"mean margin on 'by hand' is -\d\.\d+, not positive"):
         curve = evaluate(model, factors, wrong, scores)
-    assert curve.rows[["sufficiency", "sufficiency_low", "sufficiency_high"]].isna().all().all()
-    assert curve.rows["necessity_drop"].notna().all() and curve.cost_at(sufficiency=0.5) is None
+    assert curve.rows[["sufficiency", "sufficiency low", "sufficiency high"]].isna().all().all()
+    assert curve.rows["necessity drop"].notna().all() and curve.cost_at(sufficiency=0.5) is None
     zero = split_of([[1, 2]], [[3]], [[3]], 20)  # right = wrong: a margin of exactly zero
     with pytest.warns(UndefinedSufficiencyWarning):
         assert judge(model, factors, zero, Circuit.of(factors, scores, []))["sufficiency"].isna().all()
@@ -200,11 +200,11 @@ def test_a_metric_takes_the_margins_place(model, sets):
     curve = evaluate(model, factors, split, scores, grid=[5], tokens_per_forward=50)
     with attach(model, factors):
         for row, n in enumerate([5, scores.n_units]):
-            masks = {site: rank >= n for site, rank in scores.ranks().items()}
+            masks = {site: rank > n for site, rank in scores.ranks().items()}
             values = {site: mean.expand(8, -1) for site, mean in scores.means.items()}
             slow = [margin_with(model, split, i, masks, values, "scoring") for i in range(len(split))]
             np.testing.assert_allclose(curve.margins["keep"][row], slow, atol=5e-5)
-    assert pd.isna(curve.accuracy_unpruned) and curve.rows["accuracy_keep"].isna().all()
+    assert pd.isna(curve.accuracy_unpruned) and curve.rows["accuracy keep"].isna().all()
 
 
 def test_what_is_refused(model, sets):
@@ -273,5 +273,5 @@ def test_keeping_all_and_ablating_none_are_the_unpruned_replacement_to_the_bit(m
     curve = evaluate(model, factors, TEST, scores, bootstrap=0)
     assert torch.equal(curve.margins["keep"][-1], curve.margins["unpruned"])
     assert torch.equal(curve.margins["ablate"][0], curve.margins["unpruned"])
-    assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["necessity_drop"].iloc[0] == 0.0
+    assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["necessity drop"].iloc[0] == 0.0
     assert curve.cost_at(sufficiency=1.0) is not None

@@ -54,8 +54,8 @@ def test_cost_curve(model):
     assert curve.rows["units"].tolist() == [0, 1, 2]
     assert curve.rows["edges"].tolist() == [0, 3, 6]
     assert curve.rows["sufficiency"].tolist() == pytest.approx([0.5, 0.8, 1.0])
-    assert curve.rows["necessity_drop"].tolist() == pytest.approx([0.0, 3.0, 5.0])
-    assert curve.rows["accuracy_keep"].tolist() == [1.0, 1.0, 1.0]
+    assert curve.rows["necessity drop"].tolist() == pytest.approx([0.0, 3.0, 5.0])
+    assert curve.rows["accuracy keep"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_zero_ablation_puts_zero_in(model):
@@ -159,8 +159,8 @@ def test_the_unpruned_margin_keep_and_ablate_with_resampled_units(model):
     curve = evaluate(model, identity_factors(), corrupt, scores, ablation="resample")
     # Ranking unit 1, unit 0; z = (4, 6), margin 10.
     #   keep nothing 3 + 4 = 7; keep unit 1: 3 + 6 = 9; keep both 10. Ablate unit 1: 4 + 4 = 8; both: 7.
-    assert curve.rows["q_keep"].tolist() == [7.0, 9.0, 10.0]
-    assert curve.rows["q_ablate"].tolist() == [10.0, 8.0, 7.0]
+    assert curve.rows["q keep"].tolist() == [7.0, 9.0, 10.0]
+    assert curve.rows["q ablate"].tolist() == [10.0, 8.0, 7.0]
     assert curve.settings["ablation"] == "resample"
 
 
@@ -174,7 +174,7 @@ def test_edges_count_valid_units_only(model):
     assert curve.rows["units"].tolist() == [0, 1, 2]
     assert curve.rows["edges"].tolist() == [0, 3, 3]
     # Test: h = (4, 6), z = (10, 4), margin 0 + 20; mean of z0 is 5: keep nothing 10.
-    assert curve.rows["q_keep"].tolist() == [10.0, 20.0, 20.0]
+    assert curve.rows["q keep"].tolist() == [10.0, 20.0, 20.0]
 
 
 def test_kl_by_hand(model):
@@ -182,6 +182,6 @@ def test_kl_by_hand(model):
     curve = evaluate(model, identity_factors(), TEST, scores, kl=True)
     # Unpruned logits (23, 33, 0). Kept nothing: z = mu = (2, 3), x = (1 + 2 + 9, 1 + 4 + 12) = (12, 17): logits (12, 17, 0).
     p, q = (torch.tensor(logits, dtype=torch.float64).softmax(0) for logits in ([23.0, 33.0, 0.0], [12.0, 17.0, 0.0]))
-    assert curve.rows["kl_keep"][0] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
-    assert curve.rows["kl_keep"].iloc[-1] == curve.rows["kl_ablate"][0] == 0.0
-    assert curve.rows["kl_ablate"].iloc[-1] == curve.rows["kl_keep"][0]
+    assert curve.rows["KL keep"][0] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+    assert curve.rows["KL keep"].iloc[-1] == curve.rows["KL ablate"][0] == 0.0
+    assert curve.rows["KL ablate"].iloc[-1] == curve.rows["KL keep"][0]

@@ -120,7 +120,7 @@ def test_it_searches_on_train_only_and_on_no_more_prompts_than_it_was_told(toy):
     # Other test prompts: the same circuits.
     other = replace(TASK, test=able_split(5, seed=20))
     one, two = (refine(model, factors, task, scores, sufficiency=0.6, rounds=0) for task in (TASK, other))
-    assert one.refined.units == two.refined.units and one.test["q_keep"][1] != two.test["q_keep"][1]
+    assert one.refined.units == two.refined.units and one.test["q keep"][1] != two.test["q keep"][1]
     first = {
         name: getattr(TRAIN, name)[:5] for name in ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
     }
@@ -135,8 +135,8 @@ def test_what_is_refused(toy):
         refine(model, factors, TASK, scores, cost="tokens")
     with pytest.raises(ValueError, match="max_prompts must be at least 1"):
         refine(model, factors, TASK, scores, max_prompts=0)
-    with pytest.raises(ValueError, match="no prefix keeps 50 of the margin"):
-        refine(model, factors, TASK, scores, sufficiency=50.0)
+    with pytest.raises(ValueError, match="no prefix keeps 9 of the margin"):
+        refine(model, factors, TASK, scores, sufficiency=9.0)
     wrong = replace(TRAIN, answer_ids=TRAIN.distractor_ids, distractor_ids=TRAIN.answer_ids)
     with pytest.raises(ValueError, match=r"is -\d\.\d+, not positive: sufficiency is undefined"):
         refine(model, factors, wrong, scores)

@@ -11,7 +11,7 @@ import torch
 import swd_lens as swd
 from swd_lens.circuits.screen import Screen, TaskScreen
 from swd_lens.circuits.screen_runs import ScreenRuns
-from swd_lens.tasks.example import TaskExample
+from swd_lens.tasks.split import TaskExample
 from tests import families
 
 KINDS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)

@@ -8,7 +8,7 @@ import torch
 
 from swd_lens.circuits import attribute, evaluate
 from swd_lens.circuits import shortcuts as shortcuts_module
-from swd_lens.circuits.dense_runs import DenseRuns
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.shortcuts import Runner, Shortcuts, find_shortcuts
 from swd_lens.hosts import Start, host_of
 from swd_lens.train.baselines import channels_of, svd
@@ -154,8 +154,8 @@ def test_a_host_that_lies_changes_no_number(model, every, monkeypatch, positions
     torch.testing.assert_close(again.scores[site], scores.scores[site], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(second.scores[site], first.scores[site], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(again.means[site], scores.means[site])
-    assert rows["q_keep"].tolist() == pytest.approx(curve.rows["q_keep"].tolist(), abs=1e-5)
-    assert rows["q_ablate"].tolist() == pytest.approx(curve.rows["q_ablate"].tolist(), abs=1e-5)
+    assert rows["q keep"].tolist() == pytest.approx(curve.rows["q keep"].tolist(), abs=1e-5)
+    assert rows["q ablate"].tolist() == pytest.approx(curve.rows["q ablate"].tolist(), abs=1e-5)
 
 
 def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, every, monkeypatch):
@@ -187,7 +187,7 @@ def test_one_token_prompts_have_shortcuts(model, every):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         curve = evaluate(model, factors, short, scores, bootstrap=0)
-    assert curve.rows["q_keep"].iloc[-1] == pytest.approx(curve.q_unpruned, abs=1e-6)
+    assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_unpruned, abs=1e-6)
 
 
 @pytest.mark.parametrize("sites", [[FIRST], ["blocks.1.attn_o", "blocks.1.mlp_in", LAST], ["blocks.0.attn_qkv", LAST]])

@@ -1,4 +1,4 @@
-"""swd-lens train-baseline: folders that Python reads, the same command going on, settings, and what is refused."""
+"""swd-lens finetune and train-baseline: folders that Python reads, the same command going on, settings, and what is refused."""
 
 import json
 import os
@@ -51,6 +51,22 @@ def test_the_same_command_takes_over_and_another_is_refused(tmp_path, monkeypatc
     assert run(*arguments).exit_code == 0
     other = run(*arguments, "--set", "learning_rate=0.0004")
     assert other.exit_code == 1 and "learning_rate 0.01 then, 0.0004 now" in re.sub(r"\s+", " ", other.output)
+
+
+def test_finished_factors_are_fine_tuned_on_their_supports(tmp_path, default_model):
+    how = {"preset": "quick", "outer_iterations": 4, "calibration": "zero-data", "progress": False}
+    given = swd.factorize(default_model, "blocks.1.mlp_out", sparsity=0.6, **how)
+    given.save(tmp_path / "given")
+    sizes = ["--tokens", "2048", "--heldout-tokens", "256", "--set", "steps=2", "--set", "batch_size=4"]
+    arguments = ["finetune", "--factors", str(tmp_path / "given"), "--out", str(tmp_path / "tuned"), *sizes]
+    result = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    before, tuned = given["blocks.1.mlp_out"], swd.FactorSet.load(printed["factors"])["blocks.1.mlp_out"]
+    assert printed["tokens"] == 2 * 4 * 128 and not torch.equal(tuned.write, before.write)
+    assert torch.equal(tuned.write != 0, before.write != 0) and torch.equal(tuned.read != 0, before.read != 0)
+    again = CliRunner().invoke(cli.app, arguments)  # finished: nothing is trained, the table is shown
+    assert again.exit_code == 0 and "Fine-tuned" in again.stdout and "swd.FactorSet.load reads it" in again.stdout
 
 
 def test_a_sparse_model_is_pretrained_in_the_shape_of_a_host(tmp_path, default_model):

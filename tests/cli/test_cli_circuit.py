@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import swd_lens as swd
 from swd_lens import cli
 from swd_lens.report import terminal
-from swd_lens.study.memory import memory_of
+from swd_lens.study.asked import memory_of
 from tests.cli.test_cli import PROMPTS, SMALL
 
 TEXT = ["--heldout-tokens", "1024"]

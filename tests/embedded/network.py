@@ -4,7 +4,7 @@
    LayerNorm, unembedding tied to the embedding.
 2. Attention may be kept within documents (packed rows).
 3. `hooked_state` renames and reshapes the parameters to TransformerLens' names; training checks that both give equal
-   logits. `gpt2_state` (swd_lens/hosts/embedded/shape.py) goes on from there to the names of transformers' GPT-2.
+   logits. `gpt2_state` (swd_lens/hosts/embedded/__init__.py) goes on from there to the names of transformers' GPT-2.
 
 The initialization starts two heads of layer 0 as previous-token heads and every head as a weak copier: induction, which
 IOI and docstring are made of, is then found after less than a million tokens instead of several. Nothing is frozen.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from swd_lens.hosts.embedded.shape import Shape
+from swd_lens.hosts.embedded import Shape
 
 
 class Block(nn.Module):

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.hosts.embedded.corpus import KINDS, MIX, Packer
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators import FAMILIES, generate
+from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.text import same_length
 
 Forward = Callable[[Int[Tensor, "batch pos"]], Float[Tensor, "batch pos vocab"]]

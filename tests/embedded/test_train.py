@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from swd_lens.hosts.embedded import WEIGHTS, load_model_folder
+from swd_lens.hosts.embedded import WEIGHTS, Shape, load_model_folder
 from swd_lens.hosts.embedded.corpus import load_tokenizer
-from swd_lens.hosts.embedded.shape import Shape
 from tests.embedded import train
 from tests.embedded.network import Network, hooked_state
 

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from swd_lens.hosts.embedded import load_model_folder
+from swd_lens.hosts.embedded import Shape, load_model_folder
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX
-from swd_lens.hosts.embedded.shape import Shape
 from swd_lens.tasks.generators import FAMILIES
 from tests.embedded.network import Network, hooked_state
 from tests.embedded.score import ablation_table, all_scores, family_scores
@@ -130,7 +129,7 @@ def export(network: Network, out: Path, notes: dict[str, object]) -> None:
     """Write model.safetensors (fp16), config.json and the tokenizer; check what was written; write scores.json."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(str(out))
-    # Every document began with BOS: transformers does not write this entry, swd_lens.tasks.bos reads it.
+    # Every document began with BOS: transformers does not write this entry, swd_lens.tasks.encoding reads it.
     config = json.loads((out / "tokenizer_config.json").read_text())
     text = json.dumps({"add_bos_token": True, **config}, indent=2) + "\n"
     _replace(out / "tokenizer_config.json", lambda path: path.write_text(text))

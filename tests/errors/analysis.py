@@ -169,6 +169,9 @@ TRIGGERS |= {
     "graph-of-a-coder": lambda *_: graphed([f"{SITE}/1"], {SITE: Pair(64)}),
     "graph-no-such-unit": lambda *_: graphed([f"{SITE}/9"]),
     "graph-unit-twice": lambda *_: graphed([f"{SITE}/1", f"{SITE}/1"]),
+    "graph-without-feeders": lambda *_: swd.graph.feeders(
+        model(), unit_factors(model(), "mlp_in"), "blocks.1.mlp_in/1"
+    ),
     "graph-without-units": lambda *_: graphed([]),
     "graph-of-several-prompts": lambda *_: graphed(prompt=[ROW, ROW]),
     "graph-prompt-cannot-be-run": lambda *_: graphed(prompt="the " * 65),

@@ -90,7 +90,7 @@ def nothing_to_refine(folder, patch):
 @on_hooked
 def prefix_never_reaches(folder, patch):
     model, factors, task, scores = setting()
-    swd.evaluate(model, factors[SITE], task, scores, grid=[0]).circuit_at(sufficiency=99.0)
+    swd.evaluate(model, factors[SITE], task, scores, grid=[0]).circuit_at(sufficiency=9.0)
 
 
 @on_hooked
@@ -130,6 +130,13 @@ def direct_logit_behind_a_norm(folder, patch):
 def prompts_of_another_host(folder, patch):
     model, factors, task, _ = setting()
     swd.attribute(model, factors[SITE], dataclasses.replace(task.train, d_vocab=999))
+
+
+@on_hooked
+def prompts_of_another_tokenizer(folder, patch):
+    model, factors, task, _ = setting()
+    model.tokenizer = swd.load_default_model().tokenizer
+    swd.attribute(model, factors[SITE], dataclasses.replace(task.train, vocabulary="another"))
 
 
 @on_hooked
@@ -185,7 +192,7 @@ TRIGGERS["run-within-a-run"] = run_within_a_run
 
 
 @on_hooked
-def screen_while_attached(folder, patch):
+def dense_host_attached(folder, patch):
     model, factors, task, _ = setting()
     with swd.attach(model, factors[SITE]):
         swd.screen(model, task)

@@ -327,6 +327,13 @@ def stacked_weights_read(*_):
 
 
 @trigger
+def parameters_read_while_attached(*_):
+    model = families.bridge("gpt2")
+    swd.attach(model, identity(model, SITE))
+    model.tl_parameters()
+
+
+@trigger
 def measured_under_dropout(*_):
     model = families.bridge("gpt2").train()
     swd.fidelity(model, identity(model, SITE), families.some_tokens())

@@ -13,14 +13,18 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 import swd_lens as swd
+from swd_lens import baselines
 from swd_lens.base.files import sha256
 from swd_lens.base.sealed import seal
 from swd_lens.hosts.sites import Site
+from swd_lens.tasks.prompt import Prompt
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.keys import read_unit
 from swd_lens.units.passport import Offsets, Origin, Probe
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
+from tests import families
 from tests.errors.hosts import QUICK, SITE, small
 from tests.errors.triggers import on_hooked, trigger
 from tests.units.test_sources import (
@@ -202,6 +206,24 @@ def saelens_forward(*_):
 @trigger
 def saelens_positions(*_):
     from_saelens(LooksAside(hook_name="blocks.1.hook_mlp_out"))
+
+
+@on_hooked
+def no_calibration_tokens(*_):
+    swd.factorize(toy_model(), SITE, **QUICK)
+
+
+@trigger
+def unknown_words(*_):
+    Prompt.of(swd.load_default_model(kind="bridge"), "The queen works", "unit_graph")
+
+
+@trigger
+def helper_without_matrix(*_):
+    model = families.bridge("gpt2")  # (64, 16)
+    with swd.attach(model, {SITE: Coder(torch.ones(64, 3), torch.ones(3, 16))}):
+        _, cache = model.run_with_cache(families.some_tokens(1))
+    cache.stack_neuron_results(1)
 
 
 # ---------------------------------------------------------------------------------------------- files and the hub
@@ -413,3 +435,104 @@ def attached_probe_without_tokens(folder, patch):
     model = toy_model()
     made = swd.factorize(model, SITE, sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
     swd.attach(model, swd.FactorSet(dict(made), {**made.provenance, "probe_tokens": [1.5]}))
+
+
+# ---------------------------------------------------------------------------------------------- units on the stream
+
+
+@trigger
+def not_a_key_of_a_set(*_):
+    FactorSet({SITE: small()})[3]  # type: ignore[call-overload]
+
+
+@trigger
+def not_a_unit(*_):
+    read_unit(3.5)
+
+
+@trigger
+def unit_without_a_site(*_):
+    read_unit(3, ["blocks.0.mlp_out", "blocks.1.mlp_out"])
+
+
+def stacked(attached: str = SITE, given: Any = None, **how: Any) -> None:
+    """Results of a run with the SVD of one site attached, stacked with those of another or of something else."""
+    model = toy_model()
+    factors = baselines.svd(model, attached)
+    with swd.attach(model, factors):
+        _, cache = model.run_with_cache(random_tokens(1, 3))
+    swd.stack_unit_results(cache, factors if given is None else given, **how)
+
+
+@on_hooked
+def no_such_unit(*_):
+    stacked(units=(SITE, 16))
+
+
+@on_hooked
+def results_without_a_cache(*_):
+    swd.stack_unit_results({}, baselines.svd(toy_model(), SITE))
+
+
+@on_hooked
+def results_of_a_reader(*_):
+    stacked("blocks.0.mlp_in")
+
+
+@trigger
+def results_behind_a_norm(*_):
+    model = families.bridge("gemma2")
+    factors = baselines.svd(model, "blocks.0.mlp_out")
+    with swd.attach(model, factors):
+        _, cache = model.run_with_cache(families.some_tokens(1, 3))
+    swd.stack_unit_results(cache, factors)
+
+
+@on_hooked
+def results_without_write_vectors(*_):
+    stacked(given={SITE: Coder(torch.eye(32), torch.ones(32, 16))})
+
+
+@on_hooked
+def cache_without_units(*_):
+    stacked(given=baselines.svd(toy_model(), "blocks.1.mlp_out"))
+
+
+@on_hooked
+def cache_of_other_units(*_):
+    stacked(given={SITE: Factors(torch.eye(32), torch.ones(32, 16))})
+
+
+@trigger
+def nothing_on_the_stream(*_):
+    FactorSet({"blocks.0.mlp_in": small()}).writers(torch.ones(2))
+
+
+@trigger
+def not_a_direction(*_):
+    FactorSet({SITE: small()}).writers(torch.zeros(2))
+
+
+@trigger
+def direction_of_another_kind(*_):
+    FactorSet({SITE: small()}).writers(3.5)
+
+
+@trigger
+def direction_without_a_model(*_):
+    FactorSet({SITE: small()}).writers(" she")
+
+
+@on_hooked
+def direction_of_no_token(*_):
+    FactorSet({SITE: small()}).writers(" she", toy_model())
+
+
+@trigger
+def direction_of_another_width(*_):
+    FactorSet({SITE: small()}).writers(torch.ones(7))
+
+
+@trigger
+def direction_setting(*_):
+    FactorSet({SITE: small()}).writers(torch.ones(2), by="size")

@@ -301,5 +301,5 @@ def test_refusals(model, given, message):
 
 def test_an_attached_site_is_refused(model):
     factors = swd.baselines.svd(model, "blocks.0.mlp_out")
-    with swd.attach(model, factors), pytest.raises(swd.AttachError, match="attached already"):
+    with swd.attach(model, factors), pytest.raises(swd.AttachError, match="detach them first"):
         shortly(model, "blocks.0.mlp_out")

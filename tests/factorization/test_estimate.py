@@ -361,6 +361,7 @@ def peaks() -> dict[tuple[str, str], tuple[int, int]]:
     return dict(zip(PEAKS, json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("case", PEAKS, ids=str)
 def test_the_peak_is_what_is_really_used(peaks: dict[tuple[str, str], tuple[int, int]], case: tuple[str, str]):

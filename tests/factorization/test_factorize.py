@@ -191,12 +191,15 @@ def test_another_host_is_noticed(half_done):
         swd.factorize(other, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
 
 
-def test_factors_attached_by_the_user_are_part_of_the_host(model, half_done):
+def test_a_call_beside_units_of_the_users_leaves_a_folder_to_go_on_with(model, half_done, monkeypatch):
     with (
         swd.attach(model, swd.factorize(model, "blocks.0.attn_o", **QUICK)),
-        pytest.raises(swd.ResumeError, match="made otherwise: the host"),
+        pytest.raises(swd.AttachError, match=r"units are attached at blocks\.0\.attn_o: detach them first"),
     ):
         swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
+    calls = count_solves(monkeypatch)
+    swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=half_done)
+    assert len(calls) == 1
 
 
 def test_zero_data_depends_on_the_weight_alone(tmp_path, monkeypatch):
@@ -412,29 +415,22 @@ def test_a_site_of_the_users_is_refused_before_anything_is_solved(model, monkeyp
     users = swd.factorize(model, "blocks.1.mlp_in", **QUICK)
     calls = count_solves(monkeypatch)
     with swd.attach(model, users):
-        with pytest.raises(swd.AttachError, match=r"blocks\.1\.mlp_in is attached already"):
+        with pytest.raises(swd.AttachError, match=r"units are attached at blocks\.1\.mlp_in: detach them first"):
             swd.factorize(model, "all", **QUICK, tokens=tokens)
-        with pytest.raises(swd.AttachError, match=r"blocks\.1\.mlp_in is attached already"):
-            swd.factorize(model, ["blocks.1.mlp_in", "blocks.1.mlp_out"], **QUICK, tokens=tokens)
+        with pytest.raises(swd.AttachError, match=r"units are attached at blocks\.1\.mlp_in: detach them first"):
+            swd.factorize(model, "blocks.1.mlp_out", **QUICK, tokens=tokens)
     assert calls == []
 
 
 @pytest.mark.parametrize("calibration", ["sequential", "corrected", "dense"])
-def test_units_and_hooks_of_the_users_stay_and_leave_no_probe(model, tmp_path, calibration):
+def test_hooks_of_the_users_leave_no_probe(model, tmp_path, calibration):
     """A probe made beside them would refuse the factors on the host without them."""
-    users = swd.factorize(model, "blocks.0.mlp_in", **QUICK)
-    named = {**QUICK, "tokens": TOKENS, "calibration": calibration}
     sites = ["blocks.0.attn_o", "blocks.1.attn_o", "blocks.1.mlp_out"]
-    with swd.attach(model, users) as attached:
-        before = model(TOKENS)
-        swd.factorize(model, sites, **named, out=tmp_path / "beside")
-        assert attached.attached and torch.equal(model(TOKENS), before)
     with model.hooks([("blocks.0.hook_resid_post", lambda t, hook: 2 * t)]):
-        swd.factorize(model, sites, **named, out=tmp_path / "hooked")
-    for folder in ("beside", "hooked"):
-        loaded = FactorSet.load(tmp_path / folder)
-        assert all(f.probe is None for f in loaded.values())
-        swd.attach(model, loaded).detach()
+        swd.factorize(model, sites, **QUICK, tokens=TOKENS, calibration=calibration, out=tmp_path)
+    loaded = FactorSet.load(tmp_path)
+    assert all(f.probe is None for f in loaded.values())
+    swd.attach(model, loaded).detach()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("transformer_lens.HookedTransformer") is None,
     reason="torch.compile is promised for HookedTransformer only",

@@ -121,13 +121,13 @@ BUGS = [
         "test_errors.py units/test_attach.py",
     ),
     Bug(
-        "units/transport.py",
+        "units/match.py",
         "((probe.input.double() - constant) / ratio)",
         "((probe.input.double() + constant) / ratio)",
         "units/test_transport.py units/test_probe.py",
     ),
     Bug(
-        "units/transport.py",
+        "units/match.py",
         "if min(errors) > _TOLERANCE:",
         "if min(errors) < 0:",
         "test_errors.py units/test_transport.py",
@@ -153,8 +153,8 @@ BUGS = [
     ),
     Bug(
         "factorization/allocate.py",
-        "total / (rows.shape[0] * (rows.shape[1] - 1))",
-        "total / (rows.shape[0] * rows.shape[1])",
+        "total / (self.rows.shape[0] * (self.rows.shape[1] - 1))",
+        "total / (self.rows.shape[0] * self.rows.shape[1])",
         "factorization/test_allocate.py",
     ),
     # circuits

@@ -183,9 +183,9 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
         for point in curve.rows.to_dict("records"):
             cells = (wording.count(point["units"]), wording.count(point["edges"]), wording.fixed(point["sufficiency"]))
             cells += (
-                wording.fixed(point["necessity_drop"]),
-                wording.percent(point["accuracy_keep"]),
-                wording.percent(point["accuracy_ablate"]),
+                wording.fixed(point["necessity drop"]),
+                wording.percent(point["accuracy keep"]),
+                wording.percent(point["accuracy ablate"]),
             )
             assert cells in rows
     for cost in ("edges", "units"):  # two surfaces, two tasks
@@ -434,9 +434,9 @@ def test_many_methods(run: Run) -> None:
     [
         {"sufficiency": math.nan},
         {"sufficiency": -30.0},
-        {"sufficiency": 40.0, "necessity_drop": -2.0},
+        {"sufficiency": 40.0, "necessity drop": -2.0},
         {"edges": 0},
-        {"necessity_drop": 0.0},
+        {"necessity drop": 0.0},
     ],
     ids=["undefined", "far below", "overshoots, ablation helps", "no edges at all", "no drop"],
 )

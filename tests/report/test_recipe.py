@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from swd_lens import FactorSet
-from swd_lens.report.headline import main_replacement
 from swd_lens.report.recipe import load_code, run_code
+from swd_lens.report.wording import main_replacement
 from swd_lens.solver import AnnealSpec
 from swd_lens.study import Run
 from tests.report.conftest import HOSTILE_TASK

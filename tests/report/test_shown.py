@@ -79,10 +79,10 @@ def test_circuit_and_refinement(run: Run) -> None:
 
 def test_factors_say_shapes_units_edges_and_settings() -> None:
     shown = _shown(_factors()["blocks.0.mlp_out"])
-    for part in ("(4, 6)", "(6, 4)", "8 edges", "s=0.5000", "4 of 6 units", f"preset: {BAD}"):
+    for part in ("(4, 6)", "(6, 4)", "8 edges", "s=0.5000", "4 of 6 units", f"preset{BAD}"):
         assert part in shown.text
     many = _shown(_factors(30))
-    assert "30 sites, 180 units, 240 edges" in many.text and "and 10 more sites" in many.text
+    assert "30 sites, 180 units, 240 edges" in many.text and "and 10 more rows" in many.text
     assert "blocks.19.mlp_out" in many.text and "blocks.20.mlp_out" not in many.text
     assert "0 sites" in _shown(FactorSet({})).text
 

@@ -7,7 +7,7 @@ import pytest
 
 from swd_lens.circuits.plots import compact
 from swd_lens.report import wording
-from swd_lens.report.headline import Cost, cost_sentences, headline
+from swd_lens.report.wording import Cost, cost_sentences, headline
 from swd_lens.study import Run
 
 

@@ -13,7 +13,11 @@ from swd_lens.factorization.solve import solve
 from swd_lens.solver import Cost, cost
 from tests.solver.matrices import gram_of, weight_of
 
-OPTIONS = {"best": {"outer_iterations": 4, "refine_rounds": 1}, "paper": {"outer_iterations": 4}}
+OPTIONS = {
+    "best": {"outer_iterations": 4, "refine_rounds": 1},
+    "paper": {"outer_iterations": 4},
+    "deep": {"outer_iterations": 4, "births": 2},
+}
 
 
 CASES = [
@@ -24,6 +28,7 @@ CASES = [
     ("paper", (128, 512), None, True),
     ("paper", (512, 128), None, False),
     ("paper", (256, 256), None, True),
+    ("deep", (128, 512), None, True),
 ]
 
 # 1:4, as the (768, 3072).
@@ -96,6 +101,7 @@ def test_costs_grow_with_the_work():
         cost(512, 4096),
         cost(512, 2048, units="2x"),
         cost(512, 2048, preset="thorough"),
+        cost(512, 2048, births=2),
     ):
         assert more.flops > base.flops and more.peak_bytes >= base.peak_bytes
     assert cost(512, 2048, calibrated=False).flops < base.flops

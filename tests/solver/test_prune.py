@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swd_lens.base.errors import BudgetError
 from swd_lens.solver import solve
 from tests.solver.matrices import gram_of, weight_of
 
@@ -76,3 +77,9 @@ def test_units_of_the_long_side_start_there_and_keep_the_budget():
     assert solution.read.shape == (30, 30) and solution.settings["units"] == 30
     assert int(solution.read.count_nonzero() + solution.write.count_nonzero()) == 180
     assert bool(solution.read.any(0).all()) and bool(solution.write.any(1).all())
+
+
+def test_a_budget_of_no_unit_is_refused():
+    with pytest.raises(BudgetError, match=r"K=1 edges of 60 .* largest feasible sparsity is 0.9666"):
+        solve(weight_of((6, 10)), None, 0.98, preset="pruned")
+    assert solve(weight_of((6, 10)), None, 0.9666, preset="pruned").read.count_nonzero() == 1

@@ -148,7 +148,7 @@ def test_what_is_shown(model, rough):
     assert "[0] abc" in text and "[7] onm" in text and text.splitlines()[0].startswith("Samples: 8 prompts, greedy")
     one = next(sample.by_host["SWD"] for sample in made.samples if sample.by_host["SWD"].departs is not None)
     assert f"departs at {one.departs}" in text and f"{one.text[: one.departs]}»{one.text[one.departs :]}" in text
-    assert "same; " in text and repr(made) == text
+    assert "same; " in text and str(made) == text and len(repr(made).splitlines()) == 15
     narrow = made.side_by_side(width=40)
     assert all(len(line) <= 40 for line in narrow.splitlines())
     assert isinstance(made, Samples) and len(made) == 8

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from swd_lens import baselines
 from swd_lens.base.errors import TaskError
+from swd_lens.circuits import attribute
 from swd_lens.tasks import Task
 from swd_lens.tasks.task import _examples
+from swd_lens.units import attach
+from tests.micro import toy_model
 from tests.tasks.test_task import FakeHost
 
 NOUNS = ["cat", "dog", "he", "she", "the"]
@@ -126,3 +130,69 @@ def test_bad_input_is_named(changes, message):
 def test_what_is_no_text_is_named(changes, message):
     with pytest.raises(TaskError, match=message):  # beartype, here alone, lets little of the kind reach from_prompts
         _examples("mine", **{"prompts": PROMPTS, **LISTS, "corrupt": None, "metric": None, **changes})
+
+
+# ---------------------------------------------------------------------------------------------- token ids, one prompt
+
+
+def test_a_task_of_token_ids_needs_no_tokenizer():
+    model = toy_model()
+    prompts = [[1, 2, 3], [4, 5], torch.tensor([6, 7, 8]), [9]]
+    task = Task.from_tokens("ids", model, prompts, [3, [4, 5], 6, 7], [[0], 1, [1, 2], 0])
+    assert (len(task.train), len(task.test), task.prepend_bos) == (3, 1, False) and "token ids" in task.source
+    found = {
+        tuple(tokens.tolist()): (answers, distractors)
+        for split in (task.train, task.test)
+        for tokens, answers, distractors in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True)
+    }
+    assert found == {
+        (1, 2, 3): ((3,), (0,)), (4, 5): ((4, 5), (1,)), (6, 7, 8): ((6,), (1, 2)), (9,): ((7,), (0,))
+    }  # fmt: skip
+    assert {example.prompt for example in task.train.examples} <= {"1 2 3", "4 5", "6 7 8", "9"}
+    # The margin is that of the logits, by hand.
+    (bucket,) = [b for b in task.train.buckets() if b.tokens.shape[1] == 3][:1]
+    logits = model(bucket.tokens)[:, -1]
+    row = found[tuple(bucket.tokens[0].tolist())]
+    expected = logits[0, list(row[0])].mean() - logits[0, list(row[1])].mean()
+    assert float(bucket.margin(logits)[0]) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "distractors", "message"),
+    [
+        ([[1], [1]], [2, 2], [3, 3], "prompt 1: .*the same ids"),
+        ([[1], [2]], [2, 99], [3, 3], "prompt 1: an answer is not in the vocabulary.*id 99, ids are 0 to 19$"),
+        ([[1], [2]], [2, 3], [3, [3, 4]], "an answer is also a distractor"),
+        ([[1], [2]], [2, []], [3, 4], "no answers or no distractors"),
+        ([[1], [2]], [2, 2.5], [3, 4], "an answer is no token"),
+        ([[1]], [2], [3], "1 prompt"),
+        ([[1], [2]], [2], [3, 4], "answers"),
+        ([[1], [20]], [2, 3], [3, 4], "20"),
+    ],
+)
+def test_ids_that_make_no_task_are_refused(prompts, answers, distractors, message):
+    with pytest.raises(ValueError, match=message):
+        Task.from_tokens("ids", toy_model(), prompts, answers, distractors)
+
+
+def test_one_prompt_is_attributed_alone(default_model):
+    prompt = "The list is"
+    split = Task.of_prompt(default_model, prompt, " she", [" he"])
+    ids = default_model.to_tokens([" she", " he"], prepend_bos=False)[:, 0].tolist()
+    assert split.answer_ids == ((ids[0],),) and split.distractor_ids == ((ids[1],),) and len(split) == 1
+    again = Task.of_prompt(default_model, split.tokens[0], *ids)
+    assert torch.equal(again.tokens[0], split.tokens[0]) and again.answer_ids == split.answer_ids
+    factors = baselines.neurons(default_model, "blocks.3.mlp_out")
+    scores = attribute(default_model, factors, split, sign="signed")
+    # First-order scores of exact units at one site: z times the gradient of the margin, which z is linear in but for the norm.
+    with attach(default_model, factors):
+        logits, cache = default_model.run_with_cache(split.tokens[0][None])
+    margin = float(logits[0, -1, ids[0]] - logits[0, -1, ids[1]])
+    torch.testing.assert_close(scores.means["blocks.3.mlp_out"], cache["mlp_out_unit", 3][0, -1], atol=1e-5, rtol=1e-5)
+    wanted = attribute(default_model, factors, split, score="direct_logit", sign="signed").scores["blocks.3.mlp_out"]
+    torch.testing.assert_close(
+        scores.scores["blocks.3.mlp_out"], wanted, atol=1e-4, rtol=1e-4
+    )  # the last site: no layer behind
+    assert margin == pytest.approx(float(split.buckets().__next__().margin(logits[:, -1])[0]), abs=1e-5)
+    with pytest.raises(ValueError, match="one token"):
+        Task.of_prompt(default_model, prompt, " she said", " he")

@@ -81,6 +81,7 @@ def test_the_fingerprint_is_computed_once_and_shared_by_bindings(model):
     assert stream.fingerprint() == first and len(starts) == passes
 
 
+@pytest.mark.filterwarnings("ignore::swd_lens.base.errors.UnknownWordsWarning")
 def test_text_as_a_stream(default_model):
     source = ["one small step for a man. " * 30, "one giant leap for mankind. " * 30]
     stream = TokenStream(lambda: swd.stream_rows(source, default_model, context=16), n_rows=9)

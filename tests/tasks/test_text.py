@@ -117,6 +117,7 @@ def test_datasets_of_the_datasets_library(host):
         load_text(dataset.rename_column("text", "content"), host, 8)
 
 
+@pytest.mark.filterwarnings("ignore::swd_lens.base.errors.UnknownWordsWarning")
 def test_named_texts_are_streamed(host, monkeypatch):
     asked = []
 

@@ -60,7 +60,9 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     command = [
         *(
             "-m",
-            "swd_lens.train.finetune",
+            "swd_lens.cli",
+            "finetune",
+            "--json",
             "--factors",
             str(tmp_path / "given"),
             "--tokens",

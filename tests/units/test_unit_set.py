@@ -9,6 +9,7 @@ from swd_lens.base.errors import AttachError
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.units import UnitSet, attach, match, unit_set, weight_fingerprint
 from swd_lens.units.coder import CoderUnits
+from swd_lens.units.factors import Factors
 from swd_lens.units.passport import fingerprint
 from tests.micro import toy_model
 
@@ -154,3 +155,23 @@ def test_a_set_in_use_is_one_object(model, factors):
     units = UnitSet.of(model, factors["blocks.1.mlp_out"])
     tokens = torch.arange(12).view(2, 6)
     assert swd.fidelity(model, units, tokens) == swd.fidelity(model, factors["blocks.1.mlp_out"], tokens)
+
+
+def test_heads_by_hand():
+    # Heads of 8: unit 0 reads head 1 alone, unit 1 3 of head 0 and 1 of head 1 (squares 9 and 1), unit 2 nothing.
+    model, read = toy_model(), torch.zeros(16, 3)
+    read[9, 0], read[2, 1], read[15, 1] = 2.0, 3.0, -1.0
+    write = torch.zeros(3, 48)  # of q, k and v, two heads each: unit 0 writes head 0's key, unit 1 head 1's value
+    write[0, 17], write[1, 47] = 1.0, -2.0
+    units = UnitSet.of(
+        model,
+        {
+            "blocks.1.attn_o": Factors(read, torch.ones(3, 16)),
+            "blocks.0.attn_qkv": Factors(torch.ones(16, 3), write),
+            "blocks.0.mlp_in": Factors(torch.ones(16, 3), torch.ones(3, 32)),
+        },
+    )
+    assert units.heads == {
+        "blocks.1.attn_o": [("L1H1", 1.0), ("L1H0", pytest.approx(0.9)), ("", 0.0)],
+        "blocks.0.attn_qkv": [("L0H0 K", 1.0), ("L0H1 V", 1.0), ("", 0.0)],
+    }

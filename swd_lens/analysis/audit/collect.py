@@ -11,7 +11,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,8 +23,8 @@ from swd_lens.analysis.audit.contexts import Context, TokenNames, TopPlaces
 from swd_lens.analysis.audit.labels import UnitLabels
 from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
 from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
-from swd_lens.analysis.audit.vectors import Ends, Readout
-from swd_lens.base._version import __version__
+from swd_lens.analysis.audit.vectors import Readout
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -32,9 +32,8 @@ from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.recording import require_seen
-from swd_lens.hosts.sites import Site, parse_unit, select_sites
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import require_seen, standing_hooks
+from swd_lens.hosts.sites import Ends, Site, select_sites
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach
 from swd_lens.units.match import weight_fingerprint
@@ -52,7 +51,7 @@ def audit(
     factors: Any,
     tokens: Any,
     *,
-    units: str | Iterable[str] | None = None,
+    units: Any = None,
     n: int = 20,
     scores: UnitScores | Mapping[str, UnitScores] | None = None,
     labels: UnitLabels | None = None,
@@ -68,7 +67,8 @@ def audit(
     Args:
         factors: what to attach, see `swd_lens.attach`.
         tokens: (rows, pos) ids of text that the factors were not fitted to, or a `TokenStream`, which is read once.
-        units: names ("blocks.2.mlp_out/5") and patterns of sites ("blocks.2.*", "mlp_out"); None = every unit of the set.
+        units: names ("blocks.2.mlp_out/5"), pairs (site, index), a table or circuit of them, and patterns of sites ("blocks.2.*",
+            "mlp_out"); None = every unit of the set.
         n: contexts per unit, by |z|.
         scores: task -> UnitScores, or one alone; of these very factors. They are shown, and say nothing about the contexts.
         labels: what the units are called, see `Audit.with_labels`.
@@ -130,7 +130,7 @@ def audit(
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
         readout=Readout(model, names) if facts_of(model).reads_out else None,
-        ends=Ends.of(model),
+        ends=Ends.of(host_of(model)),
     )
 
 
@@ -194,7 +194,7 @@ def places_per_row(asked: int | None, n: int, stream: TokenStream) -> int:
     return -(-n // stream.n_rows) if asked is None else asked
 
 
-def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[Site, Int[Tensor, " unit"]]:
+def select_units(unit_set: UnitSet, units: Any) -> dict[Site, Int[Tensor, " unit"]]:
     """Site -> indices of the units that are named, ascending, each once; None = all.
 
     Raises:
@@ -202,19 +202,15 @@ def select_units(unit_set: UnitSet, units: str | Iterable[str] | None) -> dict[S
         UnknownSiteError: a pattern that matches no site of the set.
     """
     indices: dict[str, set[int]] = {}
-    names = ["all"] if units is None else [units] if isinstance(units, str) else list(units)
-    if not names:
+    named = unit_set.units_named("all" if units is None else units)
+    if not named:
         raise error("audit-of-no-units")
-    for name in names:
-        if "/" not in name:
-            for site in select_sites(unit_set.sites, name):
-                indices.setdefault(site.name, set()).update(range(unit_set[site.name].n_units))
-            continue
-        site_name, index = parse_unit(name)
-        select_sites(unit_set.sites, site_name)
-        if index >= unit_set[site_name].n_units:
-            raise error("audit-no-such-unit", name=name, site_name=site_name, n_units=unit_set[site_name].n_units)
-        indices.setdefault(site_name, set()).add(index)
+    for name, index in named:
+        (site,) = select_sites(unit_set.sites, name)
+        n_units = unit_set[site.name].n_units
+        if not 0 <= index < n_units:
+            raise error("audit-no-such-unit", name=f"{name}/{index}", site_name=name, n_units=n_units)
+        indices.setdefault(name, set()).add(index)
     return {site: torch.tensor(sorted(indices[site.name])) for site in unit_set.sites if site.name in indices}
 
 

@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -19,8 +19,8 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.unit import UnitCard, UnitProfile
 from swd_lens.analysis.audit.vectors import Edges
-from swd_lens.base.figures import INK, PALETTE, NotebookFigure, literal
-from swd_lens.base.visible import visible, visible_token
+from swd_lens.base.errors import visible, visible_token
+from swd_lens.base.figures import ATTENTION, INK, INK_ON_FILL, NEGATIVE, POSITIVE, SIGN_STYLE, NotebookFigure, literal
 from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
 
 Link = Callable[[str], "str | None"]  # unit -> where its page is, if there is one
@@ -36,8 +36,8 @@ _INPUTS = {"mlp_out": "MLP neurons", "attn_o": "head outputs"}
 
 @cache
 def unit_style() -> str:
-    """The style sheet of `unit_html`, for a page to hold once."""
-    return Path(__file__).with_name("unit.css").read_text(encoding="utf-8")
+    """The style sheet of `unit_html`, for a page to hold once; the colours of signs are the page's, too."""
+    return f":root, .swd-unit {{ {SIGN_STYLE}; }}\n{Path(__file__).with_name('unit.css').read_text(encoding='utf-8')}"
 
 
 def unit_html(unit: UnitCard, link: Link = lambda unit: None, *, level: int = 2, legends: bool = True) -> str:
@@ -108,13 +108,13 @@ def histogram_svg(profile: UnitProfile) -> str:
     low, high = min(0, bars[0][0]), max(0, bars[-1][0] + 1)
     scale, base, foot = _WIDTH / (high - low), _HEIGHT - _FOOT, _HEIGHT - 3
     paths = ""
-    for colour, negative in (("0,114,178", True), ("213,94,0", False)):
+    for colour, negative in ((NEGATIVE, True), (POSITIVE, False)):
         path = "".join(
             f"M{(i - low) * scale:.1f} {base}v{-size * (base - 4):.1f}h{scale:.2f}V{base}z"
             for i, size in bars
             if (i < 0) == negative
         )
-        paths += f'<path fill="rgb({colour})" d="{path}"/>'
+        paths += f'<path fill="{colour}" d="{path}"/>'
     zero = max(0.0, min(_WIDTH, -low * scale))
     left, right = number(low * p.histogram.width), number(high * p.histogram.width)
     middle = f'<text x="{zero:.1f}" y="{foot}" text-anchor="middle">0</text>' if 30 < zero < _WIDTH - 30 else ""
@@ -242,12 +242,13 @@ def _bars(
 # ------------------------------------------------------------------ a task's best units
 
 
-def draw_layers(ranked: pd.DataFrame, task: str):
+def draw_layers(ranked: pd.DataFrame, task: str, promoted: Mapping[str, str]):
     """The figure.
 
     Args:
         ranked: rows of `Audit.rank_table`.
         task: for the title.
+        promoted: unit -> the tokens that it promotes, which stand where there is no label.
 
     Returns:
         A matplotlib Figure: one column per layer, units as boxes from best (top) down; colour says how high a unit ranks.
@@ -263,18 +264,28 @@ def draw_layers(ranked: pd.DataFrame, task: str):
     ax.axis("off")
     stream = 0.45  # the residual stream's height
     if any(_kind(row) in WRITES_RESIDUAL for row in rows):
-        _arrow(ax, (0.15, stream), (width - 0.15, stream), PALETTE[2], 2.4)
-        ax.text(width - 0.15, stream - 0.3, "residual stream", ha="right", va="bottom", fontsize=8, color=PALETTE[2])
+        _arrow(ax, (0.15, stream), (width - 0.15, stream), ATTENTION, 2.4)
+        ax.text(width - 0.15, stream - 0.3, "residual stream", ha="right", va="bottom", fontsize=8, color=INK)
     best = max((row["score"] for row in rows), default=1.0)
     for column, of_layer in enumerate(layers.values()):
-        _layer(ax, 0.35 + column * _COLUMN, height, stream, of_layer, best)
+        _layer(ax, 0.35 + column * _COLUMN, height, stream, of_layer, best, promoted)
     ax.text(0.15, height - 0.12, literal(f"Best units for {task.replace('_', ' ')}"), va="top", fontsize=11, color=INK)
-    key = "unit · # rank among all units · score in logits; the darker, the higher the score"
+    key = (
+        "label, or in italics what it promotes · unit · # rank among all units · score in logits, the darker the higher"
+    )
     ax.text(0.15, stream - 0.3, key, va="bottom", fontsize=7.5, color=INK)
     return figure
 
 
-def _layer(ax: Any, x: float, height: float, stream: float, rows: list[dict[Any, Any]], best: float) -> None:
+def _layer(
+    ax: Any,
+    x: float,
+    height: float,
+    stream: float,
+    rows: list[dict[Any, Any]],
+    best: float,
+    promoted: Mapping[str, str],
+) -> None:
     reads = " and ".join(dict.fromkeys(_INPUTS.get(_kind(row), "residual stream") for row in rows))
     top, box = height - 0.62, _COLUMN - 1.0
     ax.text(
@@ -288,7 +299,7 @@ def _layer(ax: Any, x: float, height: float, stream: float, rows: list[dict[Any,
     )
     bottom = top - max(2, len(rows)) * (_BOX + _GAP) + _GAP  # its name needs the room of two
     ax.add_patch(_box(x - 0.14, bottom, 0.26, top - bottom, "#eeeeee"))
-    ax.text(x - 0.01, (top + bottom) / 2, reads, rotation=90, ha="center", va="center", fontsize=7.5, color=INK)
+    ax.text(x - 0.01, (top + bottom) / 2, reads, rotation=90, ha="center", va="center", fontsize=7.5, color=INK_ON_FILL)
     plus = (x + box + 0.68, stream)
     into = False
     for i, row in enumerate(rows):
@@ -296,10 +307,10 @@ def _layer(ax: Any, x: float, height: float, stream: float, rows: list[dict[Any,
         share = max(0.0, min(1.0, row["score"] / best)) if best > 0 else 0.0
         ax.add_patch(_box(x + 0.38, y, box, _BOX, _tint(share)))
         slant = "normal" if row["label"] else "italic"
-        label = literal(_short(row["label"] or "no label", 24))
-        ax.text(x + 0.48, y + 0.41, label, va="center", fontsize=8.5, color=INK, style=slant)
+        label = literal(_short(row["label"] or promoted.get(row["unit"]) or "no label", 24))
+        ax.text(x + 0.48, y + 0.41, label, va="center", fontsize=8.5, color=INK_ON_FILL, style=slant)
         facts = f"{_kind(row)}/{parse_unit(row['unit'])[1]} · #{row['global rank']} · {row['score']:.3g}"
-        ax.text(x + 0.48, y + 0.18, facts, va="center", fontsize=7.5, color=INK)
+        ax.text(x + 0.48, y + 0.18, facts, va="center", fontsize=7.5, color=INK_ON_FILL)
         _arrow(ax, (x + 0.12, middle), (x + 0.38, middle), INK, 1.0)
         if _kind(row) in WRITES_RESIDUAL:
             into = True
@@ -307,7 +318,7 @@ def _layer(ax: Any, x: float, height: float, stream: float, rows: list[dict[Any,
             _arrow(ax, (plus[0], middle), (plus[0], stream + 0.11), INK, 1.0)
     if into:
         ax.add_patch(Circle(plus, 0.11, facecolor="white", edgecolor=INK, zorder=4))
-        ax.text(*plus, "+", ha="center", va="center", fontsize=10, color=INK, zorder=5)
+        ax.text(*plus, "+", ha="center", va="center", fontsize=10, color=INK_ON_FILL, zorder=5)
 
 
 def _kind(row: dict[Any, Any]) -> str:

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, seen
 from swd_lens.base.files import plain, write_text
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import SEAL, marked, readable, seal, warn_of_missing_seal
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
 from swd_lens.hosts.sites import parse_unit
+from swd_lens.units.keys import read_unit
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,29 @@ class UnitLabels(_Base):
     labels: Mapping[str, UnitLabel]
     factors: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        labels: Any = self.labels
+        if not isinstance(labels, Mapping):
+            raise error("labels-not-a-mapping", kind=type(labels).__name__)
+        for unit, label in labels.items():
+            if not isinstance(label, UnitLabel):
+                raise error("label-of-another-type", unit=unit, kind=type(label).__name__)
+
     @classmethod
-    def of(cls, factors: Mapping[str, str], labels: Mapping[str, Any], *, author: str = "") -> "UnitLabels":
+    def of(cls, factors: Mapping[str, str], labels: Mapping[Any, Any], *, author: str = "") -> "UnitLabels":
         """Labels from plain values.
 
         Args:
             factors: site -> identity (`Audit.identities`).
-            labels: unit -> text, UnitLabel, or a mapping with "label" and perhaps "note" and "author". Empty texts are left out.
+            labels: unit (its name, or a pair) -> text, UnitLabel, or a mapping with "label" and perhaps "note" and "author".
+                Empty texts are left out.
             author: where a label does not say.
 
         Raises:
             ValueError: a name that is no unit's, or a label that is no text.
         """
-        by_unit = {unit: _label(unit, value, author) for unit, value in labels.items()}
+        named = {"{}/{}".format(*read_unit(unit, factors)): value for unit, value in labels.items()}
+        by_unit = {unit: _label(unit, value, author) for unit, value in named.items()}
         sites = {parse_unit(unit)[0] for unit in by_unit}
         return cls(
             {unit: label for unit, label in by_unit.items() if label.label},

@@ -21,7 +21,6 @@ from swd_lens.analysis.audit.labels import UnitLabels, sealed_line
 from swd_lens.analysis.audit.statistics import SiteAudit
 from swd_lens.analysis.audit.unit import TaskRank, UnitProfile
 from swd_lens.analysis.audit.vectors import (
-    Ends,
     LogitEffect,
     Readout,
     edges_of,
@@ -29,17 +28,18 @@ from swd_lens.analysis.audit.vectors import (
     read_vectors,
     write_vectors,
 )
-from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base.display import card, folded_settings
+from swd_lens.base.errors import brief, error, seen, visible_token
 from swd_lens.base.files import atomic
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
 from swd_lens.base.writer import writing_file
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.hosts.sites import WRITES_RESIDUAL, parse_unit, split_name
+from swd_lens.hosts.sites import WRITES_RESIDUAL, Ends, split_name
 from swd_lens.units.coder import Units
+from swd_lens.units.keys import read_unit, single_units
 
 NEIGHBOURS = 6
+_PROMOTED = 3  # tokens that stand for a unit without a label
 _AT_ONCE = 256  # profiles whose logit effects are computed together
 
 
@@ -84,8 +84,8 @@ class Audit:
     def __len__(self) -> int:
         return sum(len(of_site.units) for of_site in self.sites.values())
 
-    def unit(self, unit: str) -> UnitProfile:
-        """Everything about one unit, "blocks.2.mlp_out/5".
+    def unit(self, unit: Any) -> UnitProfile:
+        """Everything about one unit: "blocks.2.mlp_out/5", a pair, a row of a table; or 5 where one site was audited.
 
         Raises:
             KeyError: it was not audited.
@@ -93,25 +93,25 @@ class Audit:
         """
         return next(self.profiles([unit]))
 
-    def profiles(self, units: Iterable[str] | None = None) -> Iterator[UnitProfile]:
+    def profiles(self, units: Any = None) -> Iterator[UnitProfile]:
         """Profiles of these units (all of them where None), in their order, made as they are asked for.
 
         Raises:
             KeyError: one was not audited.
             ValueError: no name of a unit.
         """
-        places = [self.place(unit) for unit in (self.units if units is None else units)]
+        places = [self.place(unit) for unit in (self.units if units is None else single_units(units))]
         for start in range(0, len(places), _AT_ONCE):
             part = places[start : start + _AT_ONCE]
             effects = self._effects(part)
             for site, index in part:
                 yield self._profile(site, index, effects.get((site, index)))
 
-    def place(self, unit: str) -> tuple[str, int]:
-        """Site and index of an audited unit. Raises KeyError where it was not audited."""
-        site, index = parse_unit(unit)
+    def place(self, unit: Any) -> tuple[str, int]:
+        """Site and index of an audited unit. Raises KeyError where it was not audited, ValueError where it is none."""
+        site, index = read_unit(unit, self.sites)
         if site not in self.sites or index not in self.sites[site].column:
-            raise error("unit-not-audited", unit=unit, n_units=len(self), sites=", ".join(self.sites))
+            raise error("unit-not-audited", unit=f"{site}/{index}", n_units=len(self), sites=", ".join(self.sites))
         return site, index
 
     def contexts(self, site: str, index: int, n: int | None = None) -> list[Context]:
@@ -119,7 +119,7 @@ class Audit:
         of_site = self.sites[site]
         return of_site.places.contexts(of_site.column[index], self.names, n=n, firing=True)
 
-    def with_labels(self, labels: UnitLabels | Mapping[str, Any]) -> "Audit":
+    def with_labels(self, labels: UnitLabels | Mapping[Any, Any]) -> "Audit":
         """The same audit with labels on it, beside those it has; nothing else changes, rankings least of all.
 
         Args:
@@ -185,7 +185,7 @@ class Audit:
     def ranks(self) -> dict[str, dict[str, list[int]]]:
         """task -> site -> rank of each unit, 1 the best."""
         return {
-            task: {site: (ranks + 1).tolist() for site, ranks in scores.ranks().items()}
+            task: {site: ranks.tolist() for site, ranks in scores.ranks().items()}
             for task, scores in self.scores.items()
         }
 
@@ -271,7 +271,7 @@ class Audit:
 
     def excerpts(
         self,
-        units: Iterable[str] | None = None,
+        units: Any = None,
         *,
         task: str | None = None,
         per_layer: int = 2,
@@ -290,8 +290,9 @@ class Audit:
             ValueError: see `rank_table`.
         """
         rows = []
-        for unit in self.rank_table(task, per_layer)["unit"] if units is None else units:
-            contexts = [context.around_peak(around) for context in self.contexts(*self.place(unit), n)]
+        for given in single_units(self.rank_table(task, per_layer)["unit"] if units is None else units):
+            site, index = self.place(given)
+            unit, contexts = f"{site}/{index}", [c.around_peak(around) for c in self.contexts(site, index, n)]
             excerpts = "; ".join(f"“{' '.join(context.text(('«', '»')).split())}”" for context in contexts)
             rows.append({"unit": unit, "label": self.labels.text(unit), "excerpts": excerpts})
         return pd.DataFrame(rows, columns=["unit", "label", "excerpts"])
@@ -302,9 +303,16 @@ class Audit:
         Returns:
             A matplotlib Figure. Raises ValueError as `rank_table` does.
         """
-        return draw_layers(self.rank_table(task, per_layer, layers), self.task(task))
+        ranked = self.rank_table(task, per_layer, layers)
+        audited = set(self.units)
+        effects = self._effects([self.place(unit) for unit in ranked["unit"] if unit in audited])
+        promoted = {
+            f"{site}/{index}": " ".join(visible_token(token) for token, _ in effect.promoted[:_PROMOTED])
+            for (site, index), effect in effects.items()
+        }
+        return draw_layers(ranked, self.task(task), promoted)
 
-    def export(self, path: str | Path, units: Iterable[str] | None = None) -> Path:
+    def export(self, path: str | Path, units: Any = None) -> Path:
         """Write one line of JSON per unit for whoever finds labels; `UnitLabels.load` reads the file once "label" is filled in.
 
         Each line holds:
@@ -325,7 +333,7 @@ class Audit:
 
         Scores of tasks are left out on purpose: labels are to be found without knowing what the unit is good for.
         """
-        path, chosen = Path(path), self.units if units is None else list(units)
+        path, chosen = Path(path), self.units if units is None else single_units(units)
         with (
             writing_file(path, "Audit.export"),
             atomic(path) as temporary,
@@ -344,19 +352,23 @@ class Audit:
     # ------------------------------------------------------------------ showing itself
 
     @seen
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         label = f", {len(self.labels)} labels" if self.labels else ""
         tasks = f", scores of {', '.join(self.scores)}" if self.scores else ""
         lines = [f"  {site}: {len(of_site.units)} units" for site, of_site in self.sites.items()]
         return "\n".join([f"Audit of {len(self):,} units on {self.n_tokens:,} tokens{tasks}{label}", *lines])
 
+    def __repr__(self) -> str:
+        return brief(str(self))
+
     def _repr_html_(self) -> str:
         title = f"Audit of {len(self):,} units on {self.n_tokens:,} tokens"
         hint = 'audit.unit("…/5") shows a unit; swd.dashboard(audit, "folder/") makes a page for each'
+        settings = folded_settings(self.settings)
         if not self.scores:
-            return card(title, self.table().head(12), hint)
+            return card(title, self.table().head(12), hint, settings)
         task = next(iter(self.scores))
-        return card(f"{title}; best units for {task}", self.rank_table(task), hint)
+        return card(f"{title}; best units for {task}", self.rank_table(task), hint, settings)
 
 
 def _neighbours(site: str, units: Tensor, values: Tensor) -> tuple[tuple[str, float], ...]:

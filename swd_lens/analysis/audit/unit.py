@@ -14,9 +14,9 @@ from swd_lens.analysis.audit.contexts import Context
 from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.audit.statistics import Histogram
 from swd_lens.analysis.audit.vectors import Edges, LogitEffect
-from swd_lens.base.figures import INK, PALETTE, literal, new_figure
+from swd_lens.base.errors import seen
+from swd_lens.base.figures import INK, NEGATIVE, POSITIVE, literal, new_figure
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
 from swd_lens.hosts.sites import parse_unit
 
 MARK = ("<<", ">>")  # around the peak, where a context is plain text
@@ -125,7 +125,7 @@ class UnitProfile(UnitCard):
         edges = self.histogram.edges
         used = counts.nonzero()[:, 0]
         low, high = (int(used[0]), int(used[-1])) if len(used) else (0, len(counts) - 1)
-        for sign, colour in ((-1, PALETTE[0]), (1, PALETTE[1])):
+        for sign, colour in ((-1, NEGATIVE), (1, POSITIVE)):
             bins = [i for i in range(low, high + 1) if (i < len(counts) // 2) == (sign < 0)]
             ax.bar(edges[bins], counts[bins], width=self.histogram.width, align="edge", color=colour, linewidth=0)
         ax.axvline(0.0, color=INK, linewidth=0.6)

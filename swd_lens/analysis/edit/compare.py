@@ -37,17 +37,15 @@ from swd_lens.analysis.edit.make import (
     unit_of,
 )
 from swd_lens.analysis.edit.target import Target, find_target, require_number
-from swd_lens.base._version import __version__
-from swd_lens.base.display import card
-from swd_lens.base.errors import error
+from swd_lens.base import __version__
+from swd_lens.base.display import card, folded_settings
+from swd_lens.base.errors import error, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.undo import Undo
-from swd_lens.base.visible import visible_token
+from swd_lens.base.surroundings import Undo, in_plain_surroundings
 from swd_lens.hosts import Host, Start, host_of, require_gradients
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.units.attach import require_free
 
 METHODS = ("unit", "random", "oracle", "lora")
@@ -149,14 +147,14 @@ class EditComparison:
         what = (
             f"{self.target.prompt!r}: {self.target.answer!r} over {self.target.foil!r}, margin {self.target.margin:.3f}"
         )
-        return card(f"Edits of {self.target.site}", what, self.plot(), self.table())
+        return card(f"Edits of {self.target.site}", what, self.plot(), self.table(), folded_settings(self.settings))
 
 
 @in_plain_surroundings
 def compare_edits(
     model: Any,
     factors: Any,
-    unit: str,
+    unit: Any,
     prompt: Any,
     answer: str | int,
     foil: str | int,
@@ -214,7 +212,7 @@ def compare_edits(
         model, edits, other_prompts, tokens, batch_size=batch_size, prepend_bos=prepend_bos, progress=progress
     )
     settings = {
-        "unit": unit,
+        "unit": f"{site.name}/{index}",
         "methods": methods,
         "shifts": requested,
         "random_seed": random_seed,

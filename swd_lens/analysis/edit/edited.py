@@ -24,13 +24,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.analysis.edit.target import Target
-from swd_lens.base.display import card
-from swd_lens.base.errors import EditError, error
+from swd_lens.base.display import card, folded_settings
+from swd_lens.base.errors import EditError, error, visible
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
-from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.undo import Undo
-from swd_lens.base.visible import visible
+from swd_lens.base.surroundings import Undo, in_plain_surroundings
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.weights import stored_matrix
@@ -202,7 +200,7 @@ class Edit:
 
     def _repr_html_(self) -> str:
         what = f"{self.target.prompt!r}: {self.target.answer!r} over {self.target.foil!r}"
-        return card(f"Edit of {self.site}", what, self.table())
+        return card(f"Edit of {self.site}", what, self.table(), folded_settings(self.settings))
 
     # ------------------------------------------------------------------ applying
 

@@ -24,17 +24,16 @@ from torch import Tensor
 
 from swd_lens.analysis.edit.edited import Edit
 from swd_lens.analysis.edit.target import ending, read_prompt, shown_text
-from swd_lens.base._version import __version__
-from swd_lens.base.display import card
+from swd_lens.base import __version__
+from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES, kl_per_prediction
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.undo import Undo
+from swd_lens.base.surroundings import Undo, in_plain_surroundings
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout, sites_of
 from swd_lens.hosts.predictions import TOKENS, Predictions
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.weights import stored_matrix
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import same_length
@@ -107,7 +106,7 @@ class SideEffects:
         ax = axes[0, 0]
         heights = list(range(len(rows) - 1, -1, -1))
         ax.barh(heights, rows["KL"], color=style(0)["color"], height=0.62)
-        ax.set_yticks(heights, [literal(ending(prompt, 46)) for prompt in rows["prompt"]])
+        ax.set_yticks(heights, [literal(visible(ending(prompt, 46))) for prompt in rows["prompt"]])
         ax.grid(False, axis="y")
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -124,7 +123,9 @@ class SideEffects:
         )
 
     def _repr_html_(self) -> str:
-        return card(f"Side effects of an edit of {self.edit.site}", self.table(), self.plot() if self.prompts else None)
+        figure = self.plot() if self.prompts else None
+        title = f"Side effects of an edit of {self.edit.site}"
+        return card(title, self.table(), figure, folded_settings(self.settings))
 
 
 @in_plain_surroundings

@@ -5,8 +5,9 @@
    increment which a change of the unit's write vector induces: A B' - A B = alpha a_c dbar^T for B'_c = B_c + alpha dbar.
 2. `random_unit` draws the control: another unit of the site, neither silent nor extreme at the target. `oracle_edit` takes
    r = h* / ||h*||, the read direction that knows the target.
-3. `unit_hooks` changes no weight: a unit is turned up, down or held at a value while the host runs. Scaling z_c by s is scaling
-   the unit's write vector by s; clamping puts one value there whatever the unit reads.
+3. `unit_hooks` changes no weight: a unit is turned up, down, held at a value or added to while the host runs. Scaling z_c by s is
+   scaling the unit's write vector by s; clamping puts one value there whatever the unit reads; adding v writes v times the write
+   vector beside what the unit writes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +21,16 @@ from torch import Tensor
 
 from swd_lens.analysis.edit.edited import Delta, Edit
 from swd_lens.analysis.edit.target import Target, find_target, require_editable, require_number
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Host, host_of, norms_output, sites_of
-from swd_lens.hosts.sites import Site, hook_name, parse_unit
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.hosts.sites import HookName, Site, hook_name
 from swd_lens.units import attach
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.keys import read_unit
 from swd_lens.units.match import check_weights, described
 from swd_lens.units.unit_set import UnitSet, sources_by_site
 
@@ -36,14 +38,14 @@ BASES = ("dense", "replacement")
 RANDOM_SEED, RANDOM_BAND = 17, (0.35, 0.85)  # paper, app. component editing
 # |h* r| below this share of ||h*|| ||r|| is what float32 rounding of h* leaves of zero.
 _SILENT = 1e-6
-HOWS = ("scale", "clamp")
+HOWS = ("scale", "clamp", "add")
 
 
 @in_plain_surroundings
 def edit_unit(
     model: Any,
     factors: Any,
-    unit: str,
+    unit: Any,
     prompt: Any,
     answer: str | int,
     foil: str | int,
@@ -58,7 +60,7 @@ def edit_unit(
     Args:
         model: the host, with nothing attached at the unit's site.
         factors: a FactorSet, a dict site -> Factors, or one Factors that knows its site.
-        unit: "blocks.3.mlp_out/17": a unit of an mlp_out or attn_o site.
+        unit: "blocks.3.mlp_out/17", ("blocks.3.mlp_out", 17) or a row of a table: a unit of an mlp_out or attn_o site.
         prompt: a text, or (pos,) token ids; its last position is edited for.
         answer, foil: one token each, as text (" Mary") or id: the margin is logit(answer) - logit(foil).
         shift: h* dW d, in logits, with the residual stream read by the plain unembedding. What the final margin makes of it
@@ -218,7 +220,7 @@ def factor_set(factors: Any) -> FactorSet:
     return FactorSet(sources, factors.provenance if isinstance(factors, UnitSet) else {})
 
 
-def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site, int]:
+def unit_of(host: Host, factors: Mapping[str, Factors], unit: Any) -> tuple[Site, int]:
     """A unit's site and index.
 
     Raises:
@@ -226,25 +228,25 @@ def unit_of(host: Host, factors: Mapping[str, Factors], unit: str) -> tuple[Site
             write to the residual stream; or not a unit's name.
         AttachError: units are attached at the site, or the factors are not this host's.
     """
-    name, index = parse_unit(unit)
+    name, index = read_unit(unit, factors)
     require_editable(name)
-    _require_unit(unit, name, index, factors)
+    _require_unit(name, index, factors)
     site, f = sites_of(host, name)[0], factors[name]
     if not bool(f.valid_units[index]):
-        raise error("edit-of-an-invalid-unit", unit=unit)
+        raise error("edit-of-an-invalid-unit", unit=f"{name}/{index}")
     require_free(host, [site])
     check_weights(host, site, f)
     return site, index
 
 
-def _require_unit(unit: str, site: str, index: int, factors: Mapping[str, Any]) -> None:
+def _require_unit(site: str, index: int, factors: Mapping[str, Any]) -> None:
     if site not in factors:
-        raise error("edit-of-another-site", unit=unit, held=", ".join(factors), site=site)
+        raise error("edit-of-another-site", unit=f"{site}/{index}", held=", ".join(factors), site=site)
     _require_index(site, index, factors[site].n_units)
 
 
 def _require_index(site: str, index: int, n_units: int) -> None:
-    if index >= n_units:
+    if not 0 <= index < n_units:
         raise error("edit-no-such-unit", site=site, index=index, n_units=n_units, last=n_units - 1)
 
 
@@ -253,40 +255,47 @@ def _require_index(site: str, index: int, n_units: int) -> None:
 
 @in_plain_surroundings
 def unit_hooks(
-    changes: Mapping[str, tuple[str, float | int]],
+    changes: Mapping[Any, tuple[str, float | int]],
     factors: Any = None,
     *,
     positions: str | int | Sequence[int] = "all",
 ) -> list[tuple[str, Callable[..., Any]]]:
-    """Hooks that scale or clamp units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)` while attached.
+    """Hooks that scale, clamp or add to units: for `model.hooks(fwd_hooks=...)` and `model.run_with_hooks(...)` while attached.
 
         hooks = swd.unit_hooks({"blocks.2.mlp_out/5": ("scale", 2.0), "blocks.3.mlp_out/17": ("clamp", 0.0)})
         with swd.attach(model, factors), model.hooks(fwd_hooks=hooks):
             logits = model(prompt)
 
+    Without units attached a HookedTransformer refuses them. A TransformerBridge passes over names of hook points that it does not
+    have, without a word: there they do nothing.
+
     Args:
-        changes: unit -> ("scale", s): z becomes s z; or ("clamp", v): z becomes v.
+        changes: unit ("blocks.2.mlp_out/5" or a pair) -> ("scale", s): z becomes s z; ("clamp", v): z becomes v; or ("add", c):
+            z becomes z + c, which adds c times the unit's write vector to the site's output and nothing else (steering).
         factors: what is attached; the units' numbers are then checked now, and otherwise when the hooks run.
         positions: "all", "scoring" (the last position), one position or several (negative ones count from the end).
 
     Raises:
-        EditError: a change that is neither, a value that is not finite, a unit that these factors do not have, or unknown
+        EditError: a change that is none of these, a value that is not finite, a unit that these factors do not have, or unknown
             positions; or no changes.
         ValueError: not a unit's name.
     """
+    if not isinstance(changes, Mapping):
+        raise error("hooks-changes-not-a-mapping", kind=type(changes).__name__)
     if not changes:
         raise error("hooks-without-units")
     where, by_site = _positions(positions), {}
     for unit, change in changes.items():
-        site, index = parse_unit(unit)
+        held = {} if factors is None else sources_by_site(factors)
+        site, index = read_unit(unit, held)
         if factors is not None:
-            single = {getattr(factors, "provenance", {}).get("site", site): factors}
-            _require_unit(unit, site, index, factors if isinstance(factors, Mapping) else single)
+            _require_unit(site, index, held)
+        unit = f"{site}/{index}"
         if not isinstance(change, tuple | list) or len(change) != 2 or change[0] not in HOWS:
             raise error("hooks-unknown-change", unit=unit, change=change)
         how, value = change[0], require_number(f"unit {unit}: the value of {change[0]!r}", change[1])
         by_site.setdefault(site, []).append((index, how, value))
-    return [(hook_name(site), _hook(site, of_site, where)) for site, of_site in by_site.items()]
+    return [(HookName(hook_name(site)), _hook(site, of_site, where)) for site, of_site in by_site.items()]
 
 
 def _positions(positions: Any) -> slice | list[int]:
@@ -299,13 +308,20 @@ def _positions(positions: Any) -> slice | list[int]:
     return listed
 
 
+_CHANGED: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "scale": lambda z, value: z * value,
+    "clamp": torch.full_like,
+    "add": lambda z, value: z + value,
+}
+
+
 def _hook(site: str, changes: Sequence[tuple[int, str, float]], where: slice | list[int]) -> Callable[..., Any]:
     def hook_fn(z: Float[Tensor, "batch pos unit"], hook: Any) -> Float[Tensor, "batch pos unit"]:
         changed = z.clone()
         for index, how, value in changes:
             _require_index(site, index, z.shape[-1])
             at = z[:, where, index]
-            changed[:, where, index] = at * value if how == "scale" else torch.full_like(at, value)
+            changed[:, where, index] = _CHANGED[how](at, value)
         return changed
 
     return hook_fn

@@ -22,16 +22,15 @@ from torch import Tensor
 
 from swd_lens.analysis.edit.make import factor_set
 from swd_lens.analysis.edit.target import EDITABLE, Target, ending, find_target
-from swd_lens.base._version import __version__
-from swd_lens.base.errors import error
+from swd_lens.base import __version__
+from swd_lens.base.errors import error, visible_token
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import visible_token
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units.attach import require_free
 from swd_lens.units.factors import Factors, FactorSet
@@ -173,7 +172,7 @@ def select_edit_unit(
         best = max(0.0, *(float(s.max()) for s in scores.scores.values())) or 1.0
         table["score"] = [float(scores.scores[site][index]) for site, index in places]
         table["rank"] = [int(ranks[site][index]) for site, index in places]
-        table["importance"] = ((table["score"] / best).clip(lower=0) + 1 - table["rank"] / scores.n_units) / 2
+        table["importance"] = ((table["score"] / best).clip(lower=0) + 1 - (table["rank"] - 1) / scores.n_units) / 2
         selection = selection * table["importance"]
     n_tokens = None
     if tokens is not None:

@@ -20,8 +20,8 @@ from swd_lens.base.errors import error
 from swd_lens.hosts import host_of, require_no_dropout
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site, split_name
-from swd_lens.tasks.example import Unusable
 from swd_lens.tasks.prompt import Prompt, decoded
+from swd_lens.tasks.split import Unusable
 from swd_lens.tasks.tokenize import TaskTokenizer
 
 DIRECTIONS = ("unembedding", "through_norm")

@@ -1,12 +1,14 @@
 """Unit graph: a circuit's units as nodes by layer, and how strongly each speaks to each through the residual stream.
 
 build.py (unit_graph) -> frozen.py (one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) -> result.py
-(UnitGraph and its JSON), drawing.py (SVG). paths.py is the paper's figure of the best units.
+(UnitGraph and its JSON), drawing.py (SVG). feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of
+the best units.
 """
 
 from swd_lens.analysis.graph.build import unit_graph
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
+from swd_lens.analysis.graph.feeders import feeders
 from swd_lens.analysis.graph.paths import plot_unit_paths
 from swd_lens.analysis.graph.result import UnitGraph
 
-__all__ = ["GraphDrawing", "UnitGraph", "draw", "plot_unit_paths", "unit_graph"]
+__all__ = ["GraphDrawing", "UnitGraph", "draw", "feeders", "plot_unit_paths", "unit_graph"]

@@ -17,16 +17,15 @@ from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Layout, NodeGroup, layou
 from swd_lens.analysis.graph.frozen import FrozenRun, freeze, read_norms
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import NODES, UnitGraph, table
-from swd_lens.base._version import __version__
-from swd_lens.base.errors import error
+from swd_lens.base import __version__
+from swd_lens.base.errors import error, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import visible_token
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_gradients, require_no_dropout
-from swd_lens.hosts.sites import Site, parse_unit
-from swd_lens.hosts.standing import standing_hooks
-from swd_lens.tasks.example import Unusable
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.hosts.sites import Site
 from swd_lens.tasks.prompt import Prompt, decoded
+from swd_lens.tasks.split import Unusable
 from swd_lens.tasks.tokenize import TaskTokenizer
 from swd_lens.units import UnitSet, attach
 
@@ -35,8 +34,9 @@ from swd_lens.units import UnitSet, attach
 def unit_graph(
     model: Any,
     factors: Any,
-    units: Circuit | Iterable[str | tuple[str, int]] | str,
+    units: Any = None,
     *,
+    targets: Any = None,
     prompt: Any = None,
     attention: str = "none",
     answers: Sequence[str | int] | str | int | None = None,
@@ -63,11 +63,14 @@ def unit_graph(
 
     Args:
         factors: what to attach, see `swd_lens.attach`; the sites of `units` must be among them.
-        units: a Circuit, or names ("blocks.2.mlp_out/17") or (site, index) pairs, or one name.
+        units: a Circuit, or names ("blocks.2.mlp_out/17"), (site, index) pairs or a table of units, or one unit; also whole
+            sites, by name or glob ("blocks.*.mlp_out"). None: with targets, all units of these factors.
+        targets: units that the graph is to explain, in place of answers: edges that lead to none of them are left out, and the
+            influence of a node is its share of these.
         prompt: text, or token ids. The graph is of its last position, with attention="frozen" of all positions.
         attention: "none": within one position. "frozen": patterns of this prompt carry values across positions.
         answers: tokens at the top, as text or ids, or how many of the likeliest. None: the 3 likeliest with a prompt, none
-            without.
+            without one or with targets.
         tokens: without a prompt, (rows, pos) ids: norms are applied with the average 1/scale over these tokens of the dense
             host. None: with scale 1, so that weights of different layers have different units.
         normalize: without a prompt, "cosine" divides by the lengths of both vectors (the reading one behind the norm).
@@ -104,16 +107,18 @@ def unit_graph(
         raise error("graph-negative-weight", min_weight=min_weight)
 
     attached = UnitSet.of(model, factors)
-    drawn, scores = _drawn_units(attached, units)
+    drawn, scores = drawn_units(attached, units, targets)
     require_no_dropout(model)
     with torch.no_grad():
         if prompt is None:
             read, ids, run = None, None, read_norms(attached.host, tokens)
         else:
             require_gradients(model)
-            read = _read_prompt(model, prompt)
+            read = read_prompt(model, prompt)
             ids = list(read.ids)
-            run = _frozen_run(attached, drawn, ids, attention)
+            run = frozen_run(attached, drawn, ids, drawn if attention == "frozen" else (), drawn)
+            run = run if attention == "frozen" else run.last()
+        answers = () if answers is None and targets is not None else answers
         answer_ids = _answer_ids(model, answers, None if ids is None else run.logits)
         layout = layout_of(attached, drawn, run, answers=answer_ids, static=ids is None, cosine=normalize == "cosine")
         weight, kinds = weights(layout)
@@ -134,6 +139,7 @@ def unit_graph(
         "prepend_bos": None if read is None else read.prepend_bos,
         "attention": attention,
         "answers": answer_ids,
+        "targets": None if targets is None else ["{}/{}".format(*unit) for unit in attached.units_named(targets)],
         "norm": "of the run" if ids is not None else "scale 1" if tokens is None else "average 1/scale over tokens",
         "mlp": "slope at the run" if ids is not None else "not followed",
         "normalize": normalize,
@@ -143,27 +149,31 @@ def unit_graph(
         "isolated": isolated,
         "task": None if scores is None else scores.settings.get("task"),
     }
-    return pruned(_nodes(model, layout, ids, scores, labels or {}), weight, kinds, settings)
+    return pruned(_nodes(model, layout, ids, scores, labels or {}, attached.heads), weight, kinds, settings)
 
 
-def _drawn_units(attached: UnitSet, units: Any) -> tuple[dict[Site, list[int]], UnitScores | None]:
+def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dict[Site, list[int]], UnitScores | None]:
     """The drawn units by site, in execution order, and the scores of a circuit."""
     if attached.coders:
         name, coder = next(iter(attached.coders.items()))
         raise error("graph-of-a-coder", site=name, kind=type(coder).__name__)
     scores = None
+    if units is None:
+        units = () if targets is None else "all"
     if isinstance(units, Circuit):
         attached.require_made_for(units.scores.settings, "this circuit")
         units, scores = units.units, units.scores
     drawn: dict[str, list[int]] = {}
-    for unit in [units] if isinstance(units, str) else units:
-        name, index = parse_unit(unit) if isinstance(unit, str) else (unit[0], int(unit[1]))
+    for name, index in attached.units_named(units):
         if name not in attached or not 0 <= index < attached[name].n_units:
             has = ", ".join(f"{site} (0 to {n_units - 1})" for site, n_units in attached.sizes.items())
             raise error("graph-no-such-unit", site=name, index=index, sites=has)
         if index in drawn.setdefault(name, []):
             raise error("graph-unit-twice", site=name, index=index)
         drawn[name].append(index)
+    for name, index in [] if targets is None else attached.units_named(targets):
+        if index not in drawn.setdefault(name, []):
+            drawn[name].append(index)
     if not drawn:
         raise error("graph-without-units")
     return {site: sorted(drawn[site.name]) for site in attached.sites if site.name in drawn}, scores
@@ -172,7 +182,7 @@ def _drawn_units(attached: UnitSet, units: Any) -> tuple[dict[Site, list[int]], 
 # ---------------------------------------------------------------------------------------------- prompt and answers
 
 
-def _read_prompt(model: Any, given: Any) -> Prompt:
+def read_prompt(model: Any, given: Any) -> Prompt:
     if isinstance(given, str) and model.tokenizer is None:
         raise error("graph-text-without-tokenizer")
     prompt = Prompt.of(model, given, "unit_graph")
@@ -183,13 +193,14 @@ def _read_prompt(model: Any, given: Any) -> Prompt:
     return prompt
 
 
-def _frozen_run(attached: UnitSet, drawn: Mapping[Site, Sequence[int]], ids: list[int], attention: str) -> FrozenRun:
-    """The run of the prompt with all factors attached; its last position alone, unless attention is frozen."""
-    patterns = [site.layer for site in drawn if site.kind == "attn_o"] if attention == "frozen" else []
-    slopes = [site.layer for site in drawn if site.kind == "mlp_out"]
+def frozen_run(
+    attached: UnitSet, drawn: Iterable[Site], ids: list[int], into_heads: Iterable[Site], into_neurons: Iterable[Site]
+) -> FrozenRun:
+    """The run of the prompt with all factors attached, with what edges into these sites pass through."""
+    patterns = [site.layer for site in into_heads if site.kind == "attn_o"]
+    slopes = [site.layer for site in into_neurons if site.kind == "mlp_out"]
     with attach(attached.host.model, attached):
-        run = freeze(attached.host, torch.tensor([ids]), units=list(drawn), patterns=patterns, slopes=slopes)
-    return run if attention == "frozen" else run.last()
+        return freeze(attached.host, torch.tensor([ids]), units=list(drawn), patterns=patterns, slopes=slopes)
 
 
 def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
@@ -225,14 +236,19 @@ def _label(model: Any, token: int) -> str:
 
 
 def _nodes(
-    model: Any, layout: Layout, ids: list[int] | None, scores: UnitScores | None, labels: Mapping[str, str]
+    model: Any,
+    layout: Layout,
+    ids: list[int] | None,
+    scores: UnitScores | None,
+    labels: Mapping[str, str],
+    heads: Mapping[str, Sequence[tuple[str, float]]],
 ) -> pd.DataFrame:
     """One row per node, in the order of the weights."""
     rows: list[dict[str, Any]] = []
     probabilities = layout.run.logits.softmax(-1)
     ranks = {} if scores is None else scores.ranks()
     for group in layout.groups:
-        activations = _activations(layout, group).tolist()
+        activations = activations_of(layout, group).tolist()
         for i in range(group.size):
             item = group.items[i % len(group.items)]
             position = None if ids is None else len(ids) - group.positions + i // len(group.items)
@@ -241,6 +257,7 @@ def _nodes(
                 name = f"{group.site.name}/{item}"
                 row |= {"node": name if position is None else f"{name}@{position}", "layer": group.site.layer}
                 row |= {"site": group.site.name, "unit": item, "label": labels.get(name, "")}
+                row["head"] = heads[group.site.name][item][0] if group.site.name in heads else None
                 if scores is not None:
                     row["score"] = float(scores.scores[group.site.name][item])
                     row["rank"] = int(ranks[group.site.name][item])
@@ -259,7 +276,7 @@ def _nodes(
     return table(rows, NODES)
 
 
-def _activations(layout: Layout, group: NodeGroup) -> Tensor:
+def activations_of(layout: Layout, group: NodeGroup) -> Tensor:
     """z of units, 1 of tokens, and an answer's logit less the mean over the vocabulary; NaN without a prompt."""
     if layout.static:
         return torch.full((group.size,), float("nan"), dtype=torch.float32)

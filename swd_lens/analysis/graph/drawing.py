@@ -12,20 +12,20 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swd_lens.base.figures import GRID, INK, PALETTE
+from swd_lens.base.errors import visible, visible_token
+from swd_lens.base.figures import GRID, INK_ON_FILL, NEGATIVE, POSITIVE, STANDALONE
 from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import visible, visible_token
 from swd_lens.hosts.sites import KINDS, execution_key
 
 if TYPE_CHECKING:
     from swd_lens.analysis.graph.result import UnitGraph
 
-POSITIVE, NEGATIVE = PALETTE[1], PALETTE[0]
 _FILL = {"token": "#f3f3f3", "unit": "#ffffff", "logit": "#fff3e8"}
 _CHARACTER, _PADDING, _GAP, _BETWEEN = 6.6, 12.0, 8.0, 22.0  # pixels, at a font size of 11
 _HEIGHT, _ROW, _LEFT, _TOP, _NARROWEST = 22.0, 80.0, 128.0, 16.0, 860.0
 _LONGEST = 24
+_READABLE = 0.65  # of its own size
 _SWEEPS = 6
 _IN_WORDS = 12
 
@@ -44,8 +44,16 @@ class GraphDrawing:
 
     def _repr_html_(self) -> str:
         return (
-            f'<div class="swd-graph" style="overflow-x:auto" tabindex="0" role="group" aria-label="unit graph">{self.svg}</div>'
+            '<div class="swd-graph" style="overflow-x:auto" tabindex="0" role="group" aria-label="unit graph">'
+            f"{self._fitting()}</div>"
             f"<details><summary>The strongest edges, in words</summary>{self.words}</details>"
+        )
+
+    def _fitting(self) -> str:
+        """The picture as wide as there is room, down to a size at which its words can be read: then it scrolls."""
+        width = float(self.svg.partition(' width="')[2].partition('"')[0])
+        return self.svg.replace(
+            "<svg ", f'<svg style="max-width:100%;min-width:{_READABLE * width:.0f}px;height:auto" ', 1
         )
 
     def save(self, path: str | Path) -> None:
@@ -109,13 +117,15 @@ def draw(graph: "UnitGraph", labels: Mapping[str, str] | None = None) -> GraphDr
     title = escape(repr(graph))
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {grid.width:.0f} {height:.0f}" width="{grid.width:.0f}" '
-        f'height="{height:.0f}" role="img" aria-label="{title}"><title>{title}</title>'
+        f'height="{height:.0f}" role="img" aria-label="{title}">{STANDALONE}<title>{title}</title>'
         # On a group, not on the root: a page that makes the root its own keeps what is drawn.
-        f'<g font-family="system-ui, sans-serif" font-size="11" fill="{INK}">{"".join(shapes)}</g></svg>'
+        f'<g font-family="system-ui, sans-serif" font-size="11" fill="currentColor">{"".join(shapes)}</g></svg>'
     )
-    named = {name: f"{name} ({node.label})" if node.label else name for name, node in nodes.items()}
+    shown = graph.shown_names() | {
+        name: f"{name} ({node.label})" for name, node in nodes.items() if node.label and node.row["kind"] == "unit"
+    }
     strongest = [
-        _edge_in_words({**row, "source": named[row["source"]], "target": named[row["target"]]}, graph)
+        _edge_in_words({**row, "source": shown[row["source"]], "target": shown[row["target"]]}, graph)
         for row in values["edges"][:_IN_WORDS]
     ]
     items = "".join(f"<li>{escape(visible(words))}</li>" for words in strongest)
@@ -216,7 +226,7 @@ def _grid_svg(grid: _Grid, graph: "UnitGraph") -> str:
             )
         if tokens is not None and column not in drawn:
             shapes.append(
-                f'<text x="{(begin + end) / 2:.1f}" y="{grid.bottom + 13:.1f}" text-anchor="middle" fill="#666666">'
+                f'<text x="{(begin + end) / 2:.1f}" y="{grid.bottom + 13:.1f}" text-anchor="middle">'
                 f"{escape(visible_token(str(tokens[column])))}</text>"
             )
     return "".join(shapes)
@@ -232,7 +242,7 @@ def _edge_svg(row: Mapping[str, Any], grid: _Grid, largest: float, graph: "UnitG
     return (
         f'<path d="M{x0:.1f} {y0:.1f}C{x0:.1f} {y0 - bend:.1f} {x1:.1f} {y1 + bend:.1f} {x1:.1f} {y1:.1f}" fill="none" '
         f'stroke="{POSITIVE if positive else NEGATIVE}" stroke-width="{0.6 + 3.6 * share:.2f}" '
-        f'stroke-opacity="{0.22 + 0.63 * share:.2f}"{dash}><title>{escape(visible(_edge_in_words(row, graph)))}</title></path>'
+        f'stroke-opacity="{0.35 + 0.55 * share:.2f}"{dash}><title>{escape(visible(_edge_in_words(row, graph)))}</title></path>'
     )
 
 
@@ -255,16 +265,17 @@ def _node_svg(node: _Node, grid: _Grid, graph: "UnitGraph") -> str:
     dashed = ' stroke-dasharray="3 2"' if row["kind"] == "token" else ""
     return (
         f'<g><title>{escape(visible(", ".join(title)))}</title><rect x="{x - node.width / 2:.1f}" y="{y:.1f}" '
-        f'width="{node.width:.1f}" height="{_HEIGHT:.0f}" rx="5" fill="{_FILL[row["kind"]]}" stroke="{INK}" '
+        f'width="{node.width:.1f}" height="{_HEIGHT:.0f}" rx="5" fill="{_FILL[row["kind"]]}" stroke="{INK_ON_FILL}" '
         f'stroke-width="{1.6 if node.label and row["kind"] == "unit" else 0.9}"{dashed}/>'
-        f'<text x="{x:.1f}" y="{y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle">{escape(node.text)}</text></g>'
+        f'<text x="{x:.1f}" y="{y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle" fill="{INK_ON_FILL}">'
+        f"{escape(node.text)}</text></g>"
     )
 
 
 def _legend_svg(graph: "UnitGraph", y: float) -> str:
     value, size = ("contribution z·w", "share of influence") if graph.has_prompt else ("weight", "|weight|")
     return (
-        f'<g fill="#444444"><line x1="8" x2="32" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{POSITIVE}" stroke-width="3"/>'
+        f'<g><line x1="8" x2="32" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{POSITIVE}" stroke-width="3"/>'
         f'<text x="38" y="{y:.0f}">positive {value}</text>'
         f'<line x1="188" x2="212" y1="{y - 4:.0f}" y2="{y - 4:.0f}" stroke="{NEGATIVE}" stroke-width="3" stroke-dasharray="5 3"/>'
         f'<text x="218" y="{y:.0f}">negative · width: {size}</text></g>'

@@ -107,8 +107,12 @@ def layout_of(
     answers: Sequence[int],
     static: bool,
     cosine: bool = False,
+    bounded: bool = True,
 ) -> Layout:
     """The nodes of a graph: of drawn units and answers, and with a prompt of tokens, at every position of the run.
+
+    Args:
+        bounded: refuse more nodes than a table of all weights may have; False where no such table is made (`into`).
 
     Raises:
         ValueError: too many nodes.
@@ -125,7 +129,7 @@ def layout_of(
         read = _answer_vectors(units, run, answers, static)
         groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, tuple(answers), read))
     n_nodes = groups[-1].nodes.stop
-    if n_nodes > _MOST_NODES:
+    if bounded and n_nodes > _MOST_NODES:
         raise error("graph-too-large", n_nodes=n_nodes, positions=positions, limit=_MOST_NODES)
     return Layout(groups, run, static, int(host.model.cfg.n_heads), _matrices(units, pairs, drawn, run), cosine)
 
@@ -191,6 +195,16 @@ def weights(layout: Layout) -> tuple[Float[Tensor, "node node"], UInt8[Tensor, "
                     view = view[-1, :, -1]
                 view.copy_(values)
     return table, kinds
+
+
+def into(layout: Layout, target: NodeGroup) -> Iterator[tuple[NodeGroup, str, Float[Tensor, "_pos _item"]]]:
+    """Weights into the last position of a group of one unit: a source group, the kind of edge, and (position, item) weights.
+
+    Within one position the source has one row of weights, those of the last position.
+    """
+    for block in _blocks(layout, target):
+        values = block.values[:, :, -1, 0] if block.values.ndim == 4 else block.values[:, 0, -1][None]
+        yield block.source, KINDS[block.kind], values
 
 
 def _blocks(layout: Layout, target: NodeGroup) -> Iterator[_Block]:

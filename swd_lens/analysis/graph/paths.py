@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from swd_lens.base.errors import error
-from swd_lens.base.figures import INK, PALETTE, literal, new_figure
+from swd_lens.base.figures import INK, INK_ON_FILL, literal, new_figure
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import UnitScores
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
@@ -22,7 +22,7 @@ from swd_lens.units.factors import Factors
 
 _Point = tuple[float | int, float | int]
 _MOST_LAYERS = 3  # shown by default, as many as the paper's figure has
-_READ, _WRITE, _LABELLED, _SMALL_PRINT = PALETTE[0], PALETTE[1], "#fdebd3", "#555555"
+_LABELLED = "#fdebd3"
 _INPUT_X, _UNIT_X, _STREAM_X = 0.6, 3.1, 6.55
 _UNIT_WIDTH, _UNIT_HEIGHT, _UNIT_STEP = 2.5, 0.58, 0.78
 _LONGEST = 24
@@ -91,15 +91,15 @@ def plot_unit_paths(
     _arrow(ax, (_STREAM_X, height - 0.8), (_STREAM_X, height - 0.42), INK, 3.2, head=16)
     ax.text(_STREAM_X + 0.16, -0.3, "residual\nstream", fontsize=8, color=INK, va="bottom")
     words = (
-        "An arrow stands for all read (blue) or write (orange) edges of a unit; + adds the writes of all units.\n"
+        "An arrow into a unit stands for all its read edges, one out of it for its write edges; + adds the writes.\n"
         "Filled: units with a label."
     )
-    ax.text(0.17, -0.62, words, fontsize=7, color=_SMALL_PRINT, va="top")
+    ax.text(0.17, -0.62, words, fontsize=7, color=INK, va="top")
     for row, layer in enumerate(sorted(layers)):
         site = sites[layer]
         best = ranks[site].argsort()[:per_layer].tolist()
         under = {
-            unit: f"rank {int(ranks[site][unit]) + 1} of {scores.n_units} · score {float(scores.scores[site][unit]):.3g}"
+            unit: f"rank {int(ranks[site][unit])} of {scores.n_units} · score {float(scores.scores[site][unit]):.3g}"
             for unit in best
         }
         _draw_layer(ax, site, units[site], under, labels or {}, row * band + band / 2)
@@ -118,27 +118,27 @@ def _draw_layer(
     layer, _ = split_name(site)
     reads, writes = (factors.read != 0).sum(0), (factors.write != 0).sum(1)
     _box(ax, (_INPUT_X, middle), 0.86, 0.62, "#eef4fa")
-    ax.text(_INPUT_X, middle, f"$h_{{{layer}}}$", fontsize=12, color=INK, zorder=5, **_CENTRED)
+    ax.text(_INPUT_X, middle, f"$h_{{{layer}}}$", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
     inputs = f"layer {layer}\n{factors.d_in} inputs"
     ax.text(_INPUT_X, middle - 0.42, inputs, fontsize=7, ha="center", va="top", color=INK)
     ax.add_patch(Circle((_STREAM_X, middle), 0.17, facecolor="white", edgecolor=INK, linewidth=1.3, zorder=4))
-    ax.text(_STREAM_X, middle, "+", fontsize=12, color=INK, zorder=5, **_CENTRED)
+    ax.text(_STREAM_X, middle, "+", fontsize=12, color=INK_ON_FILL, zorder=5, **_CENTRED)
     left, right = _UNIT_X - _UNIT_WIDTH / 2, _UNIT_X + _UNIT_WIDTH / 2
     for i, (unit, under) in enumerate(units.items()):
         y = middle + _UNIT_STEP * ((len(units) - 1) / 2 - i)
         above = y >= middle
         label = labels.get(f"{site}/{unit}", "")
         shown = literal(label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "…")
-        _arrow(ax, (_INPUT_X + 0.45, middle), (left, y), _READ, 1.6)
-        _arrow(ax, (right, y), (_STREAM_X - 0.19, middle), _WRITE, 1.6)
+        _arrow(ax, (_INPUT_X + 0.45, middle), (left, y), INK, 1.6)
+        _arrow(ax, (right, y), (_STREAM_X - 0.19, middle), INK, 1.6)
         _box(ax, (_UNIT_X, y), _UNIT_WIDTH, _UNIT_HEIGHT, _LABELLED if label else "white")
         name, weight = f"$z_{{{unit}}}$" + (f"  {shown}" if label else ""), "bold" if label else "normal"
-        ax.text(_UNIT_X, y + 0.11, name, fontsize=9, color=INK, zorder=5, fontweight=weight, **_CENTRED)
-        ax.text(_UNIT_X, y - 0.15, under, fontsize=6.5, color=_SMALL_PRINT, zorder=5, **_CENTRED)
+        ax.text(_UNIT_X, y + 0.11, name, fontsize=9, color=INK_ON_FILL, zorder=5, fontweight=weight, **_CENTRED)
+        ax.text(_UNIT_X, y - 0.15, under, fontsize=6.5, color=INK_ON_FILL, zorder=5, **_CENTRED)
         written = f"writes {int(writes[unit])} of {factors.d_out}"
-        ax.text(right + 0.14, y + (0.13 if above else -0.15), written, fontsize=7, color=_WRITE, va="center")
+        ax.text(right + 0.14, y + (0.13 if above else -0.15), written, fontsize=7, color=INK, va="center")
         read = f"reads {int(reads[unit])}"
-        ax.text(left - 0.1, y + (0.2 if above else -0.2), read, fontsize=7, color=_READ, va="center", ha="right")
+        ax.text(left - 0.1, y + (0.2 if above else -0.2), read, fontsize=7, color=INK, va="center", ha="right")
 
 
 def _box(ax: Any, middle: _Point, width: float, height: float, fill: str) -> None:

@@ -5,12 +5,12 @@
 2. The strongest edges are kept, in all and into each node; nodes without a kept edge are left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from swd_lens.analysis.graph.edges import KINDS, LOGIT, TOKEN, UNIT
@@ -39,11 +39,13 @@ def pruned(
         contribution = z[:, None] * weight
         rest = z - contribution.sum(0)
         rest[torch.tensor((nodes["kind"] == TOKEN).to_numpy())] = 0.0  # tokens are where it begins
-        influence, share = _influence(contribution, rest, nodes)
+        influence, share = _influence(contribution, rest, nodes, settings.get("targets"))
         strength = share * influence
         nodes = nodes.assign(rest=rest.double().numpy(), influence=influence.double().numpy())
     # -1: never kept. An edge of no strength (nothing it leads to reaches an answer) is kept only where all are asked for.
     eligible = possible & (weight.abs() >= settings["min_weight"]) & (weight != 0)
+    if settings.get("targets"):
+        eligible &= _leading_to(_target_nodes(nodes, settings["targets"]), possible)
     if settings["keep"] is not None or settings["per_node"] is not None:
         eligible &= strength > 0
     strength = torch.where(eligible, strength, -1.0)
@@ -74,12 +76,31 @@ def pruned(
     return UnitGraph(pd.DataFrame(nodes[shown]).reset_index(drop=True), table(edges, EDGES), {**settings, **counts})
 
 
-def _influence(contribution: Tensor, rest: Tensor, nodes: pd.DataFrame) -> tuple[Tensor, Tensor]:
+def _target_nodes(nodes: pd.DataFrame, targets: Sequence[str]) -> Bool[Tensor, " node"]:
+    """The nodes of these units, at the last position."""
+    units = zip(nodes["site"], nodes["unit"], strict=True)
+    named = [site is not None and f"{site}/{unit}" in targets for site, unit in units]
+    last = nodes["position"].isna() | (nodes["position"] == nodes["position"].max())
+    return torch.tensor(named) & torch.tensor(last.fillna(True).to_numpy(dtype=bool))
+
+
+def _leading_to(targets: Bool[Tensor, " node"], possible: Bool[Tensor, "node node"]) -> Bool[Tensor, " node"]:
+    """Edges by their target (a row that broadcasts): whether a path leads from there to one of these nodes, or it is one."""
+    reached, edges = targets, possible.float()
+    while bool(((further := (edges @ reached.float() > 0) | reached) != reached).any()):
+        reached = further
+    return reached
+
+
+def _influence(
+    contribution: Tensor, rest: Tensor, nodes: pd.DataFrame, targets: Sequence[str] | None = None
+) -> tuple[Tensor, Tensor]:
     """How much of the ends each node holds, and each edge's share of what enters its target.
 
     influence = seed + share @ influence: nodes are in execution order, so the system is triangular. Seeds: the answers by
     probability, and the units of attention's inputs that no drawn path leaves (they act through the pattern, which is held),
-    half each; all of one where there is no other. Without answers every unit that no drawn path leaves is a seed.
+    half each; all of one where there is no other. Without answers every unit that no drawn path leaves is a seed. With targets
+    these are the seeds, all of equal weight.
     """
     size = contribution.abs()
     share = size / (size.sum(0) + rest.abs()).clamp(min=1e-30)
@@ -95,6 +116,9 @@ def _influence(contribution: Tensor, rest: Tensor, nodes: pd.DataFrame) -> tuple
     if bool(end.any()):
         seed = seed / 2 if with_answers else seed
         seed[end] = (0.5 if with_answers else 1.0) / int(end.sum())
+    if targets:
+        chosen = _target_nodes(nodes, targets)
+        seed = chosen.float() / int(chosen.sum())
     eye = torch.eye(len(size), dtype=torch.float32)
     influence = torch.linalg.solve_triangular(eye - share, seed[:, None], upper=True, unitriangular=True)[:, 0]
     return influence, share

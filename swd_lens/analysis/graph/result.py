@@ -14,6 +14,7 @@ d. An answer's text contains (p=...): viewers read the probability from it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_json
 from swd_lens.base.record import Record, checked
@@ -35,6 +36,7 @@ NODES = {
     "site": "object",
     **dict.fromkeys(("unit", "position", "token"), "Int64"),
     "label": "object",
+    "head": "object",
     **dict.fromkeys(("probability", "score"), "float64"),
     "rank": "Int64",
     **dict.fromkeys(("activation", "rest", "influence"), "float64"),
@@ -43,7 +45,7 @@ EDGES = {
     **dict.fromkeys(("source", "target", "kind"), "object"),
     **dict.fromkeys(("weight", "contribution", "strength"), "float64"),
 }
-_FORMAT, _VERSION, _WHAT = "swd_lens unit graph", 1, "a unit graph"
+_FORMAT, _VERSION, _WHAT = "swd_lens unit graph", 2, "a unit graph"  # 2: ranks from 1
 # What is shown of a graph reads these.
 _SETTINGS: Mapping[str, Any] = {
     **dict.fromkeys(("model", "prompt", "attention"), str | None),
@@ -74,9 +76,10 @@ class UnitGraph(Record):
 
     Attributes:
         nodes: one row per node, inputs first: node (its name), kind (unit, token or logit), layer (-1: tokens; number of
-            blocks: logits), site, unit, position, token (id), label, probability (logits), score and rank (of a circuit),
-            activation (z; a token's is 1, an answer's its logit less the mean over the vocabulary), rest (what the edges,
-            before pruning, leave unexplained of it), influence (share of the answers that goes through it).
+            blocks: logits), site, unit, position, token (id), label, head (of units that read or write one), probability
+            (logits), score and rank (of a circuit), activation (z; a token's is 1, an answer's its logit less the mean over the
+            vocabulary), rest (what the edges, before pruning, leave unexplained of it), influence (share of the answers that
+            goes through it).
         edges: strongest first: source, target, kind (residual, attention, mlp), weight, contribution (z of the source times
             weight; NaN without a prompt), strength (what they were pruned by).
         settings: model, fingerprints of the factors, prompt, conventions, pruning.
@@ -91,9 +94,21 @@ class UnitGraph(Record):
         return self.settings["token_ids"] is not None
 
     def table(self, n: int | None = None) -> pd.DataFrame:
-        """The n strongest edges (None: all)."""
+        """The n strongest edges (None: all); answers are called by their tokens."""
         edges = self.edges if self.has_prompt else self.edges.drop(columns="contribution")
-        return edges.head(len(edges) if n is None else n).reset_index(drop=True)
+        shown = self.shown_names()
+        ends = {end: edges[end].map(shown) for end in ("source", "target")}
+        return edges.assign(**ends).head(len(edges) if n is None else n).reset_index(drop=True)
+
+    def shown_names(self) -> dict[str, str]:
+        """Node -> what it is called where people read it: tokens and answers by their text, as far as that tells them apart."""
+        kinds = {"unit": "{node}", "token": "{node} {label}", "logit": "logit {label}"}
+        rows = [row for row in records(self.nodes) if row["label"]]
+        texts = {str(row["node"]): kinds[row["kind"]].format(**row) for row in rows}
+        several = {text for text, count in Counter(texts.values()).items() if count > 1}
+        return {
+            name: texts[name] if name in texts and texts[name] not in several else name for name in self.nodes["node"]
+        }
 
     def plot(self, labels: Mapping[str, str] | None = None) -> GraphDrawing:
         """The drawing; it shows itself in a notebook and saves as SVG. See `swd_lens.analysis.graph.drawing.draw`."""
@@ -151,7 +166,10 @@ class UnitGraph(Record):
             raise error("graph-file-of-the-future", path=path, version=version, known=_VERSION)
         values = unseal(values, path, _WHAT)
         with readable(path, _WHAT):
-            return cls.from_dict(values)
+            graph = cls.from_dict(values)
+        if version == 1:
+            graph.nodes["rank"] += 1
+        return graph
 
     def parts(self) -> tuple[Any, ...]:
         return (self.plot(),)

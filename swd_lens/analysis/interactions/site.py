@@ -17,15 +17,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
-from swd_lens.base.figures import INK, PALETTE
+from swd_lens.base.figures import ATTENTION, INK, NEGATIVE, POSITIVE
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.hosts import Host, require_no_dropout, sites_of
-from swd_lens.hosts.recording import Recording, record
+from swd_lens.hosts.recording import Recording, record, standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach
 from swd_lens.units.factors import Factors
@@ -195,8 +194,7 @@ def bars(ax: Any, pairs: pd.DataFrame, column: str, title: str, *, signed: bool)
     values = pairs[column].tolist() if len(pairs) else []
     units = zip(pairs["unit"], pairs["other unit"], strict=True) if len(pairs) else []
     names = [f"{unit.rpartition('/')[2]} – {other.rpartition('/')[2]}" for unit, other in units]
-    # Signs as in the heatmaps: orange is positive, blue negative. R has no sign.
-    colours = [PALETTE[1] if signed and v >= 0 else PALETTE[0] for v in values]
+    colours = [(POSITIVE if v >= 0 else NEGATIVE) if signed else ATTENTION for v in values]
     ax.barh(range(len(values)), values, height=0.72, color=colours)
     ax.set_yticks(range(len(names)), names, fontsize=7)
     ax.invert_yaxis()

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from swd_lens.analysis.qk.replay import draw_map, map_size
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers, units_of_head
-from swd_lens.base.display import card
+from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
+from swd_lens.units.keys import read_unit
 
 PARTS = {
     "pairs": "all unit pairs",
@@ -78,27 +79,39 @@ class ScoreParts:
         off, largest = (float((x * self.mask).abs().max()) for x in (self.capped - self.host, self.host))
         return off / max(largest, 1e-30)
 
-    def contribution(self, q_unit: int, k_unit: int) -> Float[Tensor, "dest src"]:
-        """One pair's part. Raises QKError where a unit is not there."""
-        for name, unit, side in (("q_unit", q_unit, self.run.units.q), ("k_unit", k_unit, self.run.units.k)):
-            if not 0 <= unit < side.n_units:
+    def contribution(self, q_unit: Any, k_unit: Any) -> Float[Tensor, "dest src"]:
+        """The part of one pair of units, given by number, name ("blocks.3.attn_q/17") or (site, number).
+
+        Raises:
+            QKError: a unit is not there, or not of the site that writes this layer's queries or keys.
+        """
+        pair = []
+        for name, given, side in (("q_unit", q_unit, self.run.units.q), ("k_unit", k_unit, self.run.units.k)):
+            site, unit = read_unit(given, [side.site.name])
+            if site != side.site.name or not 0 <= unit < side.n_units:
+                shown = unit if site == side.site.name else f"{site}/{unit}"
                 raise error(
-                    "qk-no-such-unit-of-parts", side=name, unit=unit, site=side.site.name, last=side.n_units - 1
+                    "qk-no-such-unit-of-parts", side=name, unit=shown, site=side.site.name, last=side.n_units - 1
                 )
+            pair.append(unit)
         device = self.run.mask.device
         with torch.no_grad():
-            case = (torch.tensor([i], device=device) for i in (self.head, q_unit, k_unit))
+            case = (torch.tensor([i], device=device) for i in (self.head, *pair))
             return self.run.contribution(*case)[0, 0].cpu()
 
     def strongest(self, dest: int, src: int, n: int = 10) -> pd.DataFrame:
         """The n pairs that add most, in size, to the score of one destination and source.
 
+        Args:
+            dest, src: positions; negative ones count from the end, -1 is the last token.
+
         Raises:
             QKError: a position that is not there or that attention does not look at.
         """
-        size = len(self.tokens)
+        size, asked = len(self.tokens), (dest, src)
+        dest, src = (position + size if position < 0 else position for position in asked)
         if not (0 <= dest < size and 0 <= src < size and bool(self.mask[dest, src])):
-            raise error("qk-masked-position", dest=dest, src=src, last=size - 1)
+            raise error("qk-masked-position", dest=asked[0], src=asked[1], last=size - 1)
         heads = self.run.heads
         queries, keys = self.run.q.at(self.head, dest), self.run.k.at(heads.key_head(self.head), src)
         contributions = (queries @ keys.mT * heads.scale).cpu()
@@ -139,7 +152,7 @@ class ScoreParts:
         return f"ScoreParts({where}, parts sum to the host's scores within {self.error:.1e} of the largest)"
 
     def _repr_html_(self) -> str:
-        return card(repr(self), self.plot(), self.table())
+        return card(repr(self), self.plot(), self.table(), folded_settings(self.settings))
 
 
 @in_plain_surroundings

@@ -27,12 +27,11 @@ from swd_lens.analysis.qk.scores import (
     units_of_head,
 )
 from swd_lens.analysis.qk.screen import QKPair
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible_token
 from swd_lens.base.figures import INK, heatmap, literal, new_figure
 from swd_lens.base.panels import Panel, attention_heads
-from swd_lens.base.record import Record
+from swd_lens.base.record import Record, column
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import visible_token
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.units import UnitSet
 
@@ -106,7 +105,7 @@ class QKReplay(Removal):
         pair = self.pair
         columns = {"layer": pair.layer, "head": pair.head, "q unit": pair.q_unit, "k unit": pair.k_unit}
         columns |= {"gamma": pair.gamma, "removed": self.taken_out}
-        return pd.DataFrame([columns | {name.replace("_", " "): getattr(self, name) for name in NUMBERS}])
+        return pd.DataFrame([columns | {column(name): getattr(self, name) for name in NUMBERS}])
 
     def plot(self) -> Figure:
         """Dense, reconstructed, difference; before, after the removal, difference (paper, Fig. attention-replay-ablation)."""
@@ -144,11 +143,15 @@ class QKReplay(Removal):
         return figure
 
     def panel(self) -> Panel:
-        """CircuitsVis' attention heads: dense pattern, before and after the removal, and the contribution map (scaled to 1)."""
-        largest = float(self.contribution.abs().max()) or 1.0
-        maps = torch.stack([self.dense, self.reconstructed, self.removed, self.contribution / largest])
-        names = ["dense", "before", f"without {self.taken_out}", f"contribution / {largest:.3g}"]
+        """CircuitsVis' attention heads: the dense pattern, and those before and after the removal."""
+        maps = torch.stack([self.dense, self.reconstructed, self.removed])
+        names = ["dense", "before", f"without {self.taken_out}"]
         return attention_heads(self.tokens, maps, names=names, title=f"{self.pair}", largest=1.0)
+
+    def panel_contribution(self) -> Panel:
+        """CircuitsVis' attention head: the pair's contribution to every score."""
+        title = f"{self.pair}: part of the score"
+        return attention_heads(self.tokens, self.contribution[None], names=["contribution"], title=title, signed=True)
 
     def __repr__(self) -> str:
         return (
@@ -164,7 +167,7 @@ class QKReplay(Removal):
         words = f"KL in nats, mean over destinations. Positions enter {self.settings['positions']}."
         if self.settings["soft_cap"]:
             words += " The map is about scores before the cap."
-        return self.plot(), self.plot_contribution(), self.table(), words, self.panel()
+        return self.plot(), self.plot_contribution(), self.table(), f"{words} panel() shows the maps to hover over."
 
 
 @in_plain_surroundings

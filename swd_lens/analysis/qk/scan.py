@@ -18,10 +18,11 @@ from matplotlib.figure import Figure
 from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
 from swd_lens.analysis.qk.screen import QKPair, QKScreen, draw_heads, qk_screen
+from swd_lens.base.display import Folded
 from swd_lens.base.errors import error
 from swd_lens.base.figures import new_figure, style
 from swd_lens.base.progress import tqdm
-from swd_lens.base.record import Record
+from swd_lens.base.record import Record, column
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.prompt import Prompt, token_strings
 from swd_lens.tasks.text import same_length
@@ -49,8 +50,8 @@ class QKScan(Record):
     """All cases, ranked by removed KL.
 
     Attributes:
-        frame: one row per head, pair and prompt: layer, head, q_unit, k_unit, gamma (distance 0), prompt (index), and the numbers
-            of `QKReplay`.
+        frame: one row per head, pair and prompt: layer, head, q unit, k unit, gamma (distance 0), prompt (index), and the numbers
+            of `QKReplay` ("removed KL" and so on).
         prompts: token ids of each prompt, as `qk_replay` takes them.
         texts: token strings of each prompt.
         shape: layers and heads of the host.
@@ -74,7 +75,7 @@ class QKScan(Record):
         """The first n cases in rank, among those whose head is rebuilt well enough and whose map says what happens."""
         frame: Any = self.frame
         if max_dense_kl is not None:
-            frame = frame[frame["dense_kl"] <= max_dense_kl]
+            frame = frame[frame["dense KL"] <= max_dense_kl]
         if min_agreement is not None:
             frame = frame[frame["agreement"] >= min_agreement]
         if min_share is not None:
@@ -82,10 +83,10 @@ class QKScan(Record):
         return [
             QKCase(
                 pair=QKPair(
-                    int(row["layer"]), int(row["head"]), int(row["q_unit"]), int(row["k_unit"]), float(row["gamma"])
+                    int(row["layer"]), int(row["head"]), int(row["q unit"]), int(row["k unit"]), float(row["gamma"])
                 ),
                 prompt=int(row["prompt"]),
-                **{name: float(row[name]) for name in NUMBERS},
+                **{name: float(row[column(name)]) for name in NUMBERS},
             )
             for row in frame.head(n).to_dict("records")
         ]
@@ -95,13 +96,13 @@ class QKScan(Record):
         frame = self.frame if n is None else self.frame.head(n)
         texts = ["".join(self.texts[i]) for i in frame["prompt"]]
         texts = [text if len(text) <= _TEXT else text[: _TEXT - 1] + "…" for text in texts]
-        return frame.assign(text=texts).rename(columns=lambda name: name.replace("_", " ")).reset_index(drop=True)
+        return frame.assign(text=texts).reset_index(drop=True)
 
     def plot(self) -> Figure:
         """Heat map of each head's largest removed KL; removed KL against agreement, all cases."""
         figure, axes = new_figure(1, 2, width=4.4, height=3.3)
         largest = np.full(self.shape, np.nan)
-        by_head: Any = self.frame.groupby(["layer", "head"])["removed_kl"].max()
+        by_head: Any = self.frame.groupby(["layer", "head"])["removed KL"].max()
         for (layer, head), removed_kl in by_head.items():
             largest[layer, head] = removed_kl
         remove = self.settings["remove"]
@@ -112,11 +113,11 @@ class QKScan(Record):
             cases: Any = self.frame[self.frame["layer"] == layer]
             ax.scatter(
                 cases["agreement"],
-                cases["removed_kl"].clip(lower=1e-7),
+                cases["removed KL"].clip(lower=1e-7),
                 s=11,
                 marker="osD^vPX*"[index % 8],
                 color=style(index)["color"],
-                alpha=0.6,
+                alpha=0.8,
                 linewidths=0,
                 label=f"layer {layer}",
             )
@@ -135,7 +136,8 @@ class QKScan(Record):
         return f"QKScan({len(self.frame):,} cases on {len(self.prompts)} prompts, remove={self.settings['remove']!r}{tail})"
 
     def parts(self) -> tuple[Any, ...]:
-        return self.plot(), self.table(10)
+        prompts = {f"prompt {i}": "".join(tokens) for i, tokens in enumerate(self.texts)}
+        return self.plot(), self.table(10).drop(columns="text"), Folded(f"{len(prompts)} prompts", prompts)
 
 
 @in_plain_surroundings
@@ -205,8 +207,8 @@ def qk_scan(
                     bar.update(len(by_layer[layer]) * len(batch))
     frame: Any = pd.concat(frames, ignore_index=True)
     if max_dense_kl is not None:
-        frame = frame[frame["dense_kl"] <= max_dense_kl]
-    order = ["removed_kl", "layer", "head", "q_unit", "k_unit", "prompt"]
+        frame = frame[frame["dense KL"] <= max_dense_kl]
+    order = ["removed KL", "layer", "head", "q unit", "k unit", "prompt"]
     return QKScan(
         frame.sort_values(order, ascending=[False, *[True] * 5], ignore_index=True),
         prompts=tuple(tuple(row.tolist()) for row in rows),
@@ -228,5 +230,5 @@ def _cases(run: LayerScores, pairs: Sequence[QKPair], prompts: Sequence[int], re
         columns = {name: np.tile([getattr(pair, name) for pair in chunk], len(prompts)) for name in _PAIR}
         columns["prompt"] = np.repeat(np.asarray(prompts), len(chunk))
         columns |= {name: values.cpu().numpy().astype(np.float64).ravel() for name, values in numbers.items()}
-        frames.append(pd.DataFrame(columns))
+        frames.append(pd.DataFrame(columns).rename(columns=column))
     return frames

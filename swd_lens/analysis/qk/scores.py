@@ -23,13 +23,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.hosts import require_no_dropout
 from swd_lens.hosts.attention import HeadNorm, Heads, Rotation, heads_of, rotations
-from swd_lens.hosts.recording import Recording, record
+from swd_lens.hosts.recording import Recording, record, standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.factors import Factors

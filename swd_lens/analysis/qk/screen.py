@@ -25,9 +25,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance
+from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.figures import heatmap, new_figure, style
-from swd_lens.base.record import Record
+from swd_lens.base.record import Record, column
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.attention import Rotation, rotations
@@ -55,6 +56,9 @@ class QKPair:
 
     def __str__(self) -> str:
         return f"L{self.layer}H{self.head} q{self.q_unit}×k{self.k_unit}"
+
+    def _repr_html_(self) -> str:
+        return card(f"QKPair {self}", {"gamma, score per unit of z·z": self.gamma})
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +104,7 @@ class QKScreen(Record):
         """One row per pair of `pairs(per_head)`."""
         columns = ("layer", "head", "q_unit", "k_unit", "gamma")
         frame = pd.DataFrame([vars(pair) for pair in self.pairs(per_head)], columns=pd.Index(columns))
-        return frame.rename(columns={"q_unit": "q unit", "k_unit": "k unit"})
+        return frame.rename(columns=column)
 
     def plot(self) -> Figure:
         """Heat map of each head's largest |gamma| (paper, Fig. attention-reconstruction-static-screen, bottom)."""

@@ -45,7 +45,7 @@ tasks, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.dup2(2, 1)
 sys.path[:], folder = json.loads(sys.argv[1])
-for name in ("swd_lens", "swd_lens.units"):
+for name in ("swd_lens", "swd_lens.hosts", "swd_lens.units"):
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = [os.path.join(folder, *name.split(".")[1:])]
 from swd_lens.factorization.workers.parcel import main

@@ -119,7 +119,7 @@ class BridgeHost(BridgeRuns, Host):
 
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
-        stacks = {"_stack_block_params": lambda: _StackedWeights(self.model)}
+        stacks = {"_stack_block_params": lambda: _StackedWeights(self.model), "get_params": _Parameters}
         shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks, register)
 
     # ------------------------------------------------------------------ reading
@@ -232,6 +232,13 @@ class _StackedWeights(Shadow):
             if leaf is not None and mounted_site(leaf) is not None:
                 raise error("stacked-weights-read", parameter=parameter, site=mounted_site(leaf))
         return type(self.model)._stack_block_params(self.model, attr_path, *args, **kwargs)
+
+
+class _Parameters(Shadow):
+    """get_params, which tl_parameters and SVDInterpreter read: upstream zeroes or leaves out what is not in use."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise error("parameters-read-while-attached")
 
 
 def _gatherer(

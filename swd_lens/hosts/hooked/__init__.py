@@ -25,7 +25,13 @@ from swd_lens.base.errors import error
 from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.hooked import fused
-from swd_lens.hosts.hooked.components import FACTORED_TO_PLAIN, PLAIN_TO_FACTORED, matrices
+from swd_lens.hosts.hooked.components import (
+    FACTORED_TO_PLAIN,
+    PLAIN_TO_FACTORED,
+    matrices,
+    model_with_units,
+    plain_model,
+)
 from swd_lens.hosts.hooked.running import HookedRuns
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, BlockShapes, Site
 from swd_lens.hosts.weights import refusals, shadow_methods
@@ -33,7 +39,7 @@ from swd_lens.hosts.weights import refusals, shadow_methods
 # Everything that rewrites weights: its result would not reach the units.
 _REWRITES = (
     *("load_state_dict", "load_and_process_state_dict", "process_weights_", "fold_layer_norm", "fold_value_biases"),
-    *("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices"),
+    *("center_writing_weights", "center_unembed", "refactor_factored_attn_matrices", "init_weights"),
 )
 _PARTS = {"attn_q": "Q", "attn_k": "K", "attn_v": "V"}
 # Where the outputs of a kind pass: hook points of its module.
@@ -185,6 +191,15 @@ class HookedTransformerHost(HookedRuns, Host):
         return bool(attentions)
 
     def guard(self, reason: str, register: Register) -> None:
+        model = self.model
+
+        def undo() -> None:
+            # Pushed before the swaps of an attachment, so run after theirs; another attachment's may still stand.
+            if not any("unit_projections" in part._modules for block in model.blocks for part in block.children()):
+                model.__class__ = plain_model(type(model))
+
+        register(undo)
+        model.__class__ = model_with_units(type(model))
         shadow_methods(self.model, refusals(_REWRITES, reason), register)
 
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:

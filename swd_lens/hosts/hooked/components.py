@@ -1,7 +1,8 @@
 """TransformerLens 3.9's MLP and attention modules with some of their matrices computed by mounted projections.
 
 1. A swap changes `__class__` of a module to the subclass here and mounts projections in its `unit_projections`.
-2. Matrices without a projection keep TransformerLens' own expressions.
+2. Matrices without a projection keep TransformerLens' own expressions. The model's own stacks of matrices (`model.W_out`) are
+   refused for kinds of which one is mounted, as on a bridge.
 3. W_O sits inside one long forward (abstract_attention.py:215): that forward is left by an exception once z, its input, is
    known, which keeps rotary embeddings, the KV cache, masks and sinks TransformerLens' own.
 
@@ -170,6 +171,45 @@ def matrices(attn: Any, part: str) -> tuple[Float[Tensor, "head d_in d_head"], F
     grouped = part != "Q" and isinstance(attn, GroupedQueryAttention)
     under = "_" if grouped else ""
     return getattr(attn, f"{under}W_{part}"), getattr(attn, f"{under}b_{part}")
+
+
+# Stacked over the layers by the model (HookedTransformer.W_Q ...): of which kinds of sites.
+_STACKED = {
+    **{f"W_{part}": (f"attn_{part.lower()}", "attn_qkv") for part in "QKV"},
+    "W_O": ("attn_o",),
+    **{f"W_{part}": (f"mlp_{part}", "mlp") for part in ("in", "gate", "out")},
+}
+
+
+# Class of a model -> its class while units are attached.
+_MODELS: dict[type, type] = {}
+
+
+def model_with_units(plain: type) -> type:
+    """The model's class while units are attached: a stack with a matrix that is not in use cannot be read, nor what is made of
+    it (QK, OV, composition scores)."""
+    if plain in _MODELS.values():
+        return plain
+
+    def stack(name: str) -> property:
+        def read(model: Any) -> Any:
+            for layer, block in enumerate(model.blocks):
+                for part in (block.attn, block._modules.get("mlp")):
+                    mounted = () if part is None else part._modules.get("unit_projections", ())
+                    if kinds := [kind for kind in _STACKED[name] if kind in mounted]:
+                        raise error("stacked-weights-read", parameter=name, site=f"blocks.{layer}.{kinds[0]}")
+            return getattr(plain, name).fget(model)
+
+        return property(read)
+
+    if plain not in _MODELS:
+        _MODELS[plain] = type(plain.__name__, (plain,), {name: stack(name) for name in _STACKED})
+    return _MODELS[plain]
+
+
+def plain_model(with_units: type) -> type:
+    """The model's class without units."""
+    return next((plain for plain, other in _MODELS.items() if other is with_units), with_units)
 
 
 PLAIN_TO_FACTORED: dict[type, type] = {

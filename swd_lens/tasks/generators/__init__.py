@@ -15,10 +15,10 @@ import random
 from collections.abc import Iterator
 
 from swd_lens.base.errors import error
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi, tables
 from swd_lens.tasks.generators.tables import TABLES
 from swd_lens.tasks.generators.words import SPLITS
+from swd_lens.tasks.split import TaskExample
 
 _MODULES = {module.FAMILY: module for module in (ioi, docstring, greater_than, gendered_pronoun)}
 FAMILIES = tuple(_MODULES)

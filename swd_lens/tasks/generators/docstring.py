@@ -9,8 +9,8 @@
 
 import random
 
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators.words import ADJECTIVES, ARGUMENTS, OBJECTS, PLACES, as_words, draw_arguments
+from swd_lens.tasks.split import TaskExample
 
 FAMILY = "docstring"
 UNUSED_DISTRACTORS = 8  # names that do not stand in the prompt: "any argument of this prompt" is not yet right

@@ -9,8 +9,8 @@
 import random
 import re
 
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators.words import ADJECTIVES, PLACES, ROLES, loose_words, pronoun_names
+from swd_lens.tasks.split import TaskExample
 
 FAMILY = "gendered_pronoun"
 TEMPLATES = {

@@ -13,8 +13,8 @@ for GPT-2 should drop the others.
 
 import random
 
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators.words import EVENTS, loose_words, start_years
+from swd_lens.tasks.split import TaskExample
 
 FAMILY = "greater_than"
 # Starts late in a century leave few right answers and are rare in a uniform draw: training text has 40% of them.

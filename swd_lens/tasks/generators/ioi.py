@@ -9,8 +9,8 @@
 import random
 import re
 
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators.words import NAMES, draw_pair, loose_words, object_places, objects_at, split_of
+from swd_lens.tasks.split import TaskExample
 
 FAMILY = "ioi"
 

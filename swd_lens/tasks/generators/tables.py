@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swd_lens.tasks.example import TaskExample
 from swd_lens.tasks.generators import greater_than
 from swd_lens.tasks.generators.words import EVENTS, NAMES, as_words, start_years
+from swd_lens.tasks.split import TaskExample
 
 _OWNERS = ("train", "train", "train", "validation", "test", "test")
 

@@ -20,8 +20,7 @@ from swd_lens.base.figures import INK, PALETTE, literal, new_figure
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.hosts import host_of, require_no_dropout
-from swd_lens.hosts.recording import record
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import attach
 

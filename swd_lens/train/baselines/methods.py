@@ -17,21 +17,20 @@ import numpy as np
 import pandas as pd
 import torch
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require_no_dropout
+from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.hosts.standing import standing_hooks
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
-from swd_lens.train.baselines.kept import KeptActivations, kept_activations
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import Rows, rows_of
-from swd_lens.units import described, matrices_of, require_free
+from swd_lens.train.rows import KeptActivations, Rows, kept_activations, rows_of
+from swd_lens.units import described, matrices_of, require_detached, require_free
 
 # Lines of log that a run has at least, where it has so many steps; at most twice as many.
 _LOG_LINES = 1000
@@ -210,6 +209,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     host = host_of(model)
     parts = matrices_of(host, site) if spec.per_matrix else [site]
     require_free(host, parts)
+    require_detached(model, f"training a {method}")
     if spec.inside(site.kind):
         require_gradients(model)
     device = next(model.parameters()).device

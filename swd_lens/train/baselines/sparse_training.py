@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import TrainError, error
 from swd_lens.base.settings import Settings, setting
 from swd_lens.base.surroundings import in_plain_surroundings

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import TrainError, error
+from swd_lens.base.errors import TrainError, brief, error, seen
 from swd_lens.base.files import remove_remains
 from swd_lens.base.sealed import (
     open_tensors,
@@ -35,7 +35,6 @@ from swd_lens.base.sealed import (
     write_tensors,
 )
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.base.visible import seen
 from swd_lens.base.writer import writing
 from swd_lens.train.baselines.activity import Activity, activity_of
 from swd_lens.train.baselines.coders import Coder, Transcoder
@@ -232,10 +231,13 @@ class LearnedUnits(Mapping[str, CoderUnits]):
         return activity_of(model, self, tokens, batch_size=batch_size, progress=progress)
 
     @seen
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         lines = [f"{site}: {units!r}" for site, units in self.items()]
         head = f"LearnedUnits({self.provenance['method']}, {self.tokens:,} tokens, {len(self.checkpoints)} checkpoints)"
         return "\n  ".join([head, *lines])
+
+    def __repr__(self) -> str:
+        return brief(str(self))
 
     def _repr_html_(self) -> str:
         shown = [column for column in self.log.columns if column not in ("step", "learning_rate", "p")]

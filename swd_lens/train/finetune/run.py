@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from swd_lens.base._version import __version__
+from swd_lens.base import __version__
 from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.recording import record
-from swd_lens.hosts.standing import standing_hooks
+from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from swd_lens.base.display import card
 from swd_lens.base.errors import FinetuneError
 from swd_lens.base.settings import Settings, preset, setting
 
@@ -50,6 +51,9 @@ class FinetuneSpec(Settings):
     seed: int = setting(0, at_least=0)
     # "last", or "best": the values with the lowest held-out loss among those evaluated.
     keep: str = setting("last", one_of=("last", "best"))
+
+    def _repr_html_(self) -> str:
+        return card("FinetuneSpec", self.as_dict())
 
     def steps_for(self, n_rows: int) -> int:
         """Optimizer steps over this many rows."""

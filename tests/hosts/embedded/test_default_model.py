@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swd_lens.hosts.embedded import WEIGHTS, load_default_model, load_model_folder, text_tokens
+from swd_lens.hosts.embedded import WEIGHTS, Shape, load_default_model, load_model_folder, text_tokens
 from swd_lens.hosts.embedded.corpus import Packer
-from swd_lens.hosts.embedded.shape import Shape
 from swd_lens.tasks.generators import FAMILIES
 from tests.embedded import score
 

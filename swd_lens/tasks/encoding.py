@@ -1,0 +1,107 @@
+"""Strings become ids: with a BOS where the host puts one, and with a warning that names the words it does not know.
+
+1. `begins_with_bos` follows the host: `cfg.default_prepend_bos`, by which `model("...")` goes, too. `load_host` sets it by
+   `adds_bos`, which asks the tokenizer's files.
+2. The tokenizer in a host cannot be asked: transformer_lens loads every tokenizer again with add_bos_token=True. So the
+   files that it came from are (its name_or_path; what the hub's cache holds; never the network). `add_bos_token` in
+   tokenizer_config.json counts first, then what the tokenizer as it was saved puts before a text. Without files (a tokenizer made
+   in memory) the one at hand is asked; without BOS, or files that are gone, the answer is no.
+3. `UnknownWords` collects the words of texts that the tokenizer has no token of their own for (it reads "<|unk|>" there, the same
+   for all of them), and warns once with all of them.
+4. `vocabulary_hash` tells tokenizers of one size apart: by it a task knows the one that it was made with.
+"""
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from swd_lens.base.errors import callers_level, warning
+
+_NAMED = 8  # words in a warning
+_HASHES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of vocabularies, by tokenizer
+
+
+def begins_with_bos(model: Any) -> bool:
+    """Whether a text given to this host begins with BOS."""
+    default = getattr(model.cfg, "default_prepend_bos", None)
+    if getattr(model.tokenizer, "bos_token_id", None) is None:
+        return False
+    return adds_bos(model.tokenizer) if default is None else bool(default)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the model of this tokenizer was trained on text that begins with BOS."""
+    if getattr(tokenizer, "bos_token_id", None) is None:
+        return False
+    source = getattr(tokenizer, "name_or_path", "")
+    return _saved_adds_bos(source) if source else _puts_bos(tokenizer)
+
+
+@functools.cache
+def _saved_adds_bos(source: str) -> bool:
+    """What the files of a tokenizer say; read once for each."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    try:
+        stated = get_tokenizer_config(source, local_files_only=True).get("add_bos_token")
+        saved = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    except Exception:  # gone, or not in the hub's cache: transformers, hub and tokenizers have their own classes each
+        return False
+    if saved.bos_token_id is None:
+        return False
+    return _puts_bos(saved) if stated is None else bool(stated)
+
+
+def _puts_bos(tokenizer: Any) -> bool:
+    return list(tokenizer("a")["input_ids"])[:1] == [tokenizer.bos_token_id]
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """SHA-256 over the words and ids of a tokenizer; "" where it has no list of them. Computed once for each tokenizer."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return ""
+    if tokenizer not in _HASHES:
+        words = sorted(tokenizer.get_vocab().items())
+        _HASHES[tokenizer] = hashlib.sha256(repr(words).encode(errors="surrogatepass")).hexdigest()
+    return _HASHES[tokenizer]
+
+
+class UnknownWords:
+    """Words that a tokenizer does not know, in the order in which they were met."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.words = tokenizer, dict[str, None]()
+
+    def see(self, text: str, ids: Sequence[int]) -> None:
+        """Note those of a text, given its ids."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        # Where a tokenizer has no token for unknown words it often calls another one so (GPT-2: "<|endoftext|>").
+        if unknown is None or unknown not in ids or self.tokenizer.unk_token in text:
+            return
+        self.words |= dict.fromkeys(self._words_of(text, unknown))
+
+    def _words_of(self, text: str, unknown: int) -> list[str]:
+        if not getattr(self.tokenizer, "is_fast", False):
+            words = text.split()
+            return [
+                word for word in words if unknown in self.tokenizer(" " + word, add_special_tokens=False)["input_ids"]
+            ]
+        read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = zip(read["input_ids"], read["offset_mapping"], strict=True)
+        return [text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown]
+
+    def warn(self, what: str) -> None:
+        """One UnknownWordsWarning that names them, if there are any.
+
+        Args:
+            what: whose text it is, for the message.
+        """
+        if self.words:
+            named = ", ".join(map(repr, list(self.words)[:_NAMED]))
+            more = f" and {len(self.words) - _NAMED} more" if len(self.words) > _NAMED else ""
+            unk = self.tokenizer.unk_token
+            warnings.warn(warning("unknown-words", what=what, words=named + more, unk=unk), stacklevel=callers_level())

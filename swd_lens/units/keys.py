@@ -1,0 +1,181 @@
+"""keys: what a caller may write where a site of a set, or a unit, is meant.
+
+1. A key of a set names one matrix ("blocks.8.mlp_out", "blocks.8.mlp.W_out", "h.8.mlp.c_proj", ("mlp_out", 8) as a cache has it)
+   or several (a glob, a kind "mlp_out", "all", a list): `sites_of_key` says which, and `names_one` which of the two it is.
+2. A unit is a name ("blocks.8.mlp_out/205"), a pair (site, index), or a row of a table with a column "unit": `read_unit`. Several
+   are a list of these, a table, or what has `.units` (a circuit): `read_units`. Whether there is such a unit the caller looks.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, SupportsInt, TypeGuard
+
+import pandas as pd
+
+from swd_lens.base.errors import UnknownSiteError, error
+from swd_lens.hosts.sites import KINDS, Site, matches, parse_unit, select_sites, split_name
+
+_HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
+
+
+# ---------------------------------------------------------------------------------------------- sites of a set
+
+
+def names_one(key: Any) -> bool:
+    """Whether a key is the name of one matrix, whatever a set holds; the others name as many as match."""
+    if isinstance(key, Site) or _is_layer_pair(key):
+        return True
+    return isinstance(key, str) and key != "all" and key not in KINDS and not set(key) & set("*?[")
+
+
+def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Names of a set's sites that a key means, in execution order.
+
+    Args:
+        available: name -> (d_in, d_out) of the sites that the set holds.
+
+    Raises:
+        KeyError: none of them; the message has the nearest names.
+    """
+    if isinstance(key, str) and key in available:
+        return [key]
+    sites = [Site(*split_name(name), *shape) for name, shape in available.items() if is_site_name(name)]
+    listed = [key] if isinstance(key, str | Site) or _is_layer_pair(key) else key
+    if not isinstance(listed, Iterable):
+        raise error("not-a-key-of-a-set", key=key)
+    patterns = [_pattern(each) for each in listed]
+    if not all(isinstance(pattern, str) for pattern in patterns) or not patterns:
+        raise error("not-a-key-of-a-set", key=key)
+    try:
+        return [site.name for site in select_sites(sites, patterns)]
+    except UnknownSiteError:
+        missing = next((p for p in patterns if not any(matches(site, p) for site in sites)), patterns[0])
+        names = list(available)
+        nearest = difflib.get_close_matches(missing, names, n=4, cutoff=0.3) or names[:4]
+        raise error(
+            "site-not-in-set", site=missing, n_sites=len(names), nearest=", ".join(nearest) or "nothing"
+        ) from None
+
+
+def is_site_name(name: str) -> bool:
+    """Whether a set's name for a matrix is that of a host's site (a matrix without a host may be called anything)."""
+    try:
+        split_name(name)
+    except UnknownSiteError:
+        return False
+    return True
+
+
+def _is_layer_pair(key: Any) -> bool:
+    """("mlp_out", 8), as a cache is asked."""
+    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and _is_whole(key[1])
+
+
+def _pattern(key: Any) -> Any:
+    """One key as `select_sites` reads it."""
+    if isinstance(key, Site):
+        return key.name
+    if _is_layer_pair(key):
+        return f"blocks.{int(key[1])}.{_without_hook(key[0])}"
+    return _without_hook(key) if isinstance(key, str) else key
+
+
+def _without_hook(name: str) -> str:
+    """The site of a unit's hook point: blocks.8.hook_mlp_out_unit, hook_mlp_out_unit or mlp_out_unit; other names as they are."""
+    hook = _HOOK.match(name)
+    if hook is None:
+        return name
+    kind = hook[2] or hook[3]
+    return f"blocks.{hook[1]}.{kind}" if hook[1] else kind
+
+
+# ---------------------------------------------------------------------------------------------- units
+
+
+def read_unit(given: Any, sites: Collection[str] = ()) -> tuple[str, int]:
+    """Site and index of one unit, in any of the forms of this module.
+
+    Args:
+        given: "blocks.8.mlp_out/205", ("blocks.8.mlp_out", 205), a table's row, or an object whose `.unit` is a unit's name.
+        sites: names that are known. Their other names (`blocks.8.mlp.W_out/205`, `h.8.mlp.c_proj/205`) are then read, too, and
+            a site may be left out where there is one: 205, "205" or "mlp_out/205".
+
+    Raises:
+        ValueError: none of these.
+    """
+    if _is_row(given):
+        given = (given["site"], given["unit"]) if "site" in given and _is_whole(given["unit"]) else given["unit"]
+    elif not isinstance(given, str | tuple | list) and isinstance(getattr(given, "unit", None), str):
+        given = given.unit
+    if _is_unit_pair(given):
+        name = given[0].name if isinstance(given[0], Site) else given[0]
+        return _known_site(name, sites) or name, int(given[1])
+    if _is_whole(given) or (isinstance(given, str) and given.isdecimal()):
+        if len(sites) != 1:
+            raise error("unit-without-a-site", unit=given, sites=_listed(sites))
+        return next(iter(sites)), int(given)
+    if not isinstance(given, str):
+        raise error("not-a-unit", unit=given)
+    name, slash, index = given.rpartition("/")
+    if slash and index.isdecimal() and (site := _known_site(name, sites)) is not None:
+        return site, int(index)
+    return parse_unit(given)
+
+
+def read_units(given: Any, sites: Collection[str] = ()) -> list[tuple[str, int]]:
+    """Sites and indices of units: one unit, several, a table with a column "unit", or a circuit. See `read_unit`."""
+    return [read_unit(unit, sites) for unit in single_units(given)]
+
+
+def single_units(given: Any) -> list[Any]:
+    """What was given for units, one by one.
+
+    Raises:
+        ValueError: nothing that could be a unit or several.
+    """
+    if isinstance(given, pd.DataFrame):
+        return given.to_dict("records")
+    single = isinstance(given, str | Site) or _is_row(given) or _is_whole(given) or _is_unit_pair(given)
+    if single or isinstance(getattr(given, "unit", None), str):
+        return [given]
+    given = getattr(given, "units", given)
+    if not isinstance(given, Iterable):
+        raise error("not-a-unit", unit=given)
+    return list(given)
+
+
+def _is_row(given: Any) -> bool:
+    """A row of a table: it names its columns."""
+    return isinstance(given, pd.Series | Mapping) and "unit" in given
+
+
+def _is_unit_pair(given: Any) -> TypeGuard[tuple[Any, SupportsInt]]:
+    pair = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str | Site)
+    return pair and _is_whole(given[1])
+
+
+def _known_site(name: str, sites: Collection[str]) -> str | None:
+    """The one of these sites that goes by a name; None where none does, or several."""
+    if name in sites and is_site_name(name):  # a FactorSet holds its matrices' other names, too
+        return name
+    named = [Site(*split_name(site), 1, 1) for site in sites if is_site_name(site)]
+    fitting = (
+        [site.name for site in named if matches(site, _without_hook(name))] if names_one(name) or name in KINDS else []
+    )
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _is_whole(value: Any) -> TypeGuard[SupportsInt]:
+    """A whole number of Python, NumPy or torch; True is none."""
+    if isinstance(value, bool | str) or not hasattr(value, "__int__") or getattr(value, "ndim", 0) != 0:
+        return False
+    try:
+        return bool(int(value) == value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _listed(names: Collection[str], most: int = 4) -> str:
+    shown: Sequence[str] = list(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"

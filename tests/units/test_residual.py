@@ -1,0 +1,134 @@
+"""Units on the residual stream: results stacked as TransformerLens stacks heads, and the units that write or read a direction."""
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens import baselines
+from swd_lens.analysis.audit.vectors import logit_effect
+from swd_lens.units.factors import Factors
+from swd_lens.units.residual import direction_of
+from tests import families
+from tests.micro import W, identity_factors, micro_model, random_tokens, toy_model
+
+WRITING = ["blocks.0.attn_o", "blocks.0.mlp_out", "blocks.1.mlp_out"]
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """A toy host, factors of its writing sites, and a cache of a run with them attached."""
+    model = toy_model()
+    factors = baselines.random_b(model, WRITING)
+    with swd.attach(model, factors):
+        _, cache = model.run_with_cache(random_tokens(2, 6))
+    return model, factors, cache
+
+
+def outputs_without_bias(model, cache) -> torch.Tensor:
+    """(site, batch, pos, d_model) of WRITING, off hooks that swd_lens has no part in."""
+    written = [cache["attn_out", 0] - model.blocks[0].attn.b_O]
+    return torch.stack([*written, *(cache["mlp_out", layer] - model.blocks[layer].mlp.b_out for layer in (0, 1))])
+
+
+def test_results_of_a_site_sum_to_its_output_without_the_bias(toy):
+    model, factors, cache = toy
+    results, labels = swd.stack_unit_results(cache, factors, return_labels=True)
+    assert results.shape == (factors.n_units, 2, 6, 16) and len(labels) == factors.n_units
+    assert labels[0] == "blocks.0.attn_o/0" and labels[-1] == f"blocks.1.mlp_out/{factors[WRITING[2]].n_units - 1}"
+    of_site = torch.stack([results[[label.startswith(f"{site}/") for label in labels]].sum(0) for site in WRITING])
+    torch.testing.assert_close(of_site, outputs_without_bias(model, cache), atol=1e-5, rtol=1e-5)
+
+
+def test_results_by_hand():
+    # For token 2, z = mlp_in's output (4, 6), and B = [[1, 2], [3, 4]].
+    model = micro_model()
+    with swd.attach(model, identity_factors()):
+        _, cache = model.run_with_cache(torch.tensor([[0, 2]]))
+    results = swd.stack_unit_results(cache, identity_factors())
+    assert results[:, 0, -1].tolist() == [[4.0, 8.0], [18.0, 24.0]] and W.tolist() == [[1, 2], [3, 4]]
+
+
+def test_results_take_what_stack_head_results_takes(toy):
+    _, factors, cache = toy
+    whole, labels = swd.stack_unit_results(cache, factors, return_labels=True)
+    first = swd.stack_unit_results(cache, factors, layer=1, incl_remainder=True)
+    n_first = sum(factors[site].n_units for site in WRITING[:2])
+    torch.testing.assert_close(first[:-1], whole[:n_first])
+    torch.testing.assert_close(first.sum(0), cache["resid_post", 0], atol=1e-4, rtol=1e-5)
+    last = swd.stack_unit_results(cache, factors, pos_slice=-1, units=[(WRITING[1], 3), "blocks.0.mlp.W_out/1"])
+    torch.testing.assert_close(last, whole[[labels.index(f"{WRITING[1]}/{i}") for i in (3, 1)], :, -1])
+    scaled = swd.stack_unit_results(cache, factors, apply_ln=True)
+    torch.testing.assert_close(scaled, cache.apply_ln_to_stack(whole, -1))
+    assert swd.stack_unit_results(cache, factors, layer=0).shape == (0, 2, 6, 16)
+
+
+def test_results_on_a_bridge():
+    model = families.bridge("gpt2")
+    factors = baselines.svd(model, ["blocks.0.mlp_out", "blocks.1.attn_o"])
+    with swd.attach(model, factors):
+        _, cache = model.run_with_cache(families.some_tokens(1, 5))
+    results, labels = swd.stack_unit_results(cache, factors, return_labels=True)
+    mlp = [label.startswith("blocks.0.mlp_out") for label in labels]
+    for kept, out, bias in (
+        (mlp, cache["mlp_out", 0], model.blocks[0].mlp.out.original_component.bias),
+        ([not is_mlp for is_mlp in mlp], cache["attn_out", 1], model.blocks[1].attn.o.original_component.bias),
+    ):
+        torch.testing.assert_close(results[kept].sum(0), out - bias, atol=1e-5, rtol=1e-4)
+
+
+def test_transported_offsets_are_no_unit_s():
+    source, target = toy_model(), toy_model()
+    source.process_weights_(fold_ln=False, center_writing_weights=False, center_unembed=False)
+    target.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=True)
+    moved = baselines.svd(source, "blocks.1.mlp_out").transport(target)
+    with swd.attach(target, moved):
+        _, cache = target.run_with_cache(random_tokens(1, 4))
+    f = moved["blocks.1.mlp_out"]
+    constant = target.blocks[1].mlp.b_out + (0 if f.offsets is None else f.offsets.out)
+    summed = swd.stack_unit_results(cache, moved).sum(0)
+    torch.testing.assert_close(summed, cache["mlp_out", 1] - constant, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- directions
+
+
+def test_writers_by_hand():
+    # Along d = (3, 4), |d| = 5: unit 0 writes (1, 2), dot 11; unit 1 writes (-3, -4), dot -25 and cosine -1; unit 2 is dead.
+    write = torch.tensor([[1.0, 2.0], [-3.0, -4.0], [0.0, 0.0]])
+    f = Factors(torch.ones(2, 3), write, provenance={"site": "blocks.0.mlp_out"})
+    table = f.writers(torch.tensor([3.0, 4.0]))
+    assert table.columns.tolist() == ["rank", "unit", "cosine", "dot product"]
+    assert table["rank"].tolist() == [1, 2] and table["unit"].tolist() == ["blocks.0.mlp_out/1", "blocks.0.mlp_out/0"]
+    assert table["dot product"].tolist() == [-25.0, 11.0]
+    assert table["cosine"].tolist() == pytest.approx([-1.0, 11 / (5 * 5**0.5)])
+    assert f.writers(torch.tensor([3.0, 4.0]), n=1, by="dot product")["unit"].tolist() == ["blocks.0.mlp_out/1"]
+
+
+def test_writers_of_a_token_are_what_an_audit_shows(default_model):
+    factors = baselines.svd(default_model, ["blocks.2.mlp_out", "blocks.3.mlp_in"])
+    table = factors.writers(" she", default_model)
+    assert set(table["unit"].str.rpartition("/")[0]) == {"blocks.2.mlp_out"}  # mlp_in writes neurons
+    unit = table.iloc[0]
+    vocabulary = default_model.cfg.d_vocab
+    effect = logit_effect(
+        default_model, factors, ("blocks.2.mlp_out", int(unit["unit"].rpartition("/")[2])), n=vocabulary
+    )
+    assert dict(effect.promoted)[" she"] == pytest.approx(unit["dot product"], abs=1e-4)
+    pair, ids = direction_of((" he", " she"), default_model), default_model.to_tokens([" he", " she"], False)[:, 0]
+    torch.testing.assert_close(pair, direction_of(tuple(ids.tolist()), default_model))
+    torch.testing.assert_close(pair, direction_of(" he", default_model) - direction_of(" she", default_model))
+
+
+def test_readers_pass_the_norm_s_weight():
+    model = toy_model()  # its norms are not folded
+    factors = swd.factorize(
+        model, ["blocks.0.mlp_in", "blocks.0.mlp_out"], sparsity=0.5, preset="quick", progress=False
+    )
+    f, token = factors["blocks.0.mlp_in"], model.W_E[3].detach()
+    table = factors.readers(3, model, n=None)
+    scaled = f.read * model.blocks[0].ln2.w.detach()[:, None]
+    expected = {f"blocks.0.mlp_in/{i}": float(token @ scaled[:, i]) for i in range(f.n_units)}
+    assert set(table["unit"]) <= set(expected) and len(table) == int(f.valid_units.sum())
+    for unit, dot in zip(table["unit"], table["dot product"], strict=True):
+        assert dot == pytest.approx(expected[unit], abs=1e-4)
+    assert table["cosine"].abs().is_monotonic_decreasing
