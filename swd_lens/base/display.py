@@ -7,6 +7,7 @@
 3. In a table text stands left and numbers right. A long text that is that of the row above is not said again.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -150,7 +151,7 @@ def _text(value: Any) -> str:
 
 
 def _is_missing(value: Any) -> bool:
-    return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value)
+    return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and math.isnan(value))
 
 
 def _facts(values: Mapping[str, Any]) -> str:
