@@ -134,9 +134,15 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
         None where either was not measured.
         """
-        differences = [self._difference(name) for name in self.methods[method]]
-        known = [difference for difference in differences if difference is not None]
-        return max(known, key=abs) if known and len(known) == len(differences) else None
+        name = self._furthest(method)
+        return None if name is None else self._difference(name)
+
+    def ce_difference_se(self, method: str) -> float | None:
+        """Standard error of `ce_difference`, paired over the rows of the held-out text; None where rows were not kept, and of
+        the reference itself.
+        """
+        name = self._furthest(method)
+        return None if name is None else self._difference_se(name)
 
     def matched(self, method: str) -> bool | None:
         """Whether the method's CE is within the tolerance of the reference's; None where CE was not measured."""
@@ -144,7 +150,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
     def label(self, method: str) -> str:
         """The method's name for legends, with its CE difference if that is not within the tolerance."""
-        return method if self.matched(method) is not False else f"{method} (CE {self.ce_difference(method):+.4f})"
+        return method if self.matched(method) is not False else f"{method} (CE {self._shown_difference(method)})"
 
     def matching(self) -> str:
         """One sentence: which methods behave alike enough for their circuits to be compared."""
@@ -154,7 +160,21 @@ class Comparison(Mapping[str, TaskComparison], Record):
         within = f"{self.tolerance:g} nats of {self.reference}"
         if off := [self.label(method) for method, yes in matched.items() if not yes]:
             return f"Further than {within}, so not comparable with it: {', '.join(off)}."
-        return f"CE is matched, all within {within}."
+        furthest = max(self.methods, key=lambda method: abs(self.ce_difference(method) or 0.0))
+        if self.ce_difference_se(furthest) is None:
+            return f"CE is matched, all within {within}."
+        return f"CE is matched, all within {within}; furthest is {furthest}, {self._shown_difference(furthest)}."
+
+    def _shown_difference(self, method: str) -> str:
+        """The CE difference, with its standard error where that is known."""
+        se = self.ce_difference_se(method)
+        return f"{self.ce_difference(method):+.4f}" + ("" if se is None else f" ± {se:.4f}")
+
+    def _furthest(self, method: str) -> str | None:
+        """Of a method's curves that whose CE differs most; None unless all were measured."""
+        differences = {name: self._difference(name) for name in self.methods[method]}
+        known = {name: abs(difference) for name, difference in differences.items() if difference is not None}
+        return max(known, key=lambda name: known[name]) if known and len(known) == len(differences) else None
 
     def _difference(self, name: str) -> float | None:
         """Of one curve's replacement, against the mean over the reference's seeds."""
@@ -162,6 +182,12 @@ class Comparison(Mapping[str, TaskComparison], Record):
         if not references or not {name, *references} <= set(self.fidelities):
             return None
         return self.fidelities[name].ce - sum(self.fidelities[other].ce for other in references) / len(references)
+
+    def _difference_se(self, name: str) -> float | None:
+        references = self.methods.get(self.reference, ())
+        if name in references or not references or not {name, *references} <= set(self.fidelities):
+            return None
+        return self.fidelities[name].difference_se(*(self.fidelities[other] for other in references))
 
     def _within(self, difference: float | None) -> bool | None:
         return None if difference is None else abs(difference) <= self.tolerance
@@ -191,7 +217,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
     def _table(self, sufficiency: float | int, necessity: float | int, spread: bool) -> pd.DataFrame:
         """`table`; without the columns of the spread over seeds where that is not asked for."""
         rows: list[dict[str, Any]] = []
-        types = {"whole": {"seeds"}, "real": {"CE difference"}}
+        types = {"whole": {"seeds"}, "real": {"CE difference", "CE difference se"}}
         for task, of_task in self.items():
             for method, names in self.methods.items():
                 curves = [of_task.curves[name] for name in names]
@@ -210,7 +236,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
                             row[f"reached {target}"] = costs.reached  # the same for units and edges
                             types["real"].add(f"{column} sd")
                             types["whole"] |= {f"{column} min", f"reached {target}"}
-                row |= {"CE difference": self.ce_difference(method), "CE matched": self.matched(method)}
+                row |= {"CE difference": self.ce_difference(method), "CE difference se": self.ce_difference_se(method)}
+                row["CE matched"] = self.matched(method)
                 rows.append(row)
         return typed(pd.DataFrame(rows), **types)
 
@@ -221,8 +248,10 @@ class Comparison(Mapping[str, TaskComparison], Record):
             measured, difference = self.fidelities.get(name), self._difference(name)
             row = {"method": method, "seed": seed, "CE": measured and measured.ce}
             row |= {"CE delta": measured and measured.ce_delta, "KL": measured and measured.kl}
-            rows.append(row | {"CE difference": difference, "CE matched": self._within(difference)})
-        return typed(pd.DataFrame(rows), whole={"seed"}, real={"CE", "CE delta", "CE difference", "KL"})
+            row |= {"CE difference": difference, "CE difference se": self._difference_se(name)}
+            rows.append(row | {"CE matched": self._within(difference)})
+        real = {"CE", "CE delta", "CE difference", "CE difference se", "KL"}
+        return typed(pd.DataFrame(rows), whole={"seed"}, real=real)
 
     def _replacements(self) -> Iterator[tuple[str, int | None, str]]:
         """(method, seed, name of the curve); a method of one has no seed."""
@@ -258,7 +287,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
     def _shown(self) -> pd.DataFrame:
         """The table without the spread over seeds, in digits that one can read."""
-        shown = self._table(0.9, 0.5, spread=False).round({"margin": 3, "CE difference": 5})
+        shown = self._table(0.9, 0.5, spread=False).round({"margin": 3, "CE difference": 5, "CE difference se": 5})
         return shown.drop(columns="task") if len(self) == 1 else shown  # which the title says
 
 

@@ -54,6 +54,7 @@ class Fidelity(Record):
         n_predictions: next-token predictions averaged over.
         standing_hooks: hooks of the caller's that were on the host, by name; files name them only where there were any.
         ce_delta_se: standard error of `ce_delta`, rows being the independent observations; None of a single row.
+        ce_delta_rows: the same delta of each row; two replacements on the same rows are compared by their differences.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
@@ -66,15 +67,24 @@ class Fidelity(Record):
     n_predictions: int
     standing_hooks: Sequence[str] = ()
     ce_delta_se: float | None = None
+    ce_delta_rows: Sequence[float] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None}
+        absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None, "ce_delta_rows": []}
         return {key: v for key, v in super().as_dict().items() if key not in absent or v != absent[key]}
 
     @property
     def ce_delta(self) -> float:
         """CE(replaced) - CE(dense)."""
         return self.ce - self.ce_dense
+
+    def difference_se(self, *others: "Fidelity") -> float | None:
+        """Standard error of this CE less the others' mean, paired over rows; None unless all were measured on as many rows."""
+        rows = [torch.tensor(each.ce_delta_rows, dtype=torch.float64) for each in (self, *others)]
+        n_rows = len(rows[0])
+        if not others or n_rows < 2 or any(len(of_other) != n_rows for of_other in rows):
+            return None
+        return float((rows[0] - torch.stack(rows[1:]).mean(0)).std() / n_rows**0.5)
 
     def table(self) -> pd.DataFrame:
         """One row: the model-level metrics, the CE delta's standard error where there is one, and site relMSE."""
@@ -202,6 +212,7 @@ class _Sums:
             n_predictions=n_predictions,
             standing_hooks=tuple(hooks),
             ce_delta_se=se,
+            ce_delta_rows=tuple((of_rows * (len(of_rows) / n_predictions)).tolist()),
         )
 
 

@@ -28,7 +28,7 @@ from swd_lens.train.rows import Processes, Rows
 Logged = dict[str, Tensor]
 # What a progress bar shows of a line of log.
 _SHOWN = ("loss", "density", "heldout_ce")
-_SMALLEST_RMS, _ADDED_TO_RMS = 1e-8, 1e-5
+_SMALLEST_RMS = 1e-8
 
 
 class Fit(ABC):
@@ -264,6 +264,6 @@ def root_mean_square(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(total / sum(t.numel() for t in tensors))
 
 
-def normalized(gradients: Sequence[Tensor], rms: float) -> list[Tensor]:
-    """All divided by (rms + 1e-5), rms being their common root mean square, where that exceeds 1e-8; no clipping: always."""
-    return [g / (rms + _ADDED_TO_RMS) for g in gradients] if rms > _SMALLEST_RMS else list(gradients)
+def normalized(gradients: Sequence[Tensor], rms: float, added: float = 0.0) -> list[Tensor]:
+    """All divided by (rms + added), rms being their common root mean square, where that exceeds 1e-8; no clipping: always."""
+    return [g / (rms + added) for g in gradients] if rms > _SMALLEST_RMS else list(gradients)

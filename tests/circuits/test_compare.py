@@ -214,9 +214,13 @@ def test_ce_is_measured_and_what_is_further_off_is_named(model, factors, tokens)
     assert comparison.reference == "SVD"
     assert comparison.ce_difference("SWD") == pytest.approx(off, abs=1e-9)
     assert [comparison.matched(method) for method in comparison.methods] == [True, True, False]
-    assert comparison.label("SWD") == f"SWD (CE {off:+.4f})" and comparison.label("SVD") == "SVD"
+    se = alone.difference_se(fidelity(model, methods["SVD"], tokens))
+    assert comparison.ce_difference_se("SWD") == pytest.approx(se, rel=1e-6) and se > 0
+    assert comparison.ce_difference_se("SVD") is None  # the reference itself
+    label = f"SWD (CE {off:+.4f} ± {se:.4f})"
+    assert comparison.label("SWD") == label and comparison.label("SVD") == "SVD"
     legend = [text.get_text() for text in comparison.plot().legends[0].get_texts()]
-    assert legend == ["SVD", "Random-B, mean ± sd of 2 seeds", f"SWD (CE {off:+.4f})"]
+    assert legend == ["SVD", "Random-B, mean ± sd of 2 seeds", label]
     assert comparison.table()["CE matched"].tolist() == [True, True, False]
     table = comparison.fidelity()
     assert table["method"].tolist() == ["SVD", "Random-B", "Random-B", "SWD"]
@@ -224,11 +228,11 @@ def test_ce_is_measured_and_what_is_further_off_is_named(model, factors, tokens)
     assert table["CE"].iloc[-1] == alone.ce and table["KL"].iloc[-1] == alone.kl
     assert table["CE delta"].iloc[-1] == alone.ce_delta
     for shown in (repr(comparison), comparison._repr_html_()):
-        assert f"SWD (CE {off:+.4f})" in shown
+        assert label in shown
     both, how = {"SVD": methods["SVD"], "SWD": factors}, {"tokens": tokens, "evaluation": few}
     other = compare(both, model, TOY, reference="SWD", tolerance=1e9, **how)
     assert other.ce_difference("SVD") == pytest.approx(-off, abs=1e-9) and other.matched("SVD") is True
-    assert other.matching() == "CE is matched, all within 1e+09 nats of SWD."
+    assert other.matching() == f"CE is matched, all within 1e+09 nats of SWD; furthest is SVD, {-off:+.4f} ± {se:.4f}."
 
 
 def test_without_tokens_nothing_is_called_matched(model, factors):

@@ -1,6 +1,7 @@
 """Fidelity against the same numbers computed the long way, and on models where they are known."""
 
 import importlib
+import json
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import fidelity
-from swd_lens.circuits.fidelity import fidelities
+from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.hosts import host_of
 from tests.contract import swd_zero_data
 from tests.micro import random_tokens, toy_model
@@ -52,6 +53,20 @@ def test_the_long_way(model):
     se = float((of_rows[1] - of_rows[0]).double().std() / 3)
     assert found.ce_delta_se == pytest.approx(se, rel=1e-4) and found.table()["CE delta se"].item() == found.ce_delta_se
     assert fidelity(model, factors, tokens[:1]).ce_delta_se is None
+    assert found.ce_delta_rows == pytest.approx((of_rows[1] - of_rows[0]).tolist(), rel=1e-3, abs=1e-6)
+
+
+def test_two_replacements_are_compared_row_by_row():
+    def measured(*rows):
+        return Fidelity(1.0, 1.0 + sum(rows) / len(rows), 0.0, 1.0, {"x": 0.0}, 9, (), 0.1, rows)
+
+    one, other = measured(0.1, 0.3, 0.2), measured(0.0, 0.1, 0.2)
+    # Differences .1, .2, 0: their standard deviation is .1, of three rows.
+    assert one.difference_se(other) == pytest.approx(0.1 / 3**0.5)
+    # The mean of both others is .05, .2, .2: differences .05, .1, 0.
+    assert one.difference_se(other, measured(0.1, 0.3, 0.2)) == pytest.approx(0.05 / 3**0.5)
+    assert one.difference_se(measured(0.1, 0.2)) is None and one.difference_se() is None
+    assert Fidelity.from_dict(json.loads(json.dumps(one.as_dict()))).difference_se(other) == one.difference_se(other)
 
 
 def test_exact_factors_change_nothing(model):

@@ -206,6 +206,9 @@ def test_gradients_are_divided_by_their_common_rms():
     # rms of (3, 4) and (0, 0): sqrt(25 / 4) = 2.5
     gradients = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
     got = normalized(gradients, root_mean_square(gradients))
-    torch.testing.assert_close(got[0], torch.tensor([3.0, 4.0]) / 2.50001)
+    torch.testing.assert_close(got[0], torch.tensor([3.0, 4.0]) / 2.5)
+    assert root_mean_square(got) == pytest.approx(1.0, rel=1e-6)
+    added = normalized(gradients, root_mean_square(gradients), 0.5)
+    torch.testing.assert_close(added[0], torch.tensor([3.0, 4.0]) / 3)
     tiny = [torch.full((3,), 1e-9)]
     assert torch.equal(normalized(tiny, root_mean_square(tiny))[0], tiny[0])

@@ -49,6 +49,8 @@ from swd_lens.train.rows import Rows, rows_of
 MODEL = "model"
 # Logits held at once, in numbers: 2^26 are 268 MB in float32, and some four such tensors live at a time.
 _LOGITS_AT_ONCE = 2**26
+# What sparse pretraining adds to the gradients' root mean square before dividing by it (paper, app. sparse-pretrain-setting).
+ADDED_TO_RMS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,8 @@ class SparseFit(Fit):
 
     def adjust_gradients(self, step: int) -> dict[str, float]:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        for gradient, divided in zip(gradients, normalized(gradients, root_mean_square(gradients)), strict=True):
+        normal = normalized(gradients, root_mean_square(gradients), ADDED_TO_RMS)
+        for gradient, divided in zip(gradients, normal, strict=True):
             gradient.copy_(divided)
         return {}
 

@@ -93,7 +93,7 @@ def test_one_update_by_hand(tokenizer, tmp_path):
         logits = start(rows).logits[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
         grads = [p.grad for p in start.parameters() if p.grad is not None]
-        gradients.append(normalized(grads, root_mean_square(grads)))
+        gradients.append(normalized(grads, root_mean_square(grads), 1e-5))
     rate = 3e-3 * 1 / 10  # the second of ten warm-up updates; n0 = 10 updates
     for (name, p), g1, g2 in zip(start.named_parameters(), *gradients, strict=True):
         first = (0.9 * 0.1 * g1 + 0.1 * g2) / (1 - 0.9**2)

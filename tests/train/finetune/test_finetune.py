@@ -131,7 +131,7 @@ def test_three_steps_of_the_paper_by_hand(toy):
         grads = [g * mask for g, mask in zip(torch.autograd.grad(loss_of(*leaves), leaves), masks, strict=True)]
         rms = (sum(g.square().sum() for g in grads) / sum(int(mask.sum()) for mask in masks)).sqrt()
         for i, g in enumerate(grads):
-            g = g / (rms + 1e-5)
+            g = g / rms
             first[i] = b1 * first[i] + (1 - b1) * g
             second[i] = b2 * second[i] + (1 - b2) * g * g
             m, v = first[i] / (1 - b1**step), second[i] / (1 - b2**step)
