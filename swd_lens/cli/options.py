@@ -196,7 +196,10 @@ class SolverOptions:
     ] = None
     basis: Annotated[
         str | None,
-        Option("--basis", help=f"Whose coordinates units start as: {', '.join(BASES)} (paper: the short side)."),
+        Option(
+            "--basis",
+            help=f"Whose coordinates units start as: {', '.join(BASES)} (paper: the short side), or auto (an MLP's neurons).",
+        ),
     ] = None
     outer_iterations: Annotated[
         int | None, Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)

@@ -27,14 +27,13 @@ from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget,
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.job import Job
+from swd_lens.factorization.job import Job, options_of
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
-from swd_lens.solver import resolve
 from swd_lens.solver.budget import edges as edges_of
 from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -122,7 +121,7 @@ def allocate(
         judged = _Judge(host, rows, batch_size)
     budgets = {site.name: _budgets(job, site, sparsity, multiples) for site in job.sites}
     uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
-    given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens, **options}
+    given = {"preset": preset, "units": units, "tokens": None if stream is None else stream.n_tokens}
     curves: dict[str, LossCurve] = {}
     trials_to_make = sum(map(len, budgets.values()))
     with tqdm(total=trials_to_make, desc=f"allocate by {by}", disable=not progress, leave=False) as bar:
@@ -131,7 +130,7 @@ def allocate(
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
                 with naming(site):
-                    trials.append(solve(weight, gram, 1 - k / site.numel, **given))
+                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **options_of(site, options)))
                 bar.update()
             losses = [f.relmse(gram) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
@@ -171,7 +170,7 @@ def _judged(judge: Any, stream: TokenStream | None, model: Any) -> Int[Tensor, "
 def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[float]) -> tuple[int, ...]:
     """Edges to try, rising, the uniform budget among them; none that the solver cannot make or would not use."""
     uniform = edges_of(site.d_in, site.d_out, sparsity)
-    spec = resolve(job.preset, job.options)
+    spec = job.spec(site)
     width = resolve_units(job.units, site.d_in, site.d_out, spec)
     least = spec.least_edges(site.d_in, site.d_out, width)
     most = min(int(_DENSEST * site.numel), width * (site.d_in + site.d_out))

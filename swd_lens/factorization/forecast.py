@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import Any
 
 from swd_lens.base.record import Record
-from swd_lens.factorization.job import Job
+from swd_lens.factorization.job import Job, options_of
 from swd_lens.factorization.solve import naming
 from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
-from swd_lens.solver import Cost, cost, resolve
+from swd_lens.solver import Cost, cost
 from swd_lens.solver.validate import resolve_units
 
 _FLOAT, _DOUBLE = 4, 8
@@ -53,10 +53,10 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
         ValueError: bad units or solver options; the matrix is named.
     """
     plan = _Plan(job)
-    widths, costs, spec = {}, {}, resolve(job.preset, job.options)
+    widths, costs = {}, {}
     for site in job.sites:
         with naming(site):
-            widths[site.name] = resolve_units(job.units, site.d_in, site.d_out, spec)
+            widths[site.name] = resolve_units(job.units, site.d_in, site.d_out, job.spec(site))
             costs[site.name] = cost(
                 site.d_in,
                 site.d_out,
@@ -64,7 +64,7 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
                 units=job.units,
                 preset=job.preset,
                 calibrated=plan.calibrated,
-                **job.options,
+                **options_of(site, job.options),
             )
     kept = {site.name: plan.kept_bytes(site, widths[site.name]) for site in job.sites}
     held = sum(kept[name] for name in finished)

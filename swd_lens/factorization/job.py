@@ -19,13 +19,14 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import KINDS, PACKED, Pattern, Site, select_sites
-from swd_lens.solver import resolve
+from swd_lens.hosts.sites import KINDS, NEURON_SIDE, PACKED, Pattern, Site, select_sites
+from swd_lens.solver import AnnealSpec, DsfSpec, PruneSpec, resolve
 from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import is_number
 from swd_lens.tasks.streams import TokenStream
@@ -115,8 +116,10 @@ class Job:
         # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
         # embedded model; of a float64 Gram none).
         with naming(matrices[0]):
-            spec = resolve(preset, options)
-        solved_in_double = all(spec.precision_for(site.d_in, site.d_out) == "float64" for site in matrices)
+            specs = [resolve(preset, options_of(site, options)) for site in matrices]
+        solved_in_double = all(
+            spec.precision_for(site.d_in, site.d_out) == "float64" for spec, site in zip(specs, matrices, strict=True)
+        )
         double = gram_dtype == "float64" or (gram_dtype == "auto" and solved_in_double)
         return cls(
             None if shapes_only else model,
@@ -131,6 +134,10 @@ class Job:
             dict(options),
             device,
         )
+
+    def spec(self, site: Site) -> DsfSpec | AnnealSpec | PruneSpec:
+        """The solver's settings for one matrix."""
+        return resolve(self.preset, options_of(site, self.options))
 
     @property
     def kind(self) -> str:
@@ -172,7 +179,7 @@ class Job:
         widest = max(self.sites, key=lambda site: site.d_in)
         if self.tokens is None or self.n_tokens >= widest.d_in:
             return
-        share = resolve(self.preset, self.options).shrinkage_for(self.n_tokens, widest.d_in)
+        share = self.spec(widest).shrinkage_for(self.n_tokens, widest.d_in)
         remedy = (
             f"shrinkage {share:.3g} is applied to it (settings['shrinkage'])"
             if share > 0
@@ -211,7 +218,7 @@ class Job:
     def recipes(self) -> dict[str, Recipe]:
         """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
         shared: dict[str, Any] = {"swd_lens": __version__, "preset": self.preset}
-        shared |= {"units": self.units, **resolve(self.preset, self.options).as_dict(), "calibration": self.kind}
+        shared |= {"units": self.units, "calibration": self.kind}
         if self.stream is not None:
             shared["tokens_sha256"] = self.stream.fingerprint()
             shared["batch_size"] = self.batch_size  # the order of a sum
@@ -224,6 +231,7 @@ class Job:
             site.name: {
                 "sparsity": self.sparsities[site.name],
                 **shared,
+                **self.spec(site).as_dict(),
                 "weight_sha256": weight_fingerprint(host, site),
             }
             for site in self.sites
@@ -248,7 +256,7 @@ class Job:
             preset=self.preset,
             units=self.units,
             tokens=None if gram is None else self.n_tokens,
-            options=self.options,
+            options=options_of(site, self.options),
             bytes=peak_bytes,
         )
 
@@ -259,6 +267,13 @@ class Job:
 
 
 # ---------------------------------------------------------------------------------------------- arguments
+
+
+def options_of(site: Site, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The solver's options for one matrix: a basis "auto" is that of its neurons, where it has some, else the paper's."""
+    if options.get("basis") != AUTO:
+        return dict(options)
+    return {**options, "basis": "paper" if isinstance(site, Shape) else NEURON_SIDE.get(site.kind, "paper")}
 
 
 def _matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:

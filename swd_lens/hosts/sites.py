@@ -28,6 +28,9 @@ KINDS = (
 # These are made of those; one layer holds units at one or the other. "mlp" is no matrix: only transcoders go there.
 PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp": ("mlp_gate", "mlp_in", "mlp_out")}
 
+# Which coordinates of a matrix are the MLP's neurons; other matrices have none of their own.
+NEURON_SIDE = {"mlp_gate": "output", "mlp_in": "output", "mlp_out": "input"}
+
 READS_ATTENTION_INPUT = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay")
 # Their output goes to the residual stream; those of RESIDUAL_MATRICES hold one matrix.
 RESIDUAL_MATRICES = ("attn_o", "mlp_out")

@@ -446,3 +446,38 @@ def test_bad_settings_fail_before_anything_is_run(model, changed, message, monke
     with pytest.raises(ValueError, match=message):
         swd.factorize(model, "mlp_out", **{**QUICK, "tokens": TOKENS, **changed})
     assert calls == []
+
+
+# ---------------------------------------------------------------------------------------------- basis by matrix
+
+
+def test_basis_auto_is_that_of_the_neurons_and_the_papers_elsewhere(model, tmp_path):
+    how = {"preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense", "progress": False}
+    auto = swd.factorize(model, "all", basis="auto", out=tmp_path, **how)
+    sides = {"mlp_in": "output", "mlp_out": "input"}
+    for site, f in auto.items():
+        side = sides.get(site.rsplit(".", 1)[1], "paper")
+        assert f.settings["basis"] == side
+        if site.startswith("blocks.0."):
+            assert_same(
+                FactorSet({site: f}), FactorSet(swd.factorize(model, site, basis=side, **how)), provenance=False
+            )
+    assert auto["blocks.0.mlp_out"].n_units == auto["blocks.0.mlp_out"].d_in
+    # Finished matrices are taken over: the recipe names the basis of each.
+    again = swd.factorize(model, "all", basis="auto", out=tmp_path, **how)
+    assert_same(auto, again)
+
+
+def test_estimate_and_allocate_know_each_matrix_basis(model):
+    estimated = {row.site: row.units for row in swd.estimate(model, "all", basis="auto", tokens=(12, 9)).rows}
+    assert estimated["blocks.1.mlp_out"] == 32 and estimated["blocks.1.attn_o"] == 16
+    assert [row.units for row in swd.estimate((32, 16), basis="auto").rows] == [16]  # a matrix of no known kind
+    spent = swd.allocate(
+        model, "mlp_out", sparsity=0.5, tokens=TOKENS, by="error", basis="auto", preset="quick", progress=False
+    )
+    assert spent.settings["options"] == {"basis": "auto"}
+
+
+def test_the_solver_alone_knows_no_neurons():
+    with pytest.raises(swd.SpecError, match="basis"):
+        swd.solve(torch.randn(8, 4), None, 0.5, basis="auto")

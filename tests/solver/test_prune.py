@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swd_lens.base.errors import BudgetError
-from swd_lens.solver import solve
+from swd_lens.solver import AnnealSpec, Budget, plan_shares, solve
 from tests.solver.matrices import gram_of, weight_of
 
 SHAPES = [(24, 10), (10, 24), (16, 16)]
@@ -57,8 +57,10 @@ def test_a_unit_that_costs_its_own_edge_is_left_out_when_the_budget_ends():
 @pytest.mark.parametrize("preset", ["quick", "pruned"])
 def test_output_side_of_a_matrix_is_input_side_of_its_transpose(preset):
     weight = weight_of((12, 30))
-    one = solve(weight, None, 0.6, preset=preset, basis="output", precision="float64")
-    other = solve(weight.T, None, 0.6, preset=preset, basis="input", precision="float64")
+    # The refinement takes the write factor first, whichever side it is.
+    how = {} if preset == "pruned" else {"refine_rounds": 0}
+    one = solve(weight, None, 0.6, preset=preset, basis="output", precision="float64", **how)
+    other = solve(weight.T, None, 0.6, preset=preset, basis="input", precision="float64", **how)
     assert one.read.shape[1] == other.read.shape[1] == 30
     torch.testing.assert_close(one.read @ one.write, (other.read @ other.write).T, rtol=1e-4, atol=1e-5)
 
@@ -69,6 +71,16 @@ def test_the_papers_side_is_the_short_one(shape):
     weight, gram = weight_of(shape), gram_of(shape[0])
     paper, named = (solve(weight, gram, 0.5, preset="quick", basis=basis) for basis in ("paper", short))
     assert torch.equal(paper.read, named.read) and torch.equal(paper.write, named.write)
+
+
+def test_units_of_the_long_side_keep_few_edges_there_unless_told_otherwise():
+    weight, gram = weight_of((60, 20)), gram_of(60)
+    few, told = (solve(weight, gram, 0.5, preset="quick", basis="input", **how) for how in ({}, {"square_share": 0.3}))
+    assert few.settings["budget_square"] == 60  # one read a unit: .03 of 600 would be less
+    assert told.settings["budget_square"] == int(0.3 * 600)
+    # One write a unit is more than .03 of 1,000; .03 of 3,950 is more than a read a unit.
+    assert plan_shares(20, 100, 0.5, 100, AnnealSpec(basis="output")) == Budget(100, 900)
+    assert plan_shares(100, 40, 0.0125, 100, AnnealSpec(basis="input")) == Budget(118, 3832)
 
 
 def test_units_of_the_long_side_start_there_and_keep_the_budget():

@@ -3,7 +3,8 @@
 1. Losses and held-out means are sums over next-token predictions, in float32 from the logits on, added over all processes and
    divided by the predictions of all of them.
 2. The gradient of the mean loss, on the supports only, is one vector per factor. With `normalize_gradients`: where their root
-   mean square r over all entries of all factors exceeds 1e-8, they are divided by r, so that it becomes 1 (paper, app. swd-optimization).
+   mean square r over all entries of all factors exceeds 1e-8, they are divided by r, so that it is 1 (paper, app.
+   swd-optimization).
 3. After AdamW's step no value is zero (mount.py). With keep="best" the values of the lowest held-out loss are put aside.
 """
 

@@ -1,0 +1,159 @@
+"""concentration: how few edges carry what a replacement does to the next token, on text alone.
+
+Where the units of a site spread every effect over many of them, each task's circuit is dear; this says so before there is a task.
+
+1. Predictions (`text_predictions`): contexts of one length are drawn from a text; the answer is the token that follows, the
+   distractor the dense host's likeliest other one.
+2. Every unit's contribution to every margin, z dg/dz at the last position, as circuits are scored (attribution.py).
+3. Of each prediction: units by descending contribution, and the edges of the first ones that together have `share` of what all
+   positive contributions add up to.
+4. The geometric mean over predictions, with the standard error of its logarithm.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.base.errors import error
+from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.circuits.ablation import Means
+from swd_lens.circuits.attribution import TrainingPass, first_order
+from swd_lens.circuits.shortcuts import find_shortcuts
+from swd_lens.hosts import host_of, require_gradients, require_no_dropout
+from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.tasks.text import as_rows
+from swd_lens.units import attach
+
+_BATCH = 64  # predictions of a forward
+
+
+@dataclass(frozen=True)
+class Concentration(Record):
+    """How few edges carry a replacement's effect on the next token.
+
+    Attributes:
+        edges, units: geometric means over predictions, of the fewest units that have the share.
+        log_se: standard error of the logarithm of `edges`, predictions being the observations.
+        share: of the positive contributions.
+        n_predictions: how many were looked at; those to which no unit contributes are left out.
+        settings: context length and seed.
+    """
+
+    edges: float
+    units: float
+    log_se: float
+    share: float
+    n_predictions: int
+    settings: Mapping[str, Any]
+
+    def title(self) -> str:
+        return (
+            f"Concentration: {self.units:.1f} units with {self.edges:,.0f} edges (times or over {math.exp(self.log_se):.2f}) "
+            f"have {self.share:.0%} of the effect on a next token, in the geometric mean of {self.n_predictions} predictions"
+        )
+
+
+@in_plain_surroundings
+def concentration(
+    model: Any,
+    factors: Any,
+    tokens: Any,
+    *,
+    share: float | int = 0.5,
+    n_predictions: int = 256,
+    context: int = 24,
+    seed: int = 0,
+) -> Concentration:
+    """How few edges carry what these units do to the next token of a text.
+
+    Low is good: one unit has the effect, or few sparse ones. Compare replacements of the same sites at about the same CE.
+
+    Args:
+        model: the host, with these sites not attached.
+        factors: the replacement, see `swd_lens.attach`.
+        tokens: (rows, pos) ids, of at least `context` + 1 tokens a row.
+        share: of the positive contributions, between 0 and 1.
+        n_predictions: how many contexts are drawn; all where the text has fewer.
+        context: tokens before each prediction.
+
+    Raises:
+        ValueError: a share outside (0, 1), rows too short, fewer than two predictions, or units that contribute to none.
+        AttachError, UnsupportedHostError: see `swd_lens.attribute`.
+    """
+    if not 0 < share < 1:
+        raise error("concentration-share-outside", share=share)
+    require_no_dropout(model)
+    require_gradients(model)
+    split = text_predictions(model, tokens, n_predictions, context, seed)
+    costs = _costs(model, factors, split, float(share))
+    costs = costs[costs[:, 0] > 0]
+    if len(costs) < 2:
+        raise error("concentration-of-nothing", n_predictions=len(split))
+    logs = costs.log()
+    edges, units = logs.mean(0).exp().tolist()
+    settings = {"context": context, "seed": seed}
+    return Concentration(edges, units, float(logs[:, 0].std() / len(logs) ** 0.5), float(share), len(logs), settings)
+
+
+def text_predictions(model: Any, tokens: Any, n: int, context: int, seed: int) -> TaskSplit:
+    """Contexts of a text as prompts: the next token against the dense host's likeliest other one.
+
+    Raises:
+        ValueError: rows shorter than a context and its next token, or fewer than three different contexts.
+    """
+    rows = as_rows(tokens, model)
+    if context < 1 or rows.shape[1] < context + 1:
+        raise error("concentration-rows-too-short", context=context, length=rows.shape[1])
+    windows = rows.unfold(1, context + 1, context + 1).flatten(0, 1)
+    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
+    # A task has two splits: one prediction more goes into the other one.
+    chosen = torch.tensor(_different(drawn)[: n + 1])
+    if len(chosen) < 3:
+        raise error("concentration-of-one-prediction", n=len(chosen) - 1)
+    prompts, answers = chosen[:, :-1], chosen[:, -1]
+    others = [_likeliest_other(model, *part) for part in zip(prompts.split(_BATCH), answers.split(_BATCH), strict=True)]
+    given = (prompts, answers.tolist(), torch.cat(others).tolist())
+    return Task.from_tokens("text", model, *given, test_fraction=1 / len(chosen), seed=seed).train
+
+
+def _different(windows: Int[Tensor, "window pos"]) -> list[list[int]]:
+    """The windows of different contexts, in their order; of equal contexts the first."""
+    first: dict[tuple[int, ...], list[int]] = {}
+    for window in windows.tolist():
+        first.setdefault(tuple(window[:-1]), window)
+    return list(first.values())
+
+
+def _likeliest_other(
+    model: Any, prompts: Int[Tensor, "batch pos"], answers: Int[Tensor, " batch"]
+) -> Int[Tensor, " batch"]:
+    with torch.no_grad():
+        logits = host_of(model).last_logits(prompts).float().cpu()
+    return logits.scatter(1, answers[:, None], float("-inf")).argmax(1)
+
+
+def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Tensor, "prediction 2"]:
+    """Edges and units of the fewest units with the share of a prediction's positive contributions; 0 where there are none."""
+    host, costs = host_of(model), []
+    with attach(model, factors) as attachment:
+        units, sites = attachment.factors, attachment.sites
+        shortcuts = find_shortcuts(host, sites, units, split, "scoring", known=False, dense=None)
+        means = Means(host, sites, split, "scoring", "scoring", _BATCH)
+        contributions = first_order(TrainingPass(host, units, shortcuts, means, steps=1))
+        edges = torch.cat([units[site.name].edges_per_unit.cpu() for site in sites])
+        for bucket in split.buckets(_BATCH):
+            of_site = contributions(bucket)
+            found = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
+            ranked, order = found.sort(dim=1, descending=True, stable=True)
+            # The first units whose sum reaches the share; the last of them is counted.
+            needed = (ranked.cumsum(1) < share * found.sum(1, keepdim=True)).sum(1, keepdim=True)
+            n_units = (needed + 1) * (found.sum(1, keepdim=True) > 0)
+            n_edges = edges[order].cumsum(1).gather(1, needed.clamp(max=len(edges) - 1)) * (n_units > 0)
+            costs.append(torch.cat([n_edges, n_units], 1).double())
+    return torch.cat(costs)
