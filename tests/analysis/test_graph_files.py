@@ -52,10 +52,13 @@ def test_json_is_what_viewers_read(settings, tmp_path):
     for part, keys in (("metadata", METADATA), ("qParams", QPARAMS)):
         assert all(isinstance(written[part][key], kind) for key, kind in keys.items())
     nodes, links = written["nodes"], written["links"]
-    assert len(nodes) == len(graph.nodes) and len(links) == len(graph.edges) > 0
+    errors = [node["node_id"] for node in nodes if node["feature_type"] == "mlp reconstruction error"]
+    left_out = [link for link in links if link["source"] in errors]
+    assert len(nodes) - len(errors) == len(graph.nodes) and len(links) - len(left_out) == len(graph.edges) > 0
+    assert bool(errors) == bool(left_out) == bool(settings)
     for node in nodes:
         assert all(isinstance(node[key], kind) for key, kind in (NODE | NODE_OPTIONAL).items())
-        assert node["feature_type"] in ("cross layer transcoder", "embedding", "logit")
+        assert node["feature_type"] in ("cross layer transcoder", "embedding", "logit", "mlp reconstruction error")
         # Viewers split identifiers: layer_feature_position, with the layer repeated.
         layer, _, position = node["node_id"].split("_")
         assert layer == node["layer"] and int(position) == node["ctx_idx"] < len(written["metadata"]["prompt_tokens"])

@@ -2,13 +2,25 @@
 
 build.py (unit_graph) -> frozen.py (one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) -> result.py
 (UnitGraph and its JSON), drawing.py (SVG). feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of
-the best units.
+the best units. export.py writes a graph for other tools' viewers: nodes.py (what they draw), features.py (what they show of a
+unit), groups.py (units shown as one), tracing.py (query-key pairs).
 """
 
 from swd_lens.analysis.graph.build import unit_graph
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
+from swd_lens.analysis.graph.export import ExportedGraph
 from swd_lens.analysis.graph.feeders import feeders
+from swd_lens.analysis.graph.groups import groups
 from swd_lens.analysis.graph.paths import plot_unit_paths
 from swd_lens.analysis.graph.result import UnitGraph
 
-__all__ = ["GraphDrawing", "UnitGraph", "draw", "feeders", "plot_unit_paths", "unit_graph"]
+__all__ = [
+    "ExportedGraph",
+    "GraphDrawing",
+    "UnitGraph",
+    "draw",
+    "feeders",
+    "groups",
+    "plot_unit_paths",
+    "unit_graph",
+]

@@ -2,33 +2,27 @@
 
 1. `table` makes a graph's two tables with the same columns and types wherever they come from; `records` gives their rows back as
    plain values.
-2. `viewer_json` is a graph in the schema of attribution graphs, with all of the graph under "swd_lens" in its metadata.
-
-Facts of the schema: circuit-tracer's graph_models.py and its frontend (safety-research/circuit-tracer), and Neuronpedia's
-graph-schema.json; written down here as they were found in 2026. What they ask for beyond names:
-
-a. node_id is layer_feature_position, with layer "E" for embeddings and n_layers + 1 for answers.
-b. feature numbers tell units of one layer apart, so a site's units are moved by a multiple of a power of ten.
-c. influence is the cumulative share, strongest node first: viewers hide what lies above a threshold.
-d. An answer's text contains (p=...): viewers read the probability from it.
+2. `to_json` and `export` write it for viewers (export.py), with all of the graph under "swd_lens" in the file's metadata; `load`
+   reads that and nothing else.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
-from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import write_json
 from swd_lens.base.record import Record, checked
-from swd_lens.base.sealed import read_json, readable, seal, unseal
-from swd_lens.hosts.sites import KINDS, split_name
+from swd_lens.base.sealed import read_json, readable, unseal
+
+if TYPE_CHECKING:
+    from swd_lens.analysis.audit import Audit
+    from swd_lens.analysis.graph.export import ExportedGraph
 
 NODES = {
     **dict.fromkeys(("node", "kind"), "object"),
@@ -53,8 +47,6 @@ _SETTINGS: Mapping[str, Any] = {
     **dict.fromkeys(("tokens", "answers", "token_ids"), list[Any] | None),
 }
 _NODE: Mapping[str, Any] = {"node": str, "kind": str, "label": str | None}
-# Viewers know this type; no other one is drawn as a feature by all of them.
-_UNIT_TYPE = "cross layer transcoder"
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
@@ -138,12 +130,82 @@ class UnitGraph(Record):
             raise error("graph-of-unknown-nodes")
         return cls(table(nodes, NODES), table(edges, EDGES), values["settings"])
 
-    def to_json(self, path: str | Path, *, slug: str = "unit-graph") -> None:
-        """Write one JSON file, whole or not at all, in the schema of attribution graphs that circuit-tracer and Neuronpedia
-        read. What that schema has no place for stands under "swd_lens" in its metadata, sealed, so that `load` gives all of it
-        back; the rest of the file is the viewers', who may change it.
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        scan: str | None = None,
+        target: str = "circuit-tracer",
+        slug: str = "unit-graph",
+        audit: "Audit | None" = None,
+        attention: Any = None,
+        groups: Mapping[str, Iterable[str]] | None = None,
+        pinned: Any = None,
+        features_url: str | None = None,
+    ) -> "ExportedGraph":
+        """Write the graph for circuit-tracer's or Neuronpedia's frontend: {slug}.json, its line in graph-metadata.json, and a
+        file for each unit in features/. Graphs of one folder stand beside each other.
+
+            graph.export("graphs", audit=audit)          # then: circuit_tracer.frontend.local_server.serve("graphs")
+
+        What the edges leave of a node's activation is the weight of a link from an error node, so that links into a node
+        add up to it. A unit that is hovered shows the audit's contexts and tokens.
+
+        Args:
+            folder: made where it is not there; what it holds of another slug stays.
+            scan: where features are looked up. circuit-tracer: None means the folder's own; Neuronpedia: the model's name
+                there ("gpt2-small", "gemma-2-2b"), None means the host's.
+            target: "circuit-tracer" or "neuronpedia".
+            slug: the graph's name in addresses and files: letters, digits, "_", "-" and ".".
+            audit: of the same factors: contexts, promoted tokens, labels of units without one.
+            attention: of `attention_paths`: query-key pairs behind each unit that attention writes.
+            groups: name -> nodes that are shown as one, as `swd_lens.graph.groups` gives; None: by label.
+            pinned: what is open at the start, see `swd_lens.analysis.graph.nodes.pinned_nodes`.
+            features_url: where features/ will be served, for Neuronpedia.
+
+        Raises:
+            ValueError: an unknown target, a slug or scan of other characters, an audit of other factors, a group or a pinned
+                unit that the graph does not have, a damaged graph-metadata.json.
+            OSError: the folder cannot be written.
+
+        Warns:
+            UserWarning: Neuronpedia, and all units stand in the first block.
         """
-        write_json(Path(path), viewer_json(self, slug))
+        from swd_lens.analysis.graph.export import export  # which reads a graph's tables as this module does
+
+        return export(
+            self,
+            folder,
+            scan=scan,
+            target=target,
+            slug=slug,
+            audit=audit,
+            attention=attention,
+            groups=groups,
+            pinned=pinned,
+            features_url=features_url,
+        )
+
+    def to_json(self, path: str | Path, *, slug: str = "unit-graph", **how: Any) -> None:
+        """Write one JSON file, whole or not at all, in the schema of attribution graphs that circuit-tracer and Neuronpedia
+        read; `export` writes it with the files that their frontends load beside it. What that schema has no place for stands
+        under "swd_lens" in its metadata, sealed, so that `load` gives all of it back; the rest of the file is the viewers', who
+        may change it.
+
+        Args:
+            slug: the graph's name there.
+            **how: scan, target, audit, attention, groups, pinned and features_url, see `export`.
+
+        Raises:
+            ValueError, OSError: see `export`.
+        """
+        from swd_lens.analysis.graph.export import viewer_json  # which reads a graph's tables as this module does
+
+        write_json(Path(path), viewer_json(self, slug=slug, **how))
+
+    def sealable(self) -> dict[str, Any]:
+        """What a file holds under "swd_lens": the format and all of the graph."""
+        return {"format": _FORMAT, "version": _VERSION, **self.as_dict()}
 
     @classmethod
     def load(cls, path: str | Path) -> "UnitGraph":
@@ -183,90 +245,3 @@ class UnitGraph(Record):
             f"UnitGraph({counts.get('unit', 0)} units, {counts.get('token', 0)} tokens, {counts.get('logit', 0)} answers, "
             f"{len(self.edges)} of {self.settings['edges_possible']} edges{where}, attention {self.settings['attention']})"
         )
-
-
-# ---------------------------------------------------------------------------------------------- viewers
-
-
-def viewer_json(graph: UnitGraph, slug: str) -> dict[str, Any]:
-    """A graph as attribution-graph viewers read it."""
-    settings, nodes = graph.settings, records(graph.nodes)
-    ids = _viewer_ids(nodes, settings["n_layers"])
-    weight, measure = ("contribution", "contributions") if graph.has_prompt else ("weight", "weights, without a prompt")
-    return {
-        "metadata": {
-            "slug": slug,
-            "scan": settings["model"] or "unknown",
-            "transcoder_list": [],
-            "prompt_tokens": [str(token) for token in settings["tokens"] or ["(no prompt)"]],
-            "prompt": settings["prompt"] or "(no prompt: weights between units)",
-            "info": {
-                "title": slug,
-                "description": f"Units of sparse weight decomposition; links are direct {measure}",
-                "generator": {"name": "swd_lens", "version": __version__},
-            },
-            "swd_lens": seal({"format": _FORMAT, "version": _VERSION, **graph.as_dict()}),
-        },
-        "qParams": {"linkType": "both", "pinnedIds": [], "clickedId": "", "supernodes": [], "sg_pos": ""},
-        "nodes": [
-            _viewer_node(row, node_id, cumulative, settings["answers"])
-            for row, node_id, cumulative in zip(nodes, ids.values(), _cumulative(graph.nodes["influence"]), strict=True)
-        ],
-        "links": [
-            {"source": ids[row["source"]], "target": ids[row["target"]], "weight": row[weight]}
-            for row in records(graph.edges)
-        ],
-    }
-
-
-def _viewer_ids(nodes: list[dict[str, Any]], n_layers: int) -> dict[str, str]:
-    """Node -> layer_feature_position."""
-    largest = max((int(row["unit"]) for row in nodes if row["unit"] is not None), default=0)
-    step, ids = 10 ** math.ceil(math.log10(largest + 2)), {}
-    for row in nodes:
-        if row["kind"] == "token":
-            layer, feature = "E", row["token"]
-        elif row["kind"] == "logit":
-            layer, feature = n_layers + 1, row["token"]
-        else:
-            layer, feature = row["layer"], int(row["unit"]) + step * KINDS.index(split_name(row["site"])[1])
-        ids[row["node"]] = f"{layer}_{feature}_{row['position'] or 0}"
-    return ids
-
-
-def _cumulative(influence: pd.Series) -> list[float | None]:
-    influence = influence.fillna(0.0)
-    total = float(influence.sum())
-    if total == 0:
-        return [None] * len(influence)
-    order = influence.sort_values(ascending=False, kind="stable")
-    return [float(share) for share in (order.cumsum() / total).clip(upper=1.0).reindex(influence.index)]
-
-
-def _viewer_node(row: Mapping[str, Any], node_id: str, cumulative: float | None, answers: list[int]) -> dict[str, Any]:
-    layer, feature, position = node_id.split("_")
-    node = {
-        "node_id": node_id,
-        "feature": int(feature),
-        "layer": layer,
-        "ctx_idx": int(position),
-        "jsNodeId": f"{layer}_{feature}-0",
-        "reverse_ctx_idx": 0,
-        "run_idx": 0,
-        "token_prob": 0.0,
-        "is_target_logit": False,
-        "influence": cumulative,
-        "activation": row["activation"],
-        "clerp": "",
-    }
-    if row["kind"] == "token":
-        node |= {"feature_type": "embedding", "feature": int(position), "jsNodeId": f"E_{feature}-{position}"}
-        node["clerp"] = f'Emb: "{row["label"]}"'
-    elif row["kind"] == "logit":
-        p = row["probability"] or 0.0
-        node |= {"feature_type": "logit", "jsNodeId": f"L_{feature}-{position}", "token_prob": p}
-        node |= {"is_target_logit": row["token"] == answers[0], "clerp": f'Output "{row["label"]}" (p={p:.3f})'}
-    else:
-        name = f"{row['site']}/{row['unit']}"
-        node |= {"feature_type": _UNIT_TYPE, "clerp": f"{row['label']} ({name})" if row["label"] else name}
-    return node

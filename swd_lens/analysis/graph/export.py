@@ -1,0 +1,242 @@
+"""Export: a unit graph as the files that other tools' frontends read.
+
+1. `viewer_json` is a graph in the schema of attribution graphs, with all of it under "swd_lens" in its metadata, sealed.
+2. `export` writes it as {slug}.json beside graph-metadata.json (which lists the folder's graphs) and features/ (features.py): a
+   folder that circuit-tracer's server serves as it is.
+
+Facts of the schema: the frontend in circuit-tracer's wheel (0.5.0), Neuronpedia's graph-schema.json and webapp; written down here
+as they were found in 2026. What they ask for beyond names:
+
+a. node_id is layer_feature_position, with layer "E" for embeddings and n_layers + 1 for answers; answers are drawn one row above
+   the largest layer there is. Neuronpedia gives gpt2-small no row of its own for embeddings, so its blocks move up by one; and a
+   graph whose largest layer is 0 it refuses.
+b. A feature that occurs more often than on 2/3 of the tokens is dropped, and one column divides by zero: at least two tokens.
+   A graph without a prompt has one for what reads the residual stream and one for what writes it.
+c. influence is the cumulative share, strongest node first: viewers hide what lies above a threshold, which they take from
+   metadata.node_threshold (circuit-tracer from graph-metadata.json). We show all, so it is 1. circuit-tracer's slider goes dead
+   where qParams have a pruningThreshold; Neuronpedia alone gets one.
+d. An answer's text contains (p=...), its token between the only two double quotes.
+e. Links into a node are shown as shares of their sum. What the drawn ones leave of a node's activation (`rest` and pruned edges)
+   comes from error nodes, one per layer and position and one for the answers: shares are of the whole then.
+f. Of the groups those nodes are shown that are pinned. circuit-tracer 0.5.0 reads groups from the address alone
+   (`ExportedGraph.query`), and puts texts into its page as HTML.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from swd_lens.analysis.audit import Audit
+from swd_lens.analysis.graph.features import FeatureNumbers, feature_files
+from swd_lens.analysis.graph.groups import groups as groups_of
+from swd_lens.analysis.graph.nodes import Places, is_measured, pinned_nodes, placed, shown_text, viewer_graph
+from swd_lens.analysis.graph.tracing import traced
+from swd_lens.base import __version__
+from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.files import write_json
+from swd_lens.base.record import Record
+from swd_lens.base.sealed import readable, seal
+
+if TYPE_CHECKING:
+    from swd_lens.analysis.graph.result import UnitGraph
+
+TARGETS = ("circuit-tracer", "neuronpedia")
+SHOW_ALL = 1.0  # of the influence that is shown when a viewer opens
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_NEURONPEDIA_NAMES = {"gpt2": "gpt2-small"}
+
+
+@dataclass(frozen=True, repr=False)
+class ExportedGraph(Record):
+    """What `export` wrote.
+
+    Attributes:
+        folder: where everything lies.
+        slug: the graph's name there.
+        target: whose frontend it is for.
+        query: what belongs behind the address of circuit-tracer's page: which graph is shown, and its groups.
+        features: how many feature files there are, and how many of them have examples.
+    """
+
+    folder: str
+    slug: str
+    target: str
+    query: str
+    features: tuple[int, int]
+
+    @property
+    def path(self) -> Path:
+        """The graph's file."""
+        return Path(self.folder) / f"{self.slug}.json"
+
+    def __repr__(self) -> str:
+        n, known = self.features
+        return f"ExportedGraph({self.path} for {self.target}, {n} features, {known} with examples)"
+
+
+def export(
+    graph: "UnitGraph",
+    folder: str | Path,
+    *,
+    scan: str | None = None,
+    target: str = "circuit-tracer",
+    slug: str = "unit-graph",
+    audit: Audit | None = None,
+    attention: Any = None,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    pinned: Any = None,
+    features_url: str | None = None,
+) -> ExportedGraph:
+    """Write a graph for a frontend; see `UnitGraph.export`."""
+    written = viewer_json(
+        graph,
+        slug=slug,
+        scan=scan,
+        target=target,
+        audit=audit,
+        attention=attention,
+        groups=groups,
+        pinned=pinned,
+        features_url=features_url,
+    )
+    folder = Path(folder)
+    listed = _listed(folder / "graph-metadata.json", slug)
+    files = feature_files(graph, audit)
+    features = folder / "features" / FeatureNumbers.of(graph).name
+    for number, file in files.items():
+        # What an earlier export knew of a unit is not lost to one without an audit.
+        if file["examples_quantiles"] or not (features / f"{number}.json").is_file():
+            write_json(features / f"{number}.json", file)
+    metadata = {key: value for key, value in written["metadata"].items() if key != "swd_lens"}
+    write_json(folder / f"{slug}.json", written)
+    write_json(folder / "graph-metadata.json", {"graphs": [*listed, {**metadata, "title_prefix": slug}]})
+    supernodes = written["qParams"]["supernodes"]
+    query = urlencode({"slug": slug, **({"supernodes": json.dumps(supernodes)} if supernodes else {})})
+    known = sum(bool(file["examples_quantiles"]) for file in files.values())
+    return ExportedGraph(str(folder), slug, target, query, (len(files), known))
+
+
+def _listed(path: Path, slug: str) -> list[dict[str, Any]]:
+    """The folder's other graphs, as its list has them."""
+    if not path.is_file():
+        return []
+    with readable(path, "a list of graphs"):
+        return [graph for graph in json.loads(path.read_text(encoding="utf-8"))["graphs"] if graph["slug"] != slug]
+
+
+# ---------------------------------------------------------------------------------------------- one file
+
+
+def viewer_json(
+    graph: "UnitGraph",
+    *,
+    slug: str,
+    scan: str | None = None,
+    target: str = "circuit-tracer",
+    audit: Audit | None = None,
+    attention: Any = None,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    pinned: Any = None,
+    features_url: str | None = None,
+) -> dict[str, Any]:
+    """A graph as attribution-graph viewers read it; see `UnitGraph.export`."""
+    if target not in TARGETS:
+        raise error("unknown-choice", name="target", choices=TARGETS, value=target)
+    _require_plain("slug", slug)
+    if audit is not None:
+        _require_same_factors(graph, audit)
+    scan = _scan(graph, target, scan)
+    places = placed(graph, rows_up=_rows_up(graph, target, scan))
+    html = target == "circuit-tracer"
+    nodes, links = viewer_graph(graph, places, audit, html)
+    traces, only_traced = ({}, {}) if attention is None else traced(graph, places, attention)
+    for node in nodes:
+        node |= {"qk_tracing_results": traces[node["node_id"]]} if node["node_id"] in traces else {}
+    supernodes = _supernodes(places, groups_of(graph, audit=audit) if groups is None else groups, html)
+    opened = [places[name].node_id for name in pinned_nodes(graph, pinned)]
+    opened = list(dict.fromkeys([*opened, *(member for _, *members in supernodes for member in members)]))
+    threshold = {} if target == "circuit-tracer" else {"pruningThreshold": SHOW_ALL}
+    measure = "contributions" if is_measured(graph) else "weights, without a prompt"
+    return {
+        "metadata": {
+            "slug": slug,
+            "scan": scan,
+            "transcoder_list": [],
+            "prompt_tokens": places.tokens,
+            "prompt": graph.settings["prompt"] or "(no prompt: weights between units)",
+            "node_threshold": SHOW_ALL,
+            "schema_version": 1,
+            **({} if features_url is None else {"feature_details": {"feature_json_base_url": features_url}}),
+            "info": {
+                "title": slug,
+                "description": f"Units of sparse weight decomposition; links are direct {measure}; errors are what is left out",
+                "generator": {"name": "swd_lens", "version": __version__},
+            },
+            "swd_lens": seal(graph.sealable()),
+        },
+        "qParams": {
+            "linkType": "both",
+            "pinnedIds": opened,
+            "clickedId": "",
+            "supernodes": supernodes,
+            "sg_pos": "",
+            **threshold,
+        },
+        "nodes": nodes,
+        "links": links,
+        **({"qk_only_nodes": only_traced} if only_traced else {}),
+    }
+
+
+def _require_plain(name: str, value: str) -> None:
+    if not isinstance(value, str) or not _PLAIN.fullmatch(value):
+        raise error("graph-name-not-plain", name=name, value=value)
+
+
+def _require_same_factors(graph: "UnitGraph", audit: Audit) -> None:
+    factors = dict(graph.settings.get("factors") or {})
+    others = [site for site, identity in audit.identities.items() if factors.get(site, identity) != identity]
+    if others:
+        raise error("graph-audit-of-other-factors", sites=", ".join(others))
+
+
+def _scan(graph: "UnitGraph", target: str, scan: str | None) -> str:
+    """Where the frontend looks for features: circuit-tracer's in a folder it is served with, Neuronpedia under a model's name."""
+    if target == "circuit-tracer":
+        return scan or f"./data/features/{FeatureNumbers.of(graph).name}"
+    if scan is None:
+        model = str(graph.settings["model"] or "unknown")
+        scan = _NEURONPEDIA_NAMES.get(model, re.sub(r"[^A-Za-z0-9_.-]", "-", model))
+    _require_plain("scan", scan)
+    return scan
+
+
+def _rows_up(graph: "UnitGraph", target: str, scan: str) -> int:
+    """By how many rows Neuronpedia's blocks are moved, see (a)."""
+    if target == "circuit-tracer":
+        return 0
+    if scan == "gpt2-small":
+        return 1
+    # With a prompt the answers' error node stands in the last block.
+    layers = graph.nodes["layer"][graph.nodes["kind"] == "unit"]
+    with_errors = is_measured(graph) and bool((graph.nodes["kind"] == "logit").any())
+    largest = max(int(layers.max() or 0), graph.settings["n_layers"] - 1 if with_errors else 0)
+    if largest == 0:
+        warnings.warn(warning("graph-in-the-first-block"), stacklevel=callers_level())
+    return int(largest == 0)
+
+
+def _supernodes(places: Places, groups: Mapping[str, Iterable[str]], html: bool) -> list[list[str]]:
+    supernodes = []
+    for name, members in groups.items():
+        names = list(members)
+        for member in names:
+            if member not in places:
+                raise error("graph-group-of-nothing", group=name, member=member)
+        supernodes.append([shown_text(name, html), *(places[member].node_id for member in names)])
+    return supernodes

@@ -1,0 +1,124 @@
+"""Features: the numbers by which viewers know units, and the files that a viewer shows when one is hovered.
+
+1. A viewer has one dictionary per layer and knows a unit as the Cantor pair of (layer, index). We may have several sites in a
+   layer, so indices are interleaved: index = unit * sites of the layer + place of the site among them. They depend on the
+   attached factors alone, not on what a graph draws of them: graphs of the same factors share their feature files. With one
+   site per layer the index is the unit's own.
+2. A feature file, {number}.json, has what an audit knows of the unit: the places where z is largest and where it is most
+   negative, the tokens it promotes and suppresses, how often it is active, and a histogram.
+
+Where z has both signs a viewer's one colour would paint the negative end white. So there are two groups of examples, the second
+with its sign turned, which its name says; and the histogram, which has the colours' range, is left out.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swd_lens.analysis.audit import Audit
+from swd_lens.hosts.sites import KINDS, split_name
+
+if TYPE_CHECKING:
+    from swd_lens.analysis.audit import Context, UnitProfile
+    from swd_lens.analysis.graph.result import UnitGraph
+
+_ONE_SIDED = 0.05  # of the largest |z|: what may lie on the other side of zero
+
+
+def cantor(first: int, second: int) -> int:
+    """One number for two, neither of them negative (the Cantor pairing function)."""
+    return (first + second) * (first + second + 1) // 2 + second
+
+
+@dataclass(frozen=True)
+class FeatureNumbers:
+    """How the units of a set of factors are numbered.
+
+    Attributes:
+        kinds: layer -> kinds of its attached sites, in execution order.
+        name: of the folder of these factors' feature files.
+    """
+
+    kinds: Mapping[int, tuple[str, ...]]
+    name: str
+
+    @classmethod
+    def of(cls, graph: "UnitGraph") -> "FeatureNumbers":
+        drawn = {site for site in graph.nodes["site"] if site is not None and site == site}
+        factors = dict(graph.settings.get("factors") or {})
+        kinds: dict[int, set[str]] = {}
+        for site in {*factors, *drawn}:
+            layer, kind = split_name(site)
+            kinds.setdefault(layer, set()).add(kind)
+        identity = hashlib.sha256(json.dumps(factors or sorted(drawn), sort_keys=True).encode()).hexdigest()[:8]
+        model = re.sub(r"[^A-Za-z0-9_.-]", "-", str(graph.settings["model"] or "unknown"))
+        ordered = {layer: tuple(sorted(of_layer, key=KINDS.index)) for layer, of_layer in sorted(kinds.items())}
+        return cls(ordered, f"{model}-{identity}")
+
+    def index(self, site: str, unit: int) -> int:
+        """The unit's index among all units of its layer."""
+        layer, kind = split_name(site)
+        kinds = self.kinds[layer]
+        return unit * len(kinds) + kinds.index(kind)
+
+    def number(self, site: str, unit: int) -> int:
+        """The feature number, and the name of its file."""
+        return cantor(split_name(site)[0], self.index(site, unit))
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def feature_files(graph: "UnitGraph", audit: Audit | None) -> dict[int, dict[str, Any]]:
+    """Feature number -> file of every drawn unit; without examples where no audit knows it."""
+    numbers = FeatureNumbers.of(graph)
+    units = graph.nodes[graph.nodes["kind"] == "unit"][["site", "unit"]].drop_duplicates()
+    drawn = [(str(site), int(unit)) for site, unit in zip(units["site"], units["unit"], strict=True)]
+    files = {numbers.number(*unit): _empty(numbers.index(*unit)) for unit in drawn}
+    if audit is not None:
+        known = [unit for unit in drawn if unit[0] in audit.sites and unit[1] in audit.sites[unit[0]].column]
+        for unit, profile in zip(known, audit.profiles(known), strict=True):
+            files[numbers.number(*unit)] = {**_empty(numbers.index(*unit)), **_of_profile(profile)}
+    return files
+
+
+def _empty(index: int) -> dict[str, Any]:
+    return {"index": index, "examples_quantiles": [], "top_logits": [], "bottom_logits": []}
+
+
+def _of_profile(profile: "UnitProfile") -> dict[str, Any]:
+    groups = [
+        {"quantile_name": name, "examples": [_example(context, sign) for context in contexts]}
+        for name, sign in (("Largest z", 1), ("Most negative z, sign turned", -1))
+        if (contexts := [context for context in profile.contexts if sign * context.z[context.peak] > 0])
+    ]
+    effect = profile.logits
+    return {
+        "examples_quantiles": groups,
+        "top_logits": [] if effect is None else [token for token, _ in effect.promoted],
+        "bottom_logits": [] if effect is None else [token for token, _ in effect.suppressed],
+        "activation_frequency": profile.density,
+        **_range(profile),
+    }
+
+
+def _example(context: "Context", sign: int) -> dict[str, Any]:
+    return {
+        "tokens": list(context.tokens),
+        "tokens_acts_list": [sign * z for z in context.z],
+        "train_token_ind": context.peak,
+        "is_repeated_datapoint": False,
+    }
+
+
+def _range(profile: "UnitProfile") -> dict[str, Any]:
+    """What the colours and the histogram run over: from 0 to the largest |z|, and the histogram where z has one sign."""
+    if profile.smallest < -_ONE_SIDED * profile.peak or profile.largest <= 0:
+        return {"act_min": 0.0, "act_max": profile.peak or 1.0}
+    histogram, side = profile.histogram, len(profile.histogram.counts) // 2
+    used = int(profile.largest // histogram.width) + 1
+    counts = histogram.counts[side : side + used].tolist()
+    return {"act_min": 0.0, "act_max": used * histogram.width, "histogram": counts}
