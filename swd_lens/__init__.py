@@ -48,6 +48,7 @@ PUBLIC = {
     "allocate": "factorization.allocate",
     "Factors": "units.factors",
     "FactorSet": "units.factors",
+    "load_coders": "units.folders",
     "attach": "units.attach",
     "stack_unit_results": "units.residual",
     "fidelity": "circuits.fidelity",

@@ -3,6 +3,7 @@
 from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, UnitSourceError
 from swd_lens.units.attach import Attachment, add_probe, attach, is_bare, probe_tokens, require_detached, require_free
 from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.folders import load_coders
 from swd_lens.units.match import described, matrices_of, origin_of, transport_set, weight_fingerprint
 from swd_lens.units.projection import Projection, UnitProjection
 from swd_lens.units.saelens import from_saelens
@@ -24,6 +25,7 @@ __all__ = [
     "described",
     "from_saelens",
     "is_bare",
+    "load_coders",
     "matrices_of",
     "origin_of",
     "probe_tokens",

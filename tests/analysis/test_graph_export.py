@@ -298,7 +298,7 @@ def test_feature_files_hold_what_the_audit_knows(tmp_path: Path) -> None:
     graph.export(tmp_path)
     assert json.loads((folder / f"{numbers.number('blocks.1.mlp_out', 0)}.json").read_text())["examples_quantiles"]
     others = swd.audit(model, sparse_factors(model, ["blocks.0.mlp_out"], seed=3), tokens)
-    with pytest.raises(ValueError, match="the audit is of other factors"):
+    with pytest.raises(ValueError, match="the audit: the graph was made of other factors"):
         graph.export(tmp_path, audit=others)
     url = "https://example.org/features"
     details = _json(graph, tmp_path, target="neuronpedia", features_url=url)["metadata"]["feature_details"]

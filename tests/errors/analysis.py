@@ -256,6 +256,24 @@ def graph_file_of_the_future(folder, _):
     swd.UnitGraph.load(path)
 
 
+def exported(folder, **how):
+    graphed(prompt=ROW).export(folder, **how)
+
+
+def audit_of_others():
+    others = {name: swd.Factors(f.read, 2.0 * f.write) for name, f in graph_factors().items()}
+    return swd.audit(model(), others, tokens(), progress=False)
+
+
+TRIGGERS |= {
+    "graph-name-not-plain": lambda folder, _: exported(folder, slug="of a/b"),
+    "graph-of-other-factors": lambda folder, _: exported(folder, audit=audit_of_others()),
+    "graph-pinned-of-nothing": lambda folder, _: exported(folder, pinned=["blocks.0.mlp_in/999"]),
+    "graph-group-of-nothing": lambda folder, _: exported(folder, groups={"mine": ["nowhere"]}),
+    "graph-groups-without-factors": lambda *_: swd.graph.groups(graphed(prompt=ROW), "writes"),
+}
+
+
 @trigger
 def paths_of_a_coder(*_):
     paths({WRITES: CoderUnits(Pair(16), 64, 16, 64)})

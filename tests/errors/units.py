@@ -20,13 +20,15 @@ from swd_lens.hosts.sites import Site
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.folders import load_coders
 from swd_lens.units.keys import read_unit
 from swd_lens.units.passport import Offsets, Origin, Probe
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
 from tests import families
 from tests.errors.hosts import QUICK, SITE, small
-from tests.errors.triggers import on_hooked, trigger
+from tests.errors.triggers import TRIGGERS, on_hooked, trigger
+from tests.units.coder_folders import circuit_tracer_folder, random_weights, saelens_folder
 from tests.units.test_sources import (
     AddsItsInput,
     Coder,
@@ -536,3 +538,32 @@ def direction_of_another_width(*_):
 @trigger
 def direction_setting(*_):
     FactorSet({SITE: small()}).writers(torch.ones(2), by="size")
+
+
+# ---------------------------------------------------------------------------------------------- folders of coders
+
+
+def loaded(folder, weights=None, **settings):
+    load_coders(saelens_folder(folder, weights or random_weights(4, 5, 4, "b_enc"), **settings))
+
+
+def traced(folder, **config):
+    weights = random_weights(4, 5, 4, "b_enc")
+    load_coders(circuit_tracer_folder(folder, {0: {**weights, "W_enc": weights["W_enc"].T}}, **config))
+
+
+TRIGGERS |= {
+    "coder-folder-missing": lambda folder, _: load_coders(folder / "nothing"),
+    "coder-folder-of-nothing": lambda folder, _: load_coders(folder),
+    "coder-folder-of-another-architecture": lambda folder, _: loaded(folder, architecture="temporal"),
+    "coder-folder-of-other-weights": lambda folder, _: loaded(folder, architecture="jumprelu"),
+    "coder-folder-across-layers": lambda folder, _: traced(folder, model_kind="cross_layer_transcoder"),
+    "coder-folder-on-the-hub": lambda folder, _: traced(folder, transcoders=["hf://a/b/c", "hf://a/b/d"]),
+}
+
+
+@trigger
+def coder_folder_site_twice(folder, _):
+    for name in ("one", "other"):
+        saelens_folder(folder / name, random_weights(4, 5, 4, "b_enc"))
+    load_coders(folder)

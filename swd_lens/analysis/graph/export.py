@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from swd_lens.analysis.audit import Audit
-from swd_lens.analysis.graph.features import FeatureNumbers, feature_files
+from swd_lens.analysis.graph.features import FeatureNumbers, feature_files, require_same_factors
 from swd_lens.analysis.graph.groups import groups as groups_of
 from swd_lens.analysis.graph.nodes import Places, is_measured, pinned_nodes, placed, shown_text, viewer_graph
 from swd_lens.analysis.graph.tracing import traced
@@ -149,7 +149,7 @@ def viewer_json(
         raise error("unknown-choice", name="target", choices=TARGETS, value=target)
     _require_plain("slug", slug)
     if audit is not None:
-        _require_same_factors(graph, audit)
+        require_same_factors(graph, audit.identities, "the audit")
     scan = _scan(graph, target, scan)
     places = placed(graph, rows_up=_rows_up(graph, target, scan))
     html = target == "circuit-tracer"
@@ -196,13 +196,6 @@ def viewer_json(
 def _require_plain(name: str, value: str) -> None:
     if not isinstance(value, str) or not _PLAIN.fullmatch(value):
         raise error("graph-name-not-plain", name=name, value=value)
-
-
-def _require_same_factors(graph: "UnitGraph", audit: Audit) -> None:
-    factors = dict(graph.settings.get("factors") or {})
-    others = [site for site, identity in audit.identities.items() if factors.get(site, identity) != identity]
-    if others:
-        raise error("graph-audit-of-other-factors", sites=", ".join(others))
 
 
 def _scan(graph: "UnitGraph", target: str, scan: str | None) -> str:

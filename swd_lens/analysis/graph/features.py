@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swd_lens.analysis.audit import Audit
+from swd_lens.base.errors import error
 from swd_lens.hosts.sites import KINDS, split_name
 
 if TYPE_CHECKING:
@@ -67,6 +68,18 @@ class FeatureNumbers:
     def number(self, site: str, unit: int) -> int:
         """The feature number, and the name of its file."""
         return cantor(split_name(site)[0], self.index(site, unit))
+
+
+def require_same_factors(graph: "UnitGraph", identities: Mapping[str, str], what: str) -> None:
+    """Do nothing if `what`, with these identities by site, is of the factors that the graph was made of.
+
+    Raises:
+        ValueError: a site of both has other factors.
+    """
+    own = dict(graph.settings.get("factors") or {})
+    others = [site for site, identity in identities.items() if own.get(site, identity) != identity]
+    if others:
+        raise error("graph-of-other-factors", what=what, sites=", ".join(others))
 
 
 # ---------------------------------------------------------------------------------------------- files

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.audit.vectors import write_vectors
+from swd_lens.analysis.graph.features import require_same_factors
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
-from swd_lens.units.unit_set import require_made_for
+from swd_lens.units.unit_set import identities
 
 if TYPE_CHECKING:
     from swd_lens.analysis.graph.result import UnitGraph
@@ -77,7 +78,7 @@ def _likeness(graph: "UnitGraph", units: list[_Unit], factors: Any, audit: Audit
     factors = audit.factors if factors is None and audit is not None else factors
     if not isinstance(factors, Mapping):
         raise error("graph-groups-without-factors")
-    require_made_for(factors, {"factors": graph.settings.get("factors") or {}}, "this graph")
+    require_same_factors(graph, identities(factors), "these factors")
     alike = torch.zeros(len(units), len(units), dtype=torch.float32)
     spaces: dict[str, list[int]] = {}
     for i, (site, _) in enumerate(units):

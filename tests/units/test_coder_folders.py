@@ -1,0 +1,258 @@
+"""Folders of SAELens and circuit-tracer as unit sources: by hand, against sae-lens itself, and in a host."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.base.errors import UnitSourceError
+from swd_lens.units.folders import ARCHITECTURES, load_coders
+from tests.micro import random_tokens, toy_model
+from tests.units.coder_folders import circuit_tracer_folder, random_weights, saelens_folder
+
+# Two inputs, three units; unit 0 reads the first input, unit 1 the second, unit 2 minus their sum.
+ENC = [[1.0, 0.0, -1.0], [0.0, 1.0, -1.0]]
+DEC = [[1.0, 0.0], [0.0, 2.0], [10.0, 10.0]]
+X = torch.tensor([[[3.0, 1.0], [0.5, -2.0]]])
+
+
+def _units(folder: Path) -> Any:
+    ((site, units),) = load_coders(folder).items()
+    return site, units
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    """b_dec = (1, 1) is taken off first: x is (2, 0) and (-0.5, -3), units see (2, 0, -2) and (-0.5, -3, 3.5), and b_enc."""
+    own = {"W_enc": ENC, "W_dec": DEC, "b_dec": [1.0, 1.0]}
+    site, units = _units(saelens_folder(tmp_path / "standard", {**own, "b_enc": [0.0, 0.5, 0.0]}))
+    assert (site, units.reads, units.writes, units.n_units) == ("blocks.1.mlp_out", "output", "output", 3)
+    z = units.encode(X)
+    assert z.tolist() == [[[2.0, 0.5, 0.0], [0.0, 0.0, 3.5]]]
+    # (2 + 1, 2 * 0.5 + 1) and (35 + 1, 35 + 1)
+    assert units.decode(z).tolist() == [[[3.0, 2.0], [36.0, 36.0]]]
+    without = saelens_folder(tmp_path / "no b_dec", {**own, "b_enc": [0.0, 0.5, 0.0]}, apply_b_dec_to_input=False)
+    assert _units(without)[1].encode(X).tolist() == [[[3.0, 1.5, 0.0], [0.5, 0.0, 1.5]]]
+    # A threshold of 2 is not above 2.
+    jump = {**own, "b_enc": [0.0, 0.5, 0.0], "threshold": [2.0, 0.4, 3.0]}
+    assert _units(saelens_folder(tmp_path / "jump", jump, architecture="jumprelu"))[1].encode(X).tolist() == [
+        [[0.0, 0.5, 0.0], [0.0, 0.0, 3.5]]
+    ]
+    # The largest of each position; where the largest two hold a negative one, it is 0.
+    topk = saelens_folder(tmp_path / "topk", {**own, "b_enc": [0.0, 0.5, 0.0]}, architecture="topk", k=1)
+    assert _units(topk)[1].encode(X).tolist() == [[[2.0, 0.0, 0.0], [0.0, 0.0, 3.5]]]
+    # Gates open where x @ W_enc + b_gate is above 0: units 0 and 1 (0 + 1), and 2; magnitudes are e times W_enc plus 1.
+    gated = {**own, "b_gate": [0.0, 1.0, 0.0], "b_mag": [1.0, 1.0, 1.0], "r_mag": [1.0, 1.0, 1.0]}
+    z = _units(saelens_folder(tmp_path / "gated", gated, architecture="gated"))[1].encode(X)
+    e = 2.718281828459045
+    torch.testing.assert_close(z, torch.tensor([[[2 * e + 1, 1.0, 0.0], [0.0, 0.0, 3.5 * e + 1]]]))
+
+
+def test_circuit_tracer_by_hand(tmp_path: Path) -> None:
+    """Its W_enc is (unit, d_in), nothing is taken off the input, and above a negative threshold z may be negative."""
+    enc = torch.tensor(ENC).T
+    layers = {
+        0: {"W_enc": enc, "W_dec": DEC, "b_enc": [0.0, 0.5, 0.0], "b_dec": [1.0, 1.0]},
+        2: {
+            "W_enc": enc,
+            "W_dec": DEC,
+            "b_enc": [0.0] * 3,
+            "b_dec": [0.0] * 2,
+            "activation_function.threshold": [2.5, -3.0, 0.0],
+        },
+    }
+    coders = load_coders(circuit_tracer_folder(tmp_path, layers))
+    assert list(coders) == ["blocks.0.mlp", "blocks.2.mlp"]
+    first, second = coders.values()
+    assert (first.reads, first.writes, first.d_in, first.d_out) == ("input", "output", 2, 2)
+    z = first.encode(X)
+    assert z.tolist() == [[[3.0, 1.5, 0.0], [0.5, 0.0, 1.5]]]
+    assert first.decode(z).tolist() == [[[4.0, 4.0], [16.5, 16.0]]]
+    assert second.encode(X).tolist() == [[[3.0, 1.0, 0.0], [0.0, -2.0, 1.5]]]
+    assert list(load_coders(tmp_path, layers=[2])) == ["blocks.2.mlp"]
+    # Edges of unit 2: two of each side.
+    assert first.edges_per_unit.tolist() == [2, 2, 4]
+
+
+SAELENS = {
+    "standard": ("StandardSAE", {}),
+    "jumprelu": ("JumpReLUSAE", {}),
+    "topk": ("TopKSAE", {"k": 4}),
+    "topk, rescaled": ("TopKSAE", {"k": 4, "rescale_acts_by_decoder_norm": True}),
+    "gated": ("GatedSAE", {}),
+    "transcoder": ("Transcoder", {"d_out": 7}),
+    "jumprelu transcoder": ("JumpReLUTranscoder", {"d_out": 7}),
+    "skip transcoder": ("SkipTranscoder", {"d_out": 7}),
+}
+
+
+@pytest.mark.parametrize("kind", SAELENS)
+@pytest.mark.parametrize("norm", ["none", "layer_norm", "constant_norm_rescale"])
+def test_what_sae_lens_saves_computes_what_sae_lens_computes(kind: str, norm: str, tmp_path: Path) -> None:
+    saes = pytest.importorskip("sae_lens").saes
+    name, settings = SAELENS[kind]
+    transcodes = "d_out" in settings
+    hooks = {"hook_name": "blocks.3.hook_mlp_out"}
+    if transcodes:
+        hooks = {"hook_name": "blocks.3.mlp.hook_post", "hook_name_out": "blocks.3.hook_mlp_out"}
+        settings = {**settings, "apply_b_dec_to_input": False}
+    metadata = saes.sae.SAEMetadata(model_name="toy", **hooks)
+    cfg = getattr(saes, f"{name}Config")(d_in=6, d_sae=16, metadata=metadata, normalize_activations=norm, **settings)
+    sae = getattr(saes, name)(cfg)
+    draw = torch.Generator().manual_seed(3)
+    for parameter_name, parameter in sae.named_parameters():
+        if parameter_name != "W_skip":  # another one is refused
+            torch.nn.init.normal_(parameter, std=0.5, generator=draw)
+    sae.save_model(tmp_path)
+    site, units = _units(tmp_path)
+    assert site == "blocks.3.mlp_out"
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        assert torch.equal(units.encode(x), sae.encode(x))
+        assert torch.equal(units.decode(units.encode(x)), sae(x))
+    assert units.coder.architecture in ARCHITECTURES
+
+
+def test_folders_below_one_and_older_configurations(tmp_path: Path) -> None:
+    weights = random_weights(6, 8, 6, "b_enc")
+    for layer in (10, 2):
+        saelens_folder(tmp_path / "all" / f"layer {layer}", weights, hook=f"blocks.{layer}.hook_mlp_out")
+    coders = load_coders(tmp_path / "all")
+    assert list(coders) == ["blocks.2.mlp_out", "blocks.10.mlp_out"]
+    assert list(load_coders(tmp_path / "all", layers=[10])) == ["blocks.10.mlp_out"]
+    assert coders["blocks.2.mlp_out"].provenance["path"].endswith("layer 2")
+    assert "standard of layer 2" in repr(coders["blocks.2.mlp_out"])
+    # Before 6: everything in one, the activation by its name, and a scaling factor of ones.
+    saelens_folder(tmp_path / "old", {**weights, "scaling_factor": torch.ones(8)})
+    old = '{"hook_point": "blocks.1.hook_mlp_out", "d_in": 6, "d_sae": 8, "dtype": "torch.float32", '
+    old += '"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}, "normalize_activations": false}'
+    (tmp_path / "old" / "cfg.json").write_text(old)
+    site, units = _units(tmp_path / "old")
+    z = units.encode(torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(1)))
+    assert site == "blocks.1.mlp_out" and units.coder.architecture == "topk"
+    assert int((z != 0).sum(-1).max()) == 3
+    # A file per layer, named by an address of the hub that was downloaded already.
+    traced = circuit_tracer_folder(
+        tmp_path / "traced",
+        {0: {**random_weights(6, 8, 6, "b_enc"), "W_enc": torch.randn(8, 6)}},
+        transcoders=["hf://org/repo/layer_0.safetensors?revision=x"],
+    )
+    assert list(load_coders(traced)) == ["blocks.0.mlp"]
+    # gemma-scope-2 names its weights in small letters and stores them the other way round.
+    own = random_weights(6, 8, 6, "b_enc", "threshold")
+    scope = {
+        "w_enc": own["W_enc"],
+        "w_dec": own["W_dec"],
+        **{name: own[name] for name in ("b_enc", "b_dec", "threshold")},
+    }
+    (units,) = load_coders(circuit_tracer_folder(tmp_path / "scope", {0: scope})).values()
+    assert torch.equal(units.coder.W_enc, own["W_enc"])
+
+
+@pytest.mark.parametrize("kind", ["sae", "transcoder"])
+def test_in_a_host(kind: str, tmp_path: Path) -> None:
+    """Attached, the logits are those of the host whose output is replaced by hand."""
+    model, tokens = toy_model(), random_tokens(2, 6)
+    if kind == "sae":
+        folder = saelens_folder(tmp_path, random_weights(16, 24, 16, "b_enc", "threshold"), architecture="jumprelu")
+        read = written = "blocks.1.hook_mlp_out"
+    else:
+        weights = random_weights(16, 24, 16, "b_enc")
+        layers = {1: {**weights, "W_enc": weights["W_enc"].T}}
+        folder = circuit_tracer_folder(tmp_path, layers, feature_input_hook="ln2.hook_normalized")
+        read, written = "blocks.1.ln2.hook_normalized", "blocks.1.hook_mlp_out"
+    ((site, units),) = load_coders(folder).items()
+    if kind == "transcoder":
+        # Before the norm's weights: a host that keeps them apart is refused.
+        with pytest.raises(swd.errors.AttachError, match="fold_ln"):
+            swd.attach(model, {site: units})
+        model = toy_model(normalization_type="LNPre")
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(value: torch.Tensor, hook: Any) -> None:
+        seen["x"] = value
+
+    def replaced(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        x = value if kind == "sae" else seen["x"]
+        return units.decode(units.encode(x))
+
+    with torch.no_grad():
+        hooks = [(written, replaced)] if kind == "sae" else [(read, keep), (written, replaced)]
+        by_hand = model.run_with_hooks(tokens, fwd_hooks=hooks)
+        with swd.attach(model, {site: units}):
+            attached = model(tokens)
+    torch.testing.assert_close(attached, by_hand, rtol=1e-5, atol=1e-5)
+    assert float((attached - model(tokens)).abs().max()) > 1e-2
+
+
+# ---------------------------------------------------------------------------------------------- refused
+
+
+def test_folders_that_hold_no_coder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        load_coders(tmp_path / "nothing")
+    with pytest.raises(UnitSourceError, match="holds no coders"):
+        load_coders(tmp_path)
+    empty = circuit_tracer_folder(tmp_path / "empty", {})
+    with pytest.raises(UnitSourceError, match="holds no coders"):
+        load_coders(empty)
+    (empty / "config.yaml").write_text("[1")
+    with pytest.raises(UnitSourceError, match=r"config\.yaml is not a configuration of circuit-tracer, or damaged"):
+        load_coders(empty)
+    folder = saelens_folder(tmp_path / "damaged", random_weights(6, 8, 6, "b_enc"))
+    (folder / "cfg.json").write_text("{")
+    with pytest.raises(UnitSourceError, match=r"cfg\.json is not a configuration of SAELens, or damaged"):
+        load_coders(folder)
+    saelens_folder(folder, random_weights(6, 8, 6, "b_enc"))
+    (folder / "sae_weights.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(UnitSourceError, match=r"sae_weights\.safetensors is not weights of a coder, or damaged"):
+        load_coders(folder)
+
+
+def test_coders_that_would_be_computed_wrongly(tmp_path: Path) -> None:
+    weights = random_weights(6, 8, 6, "b_enc")
+
+    def refused(match: str, own: dict[str, Any] | None = None, **cfg: Any) -> None:
+        with pytest.raises(UnitSourceError, match=match):
+            load_coders(saelens_folder(tmp_path / "sae", own or weights, **cfg))
+
+    refused("temporal cannot be computed", architecture="temporal")
+    refused("standard with tanh-relu cannot be computed", activation_fn="tanh-relu")
+    refused("finetuned scaling factors", {**weights, "scaling_factor": torch.full((8,), 2.0)})
+    refused("a whole number k", architecture="topk")
+    refused(r"missing: \['threshold'\]", architecture="jumprelu")
+    refused(r"unknown: \['b_gate'\]", {**weights, "b_gate": torch.zeros(8)})
+    refused(r"b_enc \(7,\) does not fit", {**weights, "b_enc": torch.zeros(7)})
+    refused("d_sae 9 does not fit", d_sae=9)
+    refused("expected_average_only_in", normalize_activations=True)
+    refused("no matrix|reads or writes|no site", hook="blocks.1.hook_resid_pre")
+    skip = random_weights(6, 8, 6, "b_enc", "W_skip")
+    refused("skip", skip, architecture="skip_transcoder", hook="blocks.1.mlp.hook_in", out="blocks.1.hook_mlp_out")
+    for name in ("a", "b"):
+        saelens_folder(tmp_path / "twice" / name, weights)
+    with pytest.raises(UnitSourceError, match=r"both stand at blocks\.1\.mlp_out"):
+        load_coders(tmp_path / "twice")
+
+
+def test_transcoders_that_have_no_site(tmp_path: Path) -> None:
+    weights = {0: {**random_weights(6, 8, 6, "b_enc"), "W_enc": torch.randn(8, 6)}}
+    across = circuit_tracer_folder(tmp_path / "across", weights, model_kind="cross_layer_transcoder")
+    with pytest.raises(UnitSourceError, match="a cross_layer_transcoder: its units write to several layers"):
+        load_coders(across)
+    with pytest.raises(UnitSourceError, match="what its transcoders read and write"):
+        load_coders(circuit_tracer_folder(tmp_path / "hookless", weights, feature_input_hook=None))
+    hub = ["hf://org/repo/layer_0.safetensors", "hf://org/repo/layer_1.safetensors"]
+    with pytest.raises(UnitSourceError, match=r"names hf://org/repo/layer_1.*as layer_1\.safetensors"):
+        load_coders(circuit_tracer_folder(tmp_path / "hub", weights, transcoders=hub))
+    with pytest.raises(UnitSourceError, match="hook_resid_mid"):
+        load_coders(circuit_tracer_folder(tmp_path / "residual", weights, feature_input_hook="hook_resid_mid"))
+    with pytest.raises(FileNotFoundError, match="elsewhere"):
+        load_coders(circuit_tracer_folder(tmp_path / "gone", {}, transcoders=["elsewhere.safetensors"]))
+
+
+def test_a_coder_of_another_width_is_refused_by_the_host(tmp_path: Path) -> None:
+    (units,) = load_coders(saelens_folder(tmp_path, random_weights(6, 8, 6, "b_enc"))).values()
+    with pytest.raises(UnitSourceError, match="6"):
+        swd.attach(toy_model(), {"blocks.1.mlp_out": replace(units)})
