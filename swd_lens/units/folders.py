@@ -65,6 +65,15 @@ class LoadedCoder(nn.Module):
         W_enc, W_dec: (d_in, unit) and (unit, d_out); with the other weights of the architecture they are buffers.
     """
 
+    W_enc: Tensor
+    W_dec: Tensor
+    b_enc: Tensor
+    b_dec: Tensor
+    b_gate: Tensor
+    b_mag: Tensor
+    r_mag: Tensor
+    threshold: Tensor
+
     def __init__(self, architecture: str, cfg: SimpleNamespace, weights: Mapping[str, Tensor]):
         super().__init__()
         self.architecture, self.cfg = architecture, cfg

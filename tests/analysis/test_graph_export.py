@@ -245,7 +245,7 @@ def test_groups_by_writes_and_by_being_active_together() -> None:
     audit = swd.audit(model, factors, tokens)
     both = groups(graph, "writes", audit=audit, alike=0.95)
     assert ["blocks.1.mlp_in/2@4", "blocks.1.mlp_in/7@4"] in [sorted(nodes) for nodes in both.values()]
-    assert any(name.startswith("promotes '") for name in both)
+    assert any(name.startswith("promotes ") for name in both)
     # Any two members are alike: a chain of neighbours is not one group.
     assert all(len(nodes) < 4 for nodes in both.values())
     assert len(groups(graph, "writes", factors=factors, alike=1e-9)) < 4

@@ -179,7 +179,7 @@ def test_in_a_host(kind: str, tmp_path: Path) -> None:
         return units.decode(units.encode(x))
 
     with torch.no_grad():
-        hooks = [(written, replaced)] if kind == "sae" else [(read, keep), (written, replaced)]
+        hooks: list[Any] = [(written, replaced)] if kind == "sae" else [(read, keep), (written, replaced)]
         by_hand = model.run_with_hooks(tokens, fwd_hooks=hooks)
         with swd.attach(model, {site: units}):
             attached = model(tokens)

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from swd_lens.analysis.audit import Audit
 from swd_lens.base.errors import error
 from swd_lens.hosts.sites import KINDS, split_name
@@ -88,8 +90,8 @@ def require_same_factors(graph: "UnitGraph", identities: Mapping[str, str], what
 def feature_files(graph: "UnitGraph", audit: Audit | None) -> dict[int, dict[str, Any]]:
     """Feature number -> file of every drawn unit; without examples where no audit knows it."""
     numbers = FeatureNumbers.of(graph)
-    units = graph.nodes[graph.nodes["kind"] == "unit"][["site", "unit"]].drop_duplicates()
-    drawn = [(str(site), int(unit)) for site, unit in zip(units["site"], units["unit"], strict=True)]
+    nodes = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
+    drawn = list(dict.fromkeys((str(site), int(unit)) for site, unit in zip(nodes["site"], nodes["unit"], strict=True)))
     files = {numbers.number(*unit): _empty(numbers.index(*unit)) for unit in drawn}
     if audit is not None:
         known = [unit for unit in drawn if unit[0] in audit.sites and unit[1] in audit.sites[unit[0]].column]

@@ -10,6 +10,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.audit.vectors import write_vectors
 from swd_lens.analysis.graph.features import require_same_factors
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
 from swd_lens.units.unit_set import identities
@@ -49,12 +50,14 @@ def groups(
     if by not in BY:
         raise error("unknown-choice", name="by", choices=BY, value=by)
     nodes_of: dict[_Unit, list[str]] = {}
-    rows = graph.nodes[graph.nodes["kind"] == "unit"].sort_values("influence", ascending=False, kind="stable")
+    rows = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
+    rows = rows.sort_values("influence", ascending=False, kind="stable")
     for node, site, unit in zip(rows["node"], rows["site"], rows["unit"], strict=True):
         nodes_of.setdefault((str(site), int(unit)), []).append(str(node))
     labels = {(site, int(unit)): str(label) for site, unit, label in rows[["site", "unit", "label"]].values if label}
-    for unit in nodes_of if audit is not None else ():
-        labels.setdefault(unit, audit.labels.text("{}/{}".format(*unit)))
+    if audit is not None:
+        for unit in nodes_of:
+            labels.setdefault(unit, audit.labels.text("{}/{}".format(*unit)))
     if by == "labels":
         by_label: dict[str, list[str]] = {}
         for unit, nodes in nodes_of.items():
@@ -133,5 +136,5 @@ def _name(members: list[_Unit], labels: Mapping[_Unit, str], audit: Audit | None
     if audit is not None and site in audit.sites and index in audit.sites[site].column:
         effect = audit.unit((site, index)).logits
         if effect is not None and effect.promoted:
-            return "promotes " + " ".join(repr(token) for token, _ in effect.promoted[:3])
+            return "promotes " + " ".join(visible_token(token) for token, _ in effect.promoted[:3])
     return f"{site}/{index} and {len(members) - 1} more"

@@ -216,9 +216,11 @@ def _influence(graph: "UnitGraph") -> list[float]:
     """Per node the share of the answers that goes through it; without a prompt the |weights| at it, as nothing else is known."""
     if is_measured(graph):
         return [float(value) for value in graph.nodes["influence"].fillna(0.0)]
-    at = pd.concat([graph.edges.groupby(end)["strength"].sum() for end in ("source", "target")])
-    size = at.groupby(level=0).sum()
-    return [float(size.get(node, 0.0)) for node in graph.nodes["node"]]  # pyright: ignore[reportArgumentType]
+    size: defaultdict[str, float] = defaultdict(float)
+    for end in ("source", "target"):
+        for node, strength in zip(graph.edges[end], graph.edges["strength"], strict=True):
+            size[node] += strength
+    return [size[node] for node in graph.nodes["node"]]
 
 
 def _cumulative(influence: Mapping[str, float]) -> dict[str, float | None]:
@@ -261,7 +263,8 @@ def pinned_nodes(graph: "UnitGraph", pinned: Any = None) -> list[str]:
             found += of_unit
         return list(dict.fromkeys(found))
     answers = nodes["node"][nodes["kind"] == "logit"].tolist()
-    ranked = nodes[nodes["rank"].notna() & nodes["node"].isin({*graph.edges["source"], *graph.edges["target"]})]
+    ends = {*graph.edges["source"], *graph.edges["target"]}
+    ranked = pd.DataFrame(nodes[nodes["rank"].notna() & nodes["node"].isin(ends)])
     if len(ranked):
         ranked = ranked.sort_values("influence", ascending=False, kind="stable")
         again = ranked.duplicated(["site", "unit"])
