@@ -117,6 +117,7 @@ TYPES = {
     "EditComparison": "analysis.edit.compare",
     "EditSelection": "analysis.edit.select",
     "Estimate": "factorization.estimate",
+    "ExportedGraph": "analysis.graph.export",
     "Fidelity": "circuits.fidelity",
     "FinetuneSpec": "train.finetune.spec",
     "ModelReplacement": "study.replacement",

@@ -70,5 +70,9 @@ async function judge(frame) {
     await pause(2500);
     result.pruned[threshold] = drawn().length;
   }
+  // Saved by the page, with what is open now in it.
+  page().querySelector("button.save-button").click();
+  await until(() => page().querySelector("button.save-button").textContent === "Saved!", 20);
+  result.saved = page().querySelector("button.save-button").textContent;
   return result;
 }

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 
 import pandas as pd
 import pytest
@@ -54,7 +55,12 @@ def test_json_is_what_viewers_read(settings, tmp_path):
     nodes, links = written["nodes"], written["links"]
     errors = [node["node_id"] for node in nodes if node["feature_type"] == "mlp reconstruction error"]
     left_out = [link for link in links if link["source"] in errors]
-    assert len(nodes) - len(errors) == len(graph.nodes) and len(links) - len(left_out) == len(graph.edges) > 0
+    counts = Counter(node["feature_type"] for node in nodes)
+    drawn = graph.nodes["kind"].value_counts()
+    assert counts["cross layer transcoder"] == drawn["unit"] and counts["logit"] == drawn.get("logit", 0)
+    # All tokens between the first and the last: viewers call columns by them.
+    assert counts["embedding"] == (len(TOKENS) if settings.get("attention") else drawn.get("token", 0))
+    assert len(links) - len(left_out) == len(graph.edges) > 0
     assert bool(errors) == bool(left_out) == bool(settings)
     for node in nodes:
         assert all(isinstance(node[key], kind) for key, kind in (NODE | NODE_OPTIONAL).items())

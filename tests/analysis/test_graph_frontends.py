@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import swd_lens as swd
@@ -81,6 +82,10 @@ def test_circuit_tracers_page_draws_prunes_and_shows_examples(drawn: Any, which:
     # The slider: below its end only what has influence (and what is pinned) is left, at its end everything.
     assert found["sliders"] == 1
     assert len(written["nodes"]) == found["pruned"]["1"] > found["pruned"]["0.3"] >= 5
+    # What the page saves is its own: the graph is still what was written.
+    assert found["saved"] == "Saved!"
+    assert json.loads(exported.path.read_text(encoding="utf-8"))["qParams"] != written["qParams"]
+    pd.testing.assert_frame_equal(UnitGraph.load(exported.path).edges, graph.edges)
 
 
 @LACKS
@@ -93,6 +98,8 @@ def test_a_threshold_among_the_qparams_would_stop_circuit_tracers_slider(drawn: 
     exported.path.write_text(json.dumps(written), encoding="utf-8")
     found = frontends.opened(tmp_path / "graphs", exported.query, tmp_path)
     assert found["pruned"]["0.3"] == found["pruned"]["1"]
+    # Nor does a unit without an audit make the page look for its examples in vain.
+    assert found["complaints"] == [] and found["hovered"]["cross layer transcoder"]["title"].startswith("Feature")
 
 
 @pytest.mark.parametrize("which", [0, 1])

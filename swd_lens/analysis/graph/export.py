@@ -34,7 +34,8 @@ from urllib.parse import urlencode
 from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.graph.features import FeatureNumbers, feature_files, require_same_factors
 from swd_lens.analysis.graph.groups import groups as groups_of
-from swd_lens.analysis.graph.nodes import Places, is_measured, pinned_nodes, placed, shown_text, viewer_graph
+from swd_lens.analysis.graph.nodes import Places, is_measured, placed, shown_text, viewer_graph
+from swd_lens.analysis.graph.pinned import pinned_nodes
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning

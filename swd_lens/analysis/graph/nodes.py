@@ -3,7 +3,7 @@
 1. `placed`: every node's identifier, row (layer) and column (token).
 2. `viewer_graph`: the nodes, the drawn edges as links, and error nodes with one link to every node whose drawn edges do not add
    up to its activation: what is left is its `rest` and its pruned edges.
-3. `pinned_nodes`: what a viewer shows when it opens. Of a circuit its units, else what stands at the strongest edges.
+   Columns are called by their embeddings' nodes, so tokens between others have one, too, where no edge of theirs was kept.
 """
 
 from collections import defaultdict
@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.analysis.graph.features import FeatureNumbers
-from swd_lens.base.errors import error
 from swd_lens.hosts.sites import WRITES_RESIDUAL, split_name
-from swd_lens.units.keys import read_unit, single_units
 
 if TYPE_CHECKING:
     from swd_lens.analysis.audit import Audit
@@ -113,7 +111,7 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def viewer_graph(
     graph: "UnitGraph", places: Places, audit: "Audit | None", html: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Nodes and links in the viewers' schema, error nodes and their links last.
+    """Nodes and links in the viewers' schema: the graph's own first, then tokens without edges, error nodes and their links.
 
     Args:
         html: see `shown_text`.
@@ -125,6 +123,8 @@ def viewer_graph(
     ]
     influence = dict(zip([places[row["node"]].node_id for row in rows], _influence(graph), strict=True))
     nodes = [_node(row, places[row["node"]], graph.settings["answers"] or [], audit) for row in rows]
+    tokens = _tokens_between(graph, places)
+    influence |= dict.fromkeys((token["node_id"] for token in tokens), 0.0)
     errors, left_out = _left_out(graph, places, rows, links)
     links += left_out
     entering: defaultdict[str, float] = defaultdict(float)
@@ -134,10 +134,10 @@ def viewer_graph(
         share = abs(link["weight"]) / entering[link["target"]]
         influence[link["source"]] = influence.get(link["source"], 0.0) + share * influence[link["target"]]
     cumulative = _cumulative(influence)
-    for node in [*nodes, *errors]:
+    for node in [*nodes, *tokens, *errors]:
         node["influence"] = cumulative[node["node_id"]]
         node["clerp"] = shown_text(node["clerp"], html)
-    return [*nodes, *errors], links
+    return [*nodes, *tokens, *errors], links
 
 
 def shown_text(text: str, html: bool) -> str:
@@ -171,6 +171,21 @@ def _node(row: Mapping[str, Any], place: Place, answers: list[int], audit: "Audi
         label = row["label"] or ("" if audit is None else audit.labels.text(name))
         node |= {"feature_type": _UNIT_TYPE, "clerp": f"{label} ({name})" if label else name}
     return node
+
+
+def _tokens_between(graph: "UnitGraph", places: Places) -> list[dict[str, Any]]:
+    """Nodes of a prompt's tokens that have no edge in the graph, from the first column with nodes on."""
+    ids = graph.settings["token_ids"] or []
+    shift = len(places.tokens) - len(ids)  # 1 where a token stands alone
+    drawn = {int(position) for position in graph.nodes["position"][graph.nodes["kind"] == "token"]}
+    first = graph.nodes["position"].min() if ids else 0
+    nodes = []
+    for position in range(int(first), len(ids)):
+        if position not in drawn:
+            token, column = ids[position], position + shift
+            row = {"kind": "token", "label": places.tokens[column], "activation": 1.0}
+            nodes.append(_node(row, Place(f"E_{token}_{column}", "E", column, column), [], None))
+    return nodes
 
 
 def _left_out(
@@ -233,44 +248,3 @@ def _cumulative(influence: Mapping[str, float]) -> dict[str, float | None]:
         reached += influence[node]
         cumulative[node] = min(reached / total, 1.0)
     return cumulative
-
-
-# ---------------------------------------------------------------------------------------------- pinned
-
-
-def pinned_nodes(graph: "UnitGraph", pinned: Any = None) -> list[str]:
-    """Names of the nodes that are pinned.
-
-    Args:
-        pinned: names of nodes or units, a circuit, a table of units; a unit stands for its nodes at all positions. None: the
-            answers, and of a circuit its units (each where it has most influence, at further positions as far as there is room),
-            else both ends of the strongest edges.
-
-    Raises:
-        ValueError: no node of the graph.
-    """
-    nodes, names = graph.nodes, set(graph.nodes["node"])
-    if pinned is not None:
-        found: list[str] = []
-        for each in single_units(pinned):
-            if isinstance(each, str) and each in names:
-                found.append(each)
-                continue
-            site, unit = read_unit(each, {site for site in nodes["site"] if isinstance(site, str)})
-            of_unit = nodes["node"][(nodes["site"] == site) & (nodes["unit"] == unit)].tolist()
-            if not of_unit:
-                raise error("graph-pinned-of-nothing", unit=f"{site}/{unit}")
-            found += of_unit
-        return list(dict.fromkeys(found))
-    answers = nodes["node"][nodes["kind"] == "logit"].tolist()
-    ends = {*graph.edges["source"], *graph.edges["target"]}
-    ranked = pd.DataFrame(nodes[nodes["rank"].notna() & nodes["node"].isin(ends)])
-    if len(ranked):
-        ranked = ranked.sort_values("influence", ascending=False, kind="stable")
-        again = ranked.duplicated(["site", "unit"])
-        once = ranked["node"][~again].tolist()
-        chosen = [*once, *ranked["node"][again].tolist()[: max(_READABLE - len(once), 0)]]
-    else:
-        strongest = graph.edges.head(_STRONGEST)
-        chosen = [node for ends in zip(strongest["source"], strongest["target"], strict=True) for node in ends]
-    return list(dict.fromkeys([*answers, *chosen]))[:_MOST_PINNED]

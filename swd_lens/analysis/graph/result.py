@@ -160,7 +160,7 @@ class UnitGraph(Record):
             audit: of the same factors: contexts, promoted tokens, labels of units without one.
             attention: of `attention_paths`: query-key pairs behind each unit that attention writes.
             groups: name -> nodes that are shown as one, as `swd_lens.graph.groups` gives; None: by label.
-            pinned: what is open at the start, see `swd_lens.analysis.graph.nodes.pinned_nodes`.
+            pinned: what is open at the start, see `swd_lens.analysis.graph.pinned.pinned_nodes`.
             features_url: where features/ will be served, for Neuronpedia.
 
         Raises:
