@@ -31,6 +31,7 @@ async function judge(frame) {
     ticks: all(".link-graph .y text").map(text => text.textContent).filter(Boolean),
     pinned: drawn().filter(node => node.classList.contains("pinned")).length,
     supernodes: all(".subgraph .supernode-container").map(box => datum(box).node).filter(node => node.isSuperNode).map(node => node.ppClerp),
+    boxes: all(".subgraph .supernode-container").map(box => datum(box)).map(box => ({ row: box.node.streamIdx, x: box.x, y: box.y })),
     listed: all("select.graph-prompt-select option").map(option => option.value),
     sliders: sliders.length,
   };

@@ -208,10 +208,12 @@ def test_groups_by_label(tmp_path: Path) -> None:
     graph = _graph(prompt=TOKENS, keep=None, labels=labels)
     assert groups(graph) == {"names": groups(graph)["names"]}
     assert set(groups(graph)["names"]) == {"blocks.0.mlp_in/1@4", "blocks.1.mlp_in/2@4"}
-    exported = graph.export(tmp_path)
-    (group,) = json.loads(exported.path.read_text())["qParams"]["supernodes"]
-    assert group[0] == "names" and len(group) == 3
+    for how in ({"target": "neuronpedia"}, {"groups": groups(graph)}):
+        exported = graph.export(tmp_path, **how)
+        (group,) = json.loads(exported.path.read_text())["qParams"]["supernodes"]
+        assert group[0] == "names" and len(group) == 3
     assert "supernodes=%5B%5B%22names" in exported.query  # circuit-tracer reads them from there
+    assert graph.export(tmp_path).query == "slug=unit-graph"
 
 
 def _with(factors: swd.Factors, read: Any = (), write: Any = ()) -> swd.Factors:

@@ -51,7 +51,8 @@ def drawn(default_model: Any) -> tuple[UnitGraph, UnitGraph, Any]:
 def test_circuit_tracers_page_draws_prunes_and_shows_examples(drawn: Any, which: str, tmp_path: Path) -> None:
     graph, audit = drawn[which == "no prompt"], drawn[2]
     units = graph.nodes["node"][graph.nodes["kind"] == "unit"].tolist()
-    exported = graph.export(tmp_path / "graphs", audit=audit, pinned=units[:5])
+    groups = {} if which == "no prompt" else swd.graph.groups(graph)
+    exported = graph.export(tmp_path / "graphs", audit=audit, pinned=units[:5], groups=groups)
     drawn[1].export(tmp_path / "graphs", slug="another")
     written = json.loads(exported.path.read_text(encoding="utf-8"))
     found = frontends.opened(tmp_path / "graphs", exported.query, tmp_path)
@@ -71,6 +72,13 @@ def test_circuit_tracers_page_draws_prunes_and_shows_examples(drawn: Any, which:
     assert found["pinned"] == len({*written["qParams"]["pinnedIds"], *members})
     if which == "a prompt":
         assert found["supernodes"] == ["first & ‹b›best‹/b›"]
+    # Rows of the panel are layers, whatever order it has: lower ones stand lower, and no box hides another.
+    boxes = found["boxes"]
+    assert len(boxes) >= 5
+    for one in boxes:
+        for other in boxes:
+            assert round(one["row"]) >= round(other["row"]) or one["y"] > other["y"], (one, other)
+            assert one is other or abs(one["y"] - other["y"]) > 1 or abs(one["x"] - other["x"]) > 50, (one, other)
     # Hover and click.
     unit = found["hovered"]["cross layer transcoder"]
     assert unit["examples"] > 0 and set(unit["groups"]) <= {"Largest z", "Most negative z, sign turned"}

@@ -3,7 +3,7 @@
 build.py (unit_graph) -> frozen.py (one run, held) -> edges.py (weights) -> pruning.py (influence, what is kept) -> result.py
 (UnitGraph and its JSON), drawing.py (SVG). feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of
 the best units. export.py writes a graph for other tools' viewers: nodes.py (what they draw), pinned.py (what they open with),
-groups.py (units shown as one), features.py (what they show of a unit), tracing.py (query-key pairs).
+panel.py (and where), groups.py (units shown as one), features.py (what they show of a unit), tracing.py (query-key pairs).
 """
 
 from swd_lens.analysis.graph.build import unit_graph

@@ -19,7 +19,7 @@ d. An answer's text contains (p=...), its token between the only two double quot
 e. Links into a node are shown as shares of their sum. What the drawn ones leave of a node's activation (`rest` and pruned edges)
    comes from error nodes, one per layer and position and one for the answers: shares are of the whole then.
 f. Of the groups those nodes are shown that are pinned. circuit-tracer 0.5.0 reads groups from the address alone
-   (`ExportedGraph.query`), and puts texts into its page as HTML.
+   (`ExportedGraph.query`), and puts texts into its page as HTML. Where it shows what is pinned we say (panel.py).
 """
 
 import json
@@ -35,6 +35,7 @@ from swd_lens.analysis.audit import Audit
 from swd_lens.analysis.graph.features import FeatureNumbers, feature_files, require_same_factors
 from swd_lens.analysis.graph.groups import groups as groups_of
 from swd_lens.analysis.graph.nodes import Places, is_measured, placed, shown_text, viewer_graph
+from swd_lens.analysis.graph.panel import positions
 from swd_lens.analysis.graph.pinned import pinned_nodes
 from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
@@ -60,7 +61,8 @@ class ExportedGraph(Record):
         folder: where everything lies.
         slug: the graph's name there.
         target: whose frontend it is for.
-        query: what belongs behind the address of circuit-tracer's page: which graph is shown, and its groups.
+        query: what belongs behind the address of circuit-tracer's page: which graph is shown, and its groups, which the page
+            reads from nowhere else. Without it their nodes stand singly, and not where their layers are.
         features: how many feature files there are, and how many of them have examples.
     """
 
@@ -158,7 +160,9 @@ def viewer_json(
     traces, only_traced = ({}, {}) if attention is None else traced(graph, places, attention)
     for node in nodes:
         node |= {"qk_tracing_results": traces[node["node_id"]]} if node["node_id"] in traces else {}
-    supernodes = _supernodes(places, groups_of(graph, audit=audit) if groups is None else groups, html)
+    if groups is None:
+        groups = {} if html else groups_of(graph, audit=audit)
+    supernodes = _supernodes(places, groups, html)
     opened = [places[name].node_id for name in pinned_nodes(graph, pinned)]
     opened = list(dict.fromkeys([*opened, *(member for _, *members in supernodes for member in members)]))
     threshold = {} if target == "circuit-tracer" else {"pruningThreshold": SHOW_ALL}
@@ -185,7 +189,7 @@ def viewer_json(
             "pinnedIds": opened,
             "clickedId": "",
             "supernodes": supernodes,
-            "sg_pos": "",
+            "sg_pos": positions(nodes, opened, supernodes) if html else "",
             **threshold,
         },
         "nodes": nodes,

@@ -159,7 +159,8 @@ class UnitGraph(Record):
             slug: the graph's name in addresses and files: letters, digits, "_", "-" and ".".
             audit: of the same factors: contexts, promoted tokens, labels of units without one.
             attention: of `attention_paths`: query-key pairs behind each unit that attention writes.
-            groups: name -> nodes that are shown as one, as `swd_lens.graph.groups` gives; None: by label.
+            groups: name -> nodes that are shown as one, as `swd_lens.graph.groups` gives; None: for Neuronpedia by label.
+                circuit-tracer's page shows them where its address ends with the `query` of what this returns.
             pinned: what is open at the start, see `swd_lens.analysis.graph.pinned.pinned_nodes`.
             features_url: where features/ will be served, for Neuronpedia.
 
