@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _WIDE, _HIGH = 880.0, 860.0  # of 1000: the left upper corner of the last box
-_IN_A_ROW = 9
+_IN_A_ROW = 7  # so that names beside each other can be read
 _MOST = 200  # boxes
 
 
