@@ -208,7 +208,8 @@ def test_groups_by_label(tmp_path: Path) -> None:
     graph = _graph(prompt=TOKENS, keep=None, labels=labels)
     assert groups(graph) == {"names": groups(graph)["names"]}
     assert set(groups(graph)["names"]) == {"blocks.0.mlp_in/1@4", "blocks.1.mlp_in/2@4"}
-    for how in ({"target": "neuronpedia"}, {"groups": groups(graph)}):
+    ways: list[dict[str, Any]] = [{"target": "neuronpedia"}, {"groups": groups(graph)}]
+    for how in ways:
         exported = graph.export(tmp_path, **how)
         (group,) = json.loads(exported.path.read_text())["qParams"]["supernodes"]
         assert group[0] == "names" and len(group) == 3

@@ -9,7 +9,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import UnitSourceError
-from swd_lens.units.folders import ARCHITECTURES, load_coders
+from swd_lens.units.folders import load_coders
+from swd_lens.units.loaded import ARCHITECTURES
 from tests.micro import random_tokens, toy_model
 from tests.units.coder_folders import circuit_tracer_folder, random_weights, saelens_folder
 
