@@ -4,6 +4,7 @@ The page of circuit-tracer's wheel is served on loopback and opened in headless 
 drawn, the slider prunes, a unit that is hovered shows its examples, and nothing complains. See frontends.py for what is needed.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,26 @@ def test_a_threshold_among_the_qparams_would_stop_circuit_tracers_slider(drawn: 
     assert found["pruned"]["0.3"] == found["pruned"]["1"]
     # Nor does a unit without an audit make the page look for its examples in vain.
     assert found["complaints"] == [] and found["hovered"]["cross layer transcoder"]["title"].startswith("Feature")
+
+
+@LACKS
+@pytest.mark.parametrize("which", [0, 1])
+def test_circuit_tracers_own_models_read_the_file(drawn: Any, which: int, tmp_path: Path) -> None:
+    pytest.importorskip("pydantic", reason="needs pydantic")
+    source = frontends.WHEEL / "frontend" / "graph_models.py"
+    spec = importlib.util.spec_from_file_location("graph_models", source)
+    assert spec is not None and spec.loader is not None
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    written = json.loads(drawn[which].export(tmp_path).path.read_text(encoding="utf-8"))
+    read = models.Model(**written)
+    assert [node.model_dump() for node in read.nodes] == [
+        {key: node[key] for key in read.nodes[0].model_dump()} for node in written["nodes"]
+    ]
+    # Features are numbered as theirs are.
+    for node in (node for node in read.nodes if node.feature_type == "cross layer transcoder"):
+        layer, index, position = map(int, node.node_id.split("_"))
+        assert node.feature == models.Node.feature_node(layer, position, index).feature
 
 
 @pytest.mark.parametrize("which", [0, 1])
