@@ -7,7 +7,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ from swd_lens.base.sealed import read_json, readable, unseal
 if TYPE_CHECKING:
     from swd_lens.analysis.audit import Audit
     from swd_lens.analysis.graph.export import ExportedGraph
+
+if TYPE_CHECKING:
+    from swd_lens.analysis.graph.viewer.page import GraphPage
 
 NODES = {
     **dict.fromkeys(("node", "kind"), "object"),
@@ -105,6 +108,42 @@ class UnitGraph(Record):
     def plot(self, labels: Mapping[str, str] | None = None) -> GraphDrawing:
         """The drawing; it shows itself in a notebook and saves as SVG. See `swd_lens.analysis.graph.drawing.draw`."""
         return draw(self, labels)
+
+    def show(
+        self,
+        *,
+        audit: Any = None,
+        replays: Any = None,
+        attention: Any = None,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        labels: Mapping[Any, Any] | None = None,
+        beside: "UnitGraph | None" = None,
+    ) -> "GraphPage":
+        """The graph as a page to look into: a notebook shows it, `.save("graph.html")` writes one file that needs no network.
+
+        Args:
+            audit: what the units do, shown on hover: an Audit, or cards of units (`Audit.profiles`, a study's cards).
+            replays: of this graph (`swd_lens.graph.replays`); the live clamp then runs through all frozen paths, with true runs
+                beside it. None: through the drawn edges.
+            attention: of this graph (`swd_lens.graph.attention_paths`): heads and query-key pairs of its attention edges.
+            groups: name -> nodes that begin as one box (`swd_lens.graph.groups`).
+            labels: unit -> text, or UnitLabels; they win over those of the audit and of the graph.
+            beside: a graph of the same units on another prompt, shown beside this one.
+
+        Raises:
+            ValueError: replays, attention paths or groups of another graph, or a name that is no unit's.
+            TypeError: an audit, a label or a graph of another type.
+        """
+        from swd_lens.analysis.graph.viewer.contents import contents  # which reads audits, and these graphs
+        from swd_lens.analysis.graph.viewer.page import GraphPage
+
+        if not isinstance(beside, UnitGraph | None):
+            raise error("graph-page-beside-another-thing", kind=type(beside).__name__)
+        values = contents(
+            self, audit=audit, replays=replays, attention=attention, groups=groups, labels=labels, beside=beside
+        )
+        prompt = self.settings.get("prompt")
+        return GraphPage.of("Unit graph" if prompt is None else f"Unit graph of “{prompt}”", values)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` takes them back."""

@@ -1,0 +1,103 @@
+"""GraphPage: a unit graph as one HTML file that a browser opens without a network.
+
+1. What the page shows comes as plain values (contents.py) and stands in the page as JSON, in an element that browsers do not run;
+   every "<" in it is escaped.
+2. viewer.html takes the data, the style sheet (viewer.css behind the house's colours of signs) and the scripts (scripts/, one
+   after the other in one closed function).
+3. The page's own security policy forbids whatever is not in the file: it lets this one script run, and loads nothing.
+4. A notebook shows the page in a frame of its own, so that neither changes the other.
+
+No library is bundled: nodes are SVG, edges a canvas, and what a layout by layer and position needs is a page of code.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from swd_lens.base.errors import visible
+from swd_lens.base.figures import SIGN_STYLE
+from swd_lens.base.files import write_text
+from swd_lens.base.surroundings import in_plain_surroundings
+
+_FOLDER = Path(__file__).parent
+SCRIPTS = ("data", "digest", "state", "layout", "scene", "drag", "details", "attention", "clamp", "table", "main")
+_HEIGHT = 780  # pixels of a notebook's frame
+
+
+@in_plain_surroundings
+@dataclass(frozen=True, repr=False)
+class GraphPage:
+    """A graph to look into, see `UnitGraph.show`; a notebook shows it, `save` writes it.
+
+    Attributes:
+        html: the whole page.
+        title: what it shows, in a line.
+    """
+
+    html: str
+    title: str
+
+    @classmethod
+    def of(cls, title: str, values: Mapping[str, Any]) -> "GraphPage":
+        """The page of what `swd_lens.analysis.graph.viewer.contents.contents` gave."""
+        style, script = _resources()
+        page = Template((_FOLDER / "viewer.html").read_text(encoding="utf-8"))
+        return cls(
+            page.substitute(
+                title=escape(visible(title)),
+                policy=_policy(script),
+                style=style,
+                data=json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+                script=script,
+            ),
+            title,
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page to a file, whole or not at all; returns its path.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        write_text(path, self.html)
+        return path
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe class="swd-graph-page" title="{escape(visible(self.title))}" srcdoc="{escape(self.html)}" '
+            f'style="width:100%;height:{_HEIGHT}px;border:1px solid rgba(128,128,128,.4);border-radius:8px" '
+            'allow="clipboard-write"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"GraphPage({visible(self.title)}, {len(self.html) / 1e6:.1f} MB; save(path) writes it)"
+
+
+@cache
+def _resources() -> tuple[str, str]:
+    """Style sheet and script of every page."""
+    style = f":root {{ {SIGN_STYLE}; }}\n{(_FOLDER / 'viewer.css').read_text(encoding='utf-8')}"
+    parts = [(_FOLDER / "scripts" / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+    return style, '"use strict";\n(() => {\n' + "\n".join(parts) + "\n})();\n"
+
+
+def _policy(script: str) -> str:
+    """The page's Content-Security-Policy: this script, styles of the page itself, and nothing from anywhere."""
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode()
+    allowed = {
+        "default-src": "'none'",
+        "script-src": f"'sha256-{digest}'",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {sources}" for name, sources in allowed.items())

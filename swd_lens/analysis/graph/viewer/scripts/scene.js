@@ -1,0 +1,292 @@
+// A graph on the screen: boxes as SVG, edges on two canvases below them (all of them; those of the box at hand), names of rows and
+// columns at the edges of the window, whatever part of the graph is in it.
+
+const MARGIN = { left: 86, top: 14, right: 14, bottom: 30 };
+const LEVELS = 6;  // of an edge's width and strength of colour
+const SCENES = [];
+
+class Scene {
+  constructor(graph, host) {
+    Object.assign(this, { graph, view: { k: 1, x: 0, y: 0 }, items: [], links: [], boxes: new Map(), hovered: null, held: null, fitted: false });
+    this.base = make("canvas", { "aria-hidden": "true" });
+    this.over = make("canvas", { "aria-hidden": "true" });
+    this.svg = make("svg", { role: "group", "aria-label": `${graphTitle(graph)}: arrow keys go from node to node, Enter pins` });
+    this.svg.append(hatching(graph.index));
+    this.grid = make("g", { class: "grid", "aria-hidden": "true" });
+    this.nodes = make("g", { class: "nodes" });
+    this.names = make("g", { class: "names", "aria-hidden": "true" });
+    this.svg.append(this.grid, this.nodes, this.names);
+    this.zoom = make("div", { class: "zoom" },
+      make("button", { type: "button", "aria-label": "Zoom in", onclick: () => this.zoomBy(1.25) }, "+"),
+      make("button", { type: "button", "aria-label": "Zoom out", onclick: () => this.zoomBy(0.8) }, "\u2212"));
+    const caption = GRAPHS.length > 1 || graph.prompt ? make("figcaption", {}, promptLine(graph)) : null;
+    this.frame = make("div", { class: "frame" }, this.base, this.over, this.svg, this.zoom);
+    host.append(make("figure", { class: "scene" }, caption, this.frame));
+    new ResizeObserver(() => { this.measure(); if (this.width && !this.fitted) this.fit(); else this.apply(); }).observe(this.frame);
+    this.listen();
+  }
+
+  measure() {
+    [this.width, this.height] = [this.frame.clientWidth, this.frame.clientHeight];
+    this.scale = Math.max(1, window.devicePixelRatio || 1) * (this.printing ? 2 : 1);
+    for (const canvas of [this.base, this.over]) {
+      [canvas.width, canvas.height] = [Math.round(this.width * this.scale), Math.round(this.height * this.scale)];
+    }
+  }
+
+  // Everything again, as the state has it.
+  draw() {
+    const shown = visible(this.graph);
+    this.drawn = new Set(shown.edges);
+    this.items = itemsOf(this.graph, shown.nodes);
+    this.links = links(this.items, shown.edges);
+    this.size = place(this.graph, this.items, this.links);
+    this.strongest = Math.max(1e-30, ...this.links.map(link => link.strength));
+    const before = this.boxes, focused = document.activeElement;
+    this.boxes = new Map();
+    for (const item of this.items) {
+      const key = item.group ?? item.lead, box = before.get(key) ?? make("g", { class: "node", role: "button" });
+      before.delete(key);
+      box.item = item;
+      this.boxes.set(key, box);
+      this.fill(box, item);
+    }
+    for (const gone of before.values()) gone.remove();
+    // In the order in which they are read: answers first, then down, from left to right.
+    const read = [...this.items].sort((a, b) => b.row - a.row || a.home[1] - b.home[1] || a.home[0] - b.home[0]);
+    read.forEach((item, i) => {
+      const box = this.boxOf(item);
+      if (this.nodes.children[i] !== box) this.nodes.insertBefore(box, this.nodes.children[i] ?? null);
+    });
+    if (focused && focused.item && focused.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
+    const reachable = this.itemAt(STATE.selected) ?? read[0];
+    for (const item of this.items) this.boxOf(item).setAttribute("tabindex", item === reachable ? 0 : -1);
+    this.apply();
+  }
+
+  boxOf(item) { return this.boxes.get(item.group ?? item.lead); }
+  itemAt(node) { return node ? this.items.find(item => item.nodes.includes(node)) : undefined; }
+
+  fill(box, item) {
+    const node = item.lead, change = changeOf(item);
+    const classes = ["node", item.group ? "group" : node.kind];
+    if (item.nodes.some(isPinned)) classes.push("pinned");
+    if (item.nodes.includes(STATE.selected)) classes.push("selected");
+    if (item.nodes.some(n => STATE.marked.has(n))) classes.push("marked");
+    if (item.nodes.some(n => STATE.clamps.has(n))) classes.push("clamped");
+    const title = item.group ? item.group.name : titleOf(node), own = !item.group && node.kind === "unit" && !labelOf(node.of);
+    const text = [title, own, subtitle(item, change), classes.join(" ")].join("\n") + sums(item, this.drawn).join() + (change ?? "");
+    box.setAttribute("transform", `translate(${item.x - BOX.width / 2} ${item.y})`);
+    if (box.text === text) return;
+    box.text = text;
+    box.setAttribute("class", classes.join(" "));
+    box.setAttribute("aria-label", item.group ? `group ${title}, ${plural(item.nodes.length, "node")}` : described(node));
+    box.setAttribute("aria-pressed", item.nodes.some(isPinned));
+    const tint = change === null ? 0 : Math.min(1, Math.abs(change) / largestChange(this.graph, node.kind)) ** 0.6;
+    box.replaceChildren(
+      item.group ? make("rect", { class: "behind", x: 3, y: -4, width: BOX.width - 6, height: BOX.height, rx: 7 }) : "",
+      make("rect", { class: "box", width: BOX.width, height: BOX.height, rx: 7 }),
+      tint ? make("rect", { class: `tint ${signClass(change)}`, width: BOX.width, height: BOX.height, rx: 7, style: `--s:${tint.toFixed(3)}` }) : "",
+      make("text", { class: own ? "name own" : "name", x: BOX.width / 2, y: 15 }, shortened(title, 16)),
+      make("text", { class: "sub", x: BOX.width / 2, y: 28 }, subtitle(item, change)),
+      restBar(item, this.drawn, this.graph.index),
+      classes.includes("pinned") ? make("path", { class: "pin", d: "M0 0h12l-12 12z", transform: "translate(3 3)" }) : "",
+    );
+  }
+
+  // ---------------------------------------------------------------------------------------- what part is in the window
+
+  fit() {
+    if (!this.width || !this.size) return;
+    const room = [this.width - MARGIN.left - MARGIN.right, this.height - MARGIN.top - MARGIN.bottom];
+    const k = Math.min(room[0] / (this.size.width + 8), room[1] / (this.size.height + 8), 1.3);
+    // At first no smaller than can be read: the answers, at the last position, are then where one begins.
+    const readable = this.fitted ? k : Math.max(k, Math.min(0.62, room[0] / (4 * BOX.width)));
+    const wide = this.size.width * readable, x = wide <= room[0] ? (room[0] - wide) / 2 : room[0] - wide;
+    this.fitted = true;
+    this.view = { k: readable, x: MARGIN.left + x, y: MARGIN.top + 4 };
+    if (readable === k) this.view.y += Math.max(0, (room[1] - this.size.height * k) / 2);
+    this.apply();
+  }
+
+  zoomBy(factor, at = [this.width / 2, this.height / 2]) {
+    const k = Math.min(4, Math.max(0.08, this.view.k * factor)), r = k / this.view.k;
+    this.view = { k, x: at[0] - (at[0] - this.view.x) * r, y: at[1] - (at[1] - this.view.y) * r };
+    this.apply();
+  }
+
+  // Moves the window so that an item can be seen.
+  reveal(item) {
+    const { k } = this.view, half = BOX.width * k / 2, x = item.x * k + this.view.x, y = item.y * k + this.view.y;
+    const left = MARGIN.left + half, right = this.width - MARGIN.right - half, bottom = this.height - MARGIN.bottom - BOX.height * k;
+    this.view.x += x < left ? left - x : x > right ? right - x : 0;
+    this.view.y += y < MARGIN.top ? MARGIN.top - y : y > bottom ? bottom - y : 0;
+    this.apply();
+  }
+
+  apply() {
+    if (!this.width || !this.size) return;
+    const { k, x, y } = this.view;
+    this.nodes.setAttribute("transform", `translate(${x} ${y}) scale(${k})`);
+    this.svg.classList.toggle("far", k < 0.55);
+    this.drawNames();
+    this.paint();
+    this.paintOver();
+  }
+
+  drawNames() {
+    const { k, x, y } = this.view, lines = [], names = [];
+    names.push(make("rect", { class: "margin", x: 0, y: 0, width: MARGIN.left - 8, height: this.height }));
+    for (const row of this.size.rows.values()) {
+      const top = row.y * k + y, middle = top + row.height * k / 2;
+      if (middle < 0 || middle > this.height - MARGIN.bottom + 8) continue;
+      lines.push(make("line", { x1: MARGIN.left - 8, x2: this.width, y1: middle, y2: middle }));
+      names.push(make("text", { x: MARGIN.left - 16, y: middle + 4, "text-anchor": "end" }, siteWords(row.node)));
+    }
+    names.push(make("rect", { class: "margin", x: 0, y: this.height - MARGIN.bottom + 4, width: this.width, height: MARGIN.bottom }));
+    const columns = [...this.size.columns];
+    columns.forEach(([position, column], i) => {
+      const middle = (column.x + column.width / 2) * k + x, left = (column.x - BOX.between / 2) * k + x;
+      if (i && left > MARGIN.left) lines.push(make("line", { class: "column", x1: left, x2: left, y1: 0, y2: this.height - MARGIN.bottom + 4 }));
+      if (middle < MARGIN.left - 8 || middle > this.width || !this.graph.tokens.length) return;
+      const room = Math.max(4, Math.floor(column.width * k / 7));
+      names.push(make("text", { x: middle, y: this.height - 9, "text-anchor": "middle" },
+        make("tspan", {}, shortened(tokenAt(this.graph, position), room)), room > 8 ? make("tspan", { class: "soft" }, ` ${position}`) : ""));
+    });
+    this.grid.replaceChildren(...lines);
+    this.names.replaceChildren(...names);
+  }
+
+  // ---------------------------------------------------------------------------------------- edges
+
+  context(canvas) {
+    const context = canvas.getContext("2d"), { k, x, y } = this.view;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.setTransform(this.scale * k, 0, 0, this.scale * k, this.scale * x, this.scale * y);
+    return context;
+  }
+
+  paint() {
+    const context = this.context(this.base), held = this.held;
+    stroke(context, held ? this.links.filter(link => link.source !== held && link.target !== held) : this.links, this, 1);
+    this.base.classList.toggle("faded", this.focus().length > 0 && !held);
+  }
+
+  // The links of the box under the pointer, held, or selected.
+  focus() {
+    if (this.held) return [this.held];
+    if (this.hovered) return [this.hovered];
+    const items = this.items.filter(item => item.nodes.includes(STATE.selected) || item.nodes.some(node => STATE.marked.has(node)));
+    return items;
+  }
+
+  paintOver() {
+    const focus = this.focus(), context = this.context(this.over);
+    const near = focus.length ? this.links.filter(link => focus.includes(link.source) || focus.includes(link.target)) : [];
+    stroke(context, this.link && !near.includes(this.link) ? [...near, this.link] : near, this, 1.25);
+    this.base.classList.toggle("faded", focus.length > 0 && !this.held);
+    this.svg.classList.toggle("focused", focus.length > 0 && !this.held);
+    const lit = new Set(focus);
+    near.forEach(link => lit.add(link.source).add(link.target));
+    const unit = HOVERED_UNIT;
+    for (const item of this.items) {
+      const box = this.boxOf(item);
+      box.classList.toggle("lit", lit.has(item));
+      box.classList.toggle("twin", Boolean(unit) && !this.hovered && item.nodes.some(node => node.of === unit));
+    }
+  }
+
+  repaint() {
+    if (this.waiting) return;
+    this.waiting = requestAnimationFrame(() => { this.waiting = 0; this.paintOver(); });
+  }
+}
+
+let HOVERED_UNIT = null;
+
+const curve = link => {
+  const x0 = link.source.x, y0 = link.source.y, x1 = link.target.x, y1 = link.target.y + BOX.height;
+  const bend = Math.max(18, Math.abs(y0 - y1) * 0.42);
+  return [x0, y0, x0, y0 - bend, x1, y1 + bend, x1, y1];
+};
+
+// Strokes links, those of one look together: orange and solid for positive, blue and dashed for negative, attention in green.
+function stroke(context, links, scene, more) {
+  const looks = new Map(), { k, x, y } = scene.view;
+  for (const link of links) {
+    const path = curve(link), top = Math.min(path[1], path[7]) * k + y, bottom = Math.max(path[1], path[7]) * k + y;
+    const left = Math.min(path[0], path[6]) * k + x, right = Math.max(path[0], path[6]) * k + x;
+    if (bottom < -40 || top > scene.height + 40 || right < 0 || left > scene.width) continue;
+    const level = Math.round(LEVELS * Math.sqrt(link.strength / scene.strongest));
+    const look = (link.attention ? 2 : link.value < 0 ? 1 : 0) + 3 * (link.value < 0) + 6 * level;
+    if (!looks.has(look)) looks.set(look, []);
+    looks.get(look).push(path);
+  }
+  for (const [look, paths] of [...looks].sort((a, b) => a[0] - b[0])) {
+    const share = Math.floor(look / 6) / LEVELS, width = (0.7 + 3.6 * share) * more;
+    context.beginPath();
+    for (const [a, b, c, d, e, f, g, h] of paths) { context.moveTo(a, b); context.bezierCurveTo(c, d, e, f, g, h); }
+    context.lineWidth = Math.max(width, 0.55 / k);
+    context.strokeStyle = colour(["plus", "minus", "unsigned"][look % 3], more > 1 ? 0.95 : 0.22 + 0.6 * share);
+    // Dashes of many thin lines cost time and say nothing.
+    const dash = Math.floor(look / 3) % 2 && (more > 1 || links.length < 1200 || share > 0.3);
+    context.setLineDash(dash ? [6, 3.5] : []);
+    context.stroke();
+  }
+}
+
+let COLOURS = {};
+function colour(name, alpha) {
+  COLOURS[name] ??= getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return `rgba(${COLOURS[name]}, ${alpha.toFixed(2)})`;
+}
+
+// ---------------------------------------------------------------------------------------------- boxes
+
+const graphTitle = graph => graph.prompt ? `Unit graph of \u201c${graph.prompt}\u201d` : "Unit graph of weights";
+function promptLine(graph) {
+  if (!graph.tokens.length) return graph.prompt ?? "no prompt: weights between units";
+  return graph.tokens.map((token, i) => make("span", { class: "token", title: `position ${i}` }, token));
+}
+
+function subtitle(item, change) {
+  if (change !== null) return `\u0394 ${number(change)}`;
+  if (item.group) return plural(item.nodes.length, "node");
+  const node = item.lead;
+  if (node.kind === "token") return `position ${node.position}`;
+  if (node.kind === "logit") return [node.probability === null ? null : `p ${percent(node.probability)}`, number(node.activation)].filter(Boolean).join(" \u00b7 ");
+  return node.activation === null ? `#${node.unit}` : `#${node.unit} \u00b7 ${number(node.activation)}`;
+}
+
+// What a box's activation is made of: edges drawn now, edges not drawn, and the rest that no edge explains. For a group the sums.
+function sums(item, shown) {
+  let [drawn, activation, rest] = [0, 0, 0];
+  for (const node of item.nodes) {
+    if (node.kind === "token" || node.activation === null || node.rest === null) continue;
+    activation += node.activation;
+    rest += node.rest;
+    for (const edge of node.in) if (shown.has(edge)) drawn += edge.contribution ?? 0;
+  }
+  return [drawn, activation - rest - drawn, rest];
+}
+
+function restBar(item, shown, index) {
+  const parts = sums(item, shown), total = parts.reduce((sum, part) => sum + Math.abs(part), 0);
+  if (!total) return "";
+  let x = 7;
+  return make("g", { class: "sums" }, ["drawn", "hidden-part", "rest"].map((name, i) => {
+    const width = Math.abs(parts[i]) / total * (BOX.width - 14), bar = make("rect", { class: name, x, y: BOX.height - 7.5, width, height: 4.5 });
+    if (name === "rest") bar.setAttribute("fill", `url(#hatch-${index})`);
+    x += width;
+    return bar;
+  }));
+}
+function hatching(index) {
+  const svg = name => document.createElementNS("http://www.w3.org/2000/svg", name);
+  const defs = svg("defs"), pattern = svg("pattern");
+  for (const [key, value] of Object.entries({ id: `hatch-${index}`, width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" })) pattern.setAttribute(key, value);
+  pattern.append(make("line", { class: "hatch", x1: 0, x2: 0, y1: 0, y2: 4 }));
+  defs.append(pattern);
+  return defs;
+}
