@@ -4,6 +4,9 @@ build.py (unit_graph) -> frozen.py (one run, held) -> edges.py (weights) -> prun
 (UnitGraph and its JSON), drawing.py (SVG). feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of
 the best units. export.py writes a graph for other tools' viewers: nodes.py (what they draw), pinned.py (what they open with),
 panel.py (and where), groups.py (units shown as one), features.py (what they show of a unit), tracing.py (query-key pairs).
+(UnitGraph and its JSON), drawing.py (SVG), viewer/ (a page to look into). replays.py clamps units in true runs, beside what the
+frozen run predicts (responses.py). feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of
+the best units.
 """
 
 from swd_lens.analysis.graph.build import unit_graph
@@ -12,6 +15,7 @@ from swd_lens.analysis.graph.export import ExportedGraph
 from swd_lens.analysis.graph.feeders import feeders
 from swd_lens.analysis.graph.groups import groups
 from swd_lens.analysis.graph.paths import plot_unit_paths
+from swd_lens.analysis.graph.replays import Replays, replays
 from swd_lens.analysis.graph.result import UnitGraph
 
 __all__ = [
@@ -22,5 +26,12 @@ __all__ = [
     "feeders",
     "groups",
     "plot_unit_paths",
+    "GraphDrawing",
+    "Replays",
+    "UnitGraph",
+    "draw",
+    "feeders",
+    "plot_unit_paths",
+    "replays",
     "unit_graph",
 ]

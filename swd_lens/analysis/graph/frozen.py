@@ -54,6 +54,11 @@ class Reading:
         vectors = vectors if self.weight is None else vectors * self.weight
         return vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors
 
+    def push(self, changes: Float[Tensor, "*n _pos d_model"]) -> Float[Tensor, "*n _pos d_model"]:
+        """Changes of x at every position of the run, as changes of h, the scale held."""
+        changes = changes - changes.mean(-1, keepdim=True) if self.centred else changes
+        return (changes if self.weight is None else changes * self.weight) * self.inverse[:, None]
+
 
 @dataclass(frozen=True)
 class FrozenRun:

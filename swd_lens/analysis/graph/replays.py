@@ -1,0 +1,276 @@
+"""replays: a drawn unit set to other values, in true forwards of the host, beside what the frozen run predicts.
+
+1. The graph's prompt is run once with all factors attached and everything held (frozen.py); that it is the run of the graph is
+   checked.
+2. Frozen: what one unit of z changes at every other node, through all paths (responses.py); a unit at strength s has moved by
+   (s - 1) z.
+3. True: the host runs the prompt with the unit's z set to s z at its position, one row for each unit and strength, the first row
+   of every batch untouched. What a row's nodes are less those of the first is the true change.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.analysis.graph.build import frozen_run
+from swd_lens.analysis.graph.frozen import FrozenRun
+from swd_lens.analysis.graph.responses import Place, held_layers, responses
+from swd_lens.analysis.graph.result import UnitGraph, records
+from swd_lens.base import __version__
+from swd_lens.base.errors import error
+from swd_lens.base.machine import available_bytes
+from swd_lens.base.progress import tqdm
+from swd_lens.base.record import SavedRecord
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.recording import record, standing_hooks
+from swd_lens.hosts.sites import hook_name
+from swd_lens.units import UnitSet, attach
+from swd_lens.units.keys import read_unit, single_units
+
+_MOST_BYTES = 2**28  # of one batch of runs; more is no faster on a CPU
+_SHARE = 0.25  # of the free memory
+_TOLERANCE = 1e-3  # by which z of this run and of the graph may differ, relative to the largest of the graph
+_SHOWN = 12  # rows of the card
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Replays(SavedRecord):
+    """Units of a graph clamped one at a time.
+
+    Attributes:
+        nodes: the clamped ones, by their names in the graph.
+        strengths: what their z was multiplied by.
+        targets: the nodes whose changes are known: units, then answers.
+        z: of the clamped nodes, in the untouched run.
+        effects: what one unit of z of a clamped node changes at each target in the frozen run; 1 at itself.
+        changes: what the true runs changed.
+        settings: model, fingerprints of the factors, the prompt.
+    """
+
+    FORMAT: ClassVar[int] = 1
+    WHAT: ClassVar[str] = "replays of a graph"
+
+    nodes: tuple[str, ...]
+    strengths: tuple[float, ...]
+    targets: tuple[str, ...]
+    z: Float[Tensor, " node"]
+    effects: Float[Tensor, "node target"]
+    changes: Float[Tensor, "node strength target"]
+    settings: Mapping[str, Any]
+
+    @property
+    def frozen(self) -> Float[Tensor, "node strength target"]:
+        """The changes that the frozen run predicts."""
+        moved = (torch.tensor(self.strengths, dtype=torch.float32) - 1.0)[None, :] * self.z[:, None]
+        return moved[..., None] * self.effects[:, None, :]
+
+    def table(self) -> pd.DataFrame:
+        """One row per clamped node, strength and target: node, strength, target, frozen (the predicted change), true."""
+        n, s, t = self.changes.shape
+        return pd.DataFrame(
+            {
+                "node": [name for name in self.nodes for _ in range(s * t)],
+                "strength": [strength for _ in range(n) for strength in self.strengths for _ in range(t)],
+                "target": list(self.targets) * (n * s),
+                "frozen": self.frozen.flatten().double().numpy(),
+                "true": self.changes.flatten().double().numpy(),
+            }
+        )
+
+    def parts(self) -> tuple[Any, ...]:
+        table = self.table()
+        table = table[table["node"] != table["target"]]
+        answers = table[table["target"].str.startswith("logit ")]
+        shown = answers if len(answers) else table
+        strongest = shown.sort_values("true", key=lambda change: -change.abs(), kind="stable", ignore_index=True)
+        return (strongest.head(_SHOWN), "table() gives all; UnitGraph.show(replays=...) is the live clamp.")
+
+    def __repr__(self) -> str:
+        strengths = ", ".join(f"{strength:g}" for strength in self.strengths)
+        return f"Replays({len(self.nodes)} units at {strengths} times z, {len(self.targets)} nodes watched)"
+
+
+@in_plain_surroundings
+def replays(
+    model: Any,
+    factors: Any,
+    graph: UnitGraph,
+    units: Any = None,
+    strengths: Sequence[float | int] = (0.0, 0.5, 2.0),
+    *,
+    progress: bool = True,
+) -> Replays:
+    """Clamp units of a graph, each by itself: true runs of the host, beside what its frozen, linear run predicts.
+
+        graph = swd.unit_graph(model, factors, circuit, prompt=prompt, attention="frozen")
+        graph.show(replays=swd.graph.replays(model, factors, graph))
+
+    A unit is clamped at the position of its node, to strength times its z there. The frozen prediction runs through all paths
+    with norms, attention patterns and slopes held: also those through units that are not drawn and through dense matrices.
+
+    Args:
+        model: the host, with these sites not attached; left as it was.
+        factors: those of the graph, all of them.
+        graph: of one prompt.
+        units: names of nodes ("blocks.2.mlp_out/17@5"), or of units, at all their positions in the graph. None: every unit.
+        strengths: () for the prediction alone.
+        progress: show bars where it takes long.
+
+    Raises:
+        ValueError: a graph without a prompt or of several, other factors or another run than the graph's, a unit that it does not
+            draw, or a strength that is no number.
+        UnsupportedHostError: see `unit_graph`; AttachError: see `swd_lens.attach`.
+    """
+    if not graph.has_prompt:
+        raise error("replays-without-a-prompt")
+    if n_prompts := graph.settings.get("task_prompts"):
+        raise error("replays-of-several-prompts", n_prompts=n_prompts)
+    for strength in strengths:
+        if isinstance(strength, bool) or not abs(float(strength)) < float("inf"):
+            raise error("replays-at-no-strength", strength=strength)
+    attached = UnitSet.of(model, factors)
+    if dict(graph.settings["factors"]) != dict(attached.identities):
+        raise error("replays-of-other-factors", sites=", ".join(graph.settings["factors"]), given=", ".join(attached))
+    clamped = _clamped(graph, units, attached)
+    rows = {row["node"]: row for row in records(graph.nodes)}
+    watched = {name: _place(row) for name, row in rows.items() if row["kind"] == "unit"}
+    answers = {name: int(row["token"]) for name, row in rows.items() if row["kind"] == "logit"}
+    require_no_dropout(model)
+    require_gradients(model)
+    ids, places = list(graph.settings["token_ids"]), [watched[name] for name in clamped]
+    with torch.no_grad():
+        drawn = [site for site in attached.sites if site.name in {place.site for place in watched.values()}]
+        run = frozen_run(attached, drawn, ids, *held_layers(attached))
+        z = torch.tensor([float(run.z[p.site][p.position, p.unit]) for p in places], dtype=torch.float32)
+        _require_the_graphs_run(run, watched, rows)
+        effects = responses(attached, run, places, list(watched.values()), list(answers.values()), progress=progress)
+        wanted = [(i, float(strength)) for i in range(len(places)) for strength in strengths]
+        values = [(places[i], strength * float(z[i])) for i, strength in wanted]
+        true = _true_changes(attached, ids, values, list(watched.values()), list(answers.values()), progress)
+    settings = {
+        "model": graph.settings["model"],
+        "swd_lens": __version__,
+        **standing_hooks(model),
+        "factors": dict(attached.identities),
+        "prompt": graph.settings["prompt"],
+        "token_ids": ids,
+    }
+    return Replays(
+        tuple(clamped),
+        tuple(map(float, strengths)),
+        (*watched, *answers),
+        z,
+        effects,
+        true.view(len(clamped), len(strengths), -1) if len(true) else true.new_zeros(len(clamped), 0, effects.shape[1]),
+        settings,
+    )
+
+
+def _place(row: Mapping[str, Any]) -> Place:
+    return Place(str(row["site"]), int(row["unit"]), int(row["position"]))
+
+
+def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
+    """The names of the nodes to clamp, each once, in the graph's order where all are."""
+    nodes = graph.nodes[graph.nodes["kind"] == "unit"]
+    if units is None:
+        return list(nodes["node"])
+    names = set(nodes["node"])
+    by_unit: dict[tuple[str, int], list[str]] = {}
+    for name, site, unit in zip(nodes["node"], nodes["site"], nodes["unit"], strict=True):
+        by_unit.setdefault((str(site), int(unit)), []).append(str(name))
+    found: list[str] = []
+    for unit in single_units(units):
+        is_node = isinstance(unit, str) and "@" in unit
+        of_unit = [unit] if is_node and unit in names else [] if is_node else by_unit.get(read_unit(unit, attached), [])
+        if not of_unit:
+            raise error("replays-of-another-unit", unit=unit)
+        found += of_unit
+    return list(dict.fromkeys(found))
+
+
+def _require_the_graphs_run(run: FrozenRun, watched: Mapping[str, Place], rows: Mapping[str, Any]) -> None:
+    """Raises ValueError where z of this run are not those of the graph."""
+    pairs = [(float(run.z[p.site][p.position, p.unit]), float(rows[name]["activation"])) for name, p in watched.items()]
+    largest = max((abs(z) for _, z in pairs), default=1.0)
+    difference = max((abs(now - then) for now, then in pairs), default=0.0)
+    if difference > _TOLERANCE * max(largest, 1e-6):
+        raise error("replays-of-another-run", difference=difference, largest=largest)
+
+
+# ---------------------------------------------------------------------------------------------- true runs
+
+
+def _true_changes(
+    units: UnitSet,
+    ids: Sequence[int],
+    values: Sequence[tuple[Place, float]],
+    watched: Sequence[Place],
+    answers: Sequence[int],
+    progress: bool,
+) -> Float[Tensor, "row target"]:
+    """What setting a unit to a value changes, row by row, at the watched units and the answers' centred logits."""
+    found = []
+    with attach(units.host.model, units):
+        batches = list(_batches(units, ids, values))
+        for batch in tqdm(batches, desc="true runs", disable=not progress or len(batches) < 3, leave=False):
+            found.append(_run(units, ids, batch, watched, answers))
+    return torch.cat(found) if found else torch.zeros(0, len(watched) + len(answers), dtype=torch.float32)
+
+
+def _batches(
+    units: UnitSet, ids: Sequence[int], values: Sequence[tuple[Place, float]]
+) -> Iterator[list[tuple[Place, float]]]:
+    """As many rows at once as a share of the free memory holds: z and products of every site, and the logits."""
+    per_position = sum(of_site.n_units for of_site in units.values())
+    per_position += 4 * max(site.d_in + site.d_out for site in units.host.sites())
+    per_row = 4 * (len(ids) * per_position + 2 * int(units.host.model.cfg.d_vocab))
+    free = available_bytes(next(units.host.model.parameters()).device)
+    room = _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
+    at_once = max(1, room // per_row - 1)
+    for start in range(0, len(values), at_once):
+        yield list(values[start : start + at_once])
+
+
+def _run(
+    units: UnitSet,
+    ids: Sequence[int],
+    values: Sequence[tuple[Place, float]],
+    watched: Sequence[Place],
+    answers: Sequence[int],
+) -> Float[Tensor, "row target"]:
+    """One batch: an untouched row, then one for each value."""
+    tokens = torch.tensor([list(ids)] * (1 + len(values)))
+    by_site: dict[str, list[tuple[int, Place, float]]] = {}
+    for row, (place, value) in enumerate(values, 1):
+        by_site.setdefault(place.site, []).append((row, place, value))
+    hooks = [(hook_name(site), _setter(of_site)) for site, of_site in by_site.items()]
+    sites = [site for site in units.sites if site.name in {place.site for place in watched}]
+    with units.host.model.hooks(fwd_hooks=hooks):
+        shown = record(units.host, tokens, units=sites, run="last")
+    z = [shown.units[place.site][:, place.position, place.unit].float().cpu() for place in watched]
+    columns = torch.stack(z, 1) if z else torch.zeros(len(tokens), 0, dtype=torch.float32)
+    assert shown.logits is not None
+    logits = shown.logits.float().cpu()
+    centred = logits[:, list(answers)] - logits.mean(-1, keepdim=True)
+    whole = torch.cat([columns, centred], 1)
+    return whole[1:] - whole[:1]
+
+
+def _setter(values: Sequence[tuple[int, Place, float]]) -> Any:
+    """A hook that sets units, each in a row of its own."""
+    rows = [row for row, _, _ in values]
+    positions, units = [place.position for _, place, _ in values], [place.unit for _, place, _ in values]
+
+    def clamp(z: Float[Tensor, "batch pos unit"], hook: Any) -> Float[Tensor, "batch pos unit"]:
+        changed = z.clone()
+        changed[rows, positions, units] = torch.tensor([value for _, _, value in values]).to(z)
+        return changed
+
+    return clamp

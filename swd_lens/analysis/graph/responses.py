@@ -1,0 +1,187 @@
+"""responses: what one unit of z, at one position, changes at every unit and answer of the frozen run.
+
+With the norms' scales, attention patterns and slopes of the activation functions held at a run (frozen.py), a host is linear. So one
+change per source is sent through it, many sources side by side:
+
+1. Where it begins, the source's z is changed by 1 at its position.
+2. Block by block the change of the residual stream is read through the norms; through the values and the pattern; through both
+   sides of the MLP and the slopes. A site with units hands it on by all its units, drawn or not; a dense one by its matrix.
+3. On the way the drawn units' changes of z are read off, at the end those of the answers' centred logits.
+
+Nothing is left out but what the held parts do when they move: the change of a true run less this is theirs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.analysis.graph.edges import layout_of
+from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head
+from swd_lens.base.machine import available_bytes
+from swd_lens.base.progress import tqdm
+from swd_lens.hosts import sites_of
+from swd_lens.hosts.sites import Site
+from swd_lens.units import UnitSet
+
+_MOST_BYTES = 2**28  # of one batch of changes; more is no faster
+_SHARE = 0.25  # of the free memory
+
+
+class Place(NamedTuple):
+    """A unit at a position of the prompt."""
+
+    site: str
+    unit: int
+    position: int
+
+
+def responses(
+    units: UnitSet,
+    run: FrozenRun,
+    sources: Sequence[Place],
+    targets: Sequence[Place],
+    answers: Sequence[int] = (),
+    *,
+    progress: bool = False,
+) -> Float[Tensor, "source target_and_answer"]:
+    """The change of every target's z, then of every answer's logit less the vocabulary's mean, per unit of each source's z.
+
+    Args:
+        run: of one prompt with all of `units` attached, at every position, with the patterns and slopes of every layer.
+        sources, targets: of the attached sites.
+        answers: token ids.
+        progress: show a bar.
+
+    Raises:
+        UnsupportedHostError: answers of a host that caps its logits.
+    """
+    bare = replace(run, slopes={}, patterns={})  # with them the layout would multiply out matrices
+    vectors = (
+        layout_of(units, {}, bare, answers=answers, static=False, bounded=False).groups[-1].read if answers else None
+    )
+    order = sorted(range(len(sources)), key=lambda i: units_order(units, sources[i]))
+    found = torch.zeros(len(sources), len(targets) + len(answers), dtype=torch.float32)
+    widest = max(site.d_in + site.d_out for site in units.host.sites())
+    free = available_bytes(torch.device("cpu"))
+    room = _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
+    at_once = max(1, room // (len(run.embedded) * widest * 4 * 4))
+    batches = [order[i : i + at_once] for i in range(0, len(order), at_once)]
+    for batch in tqdm(batches, desc="frozen paths", disable=not progress or len(batches) == 1, leave=False):
+        change = _Change(units, run, [sources[i] for i in batch], targets)
+        change.through_all()
+        found[batch, : len(targets)] = change.of_targets
+        if vectors is not None:
+            found[batch, len(targets) :] = change.stream[:, -1] @ vectors
+    return found
+
+
+def units_order(units: UnitSet, place: Place) -> tuple[int, int, int]:
+    """Sorts places in the order of execution."""
+    return [site.name for site in units.sites].index(place.site), place.position, place.unit
+
+
+class _Change:
+    """The changes that some sources make, row by row, as they go through the blocks.
+
+    Attributes:
+        stream: (source, pos, d_model) of the residual stream.
+        of_targets: (source, target) of the targets' z.
+    """
+
+    def __init__(self, units: UnitSet, run: FrozenRun, sources: Sequence[Place], targets: Sequence[Place]):
+        self.units, self.run = units, run
+        self.by_name = {site.name: site for site in units.host.sites()}
+        self.sources = _by_site(sources)
+        self.targets = _by_site(targets)
+        n_positions, d_model = run.embedded.shape
+        self.stream = torch.zeros(len(sources), n_positions, d_model, dtype=torch.float32)
+        self.of_targets = torch.zeros(len(sources), len(targets), dtype=torch.float32)
+        self.first = min((units_site(units, place.site).layer for place in sources), default=0)
+
+    def through_all(self) -> None:
+        n_layers = 1 + max(site.layer for site in self.by_name.values())
+        for layer in range(self.first, n_layers):
+            entering = self.stream
+            written = self._attention(layer, entering)
+            middle = entering if written is None else entering + written
+            written = self._mlp(layer, entering, middle)
+            self.stream = middle if written is None else middle + written
+
+    def _attention(self, layer: int, stream: Tensor) -> Tensor | None:
+        """What the attention of a block writes."""
+        site = self.by_name.get(f"blocks.{layer}.attn_o")
+        if site is None or (layer, "attn") not in self.run.readings:
+            return None
+        h = self.run.readings[layer, "attn"].push(stream)
+        for kind in ("attn_q", "attn_k"):  # they end at the pattern
+            self._units(f"blocks.{layer}.{kind}", h)
+        pattern, n_heads = self.run.patterns[layer], int(self.units.host.model.cfg.n_heads)
+        v = by_head(self._values(layer, h, site.d_in), n_heads, site.d_in)
+        return self._out(site.name, torch.einsum("hds,bshe->bdhe", pattern, v).flatten(2))
+
+    def _values(self, layer: int, h: Tensor, width: int) -> Float[Tensor, "source pos _width"]:
+        packed = f"blocks.{layer}.attn_qkv"
+        if packed in self.units.factors:
+            z = self._units(packed, h)
+            columns = self.units.factors[packed].write.shape[1]
+            # Of a packed matrix q has `width` columns; k and v share the rest.
+            return z @ self.units.factors[packed].write[:, -((columns - width) // 2) :].detach().float().cpu()
+        return self._out(f"blocks.{layer}.attn_v", h)
+
+    def _mlp(self, layer: int, entering: Tensor, middle: Tensor) -> Tensor | None:
+        """What the MLP of a block writes."""
+        site, reading = self.by_name.get(f"blocks.{layer}.mlp_out"), self.run.readings.get((layer, "mlp"))
+        if site is None or reading is None:
+            return None
+        h = reading.push(middle if reading.behind_attention else entering)
+        post = torch.zeros(*h.shape[:2], site.d_in, dtype=torch.float32)
+        for kind in PRE_ACTIVATION:
+            name = f"blocks.{layer}.{kind}"
+            if name in self.run.slopes:
+                post += self.run.slopes[name] * self._out(name, h)
+        return self._out(site.name, post)
+
+    def _out(self, name: str, h: Tensor) -> Tensor:
+        """What a site makes of a change of its input: by its units, or by its matrix where it has none."""
+        if name in self.units.factors:
+            return self._units(name, h) @ self.units.factors[name].write.detach().float().cpu()
+        (site,) = sites_of(self.units.host, [name])
+        return h @ self.units.host.weight(site).cpu()
+
+    def _units(self, name: str, h: Tensor) -> Tensor:
+        """The change of all z of a site, its sources' own put in; those of targets are kept."""
+        if name not in self.units.factors:
+            return h
+        z = h @ self.units.factors[name].read.detach().float().cpu()
+        rows, places = self.sources.get(name, ([], []))
+        if rows:
+            z[rows, [place.position for place in places], [place.unit for place in places]] += 1.0
+        columns, places = self.targets.get(name, ([], []))
+        if columns:
+            self.of_targets[:, columns] = z[:, [place.position for place in places], [place.unit for place in places]]
+        return z
+
+
+def _by_site(places: Sequence[Place]) -> Mapping[str, tuple[list[int], list[Place]]]:
+    """Site -> the numbers of its places, and these."""
+    found: dict[str, tuple[list[int], list[Place]]] = {}
+    for i, place in enumerate(places):
+        numbers, of_site = found.setdefault(place.site, ([], []))
+        numbers.append(i)
+        of_site.append(place)
+    return found
+
+
+def units_site(units: UnitSet, name: str) -> Site:
+    """The attached site of this name."""
+    return next(site for site in units.sites if site.name == name)
+
+
+def held_layers(units: UnitSet) -> tuple[list[Site], list[Site]]:
+    """The sites of attention and MLP outputs whose patterns and slopes a run for `responses` must hold: all of the host's."""
+    sites = units.host.sites()
+    return [s for s in sites if s.kind == "attn_o"], [s for s in sites if s.kind == "mlp_out"]
