@@ -1,4 +1,4 @@
-"""Replays: the frozen prediction against a host whose norms, patterns and slopes are really held; true runs against unit_hooks."""
+"""Replays: the frozen prediction against a host whose norms, patterns and slopes are held; true runs against unit_hooks."""
 
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,11 @@ def _shown(model: Any, factors: Any, graph: Any, hooks: list[Any]) -> torch.Tens
 def _held(model: Any, factors: Any) -> list[Any]:
     """Hooks that hold norms' scales, patterns and the activation functions' slopes at the run of the prompt."""
     clean: dict[str, torch.Tensor] = {}
-    names = [
-        n
-        for n in model.hook_dict
-        if n.endswith(("hook_scale", "hook_pattern", "hook_pre", "hook_pre_linear", "hook_post"))
-    ]
-    with torch.no_grad(), swd.attach(model, factors):
-        with model.hooks(fwd_hooks=[(n, lambda value, hook, n=n: clean.update({n: value.clone()})) for n in names]):
-            host_of(model).run(torch.tensor([TOKENS]))
+    shown = ("hook_scale", "hook_pattern", "hook_pre", "hook_pre_linear", "hook_post")
+    names = [n for n in model.hook_dict if n.endswith(shown)]
+    keep = [(n, lambda value, hook, n=n: clean.update({n: value.clone()})) for n in names]
+    with torch.no_grad(), swd.attach(model, factors), model.hooks(fwd_hooks=keep):
+        host_of(model).run(torch.tensor([TOKENS]))
     now: dict[str, torch.Tensor] = {}
 
     def linear(value: torch.Tensor, hook: Any) -> torch.Tensor:

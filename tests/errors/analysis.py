@@ -403,3 +403,36 @@ TRIGGERS |= {
 def dashboard_too_long(folder, monkeypatch):
     monkeypatch.setattr("swd_lens.report.dashboard._PAGE_LIMIT", 11)
     swd.dashboard(found(), folder / "units.html")
+
+
+# ---------------------------------------------------------------------------------------------- graphs shown and replayed
+
+
+def replayed_graph(graph=None, factors=None, **settings):
+    graph = graphed(prompt=ROW) if graph is None else graph
+    return swd.graph.replays(model(), graph_factors() if factors is None else factors, graph, **settings)
+
+
+TRIGGERS |= {
+    "graph-page-of-other-nodes": lambda *_: graphed(prompt=ROW).show(groups={"verbs": ["blocks.0.mlp_out/1@99"]}),
+    "graph-page-of-another-audit": lambda *_: graphed(prompt=ROW).show(audit=[3]),
+    "graph-page-of-another-label": lambda *_: graphed(prompt=ROW).show(labels={"blocks.0.mlp_out/1": 3}),
+    "graph-page-beside-another-thing": lambda *_: graphed(prompt=ROW).show(beside=graphed().nodes),
+    "replays-without-a-prompt": lambda *_: replayed_graph(graphed(answers=[3])),
+    "replays-at-no-strength": lambda *_: replayed_graph(strengths=(float("inf"),)),
+    "replays-of-other-factors": lambda *_: replayed_graph(factors=unit_factors(model(), "mlp_out")),
+    "replays-of-another-unit": lambda *_: replayed_graph(units=["blocks.0.mlp_out/1@99"]),
+}
+
+
+@trigger
+def replays_of_several_prompts(*_):
+    graph = graphed(prompt=ROW)
+    replayed_graph(swd.UnitGraph(graph.nodes, graph.edges, {**graph.settings, "task_prompts": 4}))
+
+
+@trigger
+def replays_of_another_run(*_):
+    graph = graphed(prompt=ROW)
+    graph.nodes["activation"] *= 2
+    replayed_graph(graph)

@@ -1,7 +1,7 @@
 """responses: what one unit of z, at one position, changes at every unit and answer of the frozen run.
 
-With the norms' scales, attention patterns and slopes of the activation functions held at a run (frozen.py), a host is linear. So one
-change per source is sent through it, many sources side by side:
+With the norms' scales, attention patterns and slopes of the activation functions held at a run (frozen.py), a host is linear. So
+one change per source is sent through it, many sources side by side:
 
 1. Where it begins, the source's z is changed by 1 at its position.
 2. Block by block the change of the residual stream is read through the norms; through the values and the pattern; through both

@@ -85,7 +85,7 @@ function trueChanges(graph, clamps) {
 function clampPanel() {
   const graphs = GRAPHS.filter(graph => clampsOf(graph).length);
   if (!graphs.length) return [];
-  return [make("section", { class: "clamp" }, make("h3", {}, "Live clamp"),
+  return [make("section", { class: "clamp" }, make("h2", {}, "Live clamp"),
     ...[...STATE.clamps].map(clampSlider),
     make("div", { id: "clamp-results" }, graphs.map(clampResults)))];
 }

@@ -25,7 +25,7 @@ function number(value, signed = true) {
   text = text.replace("-", MINUS).replace("e+", "e");
   return signed && value > 0 ? "+" + text : text;
 }
-const percent = share => share === null || share === undefined ? "\u2013" : `${Number((100 * share).toPrecision(2))}%`;
+const percent = share => share === null || share === undefined ? "\u2013" : share > 0 && share < 1e-4 ? "<0.01%" : `${Number((100 * share).toPrecision(2))}%`;
 const count = n => n.toLocaleString("en");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 const shortened = (text, n) => [...text].length > n ? [...text].slice(0, n - 1).join("") + "\u2026" : text;

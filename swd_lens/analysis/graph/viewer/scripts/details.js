@@ -116,8 +116,8 @@ function drawPanel() {
   panel.replaceChildren(
     ...(marked.length > 1 ? [make("section", { class: "marked" }, make("p", {}, `${plural(marked.length, "node")} marked `,
       make("button", { type: "button", "data-key": "group", onclick: () => { const made = groupNodes(marked); select(made.members[0]); } }, "Group them  g")))] : []),
-    ...(SELECTED_LINK ? linkPanel(SELECTED_LINK) : node ? nodePanel(node) : overview()),
-    ...clampPanel());
+    ...clampPanel(),
+    ...(SELECTED_LINK ? linkPanel(SELECTED_LINK) : node ? nodePanel(node) : overview()));
   if (again) panel.querySelector(`[data-key="${CSS.escape(again)}"]`)?.focus({ preventScroll: true });
 }
 const panelKey = () => SELECTED_LINK ? "link" : STATE.selected ? `node ${STATE.selected.id}` : "none";
@@ -143,12 +143,12 @@ function nodePanel(node) {
 function labelEditor(unit) {
   const about = { ...DATA.units[unit], ...STATE.labels[unit] };
   const save = () => setLabel(unit, { label: label.value, note: note.value });
-  const label = make("input", { type: "text", value: about.label ?? "", placeholder: "what it seems to be", "data-key": "label", oninput: save, maxlength: 200 });
-  const note = make("input", { type: "text", value: about.note ?? "", placeholder: "a remark", "data-key": "note", oninput: save, maxlength: 2000 });
+  const label = make("input", { type: "text", "aria-label": "Label", value: about.label ?? "", placeholder: "what it seems to be", "data-key": "label", oninput: save, maxlength: 200 });
+  const note = make("input", { type: "text", "aria-label": "Note", value: about.note ?? "", placeholder: "a remark", "data-key": "note", oninput: save, maxlength: 2000 });
   return make("div", { class: "form" }, make("label", {}, make("span", {}, "Label"), label), make("label", {}, make("span", {}, "Note"), note));
 }
 function groupEditor(group, node) {
-  const rename = make("input", { type: "text", value: group.name, "data-key": "group-name", maxlength: 200, oninput: () => { group.name = rename.value.trim() || "group"; changed(); } });
+  const rename = make("input", { type: "text", "aria-label": "Name of the group", value: group.name, "data-key": "group-name", maxlength: 200, oninput: () => { group.name = rename.value.trim() || "group"; changed(); } });
   return make("div", { class: "form group-form" }, make("label", {}, make("span", {}, "Group"), rename),
     make("p", { class: "actions" },
       make("button", { type: "button", "data-key": "open", "aria-expanded": String(group.open), onclick: () => { group.open = !group.open; changed(); } }, group.open ? "Close" : "Open"),
@@ -166,7 +166,7 @@ function madeOf(node) {
   const most = Math.max(...rows.map(row => Math.abs(row[2])), 1e-30);
   return make("table", { class: "made" }, make("caption", {}, `What makes ${node.kind === "logit" ? "the logit" : "z"}`), make("tbody", {},
     rows.map(([name, words, value]) => make("tr", {}, make("th", { scope: "row" }, words),
-      make("td", { class: "bar" }, make("i", { class: name, style: `width:${(100 * Math.abs(value) / most).toFixed(1)}%` })), make("td", { class: "num" }, number(value)))),
+      make("td", {}, make("div", { class: `swatch ${name}`, style: `width:${(100 * Math.abs(value) / most).toFixed(1)}%` })), make("td", { class: "num" }, number(value)))),
     make("tr", { class: "total" }, make("th", { scope: "row" }, node.kind === "logit" ? "logit less the vocabulary's mean" : "z"), make("td"), make("td", { class: "num" }, number(node.activation)))));
 }
 

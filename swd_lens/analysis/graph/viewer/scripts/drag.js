@@ -30,14 +30,14 @@ Scene.prototype.listen = function () {
       this.view.x += now.middle[0] - start.spread.middle[0];
       this.view.y += now.middle[1] - start.spread.middle[1];
       start.spread = now;
-      this.apply();
+      this.apply(true);
       return;
     }
     const [x, y] = at(event), dx = x - start.at[0], dy = y - start.at[1];
     if (!start.moved && Math.hypot(dx, dy) < SLACK) return;
     if (!start.moved) { start.moved = true; if (start.item) this.hold(start.item); else svg.classList.add("panning"); }
     if (start.item) this.dragTo(start.item, dx / this.view.k, dy / this.view.k);
-    else { this.view = { ...start.view, x: start.view.x + dx, y: start.view.y + dy }; this.apply(); }
+    else { this.view = { ...start.view, x: start.view.x + dx, y: start.view.y + dy }; this.apply(true); }
   };
   const end = event => {
     if (frame && last) { cancelAnimationFrame(frame); frame = 0; move(last); }
@@ -61,7 +61,7 @@ Scene.prototype.listen = function () {
       const unit = event.deltaMode ? 30 : 1;
       this.view.x -= (event.shiftKey ? event.deltaY : event.deltaX) * unit;
       this.view.y -= (event.shiftKey ? 0 : event.deltaY) * unit;
-      this.apply();
+      this.apply(true);
     }
   }, { passive: false });
   svg.addEventListener("focusin", event => {
@@ -77,13 +77,13 @@ const spread = fingers => {
 
 // ---------------------------------------------------------------------------------------------- dragging
 
-// From now on the canvas of all edges stays as it is; those of the held box are drawn on the other one.
+// The canvas of all edges stays as it is, faded: it shows where the box was. Its edges as they are now are on the other canvas.
 Scene.prototype.hold = function (item) {
   this.held = item;
   this.began = [item.x, item.y];
   this.nodes.append(this.boxOf(item));
+  this.svg.classList.remove("focused");
   this.boxOf(item).classList.add("held");
-  this.paint();
 };
 Scene.prototype.dragTo = function (item, dx, dy) {
   [item.x, item.y] = [this.began[0] + dx, this.began[1] + dy];

@@ -19,7 +19,7 @@ function itemsOf(graph, shown) {
 // Nodes and edges that the sliders leave. The edges are sorted, strongest first; pinned and clamped nodes always stay.
 function visible(graph) {
   const kept = node => isPinned(node) || STATE.clamps.has(node) || node === STATE.selected;
-  const wanted = node => kept(node) || node.before < STATE.influence || node.kind === "logit";
+  const wanted = node => kept(node) || STATE.influence >= 1 || node.before < STATE.influence || node.kind === "logit";
   const n = STATE.edges ?? graph.edges.length;
   const only = STATE.only === "pinned" ? new Set([...graph.nodes].filter(node => isPinned(node) || node.kind === "logit")) : null;
   const edges = [], nodes = new Set();
@@ -31,7 +31,8 @@ function visible(graph) {
     nodes.add(edge.source).add(edge.target);
   });
   for (const node of graph.nodes) {
-    if (only ? only.has(node) : kept(node) || node.kind === "logit" || (!graph.edges.length)) nodes.add(node);
+    const isolated = !node.in.length && !node.out.length && wanted(node);
+    if (only ? only.has(node) : isolated || kept(node) || node.kind === "logit") nodes.add(node);
   }
   return { nodes, edges };
 }

@@ -83,12 +83,16 @@ function onKey(event) {
 }
 
 const show = view => { STATE.view = view; changed(); };
-const only = which => { STATE.only = which; changed(); requestAnimationFrame(() => requestAnimationFrame(() => SCENES.forEach(scene => scene.fit()))); };
+const only = which => {
+  STATE.only = which;
+  changed();
+  requestAnimationFrame(() => requestAnimationFrame(() => SCENES.forEach(scene => { scene.fitted = false; scene.fit(); })));
+};
 
 function showHelp() {
   const graph = GRAPHS[0], bar = name => make("i", { class: `swatch ${name}` });
   byId("help").replaceChildren(
-    make("h2", { id: "help-title" }, "What is shown"),
+    make("h2", {}, "What is shown"),
     make("p", {}, "Rows are the model's sites in the order of execution, answers on top; columns are the prompt's positions. A box is a unit at a position; its title is its label, or in italics the tokens that it promotes. An edge is what its source gives to its target along the direct path, everything else held: orange and solid adds, blue and dashed takes away, green runs through attention, its pattern held."),
     make("p", {}, "The bar in a box says what its activation is made of: ", bar("drawn"), " edges drawn now, ", bar("hidden-part"), " edges not drawn, ", bar("rest"), " rest, which no edge explains (units outside the graph, dense matrices, biases, curvature). The three add up to the activation."),
     make("h3", {}, "Live clamp"),
@@ -125,7 +129,7 @@ function start() {
   on("save-labels", "click", saveLabels);
   on("save-state", "click", saveState);
   on("load-state", "change", event => { if (event.target.files[0]) openState(event.target.files[0]); event.target.value = ""; });
-  on("load-label", "keydown", event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); byId("load-state").click(); } });
+  on("open-state", "click", () => byId("load-state").click());
   on("print", "click", () => window.print());
   on("reset", "click", () => { STATE = freshState(); startGroups(); SCENES.forEach(scene => { scene.fitted = false; }); changed(); requestAnimationFrame(() => SCENES.forEach(scene => scene.fit())); });
   on("search", "input", event => { SEARCH = event.target.value.trim().toLowerCase(); if (STATE.view === "table") changed(false); else mark(); });

@@ -1,8 +1,10 @@
 // A graph on the screen: boxes as SVG, edges on two canvases below them (all of them; those of the box at hand), names of rows and
 // columns at the edges of the window, whatever part of the graph is in it.
 
-const MARGIN = { left: 86, top: 14, right: 14, bottom: 30 };
+const MARGIN = { left: 96, top: 14, right: 14, bottom: 30 }, NARROW = 520;
 const LEVELS = 6;  // of an edge's width and strength of colour
+const SPARE = 200;  // pixels of edges around the window, so that it can be moved a little before they are drawn again
+const PAUSE = 130;  // milliseconds without a movement after which they are
 const SCENES = [];
 
 class Scene {
@@ -19,7 +21,7 @@ class Scene {
     this.zoom = make("div", { class: "zoom" },
       make("button", { type: "button", "aria-label": "Zoom in", onclick: () => this.zoomBy(1.25) }, "+"),
       make("button", { type: "button", "aria-label": "Zoom out", onclick: () => this.zoomBy(0.8) }, "\u2212"));
-    const caption = GRAPHS.length > 1 || graph.prompt ? make("figcaption", {}, promptLine(graph)) : null;
+    const caption = GRAPHS.length > 1 ? make("figcaption", {}, promptLine(graph)) : null;
     this.frame = make("div", { class: "frame" }, this.base, this.over, this.svg, this.zoom);
     host.append(make("figure", { class: "scene" }, caption, this.frame));
     new ResizeObserver(() => { this.measure(); if (this.width && !this.fitted) this.fit(); else this.apply(); }).observe(this.frame);
@@ -28,9 +30,11 @@ class Scene {
 
   measure() {
     [this.width, this.height] = [this.frame.clientWidth, this.frame.clientHeight];
+    if (this === SCENES[0]) MARGIN.left = this.width < NARROW ? 66 : 96;
+    this.svg.classList.toggle("narrow", this.width < NARROW);
     this.scale = Math.max(1, window.devicePixelRatio || 1) * (this.printing ? 2 : 1);
-    for (const canvas of [this.base, this.over]) {
-      [canvas.width, canvas.height] = [Math.round(this.width * this.scale), Math.round(this.height * this.scale)];
+    for (const [canvas, spare] of [[this.base, SPARE], [this.over, 0]]) {
+      [canvas.width, canvas.height] = [this.width, this.height].map(size => Math.round((size + 2 * spare) * this.scale));
     }
   }
 
@@ -82,12 +86,15 @@ class Scene {
     box.setAttribute("class", classes.join(" "));
     box.setAttribute("aria-label", item.group ? `group ${title}, ${plural(item.nodes.length, "node")}` : described(node));
     box.setAttribute("aria-pressed", item.nodes.some(isPinned));
+    box.setAttribute("data-node", item.nodes.map(n => n.name.replaceAll(" ", "_")).join(" "));
+    box.setAttribute("data-sums", JSON.stringify(sums(item, this.drawn)));
+    if (change === null) box.removeAttribute("data-change"); else box.setAttribute("data-change", change);
     const tint = change === null ? 0 : Math.min(1, Math.abs(change) / largestChange(this.graph, node.kind)) ** 0.6;
     box.replaceChildren(
       item.group ? make("rect", { class: "behind", x: 3, y: -4, width: BOX.width - 6, height: BOX.height, rx: 7 }) : "",
       make("rect", { class: "box", width: BOX.width, height: BOX.height, rx: 7 }),
       tint ? make("rect", { class: `tint ${signClass(change)}`, width: BOX.width, height: BOX.height, rx: 7, style: `--s:${tint.toFixed(3)}` }) : "",
-      make("text", { class: own ? "name own" : "name", x: BOX.width / 2, y: 15 }, shortened(title, 16)),
+      make("text", { class: own ? "name own" : "name", x: BOX.width / 2, y: 15 }, fitting(title, own)),
       make("text", { class: "sub", x: BOX.width / 2, y: 28 }, subtitle(item, change)),
       restBar(item, this.drawn, this.graph.index),
       classes.includes("pinned") ? make("path", { class: "pin", d: "M0 0h12l-12 12z", transform: "translate(3 3)" }) : "",
@@ -101,10 +108,10 @@ class Scene {
     const room = [this.width - MARGIN.left - MARGIN.right, this.height - MARGIN.top - MARGIN.bottom];
     const k = Math.min(room[0] / (this.size.width + 8), room[1] / (this.size.height + 8), 1.3);
     // At first no smaller than can be read: the answers, at the last position, are then where one begins.
-    const readable = this.fitted ? k : Math.max(k, Math.min(0.62, room[0] / (4 * BOX.width)));
+    const readable = this.fitted ? k : Math.max(k, Math.min(0.72, room[0] / (4 * BOX.width)));
     const wide = this.size.width * readable, x = wide <= room[0] ? (room[0] - wide) / 2 : room[0] - wide;
     this.fitted = true;
-    this.view = { k: readable, x: MARGIN.left + x, y: MARGIN.top + 4 };
+    this.view = { k: readable, x: MARGIN.left + x, y: MARGIN.top };
     if (readable === k) this.view.y += Math.max(0, (room[1] - this.size.height * k) / 2);
     this.apply();
   }
@@ -112,7 +119,7 @@ class Scene {
   zoomBy(factor, at = [this.width / 2, this.height / 2]) {
     const k = Math.min(4, Math.max(0.08, this.view.k * factor)), r = k / this.view.k;
     this.view = { k, x: at[0] - (at[0] - this.view.x) * r, y: at[1] - (at[1] - this.view.y) * r };
-    this.apply();
+    this.apply(true);
   }
 
   // Moves the window so that an item can be seen.
@@ -124,23 +131,33 @@ class Scene {
     this.apply();
   }
 
-  apply() {
+  // While the window moves, the edges' canvas is moved as a picture; thousands of them are drawn again when it stands.
+  apply(moving = false) {
     if (!this.width || !this.size) return;
     const { k, x, y } = this.view;
     this.nodes.setAttribute("transform", `translate(${x} ${y}) scale(${k})`);
     this.svg.classList.toggle("far", k < 0.55);
+    this.svg.classList.toggle("tiny", k < 0.33);
     this.drawNames();
-    this.paint();
+    clearTimeout(this.standing);
+    if (moving && this.painted) {
+      const s = k / this.painted.k, offset = (now, then) => now + SPARE - s * (then + SPARE);
+      this.base.style.transform = `translate(${offset(x, this.painted.x)}px, ${offset(y, this.painted.y)}px) scale(${s})`;
+      this.standing = setTimeout(() => this.paint(), PAUSE);
+    } else this.paint();
     this.paintOver();
   }
 
   drawNames() {
     const { k, x, y } = this.view, lines = [], names = [];
     names.push(make("rect", { class: "margin", x: 0, y: 0, width: MARGIN.left - 8, height: this.height }));
+    let above = -100;
     for (const row of this.size.rows.values()) {
       const top = row.y * k + y, middle = top + row.height * k / 2;
       if (middle < 0 || middle > this.height - MARGIN.bottom + 8) continue;
       lines.push(make("line", { x1: MARGIN.left - 8, x2: this.width, y1: middle, y2: middle }));
+      if (middle - above < 13) continue;
+      above = middle;
       names.push(make("text", { x: MARGIN.left - 16, y: middle + 4, "text-anchor": "end" }, siteWords(row.node)));
     }
     names.push(make("rect", { class: "margin", x: 0, y: this.height - MARGIN.bottom + 4, width: this.width, height: MARGIN.bottom }));
@@ -148,7 +165,7 @@ class Scene {
     columns.forEach(([position, column], i) => {
       const middle = (column.x + column.width / 2) * k + x, left = (column.x - BOX.between / 2) * k + x;
       if (i && left > MARGIN.left) lines.push(make("line", { class: "column", x1: left, x2: left, y1: 0, y2: this.height - MARGIN.bottom + 4 }));
-      if (middle < MARGIN.left - 8 || middle > this.width || !this.graph.tokens.length) return;
+      if (middle < MARGIN.left - 8 || middle > this.width || !this.graph.tokens.length || column.width * k < 26) return;
       const room = Math.max(4, Math.floor(column.width * k / 7));
       names.push(make("text", { x: middle, y: this.height - 9, "text-anchor": "middle" },
         make("tspan", {}, shortened(tokenAt(this.graph, position), room)), room > 8 ? make("tspan", { class: "soft" }, ` ${position}`) : ""));
@@ -159,18 +176,18 @@ class Scene {
 
   // ---------------------------------------------------------------------------------------- edges
 
-  context(canvas) {
+  context(canvas, spare) {
     const context = canvas.getContext("2d"), { k, x, y } = this.view;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, canvas.width, canvas.height);
-    context.setTransform(this.scale * k, 0, 0, this.scale * k, this.scale * x, this.scale * y);
+    context.setTransform(this.scale * k, 0, 0, this.scale * k, this.scale * (x + spare), this.scale * (y + spare));
     return context;
   }
 
   paint() {
-    const context = this.context(this.base), held = this.held;
-    stroke(context, held ? this.links.filter(link => link.source !== held && link.target !== held) : this.links, this, 1);
-    this.base.classList.toggle("faded", this.focus().length > 0 && !held);
+    stroke(this.context(this.base, SPARE), this.links, this, 1, SPARE);
+    this.painted = { ...this.view };
+    this.base.style.transform = "";
   }
 
   // The links of the box under the pointer, held, or selected.
@@ -182,13 +199,17 @@ class Scene {
   }
 
   paintOver() {
-    const focus = this.focus(), context = this.context(this.over);
+    const focus = this.focus(), context = this.context(this.over, 0);
     const near = focus.length ? this.links.filter(link => focus.includes(link.source) || focus.includes(link.target)) : [];
-    stroke(context, this.link && !near.includes(this.link) ? [...near, this.link] : near, this, 1.25);
-    this.base.classList.toggle("faded", focus.length > 0 && !this.held);
-    this.svg.classList.toggle("focused", focus.length > 0 && !this.held);
+    const chosen = SELECTED_LINK && this.links.find(link => link.parts.includes(SELECTED_LINK.parts[0]));
+    const lines = [...new Set([...near, this.link, chosen].filter(Boolean))];
+    stroke(context, lines, this, 1.25, 0);
+    this.base.classList.toggle("faded", focus.length > 0 || Boolean(chosen));
+    // The rest steps back while something is pointed at; what is selected leaves the others to be read.
+    if (this.held) return;
+    this.svg.classList.toggle("focused", Boolean(this.hovered) && !predicted(this.graph).changes);
     const lit = new Set(focus);
-    near.forEach(link => lit.add(link.source).add(link.target));
+    [...near, ...(chosen ? [chosen] : [])].forEach(link => lit.add(link.source).add(link.target));
     const unit = HOVERED_UNIT;
     for (const item of this.items) {
       const box = this.boxOf(item);
@@ -212,12 +233,12 @@ const curve = link => {
 };
 
 // Strokes links, those of one look together: orange and solid for positive, blue and dashed for negative, attention in green.
-function stroke(context, links, scene, more) {
+function stroke(context, links, scene, more, spare) {
   const looks = new Map(), { k, x, y } = scene.view;
   for (const link of links) {
     const path = curve(link), top = Math.min(path[1], path[7]) * k + y, bottom = Math.max(path[1], path[7]) * k + y;
     const left = Math.min(path[0], path[6]) * k + x, right = Math.max(path[0], path[6]) * k + x;
-    if (bottom < -40 || top > scene.height + 40 || right < 0 || left > scene.width) continue;
+    if (bottom < -spare || top > scene.height + spare || right < -spare || left > scene.width + spare) continue;
     const level = Math.round(LEVELS * Math.sqrt(link.strength / scene.strongest));
     const look = (link.attention ? 2 : link.value < 0 ? 1 : 0) + 3 * (link.value < 0) + 6 * level;
     if (!looks.has(look)) looks.set(look, []);
@@ -243,6 +264,21 @@ function colour(name, alpha) {
 }
 
 // ---------------------------------------------------------------------------------------------- boxes
+
+// A title, as much of it as a box is wide.
+const MEASURE = document.createElement("canvas").getContext("2d"), FITTED = new Map();
+function fitting(title, own) {
+  const key = `${own} ${title}`;
+  if (!FITTED.has(key)) {
+    MEASURE.font = `${own ? "italic" : "600"} 11.5px ${getComputedStyle(document.body).fontFamily}`;
+    const fits = text => MEASURE.measureText(text).width <= BOX.width - 10, letters = [...title];
+    let n = Math.min(letters.length, 40);
+    const text = () => n === letters.length ? title : letters.slice(0, n).join("").trimEnd() + "\u2026";
+    while (n > 1 && !fits(text())) n--;
+    FITTED.set(key, text());
+  }
+  return FITTED.get(key);
+}
 
 const graphTitle = graph => graph.prompt ? `Unit graph of \u201c${graph.prompt}\u201d` : "Unit graph of weights";
 function promptLine(graph) {

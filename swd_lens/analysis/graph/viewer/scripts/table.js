@@ -5,13 +5,13 @@ const MOST_ROWS = 600;
 let ALL_ROWS = false;
 
 const NODE_COLUMNS = [
+  ["pin", node => isPinned(node), node => make("input", { type: "checkbox", "aria-label": `pin ${described(node)}`, checked: isPinned(node), "data-key": `pin-${node.id}`, onchange: () => togglePin(node) })],
   ["node", node => titleOf(node), node => nodeLink(node)],
   ["place", node => (node.position ?? 0) * 1e4 + rowOf(node), node => siteWords(node)],
   ["label", node => node.of ? labelOf(node.of) : ""],
-  ["activation", node => node.activation], ["drawn edges", node => sumsOf(node)?.[0]], ["edges not drawn", node => sumsOf(node)?.[1]], ["rest", node => sumsOf(node)?.[2]],
+  ["activation", node => node.kind === "token" ? null : node.activation], ["drawn edges", node => sumsOf(node)?.[0]], ["edges not drawn", node => sumsOf(node)?.[1]], ["rest", node => sumsOf(node)?.[2]],
   ["influence", node => node.influence, node => percent(node.influence)],
   ["predicted \u0394", node => changeOfNode(node)],
-  ["pinned", node => isPinned(node), node => make("input", { type: "checkbox", "aria-label": `pin ${described(node)}`, checked: isPinned(node), "data-key": `pin-${node.id}`, onchange: () => togglePin(node) })],
 ];
 const EDGE_COLUMNS = [
   ["from", edge => titleOf(edge.source), edge => nodeLink(edge.source)], ["to", edge => titleOf(edge.target), edge => nodeLink(edge.target)],
@@ -31,7 +31,7 @@ function drawTables() {
     const name = SCENES.length > 1 ? ` of graph ${scene.graph.index + 1}` : "";
     const nodes = scene.items.flatMap(item => item.nodes).filter(node => matches(node));
     const edges = [...scene.drawn].filter(edge => matches(edge.source) || matches(edge.target));
-    const used = columns => columns.filter(([, value], i) => i < 2 || [...(columns === NODE_COLUMNS ? nodes : edges)].some(row => { const v = value(row); return v !== null && v !== undefined && v !== "" && v !== false; }) || columns[i][0] === "pinned");
+    const used = columns => columns.filter(([, value], i) => i < 2 || [...(columns === NODE_COLUMNS ? nodes : edges)].some(row => { const v = value(row); return v !== null && v !== undefined && v !== "" && v !== false; }));
     return [table("nodes", `${plural(nodes.length, "node")}${name}`, used(NODE_COLUMNS), nodes), table("edges", `${plural(edges.length, "edge")}${name}`, used(EDGE_COLUMNS), edges)];
   }));
   if (again) section.querySelector(`[data-key="${CSS.escape(again)}"]`)?.focus();
@@ -51,7 +51,8 @@ function table(key, caption, columns, rows) {
       make("button", { type: "button", class: "sort", "data-key": `sort-${key}-${name}`, onclick: () => { SORTED[key] = [name, name === by ? -way : -1]; changed(false); } }, name, name === by ? (way < 0 ? " \u2193" : " \u2191") : ""))))),
     make("tbody", {}, shown.map(row => make("tr", { class: row === STATE.selected ? "selected" : null }, columns.map(([name, cell, shownAs], i) => {
       const content = shownAs ? shownAs(row) : cell(row);
-      return make(i ? "td" : "th", { scope: i ? null : "row", class: numeric[i] && name !== "place" ? "num" : null }, typeof content === "number" ? number(content) : content ?? "\u2013");
+      const head = name === "node" || name === "from";
+      return make(head ? "th" : "td", { scope: head ? "row" : null, class: numeric[i] && name !== "place" ? "num" : null }, typeof content === "number" ? number(content) : content ?? "\u2013");
     }))))),
   shown.length < sorted.length ? make("p", {}, make("button", { type: "button", "data-key": "all-rows", onclick: () => { ALL_ROWS = true; changed(false); } }, `Show all ${count(sorted.length)}`)) : "");
 }
