@@ -426,10 +426,23 @@ def test_without_replays_the_change_follows_the_drawn_edges(browser: Browser, sm
 def test_an_attention_edge_opens_its_heads_and_pairs(browser: Browser, small: Small, tmp_path: Path) -> None:
     path = opened(browser, small.graph.show(attention=Paths(small.graph)), tmp_path)
     edge = small.graph.edges[small.graph.edges["kind"] == "attention"].iloc[0]
-    go_to(browser, edge["source"])
-    browser.key("ArrowUp")
-    browser.key("ArrowDown")
-    go_to(browser, edge["source"])
+    # A click on the line itself, halfway between the source's top and the target's bottom, where only its ends are shown.
+    for name in (edge["source"], edge["target"]):
+        go_to(browser, name)
+        browser.key("Enter")
+    browser.key("Escape")
+    browser.key("p")
+    browser.rest(200)
+    (x0, y0, w0, _), (x1, y1, w1, h1) = (
+        place(browser, f"{box(edge[end])}.querySelector('.box')") for end in ("source", "target")
+    )
+    browser.click((x0 + w0 / 2 + x1 + w1 / 2) / 2, (y0 + y1 + h1) / 2)
+    assert "Heads that carry it" in panel(browser)
+    browser.key("Escape")
+    assert "Heads that carry it" not in panel(browser)
+    browser.key("p")
+    browser.rest(200)
+    # From the list of its source's edges.
     fit(browser)
     browser.click(*middle(browser, edge["source"]))
     browser.value("document.querySelector('#panel .chip').click()")

@@ -1,6 +1,7 @@
 // Where boxes stand: rows are tokens, every site that has nodes in execution order, answers on top; columns are positions of tokens.
 
-const BOX = { width: 104, height: 40, gap: 10, row: 46, line: 8, between: 18, perLine: 6 };
+const BOX = { width: 104, height: 40, gap: 10, row: 46, line: 8, between: 18 }, MORE_ROW = 60;
+const IN_LINE = [3, 9];  // fewer side by side, and all edges would run over each other
 
 // What is drawn as one box: a node, or a closed group of nodes.
 function itemsOf(graph, shown) {
@@ -59,8 +60,9 @@ function links(items, edges) {
 
 const rowOf = node => node.kind === "token" ? -1 : node.kind === "logit" ? 1e6 : node.row;
 
-// Puts x and y (the middle of its top) on every item; returns the rows and columns with their places.
-function place(graph, items, links) {
+// Puts x and y (the middle of its top) on every item; returns the rows and columns with their places. Boxes of one row and column
+// stand in lines, as many side by side as makes the whole fit best into a room (width, height).
+function place(graph, items, links, room) {
   const last = Math.max(0, ...graph.nodes.map(node => node.position ?? 0));
   const cells = new Map(), columnsUsed = new Set(), rowsUsed = new Set();
   for (const item of items) {
@@ -74,15 +76,15 @@ function place(graph, items, links) {
   }
   order(cells, links);
   const rows = [...rowsUsed].sort((a, b) => b - a), columns = [...columnsUsed].sort((a, b) => a - b);
-  const single = columns.length === 1 ? 9 : BOX.perLine;
-  const lines = of => Math.ceil(of.length / single), across = of => Math.ceil(of.length / lines(of));
+  const { inLine, rowGap } = bestLines(cells, rows, columns, room);
+  const lines = of => Math.ceil(of.length / inLine), across = of => Math.ceil(of.length / lines(of));
   const rowPlaces = new Map(), columnPlaces = new Map();
   let y = 0;
   for (const row of rows) {
     const most = Math.max(...columns.map(column => cells.has(`${row}/${column}`) ? lines(cells.get(`${row}/${column}`)) : 0));
     const height = most * BOX.height + (most - 1) * BOX.line;
     rowPlaces.set(row, { y, height, node: items.find(item => item.row === row).lead });
-    y += height + BOX.row;
+    y += height + rowGap;
   }
   let x = 0;
   for (const column of columns) {
@@ -94,14 +96,31 @@ function place(graph, items, links) {
   for (const of of cells.values()) {
     const row = rowPlaces.get(of[0].row), column = columnPlaces.get(of[0].column), per = across(of);
     of.forEach((item, i) => {
-      const line = Math.floor(i / per), inLine = Math.min(per, of.length - line * per);
-      const offset = (i - line * per - (inLine - 1) / 2) * (BOX.width + BOX.gap);
+      const line = Math.floor(i / per), beside = Math.min(per, of.length - line * per);
+      const offset = (i - line * per - (beside - 1) / 2) * (BOX.width + BOX.gap);
       item.home = [column.x + column.width / 2 + offset, row.y + line * (BOX.height + BOX.line)];
       const [dx, dy] = STATE.moved.get(item.lead) ?? [0, 0];
       [item.x, item.y] = [item.home[0] + dx, item.home[1] + dy];
     });
   }
-  return { rows: rowPlaces, columns: columnPlaces, width: Math.max(1, x - BOX.between), height: Math.max(1, y - BOX.row) };
+  return { rows: rowPlaces, columns: columnPlaces, width: Math.max(1, x - BOX.between), height: Math.max(1, y - rowGap) };
+}
+
+// How many stand in a line, and how far apart rows are: further where the whole is wide, so that edges have room.
+function bestLines(cells, rows, columns, [wide, high]) {
+  const sizeOf = (row, column) => cells.get(`${row}/${column}`)?.length ?? 0;
+  let best = { inLine: IN_LINE[0], rowGap: BOX.row }, largest = 0;
+  for (let inLine = IN_LINE[0]; inLine <= IN_LINE[1]; inLine++) {
+    const across = columns.map(column => Math.max(...rows.map(row => Math.min(inLine, sizeOf(row, column)))));
+    const lines = rows.map(row => Math.max(...columns.map(column => Math.ceil(sizeOf(row, column) / inLine))));
+    const width = across.reduce((sum, n) => sum + n * (BOX.width + BOX.gap) + BOX.between - BOX.gap, 0);
+    const height = lines.reduce((sum, n) => sum + n * (BOX.height + BOX.line) + BOX.row - BOX.line, 0);
+    const k = Math.min(wide / width, high / height);
+    if (k <= largest * 1.02) continue;
+    const spare = (high / k - height) / Math.max(1, rows.length - 1);
+    [best, largest] = [{ inLine, rowGap: BOX.row + Math.max(0, Math.min(MORE_ROW, spare)) }, k];
+  }
+  return best;
 }
 
 // Sweeps that put each item at the middle of its neighbours: fewer crossings.

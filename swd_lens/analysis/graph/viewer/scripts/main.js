@@ -105,6 +105,18 @@ function showHelp() {
   byId("help").showModal();
 }
 
+// On paper the whole graph stands in a frame of a page's width; what is drawn is drawn before the browser lays the pages out.
+function forPaper(printing) {
+  document.documentElement.classList.toggle("printing", printing);
+  for (const scene of SCENES) {
+    const view = scene.view;
+    scene.printing = printing;
+    scene.measure();
+    scene.draw();
+    if (printing) { scene.before = view; scene.fitted = true; scene.fit(); } else { scene.view = scene.before; scene.apply(); }
+  }
+}
+
 function legend() {
   const line = (name, dashed) => make("svg", { viewBox: "0 0 26 8", width: 26, height: 8, "aria-hidden": "true" }, make("line", { x1: 1, x2: 25, y1: 4, y2: 4, class: name, "stroke-dasharray": dashed ? "5 3" : null }));
   const graph = GRAPHS[0], attention = GRAPHS.some(g => g.edges.some(edge => edge.kind === "attention"));
@@ -140,8 +152,8 @@ function start() {
   document.addEventListener("click", event => { if (!byId("menu").contains(event.target) || event.target.closest(".menu button")) byId("menu").open = false; });
   addEventListener("hashchange", () => { if (decodeState()) changed(false); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { COLOURS = {}; SCENES.forEach(scene => scene.apply()); });
-  addEventListener("beforeprint", () => SCENES.forEach(scene => { scene.printing = true; scene.measure(); scene.fitted = true; scene.fit(); }));
-  addEventListener("afterprint", () => SCENES.forEach(scene => { scene.printing = false; scene.measure(); scene.apply(); }));
+  addEventListener("beforeprint", () => forPaper(true));
+  addEventListener("afterprint", () => forPaper(false));
   if (!decodeState()) startGroups();
   legend();
   WATCHERS.push(arrange, () => SCENES.forEach(scene => scene.draw()), drawTables, drawPanel, mark);

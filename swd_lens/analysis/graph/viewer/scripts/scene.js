@@ -30,7 +30,7 @@ class Scene {
 
   measure() {
     [this.width, this.height] = [this.frame.clientWidth, this.frame.clientHeight];
-    if (this === SCENES[0]) MARGIN.left = this.width < NARROW ? 66 : 96;
+    if (this === SCENES[0]) MARGIN.left = this.width < NARROW ? 78 : 96;
     this.svg.classList.toggle("narrow", this.width < NARROW);
     this.scale = Math.max(1, window.devicePixelRatio || 1) * (this.printing ? 2 : 1);
     for (const [canvas, spare] of [[this.base, SPARE], [this.over, 0]]) {
@@ -44,7 +44,7 @@ class Scene {
     this.drawn = new Set(shown.edges);
     this.items = itemsOf(this.graph, shown.nodes);
     this.links = links(this.items, shown.edges);
-    this.size = place(this.graph, this.items, this.links);
+    this.size = place(this.graph, this.items, this.links, this.room());
     this.strongest = Math.max(1e-30, ...this.links.map(link => link.strength));
     const before = this.boxes, focused = document.activeElement;
     this.boxes = new Map();
@@ -103,9 +103,13 @@ class Scene {
 
   // ---------------------------------------------------------------------------------------- what part is in the window
 
+  room() {
+    return [(this.width || 1000) - MARGIN.left - MARGIN.right, (this.height || 700) - MARGIN.top - MARGIN.bottom];
+  }
+
   fit() {
     if (!this.width || !this.size) return;
-    const room = [this.width - MARGIN.left - MARGIN.right, this.height - MARGIN.top - MARGIN.bottom];
+    const room = this.room();
     const k = Math.min(room[0] / (this.size.width + 8), room[1] / (this.size.height + 8), 1.3);
     // At first no smaller than can be read: the answers, at the last position, are then where one begins.
     const readable = this.fitted ? k : Math.max(k, Math.min(0.72, room[0] / (4 * BOX.width)));
