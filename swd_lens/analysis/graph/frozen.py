@@ -284,7 +284,7 @@ def _checked_pattern(host: Host, layer: int, shown: Recording) -> Float[Tensor, 
     return pattern
 
 
-def by_head(v: Float[Tensor, "n _width"], n_heads: int, width: int) -> Float[Tensor, "n head d_head"]:
+def by_head(v: Float[Tensor, "*n _width"], n_heads: int, width: int) -> Float[Tensor, "*n head d_head"]:
     """Values by attention head, each stored head repeated for the query heads that share it."""
     heads = v.unflatten(-1, (-1, width // n_heads))
     return heads.repeat_interleave(n_heads // heads.shape[-2], dim=-2)

@@ -85,9 +85,9 @@ class Replays(SavedRecord):
 
     def parts(self) -> tuple[Any, ...]:
         table = self.table()
-        table = table[table["node"] != table["target"]]
-        answers = table[table["target"].str.startswith("logit ")]
-        shown = answers if len(answers) else table
+        others = table["node"] != table["target"]
+        of_answers = others & table["target"].str.startswith("logit ")
+        shown = pd.DataFrame(table[of_answers if bool(of_answers.any()) else others])
         strongest = shown.sort_values("true", key=lambda change: -change.abs(), kind="stable", ignore_index=True)
         return (strongest.head(_SHOWN), "table() gives all; UnitGraph.show(replays=...) is the live clamp.")
 

@@ -52,7 +52,13 @@ def contents(
         TypeError: an audit or a label of another type.
     """
     graphs = [graph] if beside is None else [graph, beside]
-    units = {f"{row.site}/{row.unit}": row.label for g in graphs for row in g.nodes.itertuples() if row.kind == "unit"}
+    units: dict[str, str] = {}
+    for each in graphs:
+        nodes = each.nodes[each.nodes["kind"] == "unit"]
+        units |= {
+            f"{site}/{unit}": text
+            for site, unit, text in zip(nodes["site"], nodes["unit"], nodes["label"], strict=True)
+        }
     values = [_graph(each) for each in graphs]
     if replays is not None:
         values[0]["replays"] = _replays(graph, replays)
