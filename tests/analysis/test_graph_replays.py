@@ -140,6 +140,10 @@ def test_true_changes_are_those_of_real_forwards_and_the_host_is_left_as_it_was(
             assert torch.allclose(found.changes[i, j], true, atol=2e-5), (node, strength)
             gaps.append(float((true - found.frozen[i, j]).abs().max()))
     assert max(gaps) > 1e-3  # a true run is not the frozen one
+    # Later units by themselves: their runs take up at their block.
+    rows = [i for i, node in enumerate(found.nodes) if node.startswith("blocks.1.")]
+    late = replays(model, factors, graph, [found.nodes[i] for i in rows], found.strengths)
+    assert len(rows) > 3 and torch.allclose(late.changes, found.changes[rows], atol=2e-5)
 
 
 def test_a_graph_of_the_last_position(default_model: Any) -> None:

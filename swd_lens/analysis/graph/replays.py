@@ -5,7 +5,8 @@
 2. Frozen: what one unit of z changes at every other node, through all paths (responses.py); a unit at strength s has moved by
    (s - 1) z.
 3. True: the host runs the prompt with the unit's z set to s z at its position, one row for each unit and strength, the first row
-   of every batch untouched. What a row's nodes are less those of the first is the true change.
+   of every batch untouched. What a row's nodes are less those of the first is the true change. A batch takes up at the block of
+   its earliest unit: what comes before is the untouched run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts import Start, require_gradients, require_no_dropout
 from swd_lens.hosts.recording import record, standing_hooks
 from swd_lens.hosts.sites import hook_name
 from swd_lens.units import UnitSet, attach
@@ -216,46 +217,52 @@ def _true_changes(
     progress: bool,
 ) -> Float[Tensor, "row target"]:
     """What setting a unit to a value changes, row by row, at the watched units and the answers' centred logits."""
-    found = []
+    changes = torch.zeros(len(values), len(watched) + len(answers), dtype=torch.float32)
+    layer_of = {site.name: site.layer for site in units.sites}
+    order = sorted(range(len(values)), key=lambda i: layer_of[values[i][0].site])
     with attach(units.host.model, units):
-        batches = list(_batches(units, ids, values))
+        batches = list(_batches(units, len(ids), order))
         for batch in tqdm(batches, desc="true runs", disable=not progress or len(batches) < 3, leave=False):
-            found.append(_run(units, ids, batch, watched, answers))
-    return torch.cat(found) if found else torch.zeros(0, len(watched) + len(answers), dtype=torch.float32)
+            of_batch = [values[i] for i in batch]
+            changes[batch] = _run(units, ids, of_batch, min(layer_of[p.site] for p, _ in of_batch), watched, answers)
+    return changes
 
 
-def _batches(
-    units: UnitSet, ids: Sequence[int], values: Sequence[tuple[Place, float]]
-) -> Iterator[list[tuple[Place, float]]]:
+def _batches(units: UnitSet, n_tokens: int, rows: Sequence[int]) -> Iterator[list[int]]:
     """As many rows at once as a share of the free memory holds: z and products of every site, and the logits."""
     per_position = sum(of_site.n_units for of_site in units.values())
     per_position += 4 * max(site.d_in + site.d_out for site in units.host.sites())
-    per_row = 4 * (len(ids) * per_position + 2 * int(units.host.model.cfg.d_vocab))
+    per_row = 4 * (n_tokens * per_position + 2 * int(units.host.model.cfg.d_vocab))
     free = available_bytes(next(units.host.model.parameters()).device)
     room = _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
     at_once = max(1, room // per_row - 1)
-    for start in range(0, len(values), at_once):
-        yield list(values[start : start + at_once])
+    for start in range(0, len(rows), at_once):
+        yield list(rows[start : start + at_once])
 
 
 def _run(
     units: UnitSet,
     ids: Sequence[int],
     values: Sequence[tuple[Place, float]],
+    layer: int,
     watched: Sequence[Place],
     answers: Sequence[int],
 ) -> Float[Tensor, "row target"]:
-    """One batch: an untouched row, then one for each value."""
+    """One batch, from a block on: an untouched row, then one for each value."""
     tokens = torch.tensor([list(ids)] * (1 + len(values)))
+    start = Start(layer, units.host.residual(tokens[:1], layer).expand(len(tokens), -1, -1)) if layer else None
     by_site: dict[str, list[tuple[int, Place, float]]] = {}
     for row, (place, value) in enumerate(values, 1):
         by_site.setdefault(place.site, []).append((row, place, value))
     hooks = [(hook_name(site), _setter(of_site)) for site, of_site in by_site.items()]
-    sites = [site for site in units.sites if site.name in {place.site for place in watched}]
+    names = {place.site for place in watched}
+    sites = [site for site in units.sites if site.name in names and site.layer >= layer]
     with units.host.model.hooks(fwd_hooks=hooks):
-        shown = record(units.host, tokens, units=sites, run="last")
-    z = [shown.units[place.site][:, place.position, place.unit].float().cpu() for place in watched]
-    columns = torch.stack(z, 1) if z else torch.zeros(len(tokens), 0, dtype=torch.float32)
+        shown = record(units.host, tokens, units=sites, run="last", start=start)
+    columns = torch.zeros(len(tokens), len(watched), dtype=torch.float32)
+    for i, place in enumerate(watched):
+        if place.site in shown.units:
+            columns[:, i] = shown.units[place.site][:, place.position, place.unit].float().cpu()
     assert shown.logits is not None
     logits = shown.logits.float().cpu()
     centred = logits[:, list(answers)] - logits.mean(-1, keepdim=True)

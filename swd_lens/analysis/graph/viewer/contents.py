@@ -48,7 +48,7 @@ def contents(
     """Plain values for the page; see `UnitGraph.show` for the arguments.
 
     Raises:
-        ValueError: groups or replays of nodes that the graph does not have, or an empty audit of something else.
+        ValueError: groups, replays or attention paths of nodes that the graph does not have, or a label of no unit's name.
         TypeError: an audit or a label of another type.
     """
     graphs = [graph] if beside is None else [graph, beside]

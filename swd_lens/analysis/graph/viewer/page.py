@@ -27,7 +27,20 @@ from swd_lens.base.files import write_text
 from swd_lens.base.surroundings import in_plain_surroundings
 
 _FOLDER = Path(__file__).parent
-SCRIPTS = ("data", "digest", "state", "layout", "scene", "drag", "details", "attention", "clamp", "table", "main")
+SCRIPTS = (
+    "data",
+    "digest",
+    "state",
+    "layout",
+    "shapes",
+    "scene",
+    "drag",
+    "details",
+    "attention",
+    "clamp",
+    "table",
+    "main",
+)
 _HEIGHT = 780  # pixels of a notebook's frame
 
 
