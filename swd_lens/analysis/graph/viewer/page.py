@@ -86,8 +86,7 @@ class GraphPage:
     def _repr_html_(self) -> str:
         return (
             f'<iframe class="swd-graph-page" title="{escape(visible(self.title))}" srcdoc="{escape(self.html)}" '
-            f'style="width:100%;height:{_HEIGHT}px;border:1px solid rgba(128,128,128,.4);border-radius:8px" '
-            'allow="clipboard-write"></iframe>'
+            f'style="width:100%;height:{_HEIGHT}px;border:1px solid rgba(128,128,128,.4);border-radius:8px"></iframe>'
         )
 
     def __repr__(self) -> str:

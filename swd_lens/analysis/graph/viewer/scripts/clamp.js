@@ -138,7 +138,7 @@ function clampCharts(graph, [node, factor], answers, theory) {
   const series = answers.slice(0, 4).map(answer => ({ name: titleOf(answer), slope: perUnit.get(answer), truth: strengths.map((_, i) => changes[row][i][columnOf.get(answer)]) }));
   if (answers.length > 1) series.unshift({ name: `${titleOf(answers[0])} \u2212 ${titleOf(answers[1])}`, slope: series[0].slope - series[1].slope, truth: series[0].truth.map((value, i) => value - series[1].truth[i]) });
   const low = Math.min(0, ...strengths), high = Math.max(2, ...strengths);
-  const W = 150, H = 92, pad = { left: 34, right: 8, top: 8, bottom: 16 };
+  const W = 160, H = 92, pad = { left: 42, right: 10, top: 8, bottom: 16 };
   const extent = Math.max(1e-6, ...series.flatMap(s => [Math.abs(s.slope * (low - 1)), Math.abs(s.slope * (high - 1)), ...s.truth.map(Math.abs)]));
   const x = value => pad.left + (value - low) / (high - low) * (W - pad.left - pad.right);
   const y = value => pad.top + (1 - value / extent) / 2 * (H - pad.top - pad.bottom);

@@ -151,7 +151,7 @@ function start() {
   document.addEventListener("keydown", onKey);
   document.addEventListener("click", event => { if (!byId("menu").contains(event.target) || event.target.closest(".menu button")) byId("menu").open = false; });
   addEventListener("hashchange", () => { if (decodeState()) changed(false); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { COLOURS = {}; SCENES.forEach(scene => scene.apply()); });
+  DARK.addEventListener("change", () => { COLOURS = {}; SCENES.forEach(scene => scene.apply()); });
   addEventListener("beforeprint", () => forPaper(true));
   addEventListener("afterprint", () => forPaper(false));
   if (!decodeState()) startGroups();

@@ -208,7 +208,8 @@ class Scene {
     const chosen = SELECTED_LINK && this.links.find(link => link.parts.includes(SELECTED_LINK.parts[0]));
     const lines = [...new Set([...near, this.link, chosen].filter(Boolean))];
     stroke(context, lines, this, 1.25, 0);
-    this.base.classList.toggle("faded", focus.length > 0 || Boolean(chosen));
+    this.base.classList.toggle("faded", Boolean(this.hovered || this.held));
+    this.base.classList.toggle("dimmed", !this.hovered && (focus.length > 0 || Boolean(chosen)));
     // The rest steps back while something is pointed at; what is selected leaves the others to be read.
     if (this.held) return;
     this.svg.classList.toggle("focused", Boolean(this.hovered) && !predicted(this.graph).changes);

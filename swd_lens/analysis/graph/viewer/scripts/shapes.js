@@ -23,7 +23,8 @@ function stroke(context, links, scene, more, spare) {
     context.beginPath();
     for (const [a, b, c, d, e, f, g, h] of paths) { context.moveTo(a, b); context.bezierCurveTo(c, d, e, f, g, h); }
     context.lineWidth = Math.max(width, 0.55 / k);
-    context.strokeStyle = colour(["plus", "minus", "unsigned"][look % 3], more > 1 ? 0.95 : 0.22 + 0.6 * share);
+    // On a dark ground thin lines need more of their colour.
+    context.strokeStyle = colour(["plus", "minus", "unsigned"][look % 3], more > 1 ? 1 : DARK.matches ? 0.42 + 0.5 * share : 0.22 + 0.6 * share);
     // Dashes of many thin lines cost time and say nothing.
     const dash = Math.floor(look / 3) % 2 && (more > 1 || links.length < 1200 || share > 0.3);
     context.setLineDash(dash ? [6, 3.5] : []);
@@ -31,6 +32,7 @@ function stroke(context, links, scene, more, spare) {
   }
 }
 
+const DARK = matchMedia("(prefers-color-scheme: dark)");
 let COLOURS = {};
 function colour(name, alpha) {
   COLOURS[name] ??= getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
