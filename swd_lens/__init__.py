@@ -134,6 +134,8 @@ TYPES = {
     "Sweep": "study.sweep",
     "TaskExample": "tasks.split",
     "UnitGraph": "analysis.graph.result",
+    "Replays": "analysis.graph.replays",
+    "GraphPage": "analysis.graph.viewer.page",
     "UnitInteractions": "analysis.interactions.finite",
     "UnitOverlap": "analysis.interactions.overlap",
     "UnitProfile": "analysis.audit.unit",
