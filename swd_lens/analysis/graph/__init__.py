@@ -7,8 +7,11 @@ panel.py (and where), groups.py (units shown as one), features.py (what they sho
 (UnitGraph and its JSON), drawing.py (SVG), viewer/ (a page to look into). replays.py clamps units in true runs, beside what the
 frozen run predicts (responses.py). feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of
 the best units.
+(UnitGraph and its JSON), drawing.py (SVG). attention.py splits what crosses positions by head, and its patterns' scores by pairs
+of query and key units. feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of the best units.
 """
 
+from swd_lens.analysis.graph.attention import AttentionPaths, attention_paths
 from swd_lens.analysis.graph.build import unit_graph
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
 from swd_lens.analysis.graph.export import ExportedGraph
@@ -33,5 +36,12 @@ __all__ = [
     "feeders",
     "plot_unit_paths",
     "replays",
+    "AttentionPaths",
+    "GraphDrawing",
+    "UnitGraph",
+    "attention_paths",
+    "draw",
+    "feeders",
+    "plot_unit_paths",
     "unit_graph",
 ]

@@ -254,8 +254,43 @@ def _into_neurons(layout: Layout, site: Site, read: Float[Tensor, "d_mlp unit"])
         yield from _at_same_position(layout, site, "mlp", reading.inverse[:, None, None] * reading.pull(through), MLP)
 
 
+class HeadPaths(NamedTuple):
+    """What a group of sources hands to units of attn_o, head by head: pattern[head, dest, src] * met * scale[src] is the weight.
+
+    Attributes:
+        met: (item, unit, head), the dot product of what a source writes to the head's values and what a unit reads of the
+            head's output; of tokens (src, unit, head).
+        scale: (src,) 1/scale of the norm that is read on the way; None where values are units themselves.
+    """
+
+    source: NodeGroup
+    met: Float[Tensor, "_item _unit head"]
+    scale: Float[Tensor, " _src"] | None = None
+
+    def summed(self, pattern: Float[Tensor, "head _dest _src"]) -> Float[Tensor, "_src _item _dest _unit"]:
+        """Weights through all heads."""
+        if self.scale is None:
+            return torch.einsum("hds,ijh->sidj", pattern, self.met)
+        if self.source.kind == TOKEN:
+            return torch.einsum("hds,sjh,s->sdj", pattern, self.met, self.scale)[:, None]
+        return torch.einsum("hds,ijh,s->sidj", pattern, self.met, self.scale)
+
+    def through_each(
+        self, pattern: Float[Tensor, "head _dest _src"], src: int, item: int, dest: int, unit: int
+    ) -> Float[Tensor, " head"]:
+        """The weight of one edge through each head; they add up to the weight."""
+        met = self.met[src if self.source.kind == TOKEN else item, unit]
+        return pattern[:, dest, src] * met * (1.0 if self.scale is None else self.scale[src])
+
+
 def _into_heads(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> Iterator[_Block]:
-    pattern, n_heads, width = layout.run.patterns[site.layer], layout.n_heads, len(read)
+    for paths in head_paths(layout, site, read):
+        yield _Block(paths.source, ATTENTION, paths.summed(layout.run.patterns[site.layer]))
+
+
+def head_paths(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> Iterator[HeadPaths]:
+    """What reaches units of attn_o through the heads of its layer, from each group of sources; see b above."""
+    n_heads, width = layout.n_heads, len(read)
     reads = read.T.unflatten(-1, (n_heads, -1))  # (unit, head, d_head)
     source = layout.group(site.layer, "attn_v", "attn_qkv")
     if source is not None and source.site is not None and source.write is not None:
@@ -263,20 +298,14 @@ def _into_heads(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> 
         if source.site.kind == "attn_qkv":
             # Of a packed matrix q has `width` columns; k and v share the rest.
             values = values[:, -((values.shape[1] - width) // 2) :]
-        per_head = torch.einsum("ihe,jhe->ijh", by_head(values, n_heads, width), reads)
-        yield _Block(source, ATTENTION, torch.einsum("hds,ijh->sidj", pattern, per_head))
+        yield HeadPaths(source, torch.einsum("ihe,jhe->ijh", by_head(values, n_heads, width), reads))
         return
     reading = layout.run.readings[site.layer, "attn"]
     matrix = by_head(layout.matrices[f"blocks.{site.layer}.attn_v"], n_heads, width)  # (d_model, head, d_head)
     pulled = reading.pull(torch.einsum("xhe,jhe->jhx", matrix, reads))
     for source in _writers_before(layout, site, "attn"):
-        if source.kind == TOKEN:
-            met = torch.einsum("sx,jhx->sjh", source.write, pulled)
-            values = torch.einsum("hds,sjh,s->sdj", pattern, met, reading.inverse)[:, None]
-        else:
-            met = torch.einsum("ix,jhx->ijh", source.write, pulled)
-            values = torch.einsum("hds,ijh,s->sidj", pattern, met, reading.inverse)
-        yield _Block(source, ATTENTION, values)
+        assert source.write is not None
+        yield HeadPaths(source, torch.einsum("ix,jhx->ijh", source.write, pulled), reading.inverse)
 
 
 def _at_same_position(

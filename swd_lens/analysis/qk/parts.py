@@ -116,7 +116,10 @@ class ScoreParts:
         queries, keys = self.run.q.at(self.head, dest), self.run.k.at(heads.key_head(self.head), src)
         contributions = (queries @ keys.mT * heads.scale).cpu()
         flat, width = contributions.flatten(), contributions.shape[1]
-        order = torch.sort(flat.abs(), descending=True, stable=True).indices[:n].tolist()
+        # A stable order of the few that are as large as the nth: to sort all takes longer than all else here.
+        size = flat.abs()
+        large = (size >= size.topk(min(n, len(size))).values.min()).nonzero().flatten() if n > 0 else flat[:0].long()
+        order = large[torch.sort(size[large], descending=True, stable=True).indices[:n]].tolist()
         rows = [{"q unit": i // width, "k unit": i % width, "contribution": float(flat[i])} for i in order]
         return pd.DataFrame(rows)
 
@@ -170,6 +173,11 @@ def score_parts(model: Any, factors: Any, layer: int, head: int, prompt: Any) ->
     row = attended_row(model, Prompt.of(model, prompt, "qk"))
     layers = {layer: units_of_head(layer_units(units), layer, head)}
     run = run_layers(units, layers, row[None])[layer]
+    return parts_of(run, head, token_strings(model, row.tolist()), provenance(units, layers))
+
+
+def parts_of(run: LayerScores, head: int, tokens: tuple[str, ...], settings: dict[str, Any]) -> ScoreParts:
+    """One head's scores of a run of one prompt, taken apart."""
     with torch.no_grad():
         q_units, q_constant = run.q.parts(head)
         k_units, k_constant = run.k.parts(run.heads.key_head(head))
@@ -179,9 +187,9 @@ def score_parts(model: Any, factors: Any, layer: int, head: int, prompt: Any) ->
 
         alibi = torch.zeros_like(run.shown[0, 0]) if run.position_bias is None else run.position_bias[head]
         return ScoreParts(
-            layer,
+            run.heads.layer,
             head,
-            token_strings(model, row.tolist()),
+            tokens,
             pairs=part(q_units, k_units),
             query_bias=part(q_constant, k_units),
             key_bias=part(q_units, k_constant),
@@ -190,6 +198,6 @@ def score_parts(model: Any, factors: Any, layer: int, head: int, prompt: Any) ->
             host=run.shown[0, head].masked_fill(~run.mask, 0.0).cpu(),
             soft_cap=run.heads.soft_cap,
             mask=run.mask.cpu(),
-            settings=provenance(units, layers),
+            settings=settings,
             run=run,
         )

@@ -14,7 +14,7 @@ Where a head norms its queries or keys (Qwen3), the norm's weight is multiplied 
 from position to position, is that of the run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ from swd_lens.units.match import weight_fingerprint
 # and by the rounding of z, q and k where the host holds 8 or 11 bits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COARSE = 0.05
+_SIDES = ("attn_qkv", "attn_q", "attn_k")
 _POSITIONS_ENTER = {
     "learned": "through h, and so through z",
     "rotary": "rotary: gamma depends on the distance destination - source",
@@ -91,21 +92,30 @@ def layer_units(units: UnitSet) -> dict[int, LayerUnits]:
         QKError: no layer has units on both sides.
         UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`, or units that are not read and write factors.
     """
-    sites = [site for site in units.sites if site.kind in ("attn_qkv", "attn_q", "attn_k")]
-    for site in sites:
-        if not isinstance(units[site.name], Factors):
+    for site in units.sites:
+        if site.kind in _SIDES and not isinstance(units[site.name], Factors):
             raise error("qk-of-a-coder", site=site.name)
-    layers = {}
-    for layer in sorted({site.layer for site in sites}):
-        kinds = {site.kind: site for site in sites if site.layer == layer}
+    layers = sides_of(units, {site.layer for site in units.sites})
+    if not layers:
+        raise error("qk-without-both-sides", sites=", ".join(units))
+    return layers
+
+
+def sides_of(units: UnitSet, layers: Iterable[int]) -> dict[int, LayerUnits]:
+    """Layer -> its Q and K units, for those of these layers where both are read and write factors.
+
+    Raises:
+        UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`.
+    """
+    by_layer = {}
+    for layer in sorted(layers):
+        kinds = {site.kind: site for site in units.sites if site.layer == layer and site.name in units.factors}
         q, k = kinds.get("attn_qkv", kinds.get("attn_q")), kinds.get("attn_qkv", kinds.get("attn_k"))
         if q is not None and k is not None:
             heads = heads_of(units.host, layer)
             query, key = _side(heads, q, units.factors[q.name], True), _side(heads, k, units.factors[k.name], False)
-            layers[layer] = LayerUnits(heads, query, key)
-    if not layers:
-        raise error("qk-without-both-sides", sites=", ".join(units))
-    return layers
+            by_layer[layer] = LayerUnits(heads, query, key)
+    return by_layer
 
 
 def _side(heads: Heads, site: Site, factors: Factors, query: bool) -> Side:
