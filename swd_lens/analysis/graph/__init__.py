@@ -9,8 +9,12 @@ frozen run predicts (responses.py). feeders.py asks for the edges into one unit 
 the best units.
 (UnitGraph and its JSON), drawing.py (SVG). attention.py splits what crosses positions by head, and its patterns' scores by pairs
 of query and key units. feeders.py asks for the edges into one unit alone. paths.py is the paper's figure of the best units.
+(UnitGraph and its JSON), drawing.py (SVG). aligned.py (task_graph) is the mean over a task's aligned prompts. attention.py splits
+what crosses positions by head, and its patterns' scores by pairs of query and key units. feeders.py asks for the edges into one
+unit alone. paths.py is the paper's figure of the best units.
 """
 
+from swd_lens.analysis.graph.aligned import task_graph
 from swd_lens.analysis.graph.attention import AttentionPaths, attention_paths
 from swd_lens.analysis.graph.build import unit_graph
 from swd_lens.analysis.graph.drawing import GraphDrawing, draw
@@ -43,5 +47,6 @@ __all__ = [
     "draw",
     "feeders",
     "plot_unit_paths",
+    "task_graph",
     "unit_graph",
 ]

@@ -100,12 +100,7 @@ def unit_graph(
         raise error("graph-of-a-prompt-and-tokens")
     if prompt is not None and normalize != "none":
         raise error("graph-of-a-prompt-as-cosines")
-    for name, most in (("keep", keep), ("per_node", per_node)):
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise error("graph-keeps-nothing", name=name, value=most)
-    if not min_weight >= 0:
-        raise error("graph-negative-weight", min_weight=min_weight)
-
+    require_pruning(keep, per_node, min_weight)
     attached = UnitSet.of(model, factors)
     drawn, scores = drawn_units(attached, units, targets)
     require_no_dropout(model)
@@ -149,7 +144,16 @@ def unit_graph(
         "isolated": isolated,
         "task": None if scores is None else scores.settings.get("task"),
     }
-    return pruned(_nodes(model, layout, ids, scores, labels or {}, attached.heads), weight, kinds, settings)
+    return pruned(nodes_of(model, layout, ids, scores, labels or {}, attached.heads), weight, kinds, settings)
+
+
+def require_pruning(keep: int | None, per_node: int | None, min_weight: float | int) -> None:
+    """Raises ValueError where nothing could be kept."""
+    for name, most in (("keep", keep), ("per_node", per_node)):
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise error("graph-keeps-nothing", name=name, value=most)
+    if not min_weight >= 0:
+        raise error("graph-negative-weight", min_weight=min_weight)
 
 
 def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dict[Site, list[int]], UnitScores | None]:
@@ -197,10 +201,17 @@ def frozen_run(
     attached: UnitSet, drawn: Iterable[Site], ids: list[int], into_heads: Iterable[Site], into_neurons: Iterable[Site]
 ) -> FrozenRun:
     """The run of the prompt with all factors attached, with what edges into these sites pass through."""
+    with attach(attached.host.model, attached):
+        return frozen_while_attached(attached, drawn, ids, into_heads, into_neurons)
+
+
+def frozen_while_attached(
+    attached: UnitSet, drawn: Iterable[Site], ids: list[int], into_heads: Iterable[Site], into_neurons: Iterable[Site]
+) -> FrozenRun:
+    """`frozen_run` for several prompts in turn: the caller has attached the factors."""
     patterns = [site.layer for site in into_heads if site.kind == "attn_o"]
     slopes = [site.layer for site in into_neurons if site.kind == "mlp_out"]
-    with attach(attached.host.model, attached):
-        return freeze(attached.host, torch.tensor([ids]), units=list(drawn), patterns=patterns, slopes=slopes)
+    return freeze(attached.host, torch.tensor([ids]), units=list(drawn), patterns=patterns, slopes=slopes)
 
 
 def _answer_ids(model: Any, answers: Any, logits: Tensor | None) -> list[int]:
@@ -235,7 +246,7 @@ def _label(model: Any, token: int) -> str:
     return visible_token(model.tokenizer.decode([token])) if model.tokenizer else str(token)
 
 
-def _nodes(
+def nodes_of(
     model: Any,
     layout: Layout,
     ids: list[int] | None,
@@ -283,5 +294,5 @@ def activations_of(layout: Layout, group: NodeGroup) -> Tensor:
     if group.kind == TOKEN:
         return torch.ones(group.size, dtype=torch.float32)
     if group.site is None:
-        return layout.run.logits[list(group.items)] - layout.run.logits.mean()
+        return torch.stack([contrast.of(layout.run.logits) for contrast in group.contrasts])
     return layout.run.z[group.site.name][:, list(group.items)].flatten()

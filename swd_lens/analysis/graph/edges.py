@@ -40,6 +40,19 @@ TOKEN, UNIT, LOGIT = "token", "unit", "logit"
 _MOST_NODES = 6_000
 
 
+class Contrast(NamedTuple):
+    """What an answer's node stands for: the mean logit of `right` less that of `wrong`, or of the whole vocabulary where there
+    are none."""
+
+    right: tuple[int, ...]
+    wrong: tuple[int, ...] = ()
+
+    def of(self, values: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any"]:
+        """Of logits, or of the columns of an unembedding."""
+        others = values[..., list(self.wrong)] if self.wrong else values
+        return values[..., list(self.right)].mean(-1) - others.mean(-1)
+
+
 @dataclass(frozen=True)
 class NodeGroup:
     """Nodes that stand side by side: the drawn units of one site at every position, the tokens, or the answers.
@@ -48,10 +61,11 @@ class NodeGroup:
         kind: "token", "unit" or "logit".
         start: number of its first node; nodes run position by position, item by item.
         positions: how many positions (answers stand at one).
-        items: (unit,) numbers of the units, or the answers' token ids; one per position for tokens.
+        items: (unit,) numbers of the units, or the answers' token ids (numbers of contrasts); one per position for tokens.
         read: (d_in, item) what units read of their site's input, and the answers' centred logits of the residual stream.
         write: (item, d_out) what units write; of tokens (position, d_model), the embeddings.
         site: of units.
+        contrasts: of answers.
     """
 
     kind: str
@@ -61,6 +75,7 @@ class NodeGroup:
     read: Float[Tensor, "_d_in _item"] | None = None
     write: Float[Tensor, "_item _d_out"] | None = None
     site: Site | None = None
+    contrasts: tuple[Contrast, ...] = ()
 
     @property
     def size(self) -> int:
@@ -104,7 +119,7 @@ def layout_of(
     drawn: Mapping[Site, Sequence[int]],
     run: FrozenRun,
     *,
-    answers: Sequence[int],
+    answers: Sequence[int | Contrast],
     static: bool,
     cosine: bool = False,
     bounded: bool = True,
@@ -112,6 +127,7 @@ def layout_of(
     """The nodes of a graph: of drawn units and answers, and with a prompt of tokens, at every position of the run.
 
     Args:
+        answers: tokens, each less the mean over the vocabulary, or contrasts, which are numbered.
         bounded: refuse more nodes than a table of all weights may have; False where no such table is made (`into`).
 
     Raises:
@@ -126,8 +142,10 @@ def layout_of(
         start = groups[-1].nodes.stop if groups else 0
         groups.append(NodeGroup(UNIT, start, positions, tuple(indices), read[:, indices], write[indices], site))
     if answers:
-        read = _answer_vectors(units, run, answers, static)
-        groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, tuple(answers), read))
+        contrasts = tuple(each if isinstance(each, Contrast) else Contrast((each,)) for each in answers)
+        items = tuple(i if isinstance(each, Contrast) else each for i, each in enumerate(answers))
+        read = _answer_vectors(units, run, contrasts, static)
+        groups.append(NodeGroup(LOGIT, groups[-1].nodes.stop, 1, items, read, contrasts=contrasts))
     n_nodes = groups[-1].nodes.stop
     if bounded and n_nodes > _MOST_NODES:
         raise error("graph-too-large", n_nodes=n_nodes, positions=positions, limit=_MOST_NODES)
@@ -156,14 +174,14 @@ def _matrices(
 
 
 def _answer_vectors(
-    units: UnitSet, run: FrozenRun, answers: Sequence[int], static: bool
+    units: UnitSet, run: FrozenRun, contrasts: Sequence[Contrast], static: bool
 ) -> Float[Tensor, "d_model answer"]:
-    """What the answers' logits, less the mean over the vocabulary, read of the residual stream."""
+    """What the answers read of the residual stream."""
     cap = facts_of(units.host.model).logit_cap
     if cap is not None:
         raise error("graph-to-capped-logits", cap=cap)
     _, unembedding = units.host.readout()
-    columns = (unembedding[:, list(answers)] - unembedding.mean(1, keepdim=True)).float().cpu()
+    columns = torch.stack([contrast.of(unembedding) for contrast in contrasts], 1).float().cpu()
     reading = final_reading(units.host, run.leaving[-1:])
     pulled = reading.pull(columns.T)
     return (pulled if static else pulled * reading.inverse[:, None]).T

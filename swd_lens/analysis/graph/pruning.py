@@ -23,6 +23,8 @@ def pruned(
     weight: Float[Tensor, "node node"],
     kinds: UInt8[Tensor, "node node"],
     settings: Mapping[str, Any],
+    contribution: Float[Tensor, "node node"] | None = None,
+    varies: Float[Tensor, "node node"] | None = None,
 ) -> UnitGraph:
     """The graph of the strongest edges.
 
@@ -30,13 +32,15 @@ def pruned(
         nodes: all that could be drawn, with their activations.
         weight, kinds: of every pair (source, target), see `swd_lens.analysis.graph.edges.weights`.
         settings: of `unit_graph`; keep, min_weight, per_node and isolated say what is kept.
+        contribution: of every pair, where it is not activation times weight: a mean over prompts.
+        varies: of every pair, for such a mean.
     """
     possible = kinds > 0
     if settings["token_ids"] is None:
         contribution, strength = torch.full_like(weight, float("nan")), weight.abs()
     else:
         z = torch.tensor(nodes["activation"].to_numpy()).float()
-        contribution = z[:, None] * weight
+        contribution = z[:, None] * weight if contribution is None else contribution
         rest = z - contribution.sum(0)
         rest[torch.tensor((nodes["kind"] == TOKEN).to_numpy())] = 0.0  # tokens are where it begins
         influence, share = _influence(contribution, rest, nodes, settings.get("targets"))
@@ -65,6 +69,7 @@ def pruned(
             "weight": float(weight[i, j]),
             "contribution": float(contribution[i, j]),
             "strength": float(strength[i, j]),
+            "varies": None if varies is None else float(varies[i, j]),
         }
         for i, j in zip((order // len(names)).tolist(), (order % len(names)).tolist(), strict=True)
     ]

@@ -40,9 +40,9 @@ NODES = {
 }
 EDGES = {
     **dict.fromkeys(("source", "target", "kind"), "object"),
-    **dict.fromkeys(("weight", "contribution", "strength"), "float64"),
+    **dict.fromkeys(("weight", "contribution", "strength", "varies"), "float64"),
 }
-_FORMAT, _VERSION, _WHAT = "swd_lens unit graph", 2, "a unit graph"  # 2: ranks from 1
+_FORMAT, _VERSION, _WHAT = "swd_lens unit graph", 3, "a unit graph"  # 2: ranks from 1; 3: means over prompts
 # What is shown of a graph reads these.
 _SETTINGS: Mapping[str, Any] = {
     **dict.fromkeys(("model", "prompt", "attention"), str | None),
@@ -76,7 +76,8 @@ class UnitGraph(Record):
             vocabulary), rest (what the edges, before pruning, leave unexplained of it), influence (share of the answers that
             goes through it).
         edges: strongest first: source, target, kind (residual, attention, mlp), weight, contribution (z of the source times
-            weight; NaN without a prompt), strength (what they were pruned by).
+            weight; NaN without a prompt), strength (what they were pruned by), varies (of a mean over prompts: the share of
+            the contribution's second moment that is variance; else NaN).
         settings: model, fingerprints of the factors, prompt, conventions, pruning.
     """
 
@@ -90,7 +91,8 @@ class UnitGraph(Record):
 
     def table(self, n: int | None = None) -> pd.DataFrame:
         """The n strongest edges (None: all); answers are called by their tokens."""
-        edges = self.edges if self.has_prompt else self.edges.drop(columns="contribution")
+        left_out = ["contribution"] * (not self.has_prompt) + ["varies"] * bool(self.edges["varies"].isna().all())
+        edges = self.edges.drop(columns=left_out)
         shown = self.shown_names()
         ends = {end: edges[end].map(shown) for end in ("source", "target")}
         return edges.assign(**ends).head(len(edges) if n is None else n).reset_index(drop=True)
@@ -281,6 +283,8 @@ class UnitGraph(Record):
         prompt = self.settings["prompt"] or ""
         prompt = prompt if len(prompt) <= 60 else "…" + prompt[-59:]
         where = f", on {prompt!r}" if self.has_prompt else ", no prompt"
+        if n_prompts := self.settings.get("task_prompts"):
+            where = f", mean of {n_prompts} prompts like {prompt!r}"
         return (
             f"UnitGraph({counts.get('unit', 0)} units, {counts.get('token', 0)} tokens, {counts.get('logit', 0)} answers, "
             f"{len(self.edges)} of {self.settings['edges_possible']} edges{where}, attention {self.settings['attention']})"

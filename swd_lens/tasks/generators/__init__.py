@@ -91,6 +91,19 @@ def corrupts(example: TaskExample) -> Iterator[str]:
         yield redraw(rng, example)
 
 
+def variants(example: TaskExample) -> Iterator[TaskExample]:
+    """Further examples of the same sentence about other people of its split, drawn the same way every time; answers change along.
+
+    Without end for ioi and gendered_pronoun; none for the other families, whose prompts have few templates, and for prompts that
+    are not of a family.
+    """
+    family = example.meta.get("family", "")
+    redraw = {"ioi": ioi.variant, "gendered_pronoun": gendered_pronoun.variant}.get(family)
+    rng = random.Random(f"{family}/variant/{example.prompt}")
+    while redraw is not None:
+        yield redraw(rng, example)
+
+
 def training_document(family: str, rng: random.Random, split: str = "train") -> str:
     """One complete text of a family (prompt, answer and what follows) with content of `split`, on seen templates."""
     _check("family", family, FAMILIES)

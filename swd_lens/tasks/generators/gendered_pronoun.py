@@ -67,6 +67,15 @@ def corrupt(rng: random.Random, example: TaskExample) -> str:
     return re.sub(rf"\b{name}\b", other, example.prompt)
 
 
+def variant(rng: random.Random, example: TaskExample) -> TaskExample:
+    """The sentence of an example about another name, of either gender."""
+    genders = ("she", "he") if rng.random() < 0.5 else ("he", "she")
+    name = rng.choice(pronoun_names(example.meta["split"], genders[0]))
+    prompt = re.sub(rf"\b{example.meta['content']}\b", name, example.prompt)
+    meta = {**example.meta, "content": name}
+    return TaskExample(prompt, (" " + genders[0],), (" " + genders[1],), None, meta)
+
+
 def document(rng: random.Random, split: str) -> str:
     """A completed tag question, sometimes with a reply (seen templates)."""
     if split == "train" and rng.random() < LOOSE_SHARE:

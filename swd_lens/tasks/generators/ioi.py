@@ -149,6 +149,16 @@ def corrupt(rng: random.Random, example: TaskExample) -> str:
     return re.sub(rf"\b({'|'.join(pair)})\b", lambda _: next(others), example.prompt)
 
 
+def variant(rng: random.Random, example: TaskExample) -> TaskExample:
+    """The story of an example with another pair of names, the roles where they were."""
+    receiver, giver = example.answers[0].strip(), example.distractors[0].strip()
+    pair = draw_pair(rng, example.meta["split"])
+    names = dict(zip((receiver, giver), pair, strict=True))
+    prompt = re.sub(rf"\b({receiver}|{giver})\b", lambda name: names[name[0]], example.prompt)
+    meta = {**example.meta, "content": "|".join(sorted(pair))}
+    return TaskExample(prompt, (" " + pair[0],), (" " + pair[1],), None, meta)
+
+
 def document(rng: random.Random, split: str) -> str:
     """A story of exchanges on seen templates, for training text; ambiguous receivers occur in three-name stories."""
     if split == "train" and rng.random() < LOOSE_SHARE:

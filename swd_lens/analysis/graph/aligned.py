@@ -1,0 +1,211 @@
+"""task_graph: the graph of a task, across layers and positions: the mean of the graphs of aligned prompts.
+
+1. Aligned prompts have one length and template (tasks/aligned.py), so that a node is the same unit at the same role in each.
+2. For every prompt a run is frozen and all weights are found, as unit_graph does, at the top the task's margin with that prompt's
+   own answers. Means are updated prompt by prompt; memory does not grow with their number.
+3. The mean of z_i * w is the edge's contribution, the mean of z the node's activation: what adds up for every prompt adds up for
+   the means. How much a contribution differs between prompts stands beside it (`varies`).
+4. Influence and pruning are those of the means (pruning.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.analysis.graph.build import (
+    activations_of,
+    drawn_units,
+    frozen_while_attached,
+    nodes_of,
+    require_pruning,
+)
+from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Contrast, Layout, layout_of, weights
+from swd_lens.analysis.graph.pruning import pruned
+from swd_lens.analysis.graph.result import UnitGraph
+from swd_lens.base import __version__
+from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.tasks.aligned import Aligned, aligned_prompts
+from swd_lens.tasks.split import TaskSplit
+from swd_lens.tasks.task import Task
+from swd_lens.units import UnitSet, attach
+
+# What stands at the top -> its nodes: a name, and whether answers and wrong answers are in it.
+TOPS = {
+    "margin": (("margin", "margin: answer − wrong answer", True, True),),
+    "answers": (("answer", "[answer]", True, False), ("wrong answer", "[wrong answer]", False, True)),
+}
+
+
+@in_plain_surroundings
+def task_graph(
+    model: Any,
+    factors: Any,
+    units: Any,
+    task: Task | TaskSplit | Aligned,
+    *,
+    prompts: int = 16,
+    top: str = "margin",
+    attention: str = "frozen",
+    keep: int | None = 120,
+    min_weight: float | int = 0.0,
+    per_node: int | None = None,
+    isolated: bool = False,
+    labels: Mapping[str, str] | None = None,
+    progress: bool = False,
+) -> UnitGraph:
+    """The graph of a task: contributions averaged over aligned prompts.
+
+        graph = swd.task_graph(model, factors, circuit, task)
+        graph.table(10)                              # the strongest edges, and how much each varies between prompts
+
+    At the top stands the margin, the mean logit of the answers less that of the wrong answers, because that is what a task is
+    judged and its units are scored by; answers differ from prompt to prompt, so that a token's logit has no mean that says
+    anything. Positions are called by their role: the token that all prompts have there, "[answer]", "[wrong answer]", or the
+    most frequent one. Nodes, edges, rest and influence are those of `unit_graph`, of the means: mean contributions and mean rest
+    add up to the mean activation. `weight` is a mean as well; a contribution is not the product of two means.
+
+    Args:
+        factors, units, keep, min_weight, per_node, isolated, labels: see `unit_graph`.
+        task: its training prompts, a split, or what `swd_lens.tasks.aligned.aligned_prompts` gave. The largest group of one
+            length and template is taken; how many others there are, and why, is in `settings["task_left_out"]`.
+        prompts: at most so many. Where ioi and gendered_pronoun have fewer of one template, more are drawn with other names.
+        top: "margin", or "answers": two nodes, the answers and the wrong answers, each less the mean over the vocabulary.
+        attention: "frozen": patterns of each prompt carry values across positions. "none": within the last position.
+
+    Returns:
+        UnitGraph, with `varies` for every edge and settings["task_prompts"], their number.
+
+    Raises:
+        ValueError: a task with a metric of its own, which has no answers; and see `unit_graph`.
+        TaskError: prompts of another host.
+        TypeError, UnsupportedHostError, AttachError: see `unit_graph`.
+    """
+    for name, setting, choices in (("attention", attention, ("none", "frozen")), ("top", top, tuple(TOPS))):
+        if setting not in choices:
+            raise error("unknown-choice", name=name, choices=choices, value=setting)
+    require_pruning(keep, per_node, min_weight)
+    attached = UnitSet.of(model, factors)
+    drawn, scores = drawn_units(attached, units)
+    aligned = task if isinstance(task, Aligned) else aligned_prompts(model, task, prompts)
+    split = aligned.split
+    if split.metric is not None:
+        raise error("graph-of-a-task-with-a-metric", task=split.task)
+    require_no_dropout(model)
+    require_gradients(model)
+    means, layout, kinds = _Means(), None, None
+    with torch.no_grad(), attach(model, attached):
+        for i in tqdm(range(len(split)), desc="graph of each prompt", disable=not progress, leave=False):
+            into_heads = drawn if attention == "frozen" else ()
+            run = frozen_while_attached(attached, drawn, split.tokens[i].tolist(), into_heads, drawn)
+            run = run if attention == "frozen" else run.last()
+            layout = layout_of(attached, drawn, run, answers=_contrasts(split, i, top), static=False)
+            weight, kinds = weights(layout)
+            means.add(torch.cat([activations_of(layout, group) for group in layout.groups]), weight, _chances(layout))
+    assert layout is not None and kinds is not None
+    if not bool(kinds.any()):
+        raise error("graph-without-a-path", sites=", ".join(site.name for site in drawn), hint="")
+    settings = {
+        "model": str(getattr(model.cfg, "model_name", "")),
+        "n_layers": len(model.blocks),
+        "swd_lens": __version__,
+        **standing_hooks(model),
+        "factors": dict(attached.identities),
+        "units": sum(len(indices) for indices in drawn.values()),
+        "prompt": aligned.text,
+        "tokens": list(aligned.roles),
+        "token_ids": aligned.typical,
+        "prepend_bos": split.prepend_bos,
+        "attention": attention,
+        "answers": [ids.mode().values.item() for ids in _sides(split, top)],
+        "targets": None,
+        "norm": "of the run",
+        "mlp": "slope at the run",
+        "normalize": "none",
+        "keep": keep,
+        "min_weight": float(min_weight),
+        "per_node": per_node,
+        "isolated": isolated,
+        "task": split.task,
+        "task_prompts": len(split),
+        "task_drawn": aligned.drawn,
+        "task_left_out": dict(aligned.left_out),
+        "task_split": split.name,
+        "task_source": split.source,
+        "top": top,
+    }
+    rows = nodes_of(model, layout, aligned.typical, scores, labels or {}, attached.heads)
+    nodes = _named(rows, aligned.roles, settings, means)
+    return pruned(nodes, means.weight, kinds, settings, means.contribution, means.varies)
+
+
+def _contrasts(split: TaskSplit, i: int, top: str) -> list[Contrast]:
+    """What a prompt's own answers put at the top."""
+    right, wrong = split.answer_ids[i], split.distractor_ids[i]
+    return [
+        Contrast(right, wrong) if with_right and with_wrong else Contrast(right if with_right else wrong)
+        for _, _, with_right, with_wrong in TOPS[top]
+    ]
+
+
+def _sides(split: TaskSplit, top: str) -> list[Tensor]:
+    """The tokens that stand for each node at the top: those of its answers (or wrong answers), over all prompts."""
+    return [
+        torch.tensor([token for ids in (split.answer_ids if right else split.distractor_ids) for token in ids])
+        for _, _, right, _ in TOPS[top]
+    ]
+
+
+def _chances(layout: Layout) -> Float[Tensor, " answer"]:
+    """The probability of each top node's tokens together."""
+    probabilities = layout.run.logits.softmax(-1)
+    contrasts = [contrast for group in layout.groups if group.kind == LOGIT for contrast in group.contrasts]
+    return torch.stack([probabilities[list(contrast.right)].sum() for contrast in contrasts])
+
+
+def _named(nodes: pd.DataFrame, roles: Sequence[str], settings: Mapping[str, Any], means: "_Means") -> pd.DataFrame:
+    """The nodes of one prompt, called by their roles and with mean activations."""
+    nodes = nodes.assign(activation=means.z.double().numpy())
+    tokens = nodes["kind"] == TOKEN
+    nodes.loc[tokens, "label"] = [roles[position] for position in nodes.loc[tokens, "position"]]
+    of_top = zip(nodes.index[nodes["kind"] == LOGIT], TOPS[settings["top"]], strict=True)
+    for i, (row, (name, label, _, _)) in enumerate(of_top):
+        nodes.loc[row, ["node", "label"]] = [name, label]
+        nodes.loc[row, "token"] = settings["answers"][i]
+        nodes.loc[row, "probability"] = float(means.chances[i])
+    return nodes
+
+
+@dataclass
+class _Means:
+    """Running means over prompts; a mean moves by (new - old) / n, which in float32 loses nothing that a sum would lose."""
+
+    n: int = 0
+    z: Tensor = field(default_factory=lambda: torch.zeros(()))
+    chances: Tensor = field(default_factory=lambda: torch.zeros(()))
+    weight: Tensor = field(default_factory=lambda: torch.zeros(()))
+    contribution: Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(
+        self, z: Float[Tensor, " node"], weight: Float[Tensor, "node node"], chances: Float[Tensor, " answer"]
+    ) -> None:
+        self.n += 1
+        contribution = z[:, None] * weight
+        new = {"z": z, "chances": chances, "weight": weight, "contribution": contribution}
+        for name, value in (new | {"squares": contribution.square()}).items():
+            mean = getattr(self, name)
+            setattr(self, name, value.clone() if self.n == 1 else mean.add_((value - mean).div_(self.n)))
+
+    @property
+    def varies(self) -> Float[Tensor, "node node"]:
+        """The share of the second moment that is variance: 0 where all prompts agree, 1 where the mean is 0."""
+        return (1 - self.contribution.square() / self.squares.clamp(min=1e-30)).clamp(0, 1).where(self.squares > 0, 0.0)
