@@ -159,7 +159,7 @@ def circuit(
             raise error("cli-unknown-ablation", ablation=value)
     if not sites and not factors:
         raise error("cli-nothing-to-study")
-    finished = _labelled("--factors", factors or [], _finished)
+    finished = _labelled("--factors", factors or [], finished_factors)
     baselines = _labelled("--beside", beside or [], _trained)
     exact = [] if controls == "none" else [name.strip() for name in controls.split(",")]
     if unknown := [name for name in exact if name not in CONTROLS]:
@@ -267,7 +267,7 @@ def _trained(folder: Path) -> tuple[str, LearnedUnits]:
     return f"{units.provenance['method']} ({folder.resolve().name})", units
 
 
-def _finished(folder: Path) -> tuple[str, FactorSet]:
+def finished_factors(folder: Path) -> tuple[str, FactorSet]:
     """Factors in a folder, or, where finetune or replace_model wrote it, those that they left there last."""
     places = [folder, folder / FINETUNED / FACTORS, folder / FACTORS]
     factors = FactorSet.load(next((place for place in places if (place / INDEX).is_file()), folder))

