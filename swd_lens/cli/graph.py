@@ -13,6 +13,7 @@ from swd_lens.analysis.audit import UnitLabels, audit
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.parts import Parts
+from swd_lens.base.sealed import tensor_digest
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, UnitScores, attribute
 from swd_lens.circuits.screen import Screen
@@ -87,7 +88,7 @@ def graph(
     sparsity: Annotated[float, Option("--sparsity", "-s", help="s in (0, 1).")] = 0.75,
     text: GraphTextOptions,
     n_train: Annotated[int, Option(help="Prompts of the task that score units.", min=1)] = 64,
-    units: Annotated[int, Option(help="Units in the graph, the best.", min=1)] = 40,
+    best: Annotated[int, Option(help="Units in the graph: so many, the best.", min=1)] = 60,
     edges: Annotated[int, Option(help="Edges in the graph, the strongest.", min=1)] = 300,
     prompts: Annotated[
         int, Option(help="Aligned prompts of the task whose mean graph stands beside the prompt's; 1 = none.", min=1)
@@ -124,7 +125,7 @@ def graph(
                 "swd_lens": __version__,
                 "host": host_fingerprint(model, model.cfg),
                 "task": task_fingerprint(of_task),
-                "aligned prompts": prompts,
+                "aligned prompts": tensor_digest({"tokens": aligned.tokens}),
                 **standing_hooks(model),
             },
             overwrite=overwrite,
@@ -145,7 +146,7 @@ def graph(
             )
         attached = UnitSet.of(model, finished)
         say(f"score {attached.n_units:,} units on {len(of_task.train)} prompts of {of_task.name}")
-        circuit = best_units(attached, _scores(model, attached, of_task, kept), units)
+        circuit = best_units(attached, _scores(model, attached, of_task, kept), best)
         circuit.save(out / "circuit.safetensors")
         shown, beside = _drawn(model, attached, circuit, aligned, prompt, edges, named)
         say("split attention edges by head, scores by pairs of units")

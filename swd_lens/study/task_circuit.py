@@ -2,8 +2,9 @@
 
 1. `needed_sites` screens the dense host on aligned prompts: every attention output at all positions (names and numbers are moved
    before the last token), every MLP output at the scoring position (elsewhere MLPs are needed for everything). The outputs that
-   cost most are taken, and with an attention output the matrices of its layer's queries and keys, which decide where it looks.
-2. `best_units` scores the units of all these sites on training prompts, at all positions, and takes the best.
+   cost most are taken, and with an attention output its layer's queries and keys, which decide where it looks, and values,
+   which bring what is there: so an attention edge has a unit at either end.
+2. `best_units` takes the best of the scored units of all these sites.
 3. `example_of` is the aligned prompt that a reader should see: the first that the model gets right.
 """
 
@@ -28,7 +29,7 @@ SCREENED = {"attn_o": ("all", 4), "mlp_out": ("scoring", 2)}
 MATTERS = 0.1  # of the margin
 _SCREENED_PROMPTS = 8
 _LOOKS = ("attn_q", "attn_k")
-_LEAST = 2  # units of a site among the best: a graph without any unit of a site does not show the site
+_LEAST = 2  # units of a site: a graph without any does not show the site
 
 
 @dataclass(frozen=True)
@@ -82,22 +83,34 @@ def needed_sites(model: Any, screens: Mapping[str, Screen]) -> NeededSites:
         costs = {largest: shares[largest]}
     outputs = dict(sorted(costs.items(), key=lambda cost: -cost[1]))
     layers = [split_name(site)[0] for site in outputs if split_name(site)[1] == "attn_o"]
-    looks = [f"blocks.{layer}.{part}" for layer in layers for part in _LOOKS]
-    return NeededSites(tuple(site.name for site in find_sites(model, [*outputs, *looks])), outputs, screens)
+    inputs = [f"blocks.{layer}.{part}" for layer in layers for part in (*_LOOKS, "attn_v")]
+    return NeededSites(tuple(site.name for site in find_sites(model, [*outputs, *inputs])), outputs, screens)
 
 
 def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:
-    """The n best units by score, of every site at least its best two."""
-    ranking = scores.ranking()
-    first: dict[str, list[tuple[str, int]]] = {}
-    for unit in ranking:
-        of_site = first.setdefault(unit[0], [])
-        if len(of_site) < _LEAST:
-            of_site.append(unit)
-    certain = {unit for of_site in first.values() for unit in of_site}
-    others = [unit for unit in ranking if unit not in certain][: max(0, n - len(certain))]
-    members = certain | set(others)
-    return Circuit.of(factors, scores, [unit for unit in ranking if unit in members], chosen="best units, for a graph")
+    """The n best units by score: a quarter of queries and keys where there are any, the rest of all else; of every site its best
+    two at the least, as far as that leaves it at n.
+
+    Apart, because the two are not on one scale: much of what queries and keys hold is the same for all sources, so that no
+    pattern feels it, and first-order scores count it all the same.
+    """
+    looks = [unit for unit in scores.ranking() if split_name(unit[0])[1] in _LOOKS]
+    others = [unit for unit in scores.ranking() if split_name(unit[0])[1] not in _LOOKS]
+    n_looks = min(len(looks), n // 4) if others else n
+    members = {*_of_every_site(looks, n_looks), *_of_every_site(others, n - n_looks)}
+    return Circuit.of(
+        factors, scores, [unit for unit in scores.ranking() if unit in members], chosen="best, for a graph"
+    )
+
+
+def _of_every_site(ranking: Sequence[tuple[str, int]], n: int) -> list[tuple[str, int]]:
+    """The n best of a ranking, the first few of every site before the others."""
+    place: dict[str, int] = {}
+    order = []
+    for rank, (site, unit) in enumerate(ranking):
+        place[site] = place.get(site, 0) + 1
+        order.append((place[site] > _LEAST, rank, (site, unit)))
+    return [unit for _, _, unit in sorted(order)[:n]]
 
 
 @in_plain_surroundings

@@ -63,7 +63,7 @@ class Aligned:
 
 
 def aligned_prompts(model: Any, prompts: Task | TaskSplit, n: int = 16, *, drawn: bool = True) -> Aligned:
-    """The largest group of aligned prompts of a split.
+    """The largest group of aligned prompts of a split; of equal ones that of the shortest prompts.
 
     Args:
         prompts: a split; a Task means its train split.
@@ -81,7 +81,8 @@ def aligned_prompts(model: Any, prompts: Task | TaskSplit, n: int = 16, *, drawn
         raise error("aligned-without-prompts", n=n)
     split.require_host(model)
     keys = [_key(split, i) for i in range(len(split))]
-    largest = Counter(keys).most_common(1)[0][0]
+    sizes = Counter(keys)
+    largest = min(sizes, key=lambda key: (-sizes[key], key[0]))
     members = [i for i, key in enumerate(keys) if key == largest]
     other_length = sum(key[0] != largest[0] for key in keys)
     left_out = {
