@@ -1,7 +1,7 @@
 """screen: which sites and surfaces of the dense host a task needs, before anything is factorized.
 
 1. An intervention sets the outputs of one site, or of all sites of a surface, to their means over training prompts, at the
-   scoring position or at all positions; screen_runs.py runs them.
+   scoring position, at all positions, or at each its own; screen_runs.py runs them.
 2. `Screen` says, for each task, how well the dense host does it, and what each intervention costs: margin kept and lost.
 3. `skill` is how well a host does its tasks, alone.
 """
@@ -26,7 +26,7 @@ from swd_lens.hosts.sites import KINDS, Pattern, split_name
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 
-POSITIONS = ("scoring", "all")
+POSITIONS = ("scoring", "all", "each")
 WELL_DONE = 0.8  # share right, below which a circuit of the task says little
 # Of the margin: where no single site costs as much, `Screen.choose` takes a surface.
 _MATTERS = 0.1
@@ -155,7 +155,8 @@ class Screen(SavedRecord):
         return figure
 
     def parts(self) -> tuple[Any, ...]:
-        where = {"scoring": "the scoring position", "all": "all positions"}[self.settings["positions"]]
+        places = {"scoring": "the scoring position", "all": "all positions", "each": "each position, its own mean"}
+        where = places[self.settings["positions"]]
         note = f"kept: share of the margin left while the outputs are their means over the prompts, at {where}."
         return (self.skill(), self.plot(), self.table(), note)
 
@@ -222,13 +223,15 @@ def screen(
         sites: which sites are screened one by one.
         surfaces: label -> sites that are replaced together; None = all sites of each kind.
         positions: "scoring": outputs are replaced at the scoring position, by their mean there; "all": at all positions, by their
-            mean over them.
+            mean over them; "each": at all positions, each by its own mean over the prompts, which must have one length. What all
+            prompts share at a position then stays, and only what differs between them is lost: see
+            `swd_lens.tasks.aligned.aligned_prompts`.
         n_prompts: of each task's train split, from its beginning.
         batch_size: prompts at once; tokens_per_forward: prompts x positions x interventions at once, which bounds memory.
 
     Raises:
         UnknownSiteError: no such sites.
-        ValueError: an unknown `positions`, numbers below 1, or units are attached.
+        ValueError: an unknown `positions`, numbers below 1, prompts of several lengths with "each", or units are attached.
         TaskError: prompts tokenized for another host.
     """
     host = host_of(model)
@@ -250,6 +253,9 @@ def screen(
     listed = [tasks] if isinstance(tasks, Task) else list(tasks)
     for task in listed:
         task.train.require_host(model)
+        lengths = {len(tokens) for tokens in task.train.tokens[:n_prompts]}
+        if positions == "each" and len(lengths) > 1:
+            raise error("screen-of-unaligned-prompts", task=task.name, least=min(lengths), most=max(lengths))
     screened, shortcuts, hooks = {}, {}, standing_hooks(model)
     with torch.no_grad(), replaceable(host, list(every.values())) as outputs:
         for task in listed:

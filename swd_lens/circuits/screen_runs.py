@@ -34,7 +34,7 @@ _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 
 class Output(nn.Module):
-    """Stands for a site's product: the host's own, summed up while `counts`, replaced in `rows` by `mean`."""
+    """Stands for a site's product: the host's own, summed up while `counts`, in `rows` replaced by `mean` (per position where `each`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Output(nn.Module):
         self.sums: Tensor | float = 0.0
         self.mean: Tensor | None = None
         self.rows: list[slice] = []
-        self.last_only = True
+        self.last_only, self.each = True, False
 
     def forward(self, h: Float[Tensor, "batch pos d_in"], bias: Tensor | None, dense: Any) -> Tensor:
         y = dense(h)
         if self.counts:
             seen = y[:, -1:] if self.last_only else y
-            self.sums = self.sums + seen.double().sum((0, 1)).cpu()
-            self.n += seen.shape[0] * seen.shape[1]
+            self.sums = self.sums + seen.double().sum(0 if self.each else (0, 1)).cpu()
+            self.n += seen.shape[0] * (1 if self.each else seen.shape[1])
         if self.rows and self.mean is not None:
             y = y.clone()
             for rows in self.rows:
@@ -100,7 +100,7 @@ class ScreenRuns:
         self.keeps_prefix, self.starts = positions == "scoring", True
         for output in outputs.values():
             output.clear()
-            output.last_only = positions == "scoring"
+            output.last_only, output.each = positions == "scoring", positions == "each"
 
     @property
     def shortcuts(self) -> list[str]:

@@ -38,7 +38,7 @@ from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
 from swd_lens.study.asked import task_fingerprint
-from swd_lens.study.task_circuit import SCREENED, best_units, example_of, needed_sites, screened_outputs
+from swd_lens.study.task_circuit import best_units, example_of, needed_sites, screened_outputs
 from swd_lens.tasks import load_task
 from swd_lens.tasks.aligned import Aligned, aligned_prompts
 from swd_lens.tasks.named_text import SOTU
@@ -191,17 +191,13 @@ def _say_aligned(aligned: Aligned) -> None:
 def _needed(model: Any, task: Task, aligned: Aligned, kept: Parts) -> list[str]:
     """The sites that the task needs, by a screen."""
     say("screen the outputs: what does the task lose where one is its mean?")
-    screens = {}
-    for kind in SCREENED:
-        screens[kind] = kept.values(
-            ("screen", kind),
-            lambda kind=kind: screened_outputs(model, task, aligned, kind, progress=True).as_dict(),
-            Screen.from_dict,
-        )
-    needed = needed_sites(model, screens)
-    (dense,) = screens["attn_o"].tasks.values()
+    screened = kept.values(
+        ("screen",), lambda: screened_outputs(model, task, aligned, progress=True).as_dict(), Screen.from_dict
+    )
+    (dense,) = screened.tasks.values()
     if dense.remark:
         say(f"note: {task.name}: {dense.remark}")
+    needed = needed_sites(model, screened)
     outputs = ", ".join(f"{site} ({share:.0%} of the margin)" for site, share in needed.outputs.items())
     say(f"note: most needed: {outputs}")
     return list(needed.sites)

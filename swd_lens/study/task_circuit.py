@@ -1,9 +1,9 @@
 """task_circuit: the units of a task across layers, found quickly: what a graph is drawn of.
 
-1. `needed_sites` screens the dense host on aligned prompts: every attention output at all positions (names and numbers are moved
-   before the last token), every MLP output at the scoring position (elsewhere MLPs are needed for everything). The outputs that
-   cost most are taken, and with an attention output its layer's queries and keys, which decide where it looks, and values,
-   which bring what is there: so an attention edge has a unit at either end.
+1. `screened_outputs` screens the dense host on aligned prompts: each attention and MLP output at the mean that every position has
+   over the prompts, which takes from it what differs between them (names, numbers) and leaves what they share. `needed_sites`
+   takes the outputs that cost most, and with an attention output its layer's queries and keys, which decide where it looks, and
+   values, which bring what is there: so an attention edge has a unit at either end.
 2. `best_units` takes the best of the scored units of all these sites.
 3. `example_of` is the aligned prompt that a reader should see: the first that the model gets right.
 """
@@ -24,10 +24,9 @@ from swd_lens.tasks.aligned import Aligned
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 
-# kind of output -> where it is replaced by its mean, and how many are taken at the most.
-SCREENED = {"attn_o": ("all", 4), "mlp_out": ("scoring", 2)}
+MOST = {"attn_o": 4, "mlp_out": 2}  # kind of output -> how many are taken
 MATTERS = 0.1  # of the margin
-_SCREENED_PROMPTS = 8
+_SCREENED_PROMPTS = 12
 _LOOKS = ("attn_q", "attn_k")
 _LEAST = 2  # units of a site: a graph without any does not show the site
 
@@ -39,52 +38,42 @@ class NeededSites:
     Attributes:
         sites: to be factorized, in execution order.
         outputs: the attention and MLP outputs among them, the most needed first, and the share of the margin each costs.
-        screens: kind of output -> its screen.
     """
 
     sites: tuple[str, ...]
     outputs: Mapping[str, float]
-    screens: Mapping[str, Screen]
 
 
-def screened_outputs(model: Any, task: Task, aligned: Aligned, kind: str, *, progress: bool = False) -> Screen:
-    """The screen of one kind of output on aligned prompts, which are run as one batch."""
-    on_aligned = replace(task, train=aligned.split)
-    positions, _ = SCREENED[kind]
+def screened_outputs(model: Any, task: Task, aligned: Aligned, *, progress: bool = False) -> Screen:
+    """The screen of all attention and MLP outputs on aligned prompts, which run as one batch."""
     return screen(
         model,
-        on_aligned,
-        sites=kind,
+        replace(task, train=aligned.split),
+        sites=list(MOST),
         surfaces={},
-        positions=positions,
+        positions="each",
         n_prompts=_SCREENED_PROMPTS,
         progress=progress,
     )
 
 
-def needed_sites(model: Any, screens: Mapping[str, Screen]) -> NeededSites:
+def needed_sites(model: Any, screened: Screen) -> NeededSites:
     """The sites that a graph of a task should have.
 
     Raises:
         ValueError: the host does not do the task on these prompts: its mean margin is not positive.
     """
-    costs: dict[str, float] = {}
-    shares: dict[str, float] = {}
-    for kind, of_kind in screens.items():
-        (task,) = of_kind.tasks.values()
-        if task.margin <= 0:
-            raise error("circuit-of-an-undone-task", task=task.task, margin=task.margin)
-        all_shares = {site: task.dropped(site) / task.margin for site in of_kind.sites}
-        best = sorted(all_shares, key=lambda site: -all_shares[site])
-        costs |= {site: all_shares[site] for site in best[: SCREENED[kind][1]] if all_shares[site] >= MATTERS}
-        shares |= all_shares
-    if not costs:
-        largest = max(shares, key=lambda site: shares[site])
-        costs = {largest: shares[largest]}
-    outputs = dict(sorted(costs.items(), key=lambda cost: -cost[1]))
+    (task,) = screened.tasks.values()
+    if task.margin <= 0:
+        raise error("circuit-of-an-undone-task", task=task.task, margin=task.margin)
+    best = sorted(screened.sites, key=lambda site: -task.dropped(site))
+    of_kind = {kind: [site for site in best if split_name(site)[1] == kind][:most] for kind, most in MOST.items()}
+    enough = [site for site in best if task.dropped(site) >= MATTERS * task.margin]
+    outputs = [site for site in enough if site in of_kind[split_name(site)[1]]] or best[:1]
     layers = [split_name(site)[0] for site in outputs if split_name(site)[1] == "attn_o"]
     inputs = [f"blocks.{layer}.{part}" for layer in layers for part in (*_LOOKS, "attn_v")]
-    return NeededSites(tuple(site.name for site in find_sites(model, [*outputs, *inputs])), outputs, screens)
+    sites = tuple(site.name for site in find_sites(model, [*outputs, *inputs]))
+    return NeededSites(sites, {site: task.dropped(site) / task.margin for site in outputs})
 
 
 def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:

@@ -3,6 +3,7 @@
 SmolLM2's screen is tests/real/.
 """
 
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import swd_lens as swd
 from swd_lens.circuits.screen import Screen, TaskScreen
 from swd_lens.circuits.screen_runs import ScreenRuns
+from swd_lens.tasks.aligned import aligned_prompts
 from swd_lens.tasks.split import TaskExample
 from tests import families
 
@@ -24,7 +26,7 @@ def host(request):
     return model, [swd.load_task(name, model, n_train=12, n_test=8) for name in ("ioi", "greater_than")]
 
 
-def by_hooks(model, split, names, last_only):
+def by_hooks(model, split, names, last_only, each=False):
     """Mean margin with some outputs at their means, by run_with_hooks, prompt by prompt."""
     points = {name: f"blocks.{name.split('.')[1]}.{HOOKS[name.split('.')[2]]}" for name in names}
     seen = {name: [] for name in names}
@@ -41,7 +43,10 @@ def by_hooks(model, split, names, last_only):
 
         return put
 
-    hooks = [(points[name], putting(torch.cat(outputs).mean(0))) for name, outputs in seen.items()]
+    means = {
+        name: torch.stack(outputs).mean(0) if each else torch.cat(outputs).mean(0) for name, outputs in seen.items()
+    }
+    hooks = [(points[name], putting(mean)) for name, mean in means.items()]
     margins = []
     for tokens, right, wrong in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True):
         with torch.no_grad():
@@ -64,6 +69,17 @@ def test_margins_are_those_of_hooks_that_put_means_in_place(host, positions):
             assert result.margins[label] == pytest.approx(expected, abs=2e-3)
             assert result.dropped(label) == pytest.approx(result.margin - expected, abs=2e-3)
             assert result.kept(label) == pytest.approx(expected / result.margin, abs=1e-3)
+
+
+def test_each_position_by_its_own_mean(host):
+    model, (task, _) = host
+    aligned = replace(task, train=aligned_prompts(model, task, 8).split)
+    screened = swd.screen(model, aligned, sites=["attn_o", "mlp_out"], positions="each").tasks["ioi"]
+    for names in (["blocks.0.mlp_out"], ["blocks.2.attn_o"], [f"blocks.{layer}.attn_o" for layer in range(4)]):
+        expected = by_hooks(model, aligned.train, names, False, each=True)
+        assert screened.margins[names[0] if len(names) == 1 else "all attn_o"] == pytest.approx(expected, abs=2e-3)
+    with pytest.raises(ValueError, match='positions="each" takes the mean of every position'):
+        swd.screen(model, task, positions="each")
 
 
 def test_the_host_is_left_as_it_was(host):
