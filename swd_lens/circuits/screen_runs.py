@@ -34,7 +34,7 @@ _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 
 class Output(nn.Module):
-    """Stands for a site's product: the host's own, summed up while `counts`, in `rows` replaced by `mean` (per position where `each`)."""
+    """Stands for a site's product: the host's own, summed up while `counts`, in `rows` its `mean` (per position: `each`)."""
 
     def __init__(self) -> None:
         super().__init__()

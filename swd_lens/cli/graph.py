@@ -38,9 +38,9 @@ from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
 from swd_lens.study.asked import task_fingerprint
-from swd_lens.study.task_circuit import best_units, example_of, needed_sites, screened_outputs
+from swd_lens.study.task_circuit import best_units, example_of, needed_sites, screened_outputs, well_done
 from swd_lens.tasks import load_task
-from swd_lens.tasks.aligned import Aligned, aligned_prompts
+from swd_lens.tasks.aligned import Aligned
 from swd_lens.tasks.named_text import SOTU
 from swd_lens.tasks.task import Task
 from swd_lens.units import UnitSet
@@ -116,7 +116,7 @@ def graph(
         model = model_options.load(sites or (None if finished is None else list(finished)))
         say(f"read {task} and text")
         of_task = load_task(task, model, n_train=n_train, n_test=n_train)
-        aligned = aligned_prompts(model, of_task, prompts)
+        aligned = well_done(model, of_task, prompts)
         _say_aligned(aligned)
         tokens, heldout = text.rows(model, model_options)
         kept = Parts(

@@ -2,10 +2,11 @@
 
 1. `screened_outputs` screens the dense host on aligned prompts: each attention and MLP output at the mean that every position has
    over the prompts, which takes from it what differs between them (names, numbers) and leaves what they share. `needed_sites`
-   takes the outputs that cost most, and with an attention output its layer's queries and keys, which decide where it looks, and
+   takes the outputs that change the margin most, and with an attention output its layer's queries and keys, which decide where it looks, and
    values, which bring what is there: so an attention edge has a unit at either end.
 2. `best_units` takes the best of the scored units of all these sites.
-3. `example_of` is the aligned prompt that a reader should see: the first that the model gets right.
+
+The prompts are those that the model does well (`well_done`); the one that a reader sees is in the middle of them (`example_of`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -20,13 +23,14 @@ from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import split_name
-from swd_lens.tasks.aligned import Aligned
+from swd_lens.tasks.aligned import Aligned, aligned_prompts, groups_of
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 
 MOST = {"attn_o": 4, "mlp_out": 2}  # kind of output -> how many are taken
 MATTERS = 0.1  # of the margin
 _SCREENED_PROMPTS = 12
+_GROUPS = 8  # of aligned prompts, that are tried
 _LOOKS = ("attn_q", "attn_k")
 _LEAST = 2  # units of a site: a graph without any does not show the site
 
@@ -37,7 +41,8 @@ class NeededSites:
 
     Attributes:
         sites: to be factorized, in execution order.
-        outputs: the attention and MLP outputs among them, the most needed first, and the share of the margin each costs.
+        outputs: the attention and MLP outputs among them, the most needed first, and the share of the margin each costs
+            (below 0: it works against the task).
     """
 
     sites: tuple[str, ...]
@@ -66,9 +71,10 @@ def needed_sites(model: Any, screened: Screen) -> NeededSites:
     (task,) = screened.tasks.values()
     if task.margin <= 0:
         raise error("circuit-of-an-undone-task", task=task.task, margin=task.margin)
-    best = sorted(screened.sites, key=lambda site: -task.dropped(site))
+    # Also those without which the margin is larger: a circuit has heads that work against it.
+    best = sorted(screened.sites, key=lambda site: -abs(task.dropped(site)))
     of_kind = {kind: [site for site in best if split_name(site)[1] == kind][:most] for kind, most in MOST.items()}
-    enough = [site for site in best if task.dropped(site) >= MATTERS * task.margin]
+    enough = [site for site in best if abs(task.dropped(site)) >= MATTERS * task.margin]
     outputs = [site for site in enough if site in of_kind[split_name(site)[1]]] or best[:1]
     layers = [split_name(site)[0] for site in outputs if split_name(site)[1] == "attn_o"]
     inputs = [f"blocks.{layer}.{part}" for layer in layers for part in (*_LOOKS, "attn_v")]
@@ -103,10 +109,26 @@ def _of_every_site(ranking: Sequence[tuple[str, int]], n: int) -> list[tuple[str
 
 
 @in_plain_surroundings
-def example_of(model: Any, split: TaskSplit) -> int:
-    """Number of the first prompt of aligned ones that the model gets right; 0 where it gets none."""
+def well_done(model: Any, task: Task, n: int) -> Aligned:
+    """The aligned prompts, among the largest groups of a task's training prompts, that the model does best in the mean."""
+    tried = [aligned_prompts(model, task, n, like=like) for like in groups_of(task.train)[:_GROUPS]]
+    most = max(len(aligned.split) for aligned in tried)
+    return max(
+        (aligned for aligned in tried if len(aligned.split) == most),
+        key=lambda aligned: float(dense_margins(model, aligned.split).mean()),
+    )
+
+
+@in_plain_surroundings
+def dense_margins(model: Any, split: TaskSplit) -> Float[Tensor, " prompt"]:
+    """The margin of each of the prompts, all of one length, in the dense host."""
     (bucket,) = split.buckets(len(split))
     with torch.no_grad():
         margins = bucket.margin(host_of(model).last_logits(bucket.tokens, token_ids=bucket.token_ids))
-    rows: Sequence[int] = (margins > 0).nonzero().flatten().tolist()
-    return int(bucket.index[rows[0]]) if rows else 0
+    return margins[bucket.index.argsort()].cpu()
+
+
+def example_of(model: Any, split: TaskSplit) -> int:
+    """Number of the prompt whose margin is in the middle of those of aligned prompts: neither an easy one nor a hard one."""
+    order = dense_margins(model, split).argsort(stable=True)
+    return int(order[len(order) // 2])

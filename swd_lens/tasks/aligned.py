@@ -62,29 +62,32 @@ class Aligned:
         return self.tokens.mode(0).values.tolist()
 
 
-def aligned_prompts(model: Any, prompts: Task | TaskSplit, n: int = 16, *, drawn: bool = True) -> Aligned:
+def aligned_prompts(
+    model: Any, prompts: Task | TaskSplit, n: int = 16, *, like: int | None = None, drawn: bool = True
+) -> Aligned:
     """The largest group of aligned prompts of a split; of equal ones that of the shortest prompts.
 
     Args:
         prompts: a split; a Task means its train split.
         n: at most so many.
+        like: number of an example: the prompts aligned with that one, which comes first. None: the largest group.
         drawn: a group of fewer is filled up with variants of its first prompt, where its family has any.
 
     Raises:
-        TaskError: the prompts are of another host.
-        ValueError: n below 1.
+        TaskError: the prompts are of another host, n is below 1, or there is no such example.
     """
     split = prompts.train if isinstance(prompts, Task) else prompts
     if not isinstance(split, TaskSplit):
         raise error("aligned-of-another-type", kind=type(split).__name__)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise error("aligned-without-prompts", n=n)
+    if like is not None and not 0 <= like < len(split):
+        raise error("aligned-with-no-example", like=like, last=len(split) - 1)
     split.require_host(model)
     keys = [_key(split, i) for i in range(len(split))]
-    sizes = Counter(keys)
-    largest = min(sizes, key=lambda key: (-sizes[key], key[0]))
-    members = [i for i, key in enumerate(keys) if key == largest]
-    other_length = sum(key[0] != largest[0] for key in keys)
+    first = groups_of(split)[0] if like is None else like
+    members = [first, *(i for i, key in enumerate(keys) if key == keys[first] and i != first)]
+    other_length = sum(key[0] != keys[first][0] for key in keys)
     left_out = {
         "of another length": other_length,
         "of another template or order": len(keys) - len(members) - other_length,
@@ -96,6 +99,13 @@ def aligned_prompts(model: Any, prompts: Task | TaskSplit, n: int = 16, *, drawn
         group = _joined(group, added)
     kept = {reason: count for reason, count in left_out.items() if count}
     return Aligned(group, 0 if added is None else len(added), kept, _roles(model, group))
+
+
+def groups_of(split: TaskSplit) -> list[int]:
+    """The first example of every group of aligned prompts: the largest group first, of equal ones the shortest prompts."""
+    keys = [_key(split, i) for i in range(len(split))]
+    sizes = Counter(keys)
+    return [keys.index(key) for key in sorted(sizes, key=lambda key: (-sizes[key], key[0]))]
 
 
 def _key(split: TaskSplit, i: int) -> tuple[Any, ...]:
