@@ -57,7 +57,8 @@ def write_report(run: Run, path: str | Path) -> Path:
 def render_report(run: Run) -> str:
     """The report as HTML text: styles and figures inside, nothing loaded from anywhere.
 
-    A run with attention views brings the script that draws them, once; without them there is no script.
+    A run with attention views brings the script that draws them, once; without them there is no script. A unit graph to look into
+    is a page of its own, in a frame.
     """
     parts = [
         {"anchor": section.anchor, "title": section.title, "html": Markup(template(name).render(section.values))}
@@ -71,6 +72,7 @@ def render_report(run: Run) -> str:
         title=f"Sparse weight decomposition of {run.settings.get('model', 'a model')}",
         unit_style=Markup(unit_style()),
         library=Markup(library()) if run.attention else "",
+        framed=any(section.graph is not None for section in run.extras),
     )
     return encodable(page)
 
@@ -301,7 +303,10 @@ def _extras(run: Run) -> Iterator[Section]:
             {"caption": t.caption, "columns": t.columns, "rows": [[_cell(cell) for cell in row] for row in t.rows]}
             for t in section.tables
         ]
+        page = None if section.graph is None else section.graph.page()
         values = {"anchor": f"extra-{i}", "section": section, "pictures": pictures, "tables": tables}
+        # In a frame of its own, whose own policy lets nothing in: neither page can change the other.
+        values |= {"frame": None if page is None else escape(page), "size": len(page or "") / 1e6}
         yield Section(f"extra-{i}", section.short or section.title, values)
 
 

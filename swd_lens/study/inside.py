@@ -2,7 +2,8 @@
 
 1. Scan all heads' strongest query-key pairs on one test prompt per task; replay the pair whose removal changes a pattern most,
    among those whose head is rebuilt well and whose map foretells the change.
-2. Score the units of the whole set on one task and draw the best of them as a graph on one prompt.
+2. Score the units of the whole set on one task and draw the best of them as a graph on one prompt; the same graph as a page to
+   look into, with its attention edges by head and the units clamped in true runs.
 3. Draw the best mlp_out units of another task with what they read and write.
 
 The result is plain data: attention views and report sections.
@@ -13,17 +14,17 @@ from typing import Any
 
 import torch
 
-from swd_lens.analysis.graph import UnitGraph, plot_unit_paths, unit_graph
+from swd_lens.analysis.graph import UnitGraph, attention_paths, plot_unit_paths, replays, unit_graph
 from swd_lens.analysis.qk import QKReplay, QKScan, QKScreen, qk_replay, qk_scan, qk_screen
 from swd_lens.base.errors import error, visible_token
 from swd_lens.circuits import attribute
-from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionTable
+from swd_lens.study.section import AttentionView, Picture, ReportSection, SectionGraph, SectionTable
 from swd_lens.tasks.task import Task
 from swd_lens.units import UnitSet
 
 # A map is worth showing where its head is rebuilt and where it says what the removal does.
 MAX_DENSE_KL, MIN_AGREEMENT, MIN_SHARE = 0.05, 0.7, 0.3
-UNITS_DRAWN, EDGES_DRAWN, PAIRS_LISTED = 24, 60, 8
+UNITS_DRAWN, EDGES_DRAWN, PAIRS_LISTED, PAIRS_OF_A_SCORE = 24, 60, 8, 4
 
 
 def look_inside(
@@ -170,7 +171,9 @@ def _graph(model: Any, units: UnitSet, task: Task) -> ReportSection:
         _edges_in_words(graph),
         "Input at the bottom.",
     )
-    return ReportSection("Unit graph: who feeds whom?", (intro,), (picture,), (), "Unit graph")
+    paths = attention_paths(model, units, graph, pairs=PAIRS_OF_A_SCORE)
+    page = SectionGraph.of(graph, paths, replays(model, units, graph, progress=False))
+    return ReportSection("Unit graph: who feeds whom?", (intro,), (picture,), (), "Unit graph", page)
 
 
 def _edges_in_words(graph: UnitGraph, n: int = 8) -> str:

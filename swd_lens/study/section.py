@@ -3,7 +3,9 @@
 1. An `AttentionView` is positions, names and values: patterns of heads, or whatever has the same shape (contributions of a QK
    pair, with signs).
 2. A `ReportSection` is a title, paragraphs, pictures and tables. All its text is plain; the report escapes it.
-3. A picture is an SVG of our own figures with a title and a description for those who do not see it. The text of a run.json
+3. A `SectionGraph` is a unit graph as data, and what its page shows beside it; the report makes the page of it, so that no script
+   of a run.json is ever run.
+4. A picture is an SVG of our own figures with a title and a description for those who do not see it. The text of a run.json
    may come from anywhere: what is more than a drawing (scripts, event handlers, anything loaded) is refused when a picture is
    made, loaded ones too, and what remains is written anew, so that a browser sees what was checked.
 """
@@ -20,8 +22,10 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from swd_lens.analysis.graph import AttentionPaths, Replays, UnitGraph
 from swd_lens.base.errors import error, visible_lines
 from swd_lens.base.figures import svg
+from swd_lens.base.files import plain
 from swd_lens.base.record import PlainRecord
 
 Cell = str | int | float | None
@@ -130,6 +134,40 @@ class SectionTable(PlainRecord):
 
 
 @dataclass(frozen=True)
+class SectionGraph(PlainRecord):
+    """A unit graph for readers to look into, as plain values.
+
+    Attributes:
+        graph, attention, replays: what `UnitGraph`, `AttentionPaths` and `Replays` gave as_dict; the last two may be missing.
+
+    Raises:
+        ValueError: they are something else, or of other graphs.
+    """
+
+    graph: Mapping[str, Any]
+    attention: Mapping[str, Any] | None = None
+    replays: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.page()
+
+    @classmethod
+    def of(
+        cls, graph: UnitGraph, attention: AttentionPaths | None = None, replays: Replays | None = None
+    ) -> "SectionGraph":
+        """The values of a graph and what belongs to it."""
+        values = (None if each is None else plain(each.as_dict()) for each in (graph, attention, replays))
+        return cls(*values)  # pyright: ignore[reportArgumentType]
+
+    def page(self) -> str:
+        """The page, as HTML of its own."""
+        graph = UnitGraph.from_dict(self.graph)
+        attention = None if self.attention is None else AttentionPaths.from_dict(self.attention)
+        replays = None if self.replays is None else Replays.from_dict(self.replays)
+        return graph.show(attention=attention, replays=replays).html
+
+
+@dataclass(frozen=True)
 class ReportSection(PlainRecord):
     """One section of the report.
 
@@ -137,6 +175,7 @@ class ReportSection(PlainRecord):
         title: its heading; `short` is what the list of contents says (the title, where empty).
         intro: one string per paragraph, plain text.
         pictures, tables: in the order in which they are shown, pictures first.
+        graph: to be unfolded below the pictures.
     """
 
     title: str
@@ -144,6 +183,14 @@ class ReportSection(PlainRecord):
     pictures: tuple[Picture, ...] = ()
     tables: tuple[SectionTable, ...] = ()
     short: str = ""
+    graph: SectionGraph | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` takes them back."""
+        values = super().as_dict()
+        if self.graph is None:
+            del values["graph"]
+        return values
 
 
 def drawing(text: str) -> str:

@@ -2,8 +2,8 @@
 
 1. `screened_outputs` screens the dense host on aligned prompts: each attention and MLP output at the mean that every position has
    over the prompts, which takes from it what differs between them (names, numbers) and leaves what they share. `needed_sites`
-   takes the outputs that change the margin most, and with an attention output its layer's queries and keys, which decide where it looks, and
-   values, which bring what is there: so an attention edge has a unit at either end.
+   takes the outputs that change the margin most, and with an attention output its layer's queries and keys, which decide where
+   it looks, and values, which bring what is there: so an attention edge has a unit at either end.
 2. `best_units` takes the best of the scored units of all these sites.
 
 The prompts are those that the model does well (`well_done`); the one that a reader sees is in the middle of them (`example_of`).
