@@ -108,6 +108,7 @@ ERRORS = {
 TYPES = {
     "Allocation": "factorization.allocation",
     "Attachment": "units.attach",
+    "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
     "Comparison": "circuits.compare",
     "Concentration": "circuits.concentration",
@@ -141,7 +142,7 @@ TYPES = {
     "UnitProfile": "analysis.audit.unit",
     "UnitScores": "circuits.scores",
 }
-# Names that stood at the top before the namespaces did; they go on working.
+# Names of the namespaces that stand at the top as well: most did before there were namespaces, and go on working.
 ALIASES = {
     "collect_grams": "factorization.grams",
     "compare_edits": "analysis.edit.compare",
@@ -160,6 +161,7 @@ ALIASES = {
     "side_effects": "analysis.edit.effects",
     "stream_rows": "tasks.text",
     "sweep": "study.sweep",
+    "task_graph": "analysis.graph.aligned",
     "unit_graph": "analysis.graph.build",
     "unit_hooks": "analysis.edit.make",
     "unit_interactions": "analysis.interactions.finite",

@@ -2,8 +2,10 @@
 
 1. Attach the factors (the unpruned replacement) and run the training prompts. mu_i, the mean of z_i, is what ablation will
    put in a unit's place.
-2. Per example and unit, a contribution to the margin, in logits, by one of four definitions (`CONTRIBUTIONS`):
+2. Per example and unit, a contribution to the margin, in logits, by one of five definitions (`CONTRIBUTIONS`):
    `first_order`: z * dg/dz, summed over positions (paper app. A.3).
+   `attribution_patching`: (z - mu) * dg/dz, what setting the unit to mu costs to first order: what a unit holds on every prompt
+   counts nothing. All sites in one run.
    `integrated_gradients`: (z - mu) * the mean of dg/dz on the straight way from mu to z, one site at a time while later ones
    follow. Per site the contributions add up to margin(z) - margin(site at mu), up to the midpoint rule's error.
    `ablation`: margin - margin with the unit alone at mu. Exact, at one run per unit.
@@ -75,8 +77,8 @@ def attribute(
         model: the host, with these sites not attached.
         factors: the replacement, see `swd_lens.attach`: one site, a surface, or all sites; they share one ranking.
         prompts: the training split (a Task means its train split).
-        score: "first_order" (paper): z * dg/dz. "integrated_gradients": (z - mu) times the mean gradient on the way from mu
-            to z, site by site. "ablation": the margin that is lost when the unit alone is set to mu, exactly. "direct_logit":
+        score: "first_order" (paper): z * dg/dz. "attribution_patching": (z - mu) * dg/dz. "integrated_gradients": (z - mu) times
+            the mean gradient on the way from mu to z, site by site. "ablation": the margin that is lost when the unit alone is set to mu, exactly. "direct_logit":
             z times what its write vector does to the margin past all later layers (through the final norm); our reading
             of NaNA's score (method.md §4.2), only for sites that write to the residual stream.
         sign: "positive" (paper) clamps every example's contribution at zero, "absolute" takes its magnitude, "signed" leaves
@@ -232,6 +234,21 @@ def first_order(training: TrainingPass) -> Callable[[Bucket], PerSite]:
     return contributions
 
 
+def attribution_patching(training: TrainingPass) -> Callable[[Bucket], PerSite]:
+    """(z - mu) * dg/dz."""
+    means, runner, counted = training.means.finished(), training.runner, training.counted
+
+    def contributions(bucket: Bucket) -> PerSite:
+        z, gradients = training.margin_gradients(runner.share(bucket.tokens), bucket)
+        contributions = {}
+        for name, at_run in z.items():
+            moved = at_run[:, counted] - aligned(means[name], at_run.shape[1])[None][:, counted]
+            contributions[name] = (moved * gradients[name][:, counted]).double().sum(1).cpu()
+        return contributions
+
+    return contributions
+
+
 def integrated_gradients(training: TrainingPass) -> Callable[[Bucket], PerSite]:
     """(z - mu) * mean over the way from mu to z of dg/dz."""
     means, counted, steps, runner = training.means.finished(), training.counted, training.steps, training.runner
@@ -325,6 +342,7 @@ def _written_effect(
 
 CONTRIBUTIONS: dict[str, Callable[[TrainingPass], Callable[[Bucket], PerSite]]] = {
     "first_order": first_order,
+    "attribution_patching": attribution_patching,
     "integrated_gradients": integrated_gradients,
     "ablation": ablation,
     "direct_logit": direct_logit,

@@ -15,7 +15,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.parts import Parts
 from swd_lens.base.sealed import tensor_digest
 from swd_lens.base.writer import writing
-from swd_lens.circuits import Circuit, UnitScores, attribute
+from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.circuits.screen import Screen
 from swd_lens.cli.circuits import finished_factors
 from swd_lens.cli.options import (
@@ -38,7 +38,7 @@ from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
 from swd_lens.study.asked import task_fingerprint
-from swd_lens.study.task_circuit import best_units, example_of, needed_sites, screened_outputs, well_done
+from swd_lens.study.task_circuit import best_units, example_of, needed_sites, scored_units, screened_outputs, well_done
 from swd_lens.tasks import load_task
 from swd_lens.tasks.aligned import Aligned
 from swd_lens.tasks.named_text import SOTU
@@ -46,6 +46,7 @@ from swd_lens.tasks.task import Task
 from swd_lens.units import UnitSet
 
 EXPORTS = ("circuit-tracer", "neuronpedia")
+_REPLAYED = 48  # nodes that the page's slider has true runs of
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,15 @@ def graph(
     ] = None,
     sparsity: Annotated[float, Option("--sparsity", "-s", help="s in (0, 1).")] = 0.75,
     text: GraphTextOptions,
-    n_train: Annotated[int, Option(help="Prompts of the task that score units.", min=1)] = 64,
+    n_train: Annotated[int, Option(help="Prompts of the task to find aligned ones among.", min=1)] = 64,
     best: Annotated[int, Option(help="Units in the graph: so many, the best.", min=1)] = 60,
     edges: Annotated[int, Option(help="Edges in the graph, the strongest.", min=1)] = 300,
     prompts: Annotated[
-        int, Option(help="Aligned prompts of the task whose mean graph stands beside the prompt's; 1 = none.", min=1)
+        int,
+        Option(
+            help="Aligned prompts of the task: they score units, and their mean graph stands beside the prompt's.",
+            min=2,
+        ),
     ] = 16,
     labels: Annotated[
         Path | None, Option(help="Labels of units: what the page's download gave, or a file of UnitLabels.")
@@ -145,14 +150,14 @@ def graph(
                 **solver.arguments(),
             )
         attached = UnitSet.of(model, finished)
-        say(f"score {attached.n_units:,} units on {len(of_task.train)} prompts of {of_task.name}")
-        circuit = best_units(attached, _scores(model, attached, of_task, kept), best)
+        say(f"score {attached.n_units:,} units on {len(aligned.split)} prompts of {of_task.name}")
+        circuit = best_units(attached, _scores(model, attached, aligned, kept), best)
         circuit.save(out / "circuit.safetensors")
         shown, beside = _drawn(model, attached, circuit, aligned, prompt, edges, named)
         say("split attention edges by head, scores by pairs of units")
         paths = graphs.attention_paths(model, attached, shown)
         say("replay with single units changed, for the sliders of the page")
-        replays = graphs.replays(model, attached, shown)
+        replays = graphs.replays(model, attached, shown, _most_telling(shown))
         say("look at the units on held-out text")
         members = sorted({f"{s}/{u}" for s, u in zip(shown.nodes["site"], shown.nodes["unit"], strict=True) if s})
         seen = audit(model, attached, heldout, units=members, n=6, labels=named, coactivation=False, progress=True)
@@ -203,12 +208,10 @@ def _needed(model: Any, task: Task, aligned: Aligned, kept: Parts) -> list[str]:
     return list(needed.sites)
 
 
-def _scores(model: Any, units: UnitSet, task: Task, kept: Parts) -> UnitScores:
-    """Scores at all positions, kept for an interrupted command."""
+def _scores(model: Any, units: UnitSet, aligned: Aligned, kept: Parts) -> UnitScores:
+    """Scores of all units, kept for an interrupted command."""
     key = ("scores", *(f"{site} {identity}" for site, identity in units.identities.items()))
-    return kept.values(
-        key, lambda: attribute(model, units, task.train, positions="all", progress=True).as_dict(), UnitScores.from_dict
-    )
+    return kept.values(key, lambda: scored_units(model, units, aligned, progress=True).as_dict(), UnitScores.from_dict)
 
 
 def _drawn(
@@ -230,16 +233,22 @@ def _drawn(
     answers = [split.answer_ids[i][0], split.distractor_ids[i][0]]
     say(f"draw the graph of {split.examples[i].prompt!r}")
     shown = graphs.unit_graph(model, units, circuit, prompt=split.tokens[i], answers=answers, **how)
-    if len(split) == 1:
+    if len(split) == 1:  # a task of one's own may have no two aligned prompts
         return shown, None
     say(f"the mean graph of {len(split)} prompts")
     return shown, graphs.task_graph(model, units, circuit, aligned, progress=True, **how)
 
 
+def _most_telling(graph: graphs.UnitGraph) -> list[str]:
+    """The nodes of units with the largest influence: a true run of each is what takes long."""
+    of_units = graph.nodes[graph.nodes["kind"] == "unit"]
+    return of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED).tolist()
+
+
 def _by_site(circuit: Circuit) -> pd.DataFrame:
     of_circuit = circuit.table()
     rows = [
-        {"matrix": site, "units": len(rows), "best": f"/{rows['unit'].iloc[0]}", "score": rows["score"].sum()}
+        {"matrix": site, "units": len(rows), "best": f"/{rows['unit'].iloc[0]}", "score": rows["score"].abs().sum()}
         | ({"heads": ", ".join(dict.fromkeys(h for h in rows["head"] if h))} if "head" in rows else {})
         for site, rows in of_circuit.groupby("site", sort=False)
     ]

@@ -4,12 +4,12 @@
    over the prompts, which takes from it what differs between them (names, numbers) and leaves what they share. `needed_sites`
    takes the outputs that change the margin most, and with an attention output its layer's queries and keys, which decide where
    it looks, and values, which bring what is there: so an attention edge has a unit at either end.
-2. `best_units` takes the best of the scored units of all these sites.
+2. `scored_units` scores the units of all these sites on the same prompts, `best_units` takes those with the largest scores.
 
 The prompts are those that the model does well (`well_done`); the one that a reader sees is in the middle of them (`example_of`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.circuits import Circuit, UnitScores
+from swd_lens.circuits import Circuit, UnitScores, attribute
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.sites import split_name
@@ -82,30 +82,24 @@ def needed_sites(model: Any, screened: Screen) -> NeededSites:
     return NeededSites(sites, {site: task.dropped(site) / task.margin for site in outputs})
 
 
-def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:
-    """The n best units by score: a quarter of queries and keys where there are any, the rest of all else; of every site its best
-    two at the least, as far as that leaves it at n.
-
-    Apart, because the two are not on one scale: much of what queries and keys hold is the same for all sources, so that no
-    pattern feels it, and first-order scores count it all the same.
+def scored_units(model: Any, factors: Any, aligned: Aligned, *, progress: bool = False) -> UnitScores:
+    """Scores of all units on aligned prompts, at all positions: what it costs, to first order, to set a unit at each position to
+    its mean there. What a unit holds on every prompt, as queries and keys often do, counts nothing.
     """
-    looks = [unit for unit in scores.ranking() if split_name(unit[0])[1] in _LOOKS]
-    others = [unit for unit in scores.ranking() if split_name(unit[0])[1] not in _LOOKS]
-    n_looks = min(len(looks), n // 4) if others else n
-    members = {*_of_every_site(looks, n_looks), *_of_every_site(others, n - n_looks)}
-    return Circuit.of(
-        factors, scores, [unit for unit in scores.ranking() if unit in members], chosen="best, for a graph"
-    )
+    how: dict[str, Any] = {"score": "attribution_patching", "sign": "signed", "mean_over": "per_position"}
+    return attribute(model, factors, aligned.split, positions="all", progress=progress, **how)
 
 
-def _of_every_site(ranking: Sequence[tuple[str, int]], n: int) -> list[tuple[str, int]]:
-    """The n best of a ranking, the first few of every site before the others."""
+def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:
+    """The n units whose scores are largest, also below 0; of every site its first two, as far as that leaves it at n."""
+    units = [(abs(float(s)), site, unit) for site, of_site in scores.scores.items() for unit, s in enumerate(of_site)]
     place: dict[str, int] = {}
     order = []
-    for rank, (site, unit) in enumerate(ranking):
+    for rank, (_, site, unit) in enumerate(sorted(units, key=lambda each: -each[0])):
         place[site] = place.get(site, 0) + 1
         order.append((place[site] > _LEAST, rank, (site, unit)))
-    return [unit for _, _, unit in sorted(order)[:n]]
+    members = [(rank, unit) for _, rank, unit in sorted(order)[:n]]
+    return Circuit.of(factors, scores, [unit for _, unit in sorted(members)], chosen="largest scores, for a graph")
 
 
 @in_plain_surroundings

@@ -133,6 +133,8 @@ def slow_contributions(
     for site, f in factors.items():
         if score == "first_order":
             found[site] = (z[site] * gradient_at(model, split, i, site)[1])[chosen].sum(0)
+        elif score == "attribution_patching":
+            found[site] = ((z[site] - mu[site]) * gradient_at(model, split, i, site)[1])[chosen].sum(0)
         elif score == "integrated_gradients":
             total = torch.zeros_like(z[site])
             for step in range(steps):

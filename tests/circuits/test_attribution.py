@@ -48,7 +48,7 @@ def slow(model, few):
 
     def get(score, positions, mean_over):
         # First-order and direct contributions do not depend on the means.
-        key = (score, positions, mean_over if score in ("integrated_gradients", "ablation") else None)
+        key = (score, positions, mean_over if score not in ("first_order", "direct_logit") else None)
         means = slow_means(seen, mean_over)
         if key not in kept:
             with attach(model, few):

@@ -58,7 +58,7 @@ def test_the_same_command_goes_on(made, monkeypatch):
     folder, _ = made
     before = (folder / "graph.json").read_bytes()
     with monkeypatch.context() as patch:
-        for name in ("screened_outputs", "attribute"):
+        for name in ("screened_outputs", "scored_units"):
             patch.setattr(cli.graph, name, interrupted)
         patch.setattr("swd_lens.solver.solve", interrupted)
         again = run(*PRONOUN, "--out", folder)
