@@ -78,9 +78,9 @@ def attribute(
         factors: the replacement, see `swd_lens.attach`: one site, a surface, or all sites; they share one ranking.
         prompts: the training split (a Task means its train split).
         score: "first_order" (paper): z * dg/dz. "attribution_patching": (z - mu) * dg/dz. "integrated_gradients": (z - mu) times
-            the mean gradient on the way from mu to z, site by site. "ablation": the margin that is lost when the unit alone is set to mu, exactly. "direct_logit":
-            z times what its write vector does to the margin past all later layers (through the final norm); our reading
-            of NaNA's score (method.md §4.2), only for sites that write to the residual stream.
+            the mean gradient on the way from mu to z, site by site. "ablation": the margin that is lost when the unit alone is
+            set to mu, exactly. "direct_logit": z times what its write vector does to the margin past all later layers (through
+            the final norm); our reading of NaNA's score (method.md §4.2), only for sites that write to the residual stream.
         sign: "positive" (paper) clamps every example's contribution at zero, "absolute" takes its magnitude, "signed" leaves
             it; then the mean over examples. In every case the highest score ranks first.
         positions: "scoring" (paper): score, mean and later intervene at the last position only; "all": contributions summed

@@ -11,11 +11,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from swd_lens.analysis.graph import attention_paths, replays, unit_graph
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.compare import TaskComparison
 from swd_lens.circuits.screen import Screen, TaskScreen
 from swd_lens.study import Run, run_study
+from swd_lens.study.section import ReportSection, SectionGraph
 from swd_lens.tasks import Task, TaskExample
+from swd_lens.train.baselines import svd
 
 HOSTILE = ("</script>", "<b>", '"onload="', "&amp;", "{{7*7}}", "\n", " ", "    ", "\t", "\u202e", "<!--", "$x$")
 WORDS = ("a", " b", " c", " d", "e", " Mary", " John", "'s")
@@ -106,3 +109,14 @@ def with_curve_rows(run: Run, **columns: Any) -> Run:
 def of_tasks(comparison: Comparison, change: Callable[[TaskComparison], TaskComparison]) -> Comparison:
     """The comparison with something else in place of every task's."""
     return replace(comparison, tasks={task: change(its) for task, its in comparison.items()})
+
+
+def section_with_graph(host: Any) -> ReportSection:
+    """A unit graph of hostile tokens, with its attention edges by head and true replays."""
+    factors = svd(host, ["blocks.0.attn_qkv", "blocks.0.attn_o", "blocks.1.mlp_out"])
+    units = [(site, unit) for site in factors for unit in range(4)]
+    tokens = torch.tensor([VOCABULARY.index(word) for word in ("<|bos|>", *HOSTILE[:4], " Mary")])
+    graph = unit_graph(host, factors, units, prompt=tokens, attention="frozen", keep=20)
+    paths = attention_paths(host, factors, graph, pairs=2)
+    page = SectionGraph.of(graph, paths, replays(host, factors, graph, progress=False))
+    return ReportSection("Unit graph", ("Words.",), (), (), "Graph", page)

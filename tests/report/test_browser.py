@@ -22,7 +22,8 @@ from swd_lens.base.panels import attention_heads
 from swd_lens.report import render_report
 from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable
-from tests.report.conftest import HOSTILE, with_attention, with_cards, with_screen
+from tests.chromium import Browser
+from tests.report.conftest import HOSTILE, section_with_graph, with_attention, with_cards, with_screen
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--enable-logging=stderr"]
@@ -76,7 +77,7 @@ def _probed(page: str, folder: Path, options: list[str]) -> dict[str, dict[str, 
     return json.loads(html.unescape(found[1]))
 
 
-def _full(run: Run) -> Run:
+def _full(run: Run, host: Any) -> Run:
     """Hostile cards and panels, every kind of section."""
     figure, axes = new_figure(width=9.0)
     axes[0, 0].plot([1, 2])
@@ -86,19 +87,40 @@ def _full(run: Run) -> Run:
     return replace(
         with_screen(with_cards(run, HOSTILE)),
         attention=views,
-        extras=[ReportSection("More", ("Words.",), (picture,), (table,))],
+        extras=[ReportSection("More", ("Words.",), (picture,), (table,)), section_with_graph(host)],
     )
 
 
 @pytest.mark.parametrize("options", [[], DARK], ids=["light", "dark"])
 def test_the_report_fits_is_accessible_and_its_heads_can_be_chosen(
-    run: Run, tmp_path: Path, options: list[str]
+    run: Run, host: Any, tmp_path: Path, options: list[str]
 ) -> None:
-    full = _full(run)
+    full = _full(run, host)
     found = _probed(render_report(full), tmp_path, options)
     heads = sum(len(view.names) for view in full.attention)
     for width in WIDTHS:
         assert found[str(width)] == {"wrong": [], "panels": len(full.attention), "buttons": heads}
+
+
+@pytest.mark.slow
+def test_the_unit_graph_unfolds_and_draws_itself(run: Run, host: Any, tmp_path: Path) -> None:
+    section = section_with_graph(host)
+    assert section.graph is not None
+    path = tmp_path / "report.html"
+    path.write_text(render_report(replace(run, attention=[], extras=[section])), encoding="utf-8")
+    with Browser(tmp_path) as browser:
+        browser.size(1200, 900)
+        browser.open(path)
+        fold = "document.querySelector('details.graph-page')"
+        assert not browser.call("Page.getFrameTree")["frameTree"].get("childFrames") or browser.value(f"!{fold}.open")
+        browser.value(f"{fold}.open = true, {fold}.scrollIntoView(), 1")
+        browser.rest(1000)
+        (frame,) = browser.call("Page.getFrameTree")["frameTree"]["childFrames"]
+        world = browser.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])["executionContextId"]
+        count = "document.querySelector('svg').querySelectorAll('rect').length"
+        drawn = browser.call("Runtime.evaluate", expression=count, contextId=world, returnByValue=True)
+        assert drawn["result"]["value"] >= len(section.graph.graph["nodes"])
+        assert not browser.complaints and all(request.startswith("file:") for request in browser.requests)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The report page: whole, true to the run, harmless whatever the tokens say, and on its own."""
 
+import json
 import math
 import re
 from collections import Counter
@@ -23,6 +24,7 @@ from tests.report.conftest import (
     HOSTILE_SURFACE,
     HOSTILE_TASK,
     of_tasks,
+    section_with_graph,
     with_attention,
     with_cards,
     with_curve_rows,
@@ -334,6 +336,29 @@ def test_further_sections_are_shown_and_harmless(run: Run) -> None:
         assert f"{shown} {words}" in text
     assert [words, "1,234"] in page.rows and ["x", "–"] in page.rows and ["y", "0.5000"] in page.rows
     assert html.count('href="#extra-0"') == html.count('href="#extra-1"') == 1
+
+
+def test_a_unit_graph_unfolds_into_a_page_of_its_own(run: Run, host: Any) -> None:
+    """In a frame that may run its own script and reach nothing: neither the report nor the disk, nor a network."""
+    graph, plain_section = section_with_graph(host), ReportSection("Other")
+    html = render_report(replace(run, extras=[graph, plain_section], attention=[]))
+    page = _check(html)
+    assert page.tags["script"] == 0 and page.tags["iframe"] == 1
+    (frame,) = [{name: value for tag, name, value in page.attributes if tag == "iframe"}]
+    assert frame["sandbox"] == "allow-scripts allow-downloads" and frame["loading"] == "lazy"
+    inside = frame["srcdoc"]
+    assert graph.graph is not None and inside == graph.graph.page()
+    assert inside.startswith("<!doctype html>") and "connect-src" not in inside.replace("default-src 'none'", "")
+    assert "default-src 'none'" in inside and "a page of its own inside" in "".join(page.text)
+    assert "graph" not in plain_section.as_dict()
+    assert ReportSection.from_dict(json.loads(json.dumps(graph.as_dict()))) == graph
+
+
+def test_a_graph_of_a_run_file_is_read_before_it_is_shown(host: Any) -> None:
+    values = json.loads(json.dumps(section_with_graph(host).as_dict()))
+    values["graph"]["graph"]["edges"][0]["source"] = "<script>"
+    with pytest.raises(ValueError, match="ReportSection"):
+        ReportSection.from_dict(values)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,12 @@ def test_what_a_report_gets(default_model, factors, tasks):
     removed = [row[2] for row in pairs.tables[0].rows]
     assert removed == sorted(removed, reverse=True) and removed[0] > 0
     assert "· attn_qkv" in graph.pictures[0].svg and "Strongest edges: " in graph.pictures[0].description
+    # The same graph to look into: of its own data, with heads and true replays.
+    assert graph.graph is not None and len(graph.graph.graph["edges"]) <= 60 and len(graph.graph.page()) < 400_000
+    assert graph.graph.attention and graph.graph.replays and pairs.graph is None and paths.graph is None
     assert "gendered pronoun" in paths.title and "blocks.2.mlp_out/" in paths.pictures[0].description
     # As run.json keeps them.
-    kept = json.loads(json.dumps([asdict(section) for section in sections]))
+    kept = json.loads(json.dumps([section.as_dict() for section in sections]))
     assert [ReportSection.from_dict(one) for one in kept] == list(sections)
     assert AttentionView.from_dict(json.loads(json.dumps(asdict(view)))) == view
     assert all(torch.equal(default_model.state_dict()[name], t) for name, t in before.items())
