@@ -91,13 +91,18 @@ def scored_units(model: Any, factors: Any, aligned: Aligned, *, progress: bool =
 
 
 def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:
-    """The n units whose scores are largest, also below 0; of every site its first two, as far as that leaves it at n."""
-    units = [(abs(float(s)), site, unit) for site, of_site in scores.scores.items() for unit, s in enumerate(of_site)]
-    place: dict[str, int] = {}
+    """The n units with the largest scores, also below 0: half of them of the outputs (attn_o, mlp_out), each output as many, because
+    an output's effect lies in hundreds of units and that of a few keys in each of them; of every other site two.
+    """
+    units = [(-abs(float(s)), site, unit) for site, of_site in scores.scores.items() for unit, s in enumerate(of_site)]
+    ranking = [(site, unit) for _, site, unit in sorted(units, key=lambda each: each[0])]
+    outputs = [site for site in scores.scores if split_name(site)[1] in MOST]
+    certain = dict.fromkeys(scores.scores, _LEAST) | dict.fromkeys(outputs, max(_LEAST, n // 2 // max(1, len(outputs))))
+    place = dict.fromkeys(scores.scores, 0)
     order = []
-    for rank, (_, site, unit) in enumerate(sorted(units, key=lambda each: -each[0])):
-        place[site] = place.get(site, 0) + 1
-        order.append((place[site] > _LEAST, rank, (site, unit)))
+    for rank, (site, unit) in enumerate(ranking):
+        place[site] += 1
+        order.append((place[site] > certain[site], rank, (site, unit)))
     members = [(rank, unit) for _, rank, unit in sorted(order)[:n]]
     return Circuit.of(factors, scores, [unit for _, unit in sorted(members)], chosen="largest scores, for a graph")
 
