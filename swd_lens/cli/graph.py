@@ -241,7 +241,7 @@ def _drawn(
 
 def _most_telling(graph: graphs.UnitGraph) -> list[str]:
     """The nodes of units with the largest influence: a true run of each is what takes long."""
-    of_units = graph.nodes[graph.nodes["kind"] == "unit"]
+    of_units = pd.DataFrame(graph.nodes[graph.nodes["kind"] == "unit"])
     return of_units.sort_values("influence", ascending=False, kind="stable")["node"].head(_REPLAYED).tolist()
 
 
@@ -257,4 +257,4 @@ def _by_site(circuit: Circuit) -> pd.DataFrame:
 
 def _narrow(edges: pd.DataFrame) -> pd.DataFrame:
     """What has room in a terminal of 80 columns."""
-    return edges[["source", "target", "kind", "contribution"]]
+    return pd.DataFrame(edges[["source", "target", "kind", "contribution"]])

@@ -91,8 +91,8 @@ def scored_units(model: Any, factors: Any, aligned: Aligned, *, progress: bool =
 
 
 def best_units(factors: Any, scores: UnitScores, n: int) -> Circuit:
-    """The n units with the largest scores, also below 0: half of them of the outputs (attn_o, mlp_out), of each as many, because an
-    output's effect lies in hundreds of units and that of keys in a few; of every other site two at the least.
+    """The n units with the largest scores, also below 0: half of them of the outputs (attn_o, mlp_out), of each as many, because
+    an output's effect lies in hundreds of units and that of keys in a few; of every other site two at the least.
     """
     units = [(-abs(float(s)), site, unit) for site, of_site in scores.scores.items() for unit, s in enumerate(of_site)]
     ranking = [(site, unit) for _, site, unit in sorted(units, key=lambda each: each[0])]

@@ -41,6 +41,7 @@ SCORES = {
     **dict.fromkeys(("part", "q unit", "k unit"), "object"),
     "contribution": "float64",
 }
+_PLACE = ["layer", "head", "dest", "src"]
 PAIR, OTHERS = "pair", "other pairs"
 # Parts without pairs -> the field of ScoreParts.
 CONSTANTS = {"query bias": "query_bias", "key bias": "key_bias", "biases": "biases", "position": "position"}
@@ -65,15 +66,14 @@ class AttentionPaths(Record):
 
     def table(self, n: int | None = None) -> pd.DataFrame:
         """The n rows of `heads` with the largest contributions (None: all), with the score there and its strongest pair."""
-        place = ["layer", "head", "dest", "src"]
         shown = self.heads.sort_values("contribution", key=lambda c: -c.abs(), kind="stable", ignore_index=True)
         shown = shown.head(len(shown) if n is None else n)
         if self.scores.empty:
             return shown
-        sums = self.scores.groupby(place)["contribution"].sum().rename("score")
-        pairs = self.scores[self.scores["part"] == PAIR].drop_duplicates(place).set_index(place)
-        pairs = pairs[["q unit", "k unit", "contribution"]].rename(columns={"contribution": "of the pair"})
-        return shown.join(sums, on=place).join(pairs, on=place)
+        sums = pd.DataFrame(self.scores.groupby(_PLACE)["contribution"].sum()).rename(columns={"contribution": "score"})
+        pairs = pd.DataFrame(self.scores[self.scores["part"] == PAIR]).drop_duplicates(_PLACE).set_index(_PLACE)
+        pairs = pairs.drop(columns="part").rename(columns={"contribution": "of the pair"})
+        return shown.join(sums, on=_PLACE).join(pairs, on=_PLACE)
 
     def parts(self) -> tuple[Any, ...]:
         return (self.table(20), "table() gives all; .heads and .scores are the whole split.")
@@ -95,7 +95,7 @@ class AttentionPaths(Record):
 
     def __repr__(self) -> str:
         edges = len(self.heads[["source", "target"]].drop_duplicates())
-        places = len(self.scores[["layer", "head", "dest", "src"]].drop_duplicates())
+        places = len(self.scores[_PLACE].drop_duplicates())
         return f"AttentionPaths({edges} edges by head, {places} scores by pairs of units)"
 
 
@@ -211,7 +211,7 @@ def _score_rows(
     by_head: Mapping[tuple[int, int], ScoreParts], heads: pd.DataFrame, pairs: int
 ) -> Iterator[dict[str, Any]]:
     """The parts of the scores at these places, each place once."""
-    places = heads[["layer", "head", "dest", "src"]].drop_duplicates()
+    places = pd.DataFrame(heads[_PLACE]).drop_duplicates()
     for place in records(places):
         parts = by_head.get((place["layer"], place["head"]))
         if parts is None:
