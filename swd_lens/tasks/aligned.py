@@ -62,13 +62,11 @@ class Aligned:
         return self.tokens.mode(0).values.tolist()
 
 
-def aligned_prompts(
-    model: Any, prompts: Task | TaskSplit, n: int = 16, *, like: int | None = None, drawn: bool = True
-) -> Aligned:
+def aligned_prompts(model: Any, prompts: Any, n: int = 16, *, like: int | None = None, drawn: bool = True) -> Aligned:
     """The largest group of aligned prompts of a split; of equal ones that of the shortest prompts.
 
     Args:
-        prompts: a split; a Task means its train split.
+        prompts: a TaskSplit; a Task means its train split.
         n: at most so many.
         like: number of an example: the prompts aligned with that one, which comes first. None: the largest group.
         drawn: a group of fewer is filled up with variants of its first prompt, where its family has any.

@@ -198,7 +198,7 @@ def test_what_has_no_task_graph():
         with pytest.raises(ValueError, match=match):
             task_graph(model, factors, all_units(factors), task, **how)
     with pytest.raises(ValueError, match="taken from a Task or one of its splits, got list"):
-        aligned_prompts(model, PROMPTS)  # pyright: ignore[reportArgumentType]
+        aligned_prompts(model, PROMPTS)
     other = toy_model(d_vocab=31)
     with pytest.raises(ValueError, match="was tokenized for a host with 20 tokens"):
         task_graph(other, random_factors(other, "attn_o"), [("blocks.0.attn_o", 0)], task)

@@ -35,7 +35,6 @@ from swd_lens.hosts import require_gradients, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.aligned import Aligned, aligned_prompts
 from swd_lens.tasks.split import TaskSplit
-from swd_lens.tasks.task import Task
 from swd_lens.units import UnitSet, attach
 
 # What stands at the top -> its nodes: a name, and whether answers and wrong answers are in it.
@@ -50,7 +49,7 @@ def task_graph(
     model: Any,
     factors: Any,
     units: Any,
-    task: Task | TaskSplit | Aligned,
+    task: Any,
     *,
     prompts: int = 16,
     top: str = "margin",
