@@ -67,7 +67,7 @@ class GraphTextOptions(TextOptions):
 class GraphSolverOptions(SolverOptions):
     """As for the others, but quick: what a unit reads and writes is seen long before the last digit of its error."""
 
-    preset: Annotated[str, Option("--preset", help="Of the solver; 'best' takes about four times as long.")] = "quick"
+    preset: Annotated[str, Option("--preset", help="Of the solver; 'best' is closer and slower.")] = "quick"
 
 
 @command(app, goes_on=True)
