@@ -30,7 +30,7 @@ class Scene {
 
   measure() {
     [this.width, this.height] = [this.frame.clientWidth, this.frame.clientHeight];
-    if (this === SCENES[0]) MARGIN.left = this.width < NARROW ? 78 : 96;
+    if (this === SCENES[0]) MARGIN.left = this.width < NARROW ? 90 : 96;
     this.svg.classList.toggle("narrow", this.width < NARROW);
     this.scale = Math.max(1, window.devicePixelRatio || 1) * (this.printing ? 2 : 1);
     for (const [canvas, spare] of [[this.base, SPARE], [this.over, 0]]) {
