@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--kept", action="store_true", help="only the rows that are there; nothing is measured")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +138,8 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
         for method in args.methods:
             file = args.folder / f"{name} {cell} {place} {method}.json"
             if not file.exists():
+                if args.kept:
+                    continue
                 if gram is None:
                     gram = collect_grams(model, [site], tokens).by_site[place]
                 found = _row(model, task, site, weight, gram, (tokens, heldout), makers[method])
@@ -145,12 +148,13 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
             row = [cell, place, method, *_cells(measured[-1])]
             print(" | ".join(row), flush=True)
             yield row
-        yield [cell, place, f"text foretells circuits: {_foretold(measured)}", *[""] * (len(COLUMNS) - 3)]
+        if measured:
+            yield [cell, place, f"text foretells circuits: {_foretold(measured)}", *[""] * (len(COLUMNS) - 3)]
 
 
 def _foretold(measured: Sequence[dict[str, Any]]) -> str:
     """Spearman's correlation of concentration and edges at half the drop, over the methods of a cell."""
-    pairs = [(row["text"], row["drop"][1]) for row in measured if row["drop"][1]]
+    pairs = [(row["text"], row["drop"][1]) for row in measured if row["drop"][1] and row["text"]]
     if len(pairs) < 4:
         return "too few circuits"
     return f"{pd.DataFrame(pairs).corr(method='spearman').iloc[0, 1]:.2f} of {len(pairs)}"
@@ -201,7 +205,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['relmse']:.4f}",
         f"{row['ce_delta']:+.4f}{se}",
         f"{row['kl']:.4f}",
-        f"{row['text']:,.0f}",
+        "" if row["text"] is None else f"{row['text']:,.0f}",
         cost("sufficiency"),
         cost("drop"),
         f"{row['single']:,} of {row['units']:,}",
