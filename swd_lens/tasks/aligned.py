@@ -143,15 +143,15 @@ def _roles(model: Any, group: TaskSplit) -> tuple[str, ...]:
     words = {role: [[decoded(model, [token]).strip() for token in ids] for ids in side] for role, side in sides.items()}
     roles = []
     for column in torch.stack(list(group.tokens)).T.tolist():
-        here = [decoded(model, [token]) for token in column]
-        space = "·" if all(text.startswith(" ") for text in here) else ""
+        texts = [decoded(model, [token]) for token in column]
+        space = "·" if all(text.startswith(" ") for text in texts) else ""
         own = [
             role
             for role, of_prompts in words.items()
-            if all(text.strip() in of_prompt for text, of_prompt in zip(here, of_prompts, strict=True))
+            if all(text.strip() in of_prompt for text, of_prompt in zip(texts, of_prompts, strict=True))
         ]
         if len(set(column)) == 1:
-            roles.append(visible_token(here[0]))
+            roles.append(visible_token(texts[0]))
         else:
-            roles.append(space + (own[0] if own else f"[{Counter(here).most_common(1)[0][0].strip()} …]"))
+            roles.append(space + (own[0] if own else f"[{Counter(texts).most_common(1)[0][0].strip()} …]"))
     return tuple(roles)
