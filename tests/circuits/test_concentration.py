@@ -32,22 +32,19 @@ def by_hand(model, factors, prompt, answer, share):
     with torch.no_grad():
         logits = model(prompt[None])[0, -1]
     other = max((t for t in range(len(logits)) if t != answer), key=lambda t: float(logits[t]))
-    kept = {}
+    kept, sites = {}, swd.find_sites(model, list(factors))
     with attach(model, factors):
 
         def keep(z, hook):
             kept[hook.name] = z.requires_grad_(True)
             return z
 
-        names = {site: f"{site}" for site in factors}
-        hooks = [(site.hook_name, keep) for site in swd.find_sites(model, list(names))]
-        with model.hooks(fwd_hooks=hooks):
+        with model.hooks(fwd_hooks=[(site.hook_name, keep) for site in sites]):
             run = model(prompt[None])[0, -1]
         gradients = torch.autograd.grad(run[answer] - run[other], list(kept.values()))
     found = []
     for (hook, z), g in zip(kept.items(), gradients, strict=True):
-        site = next(s.name for s in swd.find_sites(model, list(names)) if s.hook_name == hook)
-        edges = factors[site].edges_per_unit.tolist()
+        edges = next(factors[site.name].edges_per_unit.tolist() for site in sites if site.hook_name == hook)
         contributions = (z[0, -1] * g[0, -1]).tolist()
         found += [(c, e) for c, e in zip(contributions, edges, strict=True) if c > 0]
     found.sort(key=lambda pair: -pair[0])
@@ -63,9 +60,10 @@ def by_hand(model, factors, prompt, answer, share):
 def test_it_is_the_geometric_mean_of_what_single_predictions_need(model, factors, share):
     split = text_predictions(model, TEXT, 6, 5, 0)
     assert len(split) == 6
-    answers = [int(bucket.token_ids[bucket.answers[i].argmax()]) for bucket in split.buckets(1) for i in range(1)]
-    order = [int(bucket.index[0]) for bucket in split.buckets(1)]
-    needed = [by_hand(model, factors, split.tokens[i], a, share) for i, a in zip(order, answers, strict=True)]
+    needed = [
+        by_hand(model, factors, bucket.tokens[0], int(bucket.token_ids[bucket.answers[0].argmax()]), share)
+        for bucket in split.buckets(1)
+    ]
     found = swd.concentration(model, factors, TEXT, share=share, n_predictions=6, context=5)
     edges, units = (math.exp(sum(math.log(case[of]) for case in needed) / len(needed)) for of in (0, 1))
     assert found.edges == pytest.approx(edges, rel=1e-4) and found.units == pytest.approx(units, rel=1e-4)

@@ -420,7 +420,7 @@ TRIGGERS |= {
     "graph-page-beside-another-thing": lambda *_: graphed(prompt=ROW).show(beside=graphed().nodes),
     "replays-without-a-prompt": lambda *_: replayed_graph(graphed(answers=[3])),
     "replays-at-no-strength": lambda *_: replayed_graph(strengths=(float("inf"),)),
-    "replays-of-other-factors": lambda *_: replayed_graph(factors=unit_factors(model(), "mlp_out")),
+    "graph-run-with-other-factors": lambda *_: replayed_graph(factors=unit_factors(model(), "mlp_out")),
     "replays-of-another-unit": lambda *_: replayed_graph(units=["blocks.0.mlp_out/1@99"]),
 }
 

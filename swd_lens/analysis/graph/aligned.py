@@ -21,18 +21,17 @@ from swd_lens.analysis.graph.build import (
     activations_of,
     drawn_units,
     frozen_while_attached,
+    made_with,
     nodes_of,
     require_pruning,
 )
 from swd_lens.analysis.graph.edges import LOGIT, TOKEN, Contrast, Layout, layout_of, weights
 from swd_lens.analysis.graph.pruning import pruned
 from swd_lens.analysis.graph.result import UnitGraph
-from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import require_gradients, require_no_dropout
-from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.aligned import Aligned, aligned_prompts
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.units import UnitSet, attach
@@ -113,12 +112,7 @@ def task_graph(
     if not bool(kinds.any()):
         raise error("graph-without-a-path", sites=", ".join(site.name for site in drawn), hint="")
     settings = {
-        "model": str(getattr(model.cfg, "model_name", "")),
-        "n_layers": len(model.blocks),
-        "swd_lens": __version__,
-        **standing_hooks(model),
-        "factors": dict(attached.identities),
-        "units": sum(len(indices) for indices in drawn.values()),
+        **made_with(attached, drawn),
         "prompt": aligned.text,
         "tokens": list(aligned.roles),
         "token_ids": aligned.typical,

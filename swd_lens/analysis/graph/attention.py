@@ -16,18 +16,16 @@ from typing import Any
 import pandas as pd
 import torch
 
-from swd_lens.analysis.graph.build import activations_of, frozen_run
+from swd_lens.analysis.graph.build import activations_of, frozen_run, units_of_run
 from swd_lens.analysis.graph.edges import ATTENTION, TOKEN, HeadPaths, Layout, head_paths, layout_of
 from swd_lens.analysis.graph.edges import KINDS as EDGE_KINDS
 from swd_lens.analysis.graph.result import UnitGraph, records, table
 from swd_lens.analysis.qk.parts import ScoreParts, parts_of
 from swd_lens.analysis.qk.scores import provenance, run_layers, sides_of
-from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.record import Record, checked
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import require_no_dropout
-from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site
 from swd_lens.units import UnitSet
 
@@ -123,9 +121,7 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
         raise error("paths-of-several-prompts", n_prompts=graph.settings["task_prompts"])
     if isinstance(pairs, bool) or not isinstance(pairs, int) or pairs < 1:
         raise error("paths-without-pairs", pairs=pairs)
-    units = UnitSet.of(model, factors)
-    if dict(graph.settings["factors"]) != dict(units.identities):
-        raise error("paths-of-other-factors", sites=", ".join(graph.settings["factors"]), given=", ".join(units))
+    units, settings = units_of_run(model, factors, graph)
     require_no_dropout(model)
     ids = list(graph.settings["token_ids"])
     with torch.no_grad():
@@ -140,17 +136,7 @@ def attention_paths(model: Any, factors: Any, graph: UnitGraph, *, pairs: int = 
             if layer in runs
         }
         scores = table(_score_rows(by_head, heads, pairs), SCORES)
-    settings = {
-        **made_of,
-        "model": graph.settings["model"],
-        "swd_lens": __version__,
-        **standing_hooks(model),
-        "factors": dict(units.identities),
-        "prompt": graph.settings["prompt"],
-        "token_ids": ids,
-        "pairs": pairs,
-    }
-    return AttentionPaths(heads, scores, settings)
+    return AttentionPaths(heads, scores, {**made_of, **settings, "pairs": pairs})
 
 
 # ---------------------------------------------------------------------------------------------- by head

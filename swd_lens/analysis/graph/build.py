@@ -122,12 +122,7 @@ def unit_graph(
         more = "" if ids is not None else ", name answers=[...] so that their logits can be reached, or give a prompt"
         raise error("graph-without-a-path", sites=names, hint=more)
     settings = {
-        "model": str(getattr(model.cfg, "model_name", "")),
-        "n_layers": len(model.blocks),
-        "swd_lens": __version__,
-        **standing_hooks(model),
-        "factors": dict(attached.identities),
-        "units": sum(len(indices) for indices in drawn.values()),
+        **made_with(attached, drawn),
         "prompt": None if ids is None else decoded(model, ids),
         "tokens": None if ids is None else [_label(model, token) for token in ids] if model.tokenizer else ids,
         "token_ids": ids,
@@ -154,6 +149,39 @@ def require_pruning(keep: int | None, per_node: int | None, min_weight: float | 
             raise error("graph-keeps-nothing", name=name, value=most)
     if not min_weight >= 0:
         raise error("graph-negative-weight", min_weight=min_weight)
+
+
+def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]]) -> dict[str, Any]:
+    """Settings of a graph: of what model and factors it is, and how many units are drawn."""
+    model = attached.host.model
+    return {
+        "model": str(getattr(model.cfg, "model_name", "")),
+        "n_layers": len(model.blocks),
+        "swd_lens": __version__,
+        **standing_hooks(model),
+        "factors": dict(attached.identities),
+        "units": sum(len(indices) for indices in drawn.values()),
+    }
+
+
+def units_of_run(model: Any, factors: Any, graph: UnitGraph) -> tuple[UnitSet, dict[str, Any]]:
+    """The units that a graph's prompt ran with, and settings of what else is made of that run.
+
+    Raises:
+        ValueError: other factors than the graph's.
+    """
+    attached = UnitSet.of(model, factors)
+    if dict(graph.settings["factors"]) != dict(attached.identities):
+        given = ", ".join(attached)
+        raise error("graph-run-with-other-factors", sites=", ".join(graph.settings["factors"]), given=given)
+    return attached, {
+        "model": graph.settings["model"],
+        "swd_lens": __version__,
+        **standing_hooks(model),
+        "factors": dict(attached.identities),
+        "prompt": graph.settings["prompt"],
+        "token_ids": list(graph.settings["token_ids"]),
+    }
 
 
 def drawn_units(attached: UnitSet, units: Any, targets: Any = None) -> tuple[dict[Site, list[int]], UnitScores | None]:

@@ -18,18 +18,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from swd_lens.analysis.graph.build import frozen_run
+from swd_lens.analysis.graph.build import frozen_run, units_of_run
 from swd_lens.analysis.graph.frozen import FrozenRun
 from swd_lens.analysis.graph.responses import Place, held_layers, responses
 from swd_lens.analysis.graph.result import UnitGraph, records
-from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Start, require_gradients, require_no_dropout
-from swd_lens.hosts.recording import record, standing_hooks
+from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import hook_name
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.keys import read_unit, single_units
@@ -135,9 +134,7 @@ def replays(
     for strength in strengths:
         if isinstance(strength, bool) or not abs(float(strength)) < float("inf"):
             raise error("replays-at-no-strength", strength=strength)
-    attached = UnitSet.of(model, factors)
-    if dict(graph.settings["factors"]) != dict(attached.identities):
-        raise error("replays-of-other-factors", sites=", ".join(graph.settings["factors"]), given=", ".join(attached))
+    attached, settings = units_of_run(model, factors, graph)
     clamped = _clamped(graph, units, attached)
     rows = {row["node"]: row for row in records(graph.nodes)}
     watched = {name: _place(row) for name, row in rows.items() if row["kind"] == "unit"}
@@ -154,14 +151,6 @@ def replays(
         wanted = [(i, float(strength)) for i in range(len(places)) for strength in strengths]
         values = [(places[i], strength * float(z[i])) for i, strength in wanted]
         true = _true_changes(attached, ids, values, list(watched.values()), list(answers.values()), progress)
-    settings = {
-        "model": graph.settings["model"],
-        "swd_lens": __version__,
-        **standing_hooks(model),
-        "factors": dict(attached.identities),
-        "prompt": graph.settings["prompt"],
-        "token_ids": ids,
-    }
     return Replays(
         tuple(clamped),
         tuple(map(float, strengths)),
