@@ -149,11 +149,11 @@ def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Te
         edges = torch.cat([units[site.name].edges_per_unit.cpu() for site in sites])
         for bucket in split.buckets(_BATCH):
             of_site = contributions(bucket)
-            found = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
-            ranked, order = found.sort(dim=1, descending=True, stable=True)
+            positive = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
+            ranked, order = positive.sort(dim=1, descending=True, stable=True)
             # The first units whose sum reaches the share; the last of them is counted.
-            needed = (ranked.cumsum(1) < share * found.sum(1, keepdim=True)).sum(1, keepdim=True)
-            n_units = (needed + 1) * (found.sum(1, keepdim=True) > 0)
+            needed = (ranked.cumsum(1) < share * positive.sum(1, keepdim=True)).sum(1, keepdim=True)
+            n_units = (needed + 1) * (positive.sum(1, keepdim=True) > 0)
             n_edges = edges[order].cumsum(1).gather(1, needed.clamp(max=len(edges) - 1)) * (n_units > 0)
             costs.append(torch.cat([n_edges, n_units], 1).double())
     return torch.cat(costs)

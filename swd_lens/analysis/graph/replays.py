@@ -175,14 +175,14 @@ def _clamped(graph: UnitGraph, units: Any, attached: UnitSet) -> list[str]:
     by_unit: dict[tuple[str, int], list[str]] = {}
     for name, site, unit in zip(nodes["node"], nodes["site"], nodes["unit"], strict=True):
         by_unit.setdefault((str(site), int(unit)), []).append(str(name))
-    found: list[str] = []
+    clamped: list[str] = []
     for unit in single_units(units):
         is_node = isinstance(unit, str) and "@" in unit
         of_unit = [unit] if is_node and unit in names else [] if is_node else by_unit.get(read_unit(unit, attached), [])
         if not of_unit:
             raise error("replays-of-another-unit", unit=unit)
-        found += of_unit
-    return list(dict.fromkeys(found))
+        clamped += of_unit
+    return list(dict.fromkeys(clamped))
 
 
 def _require_the_graphs_run(run: FrozenRun, watched: Mapping[str, Place], rows: Mapping[str, Any]) -> None:

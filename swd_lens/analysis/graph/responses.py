@@ -64,7 +64,7 @@ def responses(
         layout_of(units, {}, bare, answers=answers, static=False, bounded=False).groups[-1].read if answers else None
     )
     order = sorted(range(len(sources)), key=lambda i: units_order(units, sources[i]))
-    found = torch.zeros(len(sources), len(targets) + len(answers), dtype=torch.float32)
+    response = torch.zeros(len(sources), len(targets) + len(answers), dtype=torch.float32)
     widest = max(site.d_in + site.d_out for site in units.host.sites())
     free = available_bytes(torch.device("cpu"))
     room = _MOST_BYTES if free is None else min(_MOST_BYTES, int(_SHARE * free))
@@ -73,10 +73,10 @@ def responses(
     for batch in tqdm(batches, desc="frozen paths", disable=not progress or len(batches) == 1, leave=False):
         change = _Change(units, run, [sources[i] for i in batch], targets)
         change.through_all()
-        found[batch, : len(targets)] = change.of_targets
+        response[batch, : len(targets)] = change.of_targets
         if vectors is not None:
-            found[batch, len(targets) :] = change.stream[:, -1] @ vectors
-    return found
+            response[batch, len(targets) :] = change.stream[:, -1] @ vectors
+    return response
 
 
 def units_order(units: UnitSet, place: Place) -> tuple[int, int, int]:
@@ -168,12 +168,12 @@ class _Change:
 
 def _by_site(places: Sequence[Place]) -> Mapping[str, tuple[list[int], list[Place]]]:
     """Site -> the numbers of its places, and these."""
-    found: dict[str, tuple[list[int], list[Place]]] = {}
+    by_site: dict[str, tuple[list[int], list[Place]]] = {}
     for i, place in enumerate(places):
-        numbers, of_site = found.setdefault(place.site, ([], []))
+        numbers, of_site = by_site.setdefault(place.site, ([], []))
         numbers.append(i)
         of_site.append(place)
-    return found
+    return by_site
 
 
 def units_site(units: UnitSet, name: str) -> Site:
