@@ -127,6 +127,40 @@ class Comparison(Mapping[str, TaskComparison], Record):
         """(positions, ablation) -> comparison: this one first, then `others`."""
         return {each.intervention: each for each in (self, *self.others)}
 
+    def beside(self, other: "Comparison") -> "Comparison":
+        """With the methods of another comparison of the same tasks and interventions, on another host, say.
+
+        Raises:
+            ValueError: a method that stands in both, or other tasks or interventions.
+        """
+        if twice := sorted(set(self.methods) & set(other.methods)):
+            raise error("comparison-curve-twice", names=", ".join(map(repr, twice)))
+        if list(self) != list(other) or list(self.under_each()) != list(other.under_each()):
+            raise error("comparisons-of-other-tasks", tasks=", ".join(self), others=", ".join(other))
+        tasks = {
+            name: TaskComparison(name, {**ours.curves, **other[name].curves}, {**ours.scores, **other[name].scores})
+            for name, ours in self.items()
+        }
+        return replace(
+            self,
+            tasks=tasks,
+            groups={**self.groups, **other.groups},
+            fidelities={**self.fidelities, **other.fidelities},
+            others=tuple(ours.beside(theirs) for ours, theirs in zip(self.others, other.others, strict=True)),
+        )
+
+    def without(self, methods: Iterable[str]) -> "Comparison":
+        """The same without some methods."""
+        left_out = {name for method in methods for name in self.methods.get(method, ())}
+
+        def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if name not in left_out}
+
+        tasks = {name: TaskComparison(name, kept(of.curves), kept(of.scores)) for name, of in self.items()}
+        groups = {method: names for method, names in self.groups.items() if not left_out & {*names}}
+        others = tuple(each.without(methods) for each in self.others)
+        return replace(self, tasks=tasks, groups=groups, fidelities=kept(self.fidelities), others=others)
+
     # ------------------------------------------------------------------------------------------ matched CE
 
     def ce_difference(self, method: str) -> float | None:

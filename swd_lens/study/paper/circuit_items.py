@@ -1,0 +1,146 @@
+"""Items that compare circuits of one surface: a single matrix, exact controls, a whole MLP.
+
+1. The methods of an item: SWD by every solver (materials.py), the exact controls, what is trained; each made when its turn comes.
+2. `Materials.compare` measures them: fidelity, scores, nested prefixes.
+3. Tables: fidelity, costs at the item's targets for every ablation, the primary number. Pictures: the paper's frontiers, on both
+   axes of cost. Sentences: what is matched, who needs the fewest edges, the primary number.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from swd_lens.circuits import Comparison
+from swd_lens.circuits.compare import typed
+from swd_lens.study.paper import primary
+from swd_lens.study.paper.materials import SOLVERS, Materials
+from swd_lens.study.paper.result import ItemResult, result_of, table_of
+from swd_lens.study.paper.settings import ItemSettings
+from swd_lens.study.section import Picture, SectionTable
+from swd_lens.train import baselines
+
+_COSTS = ("edges", "units")
+
+
+def single_matrix(materials: Materials, settings: ItemSettings) -> ItemResult:
+    """One matrix: SWD beside its neurons and trained baselines, under every ablation."""
+    site, sparsities = settings["site"], settings["sparsities"]
+    methods = materials.solved(site, sparsities, {sparsities[-1]: settings["sparser_tokens"]})
+    methods |= {"Neurons": materials.exact(site)["Neurons"], **materials.pruned(site, sparsities)}
+    methods |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    return _compared(materials, settings, site, methods, settings["ablations"])
+
+
+def controls(materials: Materials, settings: ItemSettings) -> ItemResult:
+    """One matrix: SWD beside exact factorizations of it, and those pruned to SWD's number of edges."""
+    site, sparsities = settings["site"], settings["sparsities"]
+    methods = materials.solved(site, sparsities) | materials.exact(site) | materials.pruned(site, sparsities)
+    methods["Random-B"] = baselines.random_b_seeds(materials.model, site, range(settings["random_b_seeds"]))
+    return _compared(materials, settings, site, methods, ["mean"])
+
+
+def mlp(materials: Materials, settings: ItemSettings) -> ItemResult:
+    """A whole MLP: its matrices factorized one after the other, beside what is trained on its input and output."""
+    site, sparsities = settings["site"], settings["sparsities"]
+    matrices = settings["matrices"]
+    methods = materials.solved(matrices, sparsities)
+    methods |= {"Neurons": materials.exact(matrices)["Neurons"], **materials.pruned(matrices, sparsities)}
+    methods |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    return _compared(materials, settings, site, methods, ["mean"])
+
+
+def _compared(
+    materials: Materials, settings: ItemSettings, surface: str, methods: Mapping[str, Any], ablations: list[str]
+) -> ItemResult:
+    """Measure the methods, and say what came out."""
+    compared = materials.compare(surface, methods, ablations=ablations)
+    how = {"sufficiency": settings["sufficiency"], "share_of_drop": settings["share_of_drop"]}
+    swd = [name for name in compared.methods if name.startswith(tuple(SOLVERS))]
+    ratios = [ratio for name in swd for ratio in primary.ratios(compared, name, **how)]
+    tables, pictures = [table_of("Fidelity on held-out text", compared.fidelity())], []
+    for (_, ablation), each in compared.under_each().items():
+        tables.append(costs_table(each, ablation, **how))
+        for cost in _COSTS:
+            title = f"Least {cost} by what the circuit keeps and takes, {ablation} ablation"
+            pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["sufficiency"])))
+    tables.append(table_of("Edges of SWD over the best control matched in CE", primary.table_of_ratios(ratios)))
+    findings = [
+        _dense(compared),
+        compared.matching(),
+        *(_cheapest(each, "edges", how["sufficiency"]) for each in compared.under_each().values()),
+        *(primary.in_words([ratio for ratio in ratios if ratio.swd == name]) for name in swd),
+    ]
+    numbers = {
+        "fidelity": {name: measured.as_dict() for name, measured in compared.fidelities.items()},
+        "ratios": [ratio.as_dict() for ratio in ratios],
+        "curves": [
+            {"ablation": ablation, "method": name, **curve.as_dict()}
+            for (_, ablation), each in compared.under_each().items()
+            for of_task in each.values()
+            for name, curve in of_task.curves.items()
+        ],
+    }
+    return result_of(settings, materials, findings, tables, pictures, numbers)
+
+
+def costs_table(compared: Comparison, ablation: str, *, sufficiency: float, share_of_drop: float) -> SectionTable:
+    """Per task and method: units and edges at the sufficiency, and at the drop in logits that is the same for all methods."""
+    rows = []
+    for task, of_task in compared.items():
+        for method, names in compared.methods.items():
+            curves = [of_task.curves[name] for name in names]
+            drop = share_of_drop * curves[0].q_dense
+            row: dict[str, Any] = {
+                "task": task,
+                "method": method,
+                "margin": sum(c.q_unpruned for c in curves) / len(curves),
+            }
+            for target, column, threshold in (
+                (f"sufficiency {sufficiency:g}", "sufficiency", sufficiency),
+                (f"drop of {drop:.3g} logits", "necessity drop", drop),
+            ):
+                reaching = [c.rows[c.rows[column] >= threshold] for c in curves]
+                reached = [rows for rows in reaching if len(rows)]
+                for cost in _COSTS:
+                    mean = sum(int(rows[cost].min()) for rows in reached) / len(reached) if reached else None
+                    row[f"{cost} at {target.split(' of ')[0]}"] = mean
+            whole = sum(float(c.rows["necessity drop"].iloc[-1]) for c in curves) / len(curves)
+            row |= {"drop asked for": drop, "drop of all units": whole}
+            row |= {"CE difference": compared.ce_difference(method)}
+            rows.append(row | {"CE difference se": compared.ce_difference_se(method)})
+    frame = typed(pd.DataFrame(rows), real={"CE difference", "CE difference se"})
+    caption = f"Least cost, {ablation} ablation; means over seeds; the drop is in logits, {share_of_drop:g} of the dense margin"
+    return table_of(caption, frame)
+
+
+def _dense(compared: Comparison) -> str:
+    """How well the dense model does the tasks; those that it can hardly do are named."""
+    words, weak = [], []
+    for task, of_task in compared.items():
+        curve = next(iter(of_task.curves.values()))
+        words.append(f"{task} {curve.q_dense:.3g} ({curve.accuracy_dense:.0%} right)")
+        weak += [task] if curve.accuracy_dense < 0.8 else []
+    below = f" Below 80 %, and so no fair test of circuits: {', '.join(weak)}." if weak else ""
+    return f"Margins of the dense model in logits: {', '.join(words)}.{below}"
+
+
+def _cheapest(compared: Comparison, cost: str, sufficiency: float) -> str:
+    """Per task the method with the least cost at a sufficiency, and what SWD by our default needs beside it."""
+    words = []
+    for task, of_task in compared.items():
+        least = {name: curve.cost_at(sufficiency=sufficiency, cost=cost) for name, curve in of_task.curves.items()}
+        known = {name: value for name, value in least.items() if value is not None}
+        if not known:
+            words.append(f"{task}: no method reaches it")
+            continue
+        best = min(known, key=lambda name: known[name])
+        if known[best] == 0:
+            words.append(f"{task}: the empty circuit of {best} suffices")
+            continue
+        ours = {name: f"{known[name]:,}" if name in known else "never" for name in least if name.startswith("SWD s=")}
+        beside = ", ".join(f"{name} {value}" for name, value in ours.items() if name != best)
+        words.append(f"{task}: {best} {known[best]:,}" + (f" ({beside})" if beside else ""))
+    _, ablation = compared.intervention
+    return f"Fewest {cost} at sufficiency {sufficiency:g}, {ablation} ablation: {'; '.join(words)}."

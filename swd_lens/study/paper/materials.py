@@ -1,0 +1,328 @@
+"""Materials: what the items of one folder share, each made once: host, text, tasks, factors, trained baselines, dense runs.
+
+1. Text: the first rows are held out, those behind them are fitted on; a smaller request is the beginning of a larger one.
+2. Factors and trained baselines lie in folders named by what they are, and a hash of everything that decides them; a call that
+   was interrupted goes on there.
+3. Scores, curves and fidelities are parts of the folder (base/parts.py). A method's name stands for one replacement of a surface
+   in the whole folder, so that what one item has measured of it no other measures again.
+4. In memory: Grams of the calibration text, and what the dense host gives on the tasks' prompts.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.base import __version__
+from swd_lens.base.files import plain
+from swd_lens.base.parts import Parts
+from swd_lens.circuits import Comparison, attribute
+from swd_lens.circuits.compare import comparison_of, several, sources_of
+from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.kept import DenseRuns, kept_scores
+from swd_lens.circuits.protocol import Protocol
+from swd_lens.circuits.scores import UnitScores
+from swd_lens.factorization.calibration_text import CalibrationText
+from swd_lens.factorization.checkpoint import host_fingerprint
+from swd_lens.factorization.factorize import factorize
+from swd_lens.hosts import find_sites
+from swd_lens.hosts.embedded import text_tokens
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.study.asked import task_fingerprint
+from swd_lens.study.paper.settings import ItemSettings
+from swd_lens.tasks import load_task, load_text
+from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.task import Task
+from swd_lens.tasks.text import stream_rows
+from swd_lens.train import baselines
+from swd_lens.train.baselines import LearnedUnits
+from swd_lens.units.factors import FactorSet
+
+EMBEDDED = "embedded"
+# Text of more tokens than this is read anew in each pass.
+_KEPT_TOKENS = 8_388_608
+_TRAINERS = {
+    "transcoder": baselines.transcoder,
+    "vpd_recon": baselines.vpd_recon,
+    "vpd_kl": baselines.vpd_kl,
+}
+# Label -> how W is factorized at a sparsity: the paper's solver, our default, and units that start as the neurons.
+SOLVERS: Mapping[str, Mapping[str, Any]] = {
+    "SWD (paper)": {"preset": "paper"},
+    "SWD": {},
+    "SWD from neurons": {"basis": "auto"},
+}
+
+
+class Materials:
+    """What the items of a folder work on.
+
+    Args:
+        model: the dense host, with nothing attached.
+        settings: of any item: those that all items share are taken.
+        folder: of all items; held by the caller (`swd_lens.base.writer.writing`).
+        text: a source for `load_text`, in place of the profile's.
+        on_step: called with a line of text before each step; progress: bars within them.
+
+    Raises:
+        ResumeError: the folder holds what was made of another host, text, profile or version.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: ItemSettings,
+        folder: Path,
+        *,
+        text: Any = None,
+        on_step: Callable[[str], None] = lambda text: None,
+        progress: bool = False,
+    ):
+        self.model, self.settings, self.folder = model, settings, folder
+        self.source = settings["text"] if text is None else text
+        self.on_step, self.progress = on_step, progress
+        self.dense = DenseRuns()
+        self._calibration: dict[int, CalibrationText] = {}
+
+    # ------------------------------------------------------------------------------------------ text and tasks
+
+    @property
+    def context(self) -> int:
+        """Tokens in a row of text."""
+        return min(int(self.model.cfg.n_ctx), self.settings["context"])
+
+    @cached_property
+    def heldout(self) -> Int[Tensor, "rows pos"]:
+        """Rows that nothing is fitted on."""
+        n_tokens = self._whole_rows(self.settings["heldout_tokens"])
+        if self.source == EMBEDDED:
+            return text_tokens(n_tokens, split="test")
+        return load_text(self.source, self.model, n_tokens, context=self.context, separator=self._separator)
+
+    def fitted_on(self, n_tokens: int) -> Int[Tensor, "rows pos"] | TokenStream:
+        """The first so many tokens that are not held out, in whole rows; a stream where they are many."""
+        n_tokens = self._whole_rows(n_tokens)
+        if self.source == EMBEDDED:
+            return text_tokens(n_tokens, split="train")
+        how = {"context": self.context, "separator": self._separator, "skip_tokens": self.heldout.numel()}
+        if n_tokens <= _KEPT_TOKENS:
+            return load_text(self.source, self.model, n_tokens, **how)
+        rows = partial(stream_rows, self.source, self.model, **how)
+        return TokenStream(rows, n_tokens // self.context, row_length=self.context)
+
+    def calibration(self, n_tokens: int) -> CalibrationText:
+        """The same as text that remembers its Grams."""
+        if n_tokens not in self._calibration:
+            self._calibration[n_tokens] = CalibrationText(self.fitted_on(n_tokens), self.model)
+        return self._calibration[n_tokens]
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The profile's tasks, tokenized for the host."""
+        of_profile = self.settings["tasks"].items()
+        return [load_task(name, self.model, n_train=train, n_test=test) for name, (train, test) in of_profile]
+
+    def task(self, name: str) -> Task:
+        """One of them."""
+        return next(task for task in self.tasks if task.name == name)
+
+    def _whole_rows(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.context) * self.context
+
+    @property
+    def _separator(self) -> str | None:
+        return "eos" if self.model.tokenizer.eos_token_id is not None else None
+
+    # ------------------------------------------------------------------------------------------ replacements
+
+    def solver(self, label: str) -> dict[str, Any]:
+        """Arguments of `factorize` that a label of SOLVERS stands for."""
+        how = dict(SOLVERS[label])
+        if how.get("preset") == "paper":
+            how["outer_iterations"] = self.settings["outer_iterations"]
+        return how
+
+    def swd(
+        self, sites: Any, sparsity: float, solver: str = "SWD", *, tokens: int | None = None, **how: Any
+    ) -> FactorSet:
+        """Factors of these sites, solved now or finished earlier.
+
+        Args:
+            solver: a label of SOLVERS.
+            tokens: to calibrate on; None = the profile's, 0 = zero-data.
+            how: further arguments of `factorize`.
+        """
+        n_tokens = self.settings["calibration_tokens"] if tokens is None else tokens
+        how = {**self.solver(solver), **how}
+        names = [site.name for site in find_sites(self.model, sites)]
+        if not n_tokens:
+            how |= {"calibration": "zero-data"}
+        return factorize(
+            self.model,
+            names,
+            sparsity=sparsity,
+            tokens=self.calibration(n_tokens) if n_tokens else None,
+            out=self._place("factors", solver, sites=names, sparsity=sparsity, tokens=n_tokens, **how),
+            progress=self.progress,
+            **how,
+        )
+
+    def solved(
+        self, sites: Any, sparsities: Sequence[float], tokens: Mapping[float, int] | None = None
+    ) -> dict[str, Any]:
+        """Method -> what makes its factors: every solver at every sparsity.
+
+        Args:
+            tokens: sparsity -> calibration tokens, where they are not the profile's.
+        """
+        usual = self.settings["calibration_tokens"]
+        fitted_on = {s: (tokens or {}).get(s, usual) for s in sparsities}
+        # Fitted to other text it is another replacement, and needs another name.
+        more = {s: f", {n:,} tokens" if n != usual else "" for s, n in fitted_on.items()}
+        return {
+            f"{solver} s={s:g}{more[s]}": partial(self.swd, sites, s, solver, tokens=fitted_on[s])
+            for s in sparsities
+            for solver in SOLVERS
+        }
+
+    def exact(self, sites: Any) -> dict[str, Any]:
+        """Method -> what makes exact factors of W: its neurons, and its singular vectors."""
+        return {
+            "Neurons": partial(baselines.neurons, self.model, sites),
+            "SVD": partial(baselines.svd, self.model, sites),
+        }
+
+    def pruned(self, sites: Any, sparsities: Sequence[float]) -> dict[str, Any]:
+        """Method -> what makes factors of those pruned to the same number of edges."""
+        presets = {"Neurons pruned": "pruned"}
+        return {
+            f"{label} s={s:g}": partial(self._pruned, sites, s, preset)
+            for s in sparsities
+            for label, preset in presets.items()
+        }
+
+    def _pruned(self, sites: Any, sparsity: float, preset: str) -> FactorSet:
+        return self.swd(sites, sparsity, preset=preset)
+
+    def trained(self, site: str, spec: Mapping[str, Any], keep: Sequence[int] | None = None) -> LearnedUnits:
+        """A baseline trained on the profile's text, now or earlier.
+
+        Args:
+            spec: "label", "method" (a key of _TRAINERS), and settings of the method's recipe.
+            keep: token counts whose checkpoints are kept; None = the trainer's.
+        """
+        how = {name: value for name, value in spec.items() if name not in ("label", "method")}
+        self.on_step(f"train {spec['label']} at {site}")
+        rows = self.fitted_on(min(how["n_tokens"], self.settings["training_tokens"]))
+        return _TRAINERS[spec["method"]](
+            self.model,
+            site,
+            rows,
+            preset="paper",
+            keep=keep,
+            out=self._place(
+                "trained", spec["label"], site=site, keep=keep, tokens=as_stream(rows, self.model).n_rows, **how
+            ),
+            progress=self.progress,
+            **how,
+        )
+
+    def _place(self, kind: str, label: str, **decided_by: Any) -> Path:
+        """The folder of something that these values decide."""
+        digest = hashlib.sha256(json.dumps(plain(decided_by), sort_keys=True, default=str).encode()).hexdigest()
+        return self.folder / kind / f"{re.sub(r'[^A-Za-z0-9.=]+', '_', label)}-{digest[:12]}"
+
+    # ------------------------------------------------------------------------------------------ measured
+
+    def provenance(self) -> dict[str, Any]:
+        """Model, fingerprints of weights and text, version: what stands in every result."""
+        return {
+            "swd_lens": __version__,
+            "model": str(self.model.cfg.model_name),
+            "host_sha256": self._host,
+            "text": str(self.source),
+            "heldout_sha256": self._heldout,
+            **standing_hooks(self.model),
+        }
+
+    @cached_property
+    def _host(self) -> str:
+        return host_fingerprint(self.model, self.model.cfg)
+
+    @cached_property
+    def _heldout(self) -> str:
+        return as_stream(self.heldout, self.model).fingerprint()
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What the folder has finished."""
+        asked = {"swd_lens": __version__, "profile": self.settings.profile, **standing_hooks(self.model)}
+        asked |= {"the host": self._host, "held-out tokens": self._heldout}
+        asked |= {"text": str(self.source), "tasks": {task.name: task_fingerprint(task) for task in self.tasks}}
+        shared = ("calibration_tokens", "outer_iterations", "context")
+        return Parts(self.folder, asked | {name: self.settings[name] for name in shared})
+
+    def fidelity(self, surface: str, method: str, units: Any) -> Fidelity:
+        """Fidelity of a replacement on the held-out text, measured now or earlier."""
+
+        def measured() -> dict[str, Any]:
+            self.on_step(f"fidelity of {method} at {surface}")
+            return fidelity(self.model, units, self.heldout, progress=self.progress).as_dict()
+
+        return self.parts.values((surface, "fidelity", method), measured, Fidelity.from_dict)
+
+    def scores(self, surface: str, method: str, units: Any, task: Task) -> UnitScores:
+        """Attribution of a replacement's units on a task, made now or earlier."""
+
+        def scored() -> UnitScores:
+            self.on_step(f"score the units of {method} at {surface} on {task.name}")
+            how = {"positions": self.settings["positions"], "dense": self.dense, "progress": self.progress}
+            return attribute(self.model, units, task, **how)
+
+        return kept_scores(self.parts, (surface, "scores", method, task.name, self.settings["positions"]), scored)
+
+    def compare(
+        self,
+        surface: str,
+        methods: Mapping[str, Any],
+        *,
+        ablations: str | Sequence[str] = "mean",
+        hosts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Comparison:
+        """`swd_lens.compare` of these methods on the profile's tasks; the first is the one that CE is matched to.
+
+        Args:
+            surface: what is replaced: the name under which its parts are kept.
+            hosts: method -> its host, where that is another one with the same tokens.
+        """
+        own = {name: source for name, source in methods.items() if name not in hosts}
+        compared = self._compared(self.model, surface, own, ablations)
+        for name, host in hosts.items():
+            compared = compared.beside(self._compared(host, surface, {name: methods[name]}, ablations))
+        return compared
+
+    def _compared(
+        self, model: Any, surface: str, methods: Mapping[str, Any], ablations: str | Sequence[str]
+    ) -> Comparison:
+        sources, groups = sources_of(methods)
+        protocol = Protocol(
+            model,
+            self.tasks,
+            self.heldout,
+            positions=several(self.settings["positions"], "positions"),
+            ablations=several(ablations, "ablation"),
+            progress=self.progress,
+            parts=self.parts,
+            key=(surface,),
+            on_step=self.on_step,
+            dense=self.dense if model is self.model else DenseRuns(),
+        )
+        reference = next(iter(methods))
+        return comparison_of(protocol, sources, groups, reference=reference, tolerance=self.settings["tolerance"])

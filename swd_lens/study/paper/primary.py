@@ -1,0 +1,169 @@
+"""The primary number, fixed before anything was run: how many times the edges of the best control SWD needs (evidence.md §3).
+
+1. Per task and target: log(edges of SWD / edges of the best control), natural logarithm. The controls are all methods of a
+   comparison that are not SWD and whose CE is matched to it, neurons included; the best is the one with the least edges.
+2. Targets: a sufficiency, and a drop of a share of the dense margin, in logits (the same for every method).
+3. Its interval and p-value: the test prompts are drawn again, the same draws for both methods, and the least prefixes are found
+   anew. A draw in which one of the two reaches the target counts as that one's win; one in which neither does counts for nobody.
+4. p-values of several tasks are adjusted by Holm's method.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.base.record import PlainRecord
+from swd_lens.circuits import Comparison, CostCurve
+from swd_lens.circuits.curve import resampled
+
+_DRAWS, _SEED, _LEVEL = 2000, 0, 0.95
+
+
+@dataclass(frozen=True)
+class Ratio(PlainRecord):
+    """One task at one target.
+
+    Attributes:
+        swd, control: names of the methods; "" where no control reaches the target.
+        swd_edges, control_edges: None where the target is not reached.
+        log_ratio: above 0: SWD needs more edges. low, high: its 95 % interval. NaN where one of the two has no circuit.
+        p: two-sided, of log_ratio = 0; p_holm: the same after Holm's adjustment over the tasks.
+    """
+
+    task: str
+    target: str
+    swd: str
+    control: str
+    swd_edges: int | None
+    control_edges: int | None
+    log_ratio: float
+    low: float
+    high: float
+    p: float
+    p_holm: float = math.nan
+
+
+def ratios(comparison: Comparison, swd: str, *, sufficiency: float, share_of_drop: float) -> list[Ratio]:
+    """The primary number of a method on every task of a comparison, at both targets.
+
+    Args:
+        swd: the method; CE is matched to the comparison's reference.
+        share_of_drop: of the dense margin.
+    """
+    controls = [name for name in comparison.methods if not name.startswith("SWD") and comparison.matched(name)]
+    found = []
+    for target in (f"sufficiency {sufficiency:g}", f"drop of {share_of_drop:g} of the margin"):
+        of_target = [
+            _ratio(
+                of_task.curves,
+                task,
+                target,
+                swd,
+                [n for c in controls for n in comparison.methods[c]],
+                sufficiency,
+                share_of_drop,
+            )
+            for task, of_task in comparison.items()
+        ]
+        found += holm(of_target)
+    return found
+
+
+def _ratio(
+    curves: Mapping[str, CostCurve],
+    task: str,
+    target: str,
+    swd: str,
+    controls: Sequence[str],
+    sufficiency: float,
+    share_of_drop: float,
+) -> Ratio:
+    """At the sufficiency, or, where the target names a drop, at that."""
+    by_drop = target.startswith("drop")
+    need = share_of_drop * curves[swd].q_dense if by_drop else sufficiency
+    least = {name: _least(curves[name], need, by_drop) for name in (swd, *controls)}
+    reaching = [name for name in controls if math.isfinite(float(least[name]))]
+    control = min(reaching, key=lambda name: float(least[name]), default="")
+    edges = {name: int(value) if math.isfinite(float(value)) else None for name, value in least.items()}
+    our_edges, their_edges = edges[swd], edges.get(control)
+    if not our_edges or not their_edges:
+        return Ratio(task, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
+    # The same draws of prompts for both: `resampled` draws by the seed.
+    ours, theirs = (_least(curves[name], need, by_drop, _DRAWS) for name in (swd, control))
+    known = ours.isfinite() | theirs.isfinite()
+    draws = (ours.clamp_min(1).log() - theirs.clamp_min(1).log())[known].sort().values
+    if not len(draws):
+        return Ratio(task, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
+    cut = int((1 - _LEVEL) / 2 * (len(draws) - 1))
+    below, above = ((draws <= 0).sum() + 1) / (len(draws) + 1), ((draws >= 0).sum() + 1) / (len(draws) + 1)
+    log_ratio = math.log(our_edges / their_edges)
+    p = min(1.0, 2 * float(torch.minimum(below, above)))
+    return Ratio(
+        task, target, swd, control, our_edges, their_edges, log_ratio, float(draws[cut]), float(draws[-1 - cut]), p
+    )
+
+
+def _least(curve: CostCurve, need: float, by_drop: bool, draws: int = 0) -> Float[Tensor, "*draw"]:
+    """The least edges of a prefix that reaches a sufficiency or a drop in logits, on all prompts or in each draw of them;
+    infinity where none does."""
+    margins = {name: torch.atleast_2d(values).double() for name, values in curve.margins.items()}
+    q = {name: resampled(of, draws, _SEED) if draws else of.mean(1)[None] for name, of in margins.items()}
+    kept = (q["keep"] >= need * q["unpruned"]) & (q["unpruned"] > 0)
+    reached = q["unpruned"] - q["ablate"] >= need if by_drop else kept
+    edges = torch.tensor(curve.rows["edges"].tolist(), dtype=torch.float64)
+    least = torch.where(reached, edges, torch.inf).amin(1)
+    return least if draws else least[0]
+
+
+def holm(of_tasks: Sequence[Ratio]) -> list[Ratio]:
+    """The same with p-values adjusted over them; those without one are left out of the count."""
+    tested = sorted((r for r in of_tasks if r.p == r.p), key=lambda r: r.p)
+    adjusted, largest = {}, 0.0
+    for rank, each in enumerate(tested):
+        largest = max(largest, min(1.0, (len(tested) - rank) * each.p))
+        adjusted[each.task] = largest
+    return [Ratio(**{**each.__dict__, "p_holm": adjusted.get(each.task, math.nan)}) for each in of_tasks]
+
+
+def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
+    """One row per task and target."""
+    return pd.DataFrame(
+        {
+            "task": each.task,
+            "target": each.target,
+            "method": each.swd,
+            "its edges": each.swd_edges,
+            "best matched control": each.control or None,
+            "control's edges": each.control_edges,
+            "log ratio": each.log_ratio,
+            "low": each.low,
+            "high": each.high,
+            "p (Holm)": each.p_holm,
+        }
+        for each in ratios
+    ).astype({"its edges": "Int64", "control's edges": "Int64"})
+
+
+def in_words(ratios: Sequence[Ratio]) -> str:
+    """How many tasks each side wins, in one sentence per target."""
+    sentences = []
+    for target in dict.fromkeys(each.target for each in ratios):
+        known = [each for each in ratios if each.target == target and each.log_ratio == each.log_ratio]
+        if not known:
+            sentences.append(f"At {target} no task has both a circuit and a matched control with one.")
+            continue
+        fewer, more = (
+            [e for e in known if e.p_holm < 0.05 and (e.log_ratio < 0) == is_less] for is_less in (True, False)
+        )
+        mean = math.exp(sum(each.log_ratio for each in known) / len(known))
+        sentences.append(
+            f"At {target}, {known[0].swd} needs {mean:.3g} times the edges of the best CE-matched control (geometric mean over "
+            f"{len(known)} of {sum(e.target == target for e in ratios)} tasks); significantly fewer in {len(fewer)}, more in "
+            f"{len(more)}."
+        )
+    return " ".join(sentences)

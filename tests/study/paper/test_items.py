@@ -1,0 +1,175 @@
+"""Items end to end on the embedded model, as small as they can be: files, going on after an interruption, refusals, the page."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+
+import swd_lens as swd
+from swd_lens.circuits import protocol
+from swd_lens.report.paper import write_paper_report
+from swd_lens.study import paper
+from swd_lens.study.paper import materials, run
+
+SMALL = {
+    "tasks": {"gendered_pronoun": [16, 12]},
+    "heldout_tokens": 512,
+    "calibration_tokens": 512,
+    "sparsities": [0.5],
+    "outer_iterations": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return swd.load_default_model()
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """A folder with one item."""
+    folder = tmp_path_factory.mktemp("paper")
+    result = paper.run_item(
+        "controls", profile="tiny", model=model, out=folder, progress=False, random_b_seeds=1, **SMALL
+    )
+    return folder, result
+
+
+def test_an_item_leaves_numbers_tables_figures_and_words(finished):
+    folder, result = finished
+    assert paper.ItemResult.load(folder / "controls" / "result.json").as_dict() == result.as_dict()
+    assert result.settings["tasks"] == SMALL["tasks"] and result.profile == "tiny"
+    for i, table in enumerate(result.tables, 1):
+        written = pd.read_csv(folder / "controls" / f"table-{i}.csv")
+        assert list(written.columns) == list(table.columns) and len(written) == len(table.rows)
+    assert (folder / "controls" / "figure-1.svg").read_text().startswith("<svg")
+    words = (folder / "controls" / "findings.md").read_text()
+    assert all(finding in words for finding in result.findings)
+
+
+def test_the_sentences_say_the_tables_numbers(finished):
+    _, result = finished
+    costs = pd.DataFrame(result.tables[1].rows, columns=list(result.tables[1].columns))
+    reached = costs.dropna(subset=["edges at sufficiency 0.9"])
+    best = reached.loc[reached["edges at sufficiency 0.9"].idxmin()]
+    (sentence,) = (finding for finding in result.findings if finding.startswith("Fewest edges"))
+    assert f"{best['method']} {int(best['edges at sufficiency 0.9']):,}" in sentence
+    # The neurons are exact, and stand beside the paper's solver, ours, and pruned ones.
+    fidelity = pd.DataFrame(result.tables[0].rows, columns=list(result.tables[0].columns)).set_index("method")
+    assert abs(fidelity.loc["Neurons", "CE delta"]) < 1e-6
+    assert {"SWD (paper) s=0.5", "SWD s=0.5", "SWD from neurons s=0.5", "Neurons pruned s=0.5", "SVD"} <= set(
+        fidelity.index
+    )
+
+
+def test_a_finished_item_is_not_run_again(finished, model, monkeypatch):
+    folder, result = finished
+    monkeypatch.setitem(run.RUNS, "controls", lambda *_: pytest.fail("it was run again"))
+    again = paper.run_item(
+        "controls", profile="tiny", model=model, out=folder, progress=False, random_b_seeds=1, **SMALL
+    )
+    assert again.as_dict() == result.as_dict()
+
+
+@pytest.mark.parametrize("call", ["factorize.1", "fidelities.0", "evaluate.2"])
+def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, monkeypatch, call):
+    folder, _ = finished
+    how = {"profile": "tiny", "model": model, "out": tmp_path, "progress": False, "random_b_seeds": 1, **SMALL}
+    name, after = call.split(".")
+    module = materials if name == "factorize" else protocol
+    whole, calls = getattr(module, name), []
+
+    def stop(*args, **named):
+        calls.append(args)
+        if len(calls) > int(after):
+            raise KeyboardInterrupt
+        return whole(*args, **named)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(module, name, stop)
+        paper.run_item("controls", **how)
+    assert not (tmp_path / "controls" / "result.json").exists()
+    paper.run_item("controls", **how)
+    whole = (folder / "controls" / "result.json").read_bytes()
+    assert (tmp_path / "controls" / "result.json").read_bytes() == whole
+
+
+def test_items_of_a_folder_share_what_they_measure(finished, model, tmp_path):
+    folder, _ = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    steps = []
+    trained = [{"label": "TC", "method": "transcoder", "width": 8, "n_tokens": 512, "tokens_per_step": 128, "seed": 0}]
+    how = {"sparser_tokens": 512, "ablations": ["mean"], "trained": trained, "on_step": steps.append}
+    result = paper.run_item("single-matrix", profile="tiny", model=model, out=copy, progress=False, **how, **SMALL)
+    assert [step for step in steps if step.startswith("fidelity")] == ["fidelity of TC"]
+    assert [r for r in result.numbers["fidelity"]][-1] == "TC"
+
+
+def test_another_host_text_or_profile_is_refused(finished, model):
+    folder, _ = finished
+    how = {"model": model, "out": folder, "progress": False, "random_b_seeds": 1}
+    with pytest.raises(swd.errors.ResumeError, match="held-out tokens"):
+        paper.run_item("controls", profile="tiny", **how, **{**SMALL, "heldout_tokens": 256})
+    other = swd.load_default_model()
+    other.blocks[0].mlp.W_in.data[0, 0] += 1
+    with pytest.raises(swd.errors.ResumeError, match="the host"):
+        paper.run_item("controls", profile="tiny", **{**how, "model": other}, **SMALL)
+
+
+def test_bad_settings_are_refused_before_any_work(tmp_path, model):
+    with pytest.raises(ValueError, match="controls has no setting 'seeds'"):
+        paper.run_item("controls", profile="tiny", model=model, out=tmp_path / "new", seeds=3)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_edit_is_an_item(model, tmp_path):
+    how = {"shifts": [-1, 1], "edit_tokens": 512, "lora_rates": [0.08], "other_tokens": 32, "sparsity": 0.5}
+    small = {**SMALL, "tasks": {"gendered_pronoun": [8, 4], "greater_than": [8, 4]}}
+    result = paper.run_item("edit", profile="tiny", model=model, out=tmp_path, progress=False, **how, **small)
+    edits = pd.DataFrame(result.tables[0].rows, columns=list(result.tables[0].columns))
+    assert set(edits["method"]) == {"unit", "random", "oracle", "LoRA, rate 0.08"}
+    assert "At a requested shift of 1" in result.findings[1]
+
+
+def test_the_page_shows_every_finished_item(finished, tmp_path):
+    folder, result = finished
+    path = write_paper_report(folder, tmp_path / "page.html")
+    page = path.read_text()
+    assert result.heading in page and "<script" not in page
+    assert page.count("<svg") >= len(result.pictures)
+    assert all(caption in page for caption in ("Fidelity on held-out text", "Edges of SWD over the best control"))
+    with pytest.raises(FileNotFoundError, match="no finished item"):
+        write_paper_report(tmp_path)
+
+
+def test_a_damaged_result_is_said(finished, tmp_path):
+    folder, _ = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    path = copy / "controls" / "result.json"
+    path.write_text(path.read_text().replace('"tiny"', '"tinny"', 1))
+    with pytest.raises(ValueError, match=r"result\.json"):
+        paper.results_in(copy)
+
+
+def test_plan_is_plain_values():
+    planned = paper.plan("all", "tiny")
+    values = json.loads(json.dumps(planned.as_dict()))
+    assert list(values) == list(paper.ITEMS)
+    assert values["qk"]["settings"][0]["name"] == "model"
+    assert list(planned.table()["item"]) == list(paper.ITEMS)
+
+
+@pytest.mark.slow
+def test_all_items_of_the_tiny_profile(tmp_path, model):
+    results = paper.run_items("all", profile="tiny", model=model, out=tmp_path, progress=False)
+    assert list(results) == list(paper.ITEMS)
+    for result in results.values():
+        assert result.findings and result.tables and result.pictures
+        assert (tmp_path / result.item / "result.json").is_file()
+    ce = pd.DataFrame(results["full-model"].tables[0].rows, columns=list(results["full-model"].tables[0].columns))
+    assert set(ce["model"]) == {"dense", "SWD", "SWD-FT", "trained sparse"}
+    page = write_paper_report(tmp_path).read_text()
+    assert all(result.heading in page for result in results.values())
