@@ -103,6 +103,11 @@ def test_attention_fidelity_is_drawn_by_layer():
     figure = plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, errors, 10))
     lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in figure.axes[0].lines}
     assert lines["QKV (attn_qkv)"] == [1.0, 2.0] and lines["output (attn_o)"][1] == 5.0
+    assert "replaced model" in figure.axes[0].get_ylabel()
+    local = {"blocks.0.attn_qkv": 0.01, "blocks.1.attn_qkv": 0.015}
+    figure = plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, errors, 10, local_relmse=local))
+    assert np.asarray(figure.axes[0].lines[0].get_ydata()).tolist() == [1.0, 1.5]
+    assert "dense inputs" in figure.axes[0].get_ylabel()
     with pytest.raises(QKError, match=r"this fidelity is of blocks\.0\.mlp_in"):
         plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, {"blocks.0.mlp_in": 0.5}, 10))
 

@@ -205,6 +205,9 @@ def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
 def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     """Relative squared error of the attention matrices by layer (paper, Fig. attention-reconstruction-static-screen, top).
 
+    Of `swd_lens.fidelity(..., local=True)` it is the local error, as in the paper's figure: on the dense model's inputs, without
+    bias. Else it is the error in the replaced model, which has in it what upstream replacements do; the axis says which.
+
     Args:
         fidelity: of `swd_lens.fidelity` with factors of attn_qkv (or attn_q, attn_k, attn_v) and attn_o of some layers.
 
@@ -212,7 +215,7 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
         QKError: none of its sites is an attention matrix.
     """
     kinds: dict[str, dict[int, float]] = {}
-    for name, difference in fidelity.relmse.items():
+    for name, difference in (fidelity.local_relmse or fidelity.relmse).items():
         layer, kind = split_name(name)
         if kind in _MATRICES:
             kinds.setdefault(kind, {})[layer] = float(difference)
@@ -228,7 +231,8 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     ax.set_ylim(bottom=0)
     ax.set_xticks(layers)
     ax.set_xlabel("layer", fontsize=9)
-    ax.set_ylabel("relative squared error (%)", fontsize=9)
+    where = "dense inputs" if fidelity.local_relmse else "replaced model"
+    ax.set_ylabel(f"relative squared error, {where} (%)", fontsize=9)
     ax.set_title("Attention matrices: reconstruction error of their outputs", fontsize=9)
     ax.legend(fontsize=8, frameon=False)
     return figure
