@@ -74,8 +74,8 @@ class QKScreen(Record):
 
     Attributes:
         gamma: (layer, head, q, k) coefficients; NaN in layers without units on both sides, and beyond a layer's units.
-        q_units, k_units: (layer, head, top) unit indices of the rows and columns of gamma, by falling write norm (with text, times
-            rms(z)); -1 where none.
+        q_units, k_units: (layer, head, top) unit indices of the rows and columns of gamma, by falling write norm (with text:
+            times rms(z)); -1 where none.
         settings: of what and how.
         q_rms, k_rms: (layer, head, top) rms of these units' z over the text's tokens; NaN where none. None without text.
     """
