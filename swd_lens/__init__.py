@@ -137,7 +137,7 @@ TYPES = {
     "UnitGraph": "analysis.graph.result",
     "Replays": "analysis.graph.replays",
     "GraphPage": "analysis.graph.viewer.page",
-    "UnitInteractions": "analysis.interactions.finite",
+    "UnitInteractions": "analysis.interactions.result",
     "UnitOverlap": "analysis.interactions.overlap",
     "UnitProfile": "analysis.audit.unit",
     "UnitScores": "circuits.scores",

@@ -20,7 +20,8 @@ from swd_lens.units.factors import Factors
 W = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
-def micro_model() -> HookedTransformer:
+def micro_model(*, gated_mlp: bool = False) -> HookedTransformer:
+    """The model above; a gate's weights are zero."""
     cfg = HookedTransformerConfig(
         n_layers=1,
         d_model=2,
@@ -30,6 +31,7 @@ def micro_model() -> HookedTransformer:
         n_ctx=8,
         d_vocab=3,
         act_fn="relu",
+        gated_mlp=gated_mlp,
         normalization_type=None,
         seed=0,
     )

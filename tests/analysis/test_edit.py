@@ -65,6 +65,19 @@ def test_by_hand():
     assert model.blocks[0].mlp.W_out.tolist() == [[1, 2], [3, 4]]
 
 
+def test_a_units_scale_changes_alpha_and_not_the_edits_size():
+    """As by hand; read vector times 3, write vector over 3: z = 12, alpha a third, alpha |a| = 2 / (4 sqrt(2)) as before."""
+    sizes = []
+    for by in (1.0, 3.0):
+        factors = identity_factors()["blocks.0.mlp_out"]
+        scaled = {"blocks.0.mlp_out": Factors(factors.read * by, factors.write / by)}
+        edit = edit_unit(micro_model(), scaled, "blocks.0.mlp_out/0", torch.tensor([0, 2]), 1, 0, 2)
+        assert edit.settings["alpha"] == pytest.approx(2 / (4 * 2**0.5) / by, rel=1e-12)
+        assert edit.size == edit.table()["alpha |a|"].item() == pytest.approx(2 / (4 * 2**0.5), rel=1e-6)
+        sizes.append(edit.delta.dense())
+    assert torch.allclose(*sizes, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("method", ["unit", "random", "oracle", "replacement"])
 @pytest.mark.parametrize("shift", [-2, 0.5])

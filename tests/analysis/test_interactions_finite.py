@@ -1,11 +1,13 @@
 """Pair interactions through the activation, against the paper's formulas written out in float64."""
 
+import json
+
 import pytest
 import torch
 from transformer_lens import HookedTransformer
 
 from swd_lens import baselines
-from swd_lens.analysis.interactions import difference, unit_interactions
+from swd_lens.analysis.interactions import UnitInteractions, difference, unit_interactions
 from swd_lens.base.errors import TokenError, UnsupportedHostError
 from swd_lens.hosts import host_of
 from swd_lens.tasks.streams import TokenStream
@@ -119,6 +121,75 @@ def test_a_pair_computed_on_paper():
     assert "left out: 1 without any effect" in repr(found)
     assert found.table()["pairs"].item() == 0 and found.pairs().empty
     found.plot(), found.plot_pairs()
+
+
+GATE = "blocks.1.mlp_gate"
+
+
+def test_a_pair_of_gate_and_up_computed_on_paper():
+    """micro_model with a gate, token 2: x = (1, 1), so every z is 1.
+
+    Gate units write (1, -2) and (0, 1): g = (1, -1), relu (1, 0). Up units write (2, 0) and (1, 3): u = (3, 3).
+    f(g) - f(g - c_0) = (1, 0) - (0, 1) = (1, -1); without gate unit 1: (1, 0) - (1, 0) = 0. W_out = [[1, 2], [3, 4]].
+    q_00 = (1, -1) * (2, 0) W = (2, 4); q_01 = (1, -3) W = (-8, -10); q_10 = q_11 = 0.
+    Gate: m_0 = (3, -3) W = (-6, -6), m_1 = 0. Up: m_0 = (2, 0) W = (2, 4), m_1 = (1, 0) W = (1, 2).
+    Energies: gate |(-5, -6)|^2 = 61 and |(3, 4)|^2 = 25, up |(2, 4)|^2 = 20 and |(10, 14)|^2 = 296: up unit 1 comes first.
+    """
+    model = micro_model(gated_mlp=True)
+    gate, up = (Factors(torch.eye(2), torch.tensor(write)) for write in ([[1.0, -2], [0, 1]], [[2.0, 0], [1, 3]]))
+    factors = {"blocks.0.mlp_gate": gate, "blocks.0.mlp_in": up}
+    found = unit_interactions(model, factors, list(factors), [[2]], progress=False)
+    assert found.units == (0, 1) and found.energy.tolist() == [61, 25]
+    assert found.up.units == (1, 0) and found.up.energy.tolist() == [296, 20]
+    torch.testing.assert_close(found.interaction_rms, torch.tensor([[164.0, 20.0], [0.0, 0.0]]).double().sqrt())
+    assert found.marginal_rms.tolist() == pytest.approx([72**0.5, 0])
+    assert found.up.marginal_rms.tolist() == pytest.approx([5**0.5, 20**0.5])
+    assert found.silent == (1,) and found.up.silent == () and found.n_pairs == 2
+    best = found.pairs(1).iloc[0]
+    assert (best["unit"], best["other unit"]) == ("blocks.0.mlp_gate/0", "blocks.0.mlp_in/1")
+    assert best["R"] == found.table()["max"].item() == pytest.approx((164 / (72 * 5) ** 0.5) ** 0.5)
+    assert "blocks.0.mlp_gate x blocks.0.mlp_in, 2 pairs" in repr(found)
+    again = UnitInteractions.from_dict(json.loads(json.dumps(found.as_dict())))
+    assert again.up.units == (1, 0) and again.n_pairs == 2
+    found.plot(), found.plot_pairs()
+
+
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_gate_x_up_is_the_mixed_difference_of_the_product(density, monkeypatch):
+    model = toy_model(act_fn="silu", gated_mlp=True)
+    factors = {site: sparse_factors(model, site, density=density, seed=i) for i, site in enumerate((GATE, SITE))}
+    monkeypatch.setattr(difference, "_LONGEST_BLOCK", 3)
+    found = unit_interactions(model, factors, "blocks.1.mlp_[gi]*", TOKENS, top=5, batch_size=2, progress=False)
+    with attach(model, factors), torch.no_grad():
+        _, cache = model.run_with_cache(TOKENS)
+    seen = [cache[f"blocks.1.{name}"].flatten(0, 1).double() for name in ("mlp.hook_pre", "mlp.hook_pre_linear")]
+    weight, f, (g, u) = model.blocks[1].mlp.W_out.detach().double(), ACTIVATIONS["silu"], seen
+    taken = []
+    for kind, units in (("mlp_gate", found.units), ("mlp_in", found.up.units)):
+        z = cache[f"blocks.1.hook_{kind}_unit"].flatten(0, 1).double()
+        taken.append([z[:, i, None] * factors[f"blocks.1.{kind}"].write[i].double() for i in units])
+
+    def rms(delta):
+        return float((delta @ weight).square().sum(1).mean().sqrt())
+
+    for i, c in enumerate(taken[0]):
+        assert float(found.marginal_rms[i]) == pytest.approx(rms(f(g) * u - f(g - c) * u), rel=1e-4)
+        for j, d in enumerate(taken[1]):
+            q = f(g) * u - f(g - c) * u - f(g) * (u - d) + f(g - c) * (u - d)
+            assert float(found.interaction_rms[i, j]) == pytest.approx(rms(q), rel=1e-4, abs=1e-6)
+            assert float(found.up.marginal_rms[j]) == pytest.approx(rms(f(g) * u - f(g) * (u - d)), rel=1e-4)
+    alone = unit_interactions(model, factors, GATE, TOKENS, top=5, batch_size=2, progress=False)
+    assert alone.up is None and alone.units == found.units
+    torch.testing.assert_close(alone.marginal_rms, found.marginal_rms, rtol=1e-6, atol=0)
+
+
+def test_gate_x_up_wants_factors_of_both_and_one_layer():
+    model = toy_model(act_fn="silu", gated_mlp=True)
+    factors = {GATE: sparse_factors(model, GATE)}
+    with pytest.raises(ValueError, match=r"hold nothing for blocks\.1\.mlp_in"):
+        unit_interactions(model, factors, [GATE, SITE], TOKENS, progress=False)
+    with pytest.raises(ValueError, match="names 2 sites"):
+        unit_interactions(model, factors, [GATE, "blocks.0.mlp_in"], TOKENS, progress=False)
 
 
 def test_neither_blocks_nor_batches_nor_threads_nor_a_stream_change_the_sums(monkeypatch):

@@ -10,9 +10,10 @@ from swd_lens.analysis.qk import scan as scan_module
 from swd_lens.analysis.qk.replay import NUMBERS
 from swd_lens.base.errors import QKError
 from swd_lens.base.record import column
+from swd_lens.units.factors import Factors
 from tests import families
 from tests.analysis.qk_checks import ROW, random_factors, same, snapshot
-from tests.micro import toy_model
+from tests.micro import micro_model, toy_model
 
 PROMPTS = [ROW, [5, 2], ROW[::-1], [4, 4, 1, 9, 12]]
 
@@ -106,3 +107,29 @@ def test_a_scan_shows_itself_and_leaves_the_host_as_it_was():
         list(scan.table(3).columns)[-1] == "text" and len(scan.table(3)) == 3 and len(scan.table()) == len(scan.frame)
     )
     assert scan.settings["remove"] == "q" and scan.settings["per_head"] == 5
+
+
+@pytest.mark.parametrize("host", ["learned", "qwen3"])
+def test_a_units_scale_changes_gamma_and_neither_size_nor_effects(host):
+    model, packed = (toy_model(), True) if host == "learned" else (families.hooked(host), False)
+    factors = random_factors(model, packed)
+    site = "blocks.1.attn_qkv" if packed else "blocks.1.attn_q"
+    read, write = factors[site].read.clone(), factors[site].write.clone()
+    read[:, 4] *= 3
+    write[4] /= 3
+    pairs = [QKPair(1, 0, 4, 5), QKPair(1, 1, 2, 3)]
+    before, after = (
+        qk_scan(model, each, PROMPTS[0], pairs=pairs, progress=False).frame.sort_values("q unit")
+        for each in (factors, {**factors, site: Factors(read, write)})
+    )
+    assert after["size"].tolist() == pytest.approx(before["size"].tolist(), rel=1e-4)
+    assert after["removed KL"].tolist() == pytest.approx(before["removed KL"].tolist(), rel=1e-3)
+    assert after["gamma"].tolist() == pytest.approx([before["gamma"].iloc[0], before["gamma"].iloc[1] / 3], rel=1e-5)
+
+
+def test_size_by_hand():
+    """One head of width 2, z = h: (1, 0), (1, 1) of tokens 0, 2. gamma of q1 and k0 is -4 / sqrt(2), rms sqrt(1/2) and 1."""
+    write = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, 9.0], [0.0, -1.0, 5.0, 0.0, 9.0, 9.0]])
+    factors = {"blocks.0.attn_qkv": Factors(torch.eye(2), write)}
+    scan = qk_scan(micro_model(), factors, [[0, 2]], pairs=[QKPair(0, 0, 1, 0)], progress=False)
+    assert scan.frame["size"].item() == pytest.approx(2.0) and scan.frame["gamma"].item() == pytest.approx(-(8**0.5))

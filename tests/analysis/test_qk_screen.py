@@ -12,7 +12,7 @@ from swd_lens.hosts.attention import heads_of, rotations
 from swd_lens.units.factors import Factors
 from tests import families
 from tests.analysis.qk_checks import random_factors
-from tests.micro import micro_model, toy_model
+from tests.micro import micro_model, random_tokens, toy_model
 
 
 def test_coefficients_by_hand():
@@ -103,6 +103,11 @@ def test_attention_fidelity_is_drawn_by_layer():
     figure = plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, errors, 10))
     lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in figure.axes[0].lines}
     assert lines["QKV (attn_qkv)"] == [1.0, 2.0] and lines["output (attn_o)"][1] == 5.0
+    assert "replaced model" in figure.axes[0].get_ylabel()
+    local = {"blocks.0.attn_qkv": 0.01, "blocks.1.attn_qkv": 0.015}
+    figure = plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, errors, 10, local_relmse=local))
+    assert np.asarray(figure.axes[0].lines[0].get_ydata()).tolist() == [1.0, 1.5]
+    assert "dense inputs" in figure.axes[0].get_ylabel()
     with pytest.raises(QKError, match=r"this fidelity is of blocks\.0\.mlp_in"):
         plot_attention_fidelity(Fidelity(1.0, 1.0, 0.0, 1.0, {"blocks.0.mlp_in": 0.5}, 10))
 
@@ -136,3 +141,47 @@ def test_hosts_and_units_without_such_scores_are_refused():
 
     with pytest.raises(UnsupportedHostError, match="must be read and write factors"):
         qk_screen(toy_model(), {"blocks.0.attn_qkv": Coder()})
+
+
+def rescaled(factors, site, unit, by):
+    """The same unit: read vector times `by`, write vector over it."""
+    read, write = factors[site].read.clone(), factors[site].write.clone()
+    read[:, unit] *= by
+    write[unit] /= by
+    return {**factors, site: Factors(read, write)}
+
+
+def test_with_text_sizes_by_hand():
+    """z = h, tokens 0 and 2: h = (1, 0) and (1, 1), so rms(z) = 1 and sqrt(1/2).
+
+    gamma = [[11, 5], [-4, 0]] / sqrt(2) as above; with a read vector three times as long the first row and column are three times
+    smaller, and the unit ranks behind the other on the key side. Sizes: 11, 5 sqrt(1/2), 4 sqrt(1/2), 0, all / sqrt(2).
+    """
+    write = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, 9.0], [0.0, -1.0, 5.0, 0.0, 9.0, 9.0]])
+    factors = {"blocks.0.attn_qkv": Factors(torch.eye(2), write)}
+    sizes = torch.tensor([[11.0, 5 * 0.5**0.5], [4 * 0.5**0.5, 0.0]]) / 2**0.5
+    for by in (1.0, 3.0):
+        scaled = rescaled(factors, "blocks.0.attn_qkv", 0, by)
+        screen = qk_screen(micro_model(), scaled, tokens=[[0, 2]])
+        assert screen.q_units.tolist() == [[[0, 1]]] and screen.k_units.tolist() == [[[0, 1]]]
+        assert torch.allclose(screen.sizes[0, 0], sizes)
+        assert screen.table(4)["size"].tolist() == pytest.approx([11 / 2**0.5, 2.5, 2.0])
+        assert screen.table()["gamma"].item() == pytest.approx(11 / 2**0.5 / by**2)
+        again = type(screen).from_dict(screen.as_dict())
+        assert torch.allclose(again.sizes, screen.sizes)
+    static = qk_screen(micro_model(), scaled)
+    assert static.k_units.tolist() == [[[1, 0]]] and static.sizes is None and "size" not in static.table()
+
+
+def test_a_units_scale_changes_the_static_screen_and_not_the_one_with_text():
+    model, site = toy_model(), "blocks.1.attn_qkv"
+    factors = random_factors(model)
+    scaled = rescaled(factors, site, 3, 50.0)
+    tokens = random_tokens(4, 9)
+    one, other = (qk_screen(model, each, top=4, tokens=tokens) for each in (factors, scaled))
+    assert torch.equal(one.q_units, other.q_units) and torch.equal(one.k_units, other.k_units)
+    torch.testing.assert_close(one.sizes, other.sizes, rtol=1e-4, atol=1e-6)
+    assert [str(p) for p in one.pairs(2)] == [str(p) for p in other.pairs(2)]
+    assert "rms" in svg(one.plot())
+    static = [qk_screen(model, each, top=4) for each in (factors, scaled)]
+    assert not torch.equal(static[0].q_units, static[1].q_units) or not torch.equal(*(s.k_units for s in static))

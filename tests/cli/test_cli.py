@@ -372,11 +372,12 @@ def test_an_unknown_command_is_refused_with_the_known_ones():
     assert done.returncode == 2 and "No such command 'circuits'" in done.stderr and "circuit" in done.stderr
 
 
-def test_text_that_judges_is_none_that_fits_however_much_is_asked_for(tmp_path):
+def test_text_that_judges_is_none_that_fits_however_much_is_asked_for(tmp_path, capsys):
     model, file = swd.load_default_model(), tmp_path / "text.txt"
     file.write_text(" ".join(f"the {number} mill" for number in range(600)), encoding="utf-8")
     every = pack_text(model, file.read_text(encoding="utf-8"))
     calibration, heldout = TextOptions(text=file, tokens=10**6, heldout_tokens=200).rows(model, ModelOptions())
+    assert f"text.txt: taken as 1 document of {every.numel():,} tokens" in " ".join(capsys.readouterr().err.split())
     assert torch.equal(torch.cat([calibration, heldout]), every) and len(heldout) == 2
     # Without calibration no half of the text is kept for it.
     nothing, heldout = TextOptions(text=file, tokens=0, heldout_tokens=10**6).rows(model, ModelOptions())

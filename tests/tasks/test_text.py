@@ -106,6 +106,32 @@ def test_a_file_is_one_document_whatever_its_length(host, tmp_path, monkeypatch)
         load_text(path, host, 8)
 
 
+def test_a_file_or_a_string_is_split_at_titles_or_at_blank_lines(host, tmp_path):
+    """the 2, cat 3, dog 4, sat 5, ran 6, he 7; EOS 1. `= the =` is a title, `= = dog = =` a section's."""
+    path = tmp_path / "mine.txt"
+    text = "the cat sat\n \n\nthe dog\nran\n\n"
+    path.write_text(text)
+    apart = [2, 3, 5, 1, 2, 4, 6]
+    assert load_text(path, host, 7, context=7, documents="paragraphs").tolist() == [apart]
+    assert pack_text(host, text, 7, documents="paragraphs").tolist() == [apart]
+    assert pack_text(host, text, 2, n_tokens=4, documents="paragraphs").tolist() == [[2, 3], [5, 1]]
+    assert pack_text(host, text, 6).tolist() == [[2, 3, 5, 2, 4, 6]]
+    text = "= the =\n\ncat sat\n = = the = = \n\nhe ran\n= the =\ndog ran"
+    path.write_text(text)
+    of_file = pack_text(host, text, 1, documents="articles").flatten().tolist()
+    assert of_file.count(1) == 1
+    first, second = of_file[: of_file.index(1)], of_file[of_file.index(1) + 1 :]
+    assert pack_text(host, text[: text.rindex("= the =")], 1).flatten().tolist() == first
+    assert pack_text(host, text[text.rindex("= the =") :], 1).flatten().tolist() == second
+    assert load_text(path, host, len(of_file), context=1, documents="articles").flatten().tolist() == of_file
+    for call in (lambda: pack_text(host, text, documents="pages"), lambda: load_text(path, host, 8, documents="pages")):
+        with pytest.raises(TokenError, match=r"must be one of 'one', 'articles', 'paragraphs', got 'pages'"):
+            call()
+    host.tokenizer.eos_token = None
+    with pytest.raises(TokenError, match="no EOS token"):
+        pack_text(host, text, documents="articles")
+
+
 def test_datasets_of_the_datasets_library(host):
     dataset = datasets.Dataset.from_dict({"text": DOCUMENTS})
     expected = load_text(DOCUMENTS, host, 10, context=5)

@@ -172,6 +172,16 @@ class Edit:
         return float(out @ self.target.direction.double())
 
     @property
+    def size(self) -> float | None:
+        """alpha |read vector|: how far the edit writes along d for an input along the unit's read vector.
+
+        alpha itself depends on how the unit is scaled (the same unit with a read vector twice as long has half the alpha); this
+        number, as dW itself, does not. None where there is no alpha ("lora").
+        """
+        alpha = self.settings.get("alpha")
+        return None if alpha is None else float(alpha) * float(self.delta.read.double().norm())
+
+    @property
     def relative_norm(self) -> float:
         """||dW||_F / ||W||_F."""
         return self.delta.norm / self.settings["weight_norm"]
@@ -184,6 +194,7 @@ class Edit:
             "requested shift": self.shift,
             "h* dW d": self.local_shift,
             "alpha": self.settings.get("alpha"),
+            "alpha |a|": self.size,
             "rank": self.delta.rank,
             "norm of dW": self.delta.norm,
             "relative norm": self.relative_norm,

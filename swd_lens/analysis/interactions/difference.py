@@ -5,6 +5,11 @@ Of one token, with preactivation h, contributions c_i = z_i B_i, activation f (g
     Delta_ij = f(h) - f(h - c_i) - f(h - c_j) + f(h - c_i - c_j)        q_ij = Delta_ij W
     m_i      = [f(h) - f(h - c_i)] W                                    wanted: sum_t |q_ij|^2, E_i = sum_t |m_i|^2
 
+A unit j of the up branch of a gated MLP, contribution d_j to u, enters linearly: two of them do not interact, but one does with
+a unit of the gate, since what the product f(h) u loses when both are taken out is not the sum of what each takes out:
+
+    Delta_ij = f(h) u - f(h - c_i) u - f(h) (u - d_j) + f(h - c_i) (u - d_j) = [f(h) - f(h - c_i)] d_j        m_j = f(h) d_j W
+
 Nothing is approximated; three facts about f and B make it cheap.
 
 1. f acts on each channel by itself, so Delta_ij is zero wherever i or j does not write: only the channels S that both write
@@ -17,46 +22,19 @@ Tensors are laid out (channel, token), so that picking channels copies whole row
 float64, products have the host's precision (float32 at least). On a CPU as many Python threads as torch would use take one
 unit at a time, each with single-threaded kernels: two threads that meet after every small kernel wait for each other most of
 the time on a busy machine. So the bits of these sums do not depend on the number of threads; those of the host's forward may.
-
-f is found in the host (`find_activation`), and held against what the host computes.
-
-1. Candidates are the functions that the block's modules call their activation.
-2. The right one gives post from pre: post = f(pre), gated post = f(pre) * up, plus a constant (TransformerLens adds b_in of a
-   gated MLP there). What else may stand between (a LayerNorm as in solu_ln, a softmax over channels) is refused: then one
-   channel's change is not that channel's alone.
-3. Where a kernel of torch gives the same values on a fine grid, it is used: TransformerLens and Hugging Face spell GELU out in
-   eight passes over memory.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
-from swd_lens.hosts import Host
-from swd_lens.hosts.sites import Site
-
-Activation = Callable[[Tensor], Tensor]
-
-# What modules call their activation: TransformerLens and most of Hugging Face (act_fn), GPT-2 and NeoX (act), BERT, OPT.
-_NAMES = ("act_fn", "act", "intermediate_act_fn", "activation_fn", "activation", "activation_func")
-_KERNELS: dict[str, Activation] = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu (tanh)": partial(F.gelu, approximate="tanh"),
-}
-_GRID = torch.linspace(-12, 12, 24_001, dtype=torch.float64)
-_SAME = 1e-7  # of float64 values on the grid; gelu and gelu (tanh) differ by 5e-4
-_ROUNDING = 8  # of the dtype's eps, relative to the largest |post|
+from swd_lens.analysis.interactions.activation import Activation
 
 # What all units' own differences f(h) - f(h - c_i) may take for one block of tokens; it decides how long a block is.
 _BLOCK_BYTES = 2**29
@@ -77,7 +55,47 @@ class _Writes:
     weights: Float[Tensor, " written"]
 
 
-class PairSums:
+class _Projection:
+    """The dense W_out and W W^T, by which differences are projected, and how many tokens a block of them has.
+
+    Args:
+        weight: (d_mlp, d_model) the dense W_out.
+        activation: f.
+        dtype: of all products.
+        n_written: channels that all units write together, whose differences a block holds.
+    """
+
+    def __init__(
+        self, weight: Float[Tensor, "d_mlp d_model"], activation: Activation, dtype: torch.dtype, n_written: int
+    ):
+        self.n_tokens = 0
+        self._activation = activation
+        self._weight = weight.to(dtype)
+        with _one_thread(weight.device):
+            self._gram = self._weight @ self._weight.T
+        wide = n_written * self._weight.element_size()
+        self._block = min(max(_BLOCK_BYTES // wide, _SHORTEST_BLOCK), _LONGEST_BLOCK)
+
+    def n_blocks(self, n_tokens: int) -> int:
+        """How many blocks that many tokens are added in."""
+        return -(-n_tokens // self._block)
+
+    def _blocks(self, *tensors: Float[Tensor, "_token _channel"]) -> Iterator[list[Tensor]]:
+        """Blocks of tokens of each tensor, (channel, token)."""
+        for rows in torch.arange(len(tensors[0]), device=tensors[0].device).split(self._block):
+            yield [t[rows].to(self._weight).T.contiguous() for t in tensors]
+
+    def _squared(self, delta: Tensor, channels: Tensor, gram: Tensor, within: Tensor | None = None) -> Tensor:
+        """sum_t |delta_t W|^2 for delta (channel, token); gram is W W^T on them, or on those that `within` picks."""
+        if len(delta) > self._weight.shape[1]:
+            return (delta.T @ self._weight[channels]).square().sum()
+        if within is not None:
+            gram = gram.index_select(0, within).index_select(1, within)
+        # A sum of squares, which rounding may take below zero where it is next to nothing.
+        return torch.dot((delta @ delta.T).flatten(), gram.flatten()).clamp_min(0)
+
+
+class PairSums(_Projection):
     """Running sums of |q_ij|^2 and |m_i|^2 over tokens.
 
     Memory: W W^T (d_mlp, d_mlp), half a gigabyte for a block of tokens, and what a few pairs take; the more the units write,
@@ -102,25 +120,12 @@ class PairSums:
         activation: Activation,
         dtype: torch.dtype,
     ):
-        n, device = len(write), weight.device
+        n = len(write)
         self.pairs = torch.zeros(n, n, dtype=torch.float64)
         self.marginals = torch.zeros(n, dtype=torch.float64)
-        self.n_tokens = 0
-        self._activation = activation
-        self._weight = weight.to(dtype)
-        with _one_thread(device):
-            self._gram = self._weight @ self._weight.T
-        self._writes = [_writes(row.to(device, dtype)) for row in write]
-        # Where a channel sits in a unit's own list; -1 where the unit does not write it.
-        self._index = torch.full((n, write.shape[1]), -1, dtype=torch.int32, device=device)
-        for index, unit in zip(self._index, self._writes, strict=True):
-            index[unit.channels] = torch.arange(len(unit.channels), dtype=torch.int32, device=device)
-        wide = sum(len(unit.channels) for unit in self._writes) * self._weight.element_size()
-        self._block = min(max(_BLOCK_BYTES // wide, _SHORTEST_BLOCK), _LONGEST_BLOCK)
-
-    def n_blocks(self, n_tokens: int) -> int:
-        """How many blocks that many tokens are added in."""
-        return -(-n_tokens // self._block)
+        self._writes = _writes(write.to(weight.device, dtype))
+        self._index = _positions(self._writes, write.shape[1])
+        super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._writes))
 
     def add(
         self,
@@ -135,10 +140,8 @@ class PairSums:
             each: called whenever a unit was paired with all later ones, for progress bars.
         """
         with torch.no_grad():
-            for rows in torch.arange(len(pre), device=pre.device).split(self._block):
-                block = [None if t is None else t[rows].to(self._weight).T.contiguous() for t in (z, pre, up)]
-                assert block[0] is not None and block[1] is not None
-                self._add_block(block[0], block[1], block[2], each)
+            for block in self._blocks(z, pre) if up is None else self._blocks(z, pre, up):
+                self._add_block(block[0], block[1], None if up is None else block[2], each)
         self.n_tokens += len(pre)
 
     def _add_block(self, z: Tensor, pre: Tensor, up: Tensor | None, each: Callable[[], Any]) -> None:
@@ -195,19 +198,107 @@ class PairSums:
         value = self._activation(pre)
         return value if up is None else value * up[channels]
 
-    def _squared(self, delta: Tensor, channels: Tensor, gram: Tensor, within: Tensor | None = None) -> Tensor:
-        """sum_t |delta_t W|^2 for delta (channel, token); gram is W W^T on them, or on those that `within` picks."""
-        if len(delta) > self._weight.shape[1]:
-            return (delta.T @ self._weight[channels]).square().sum()
-        if within is not None:
-            gram = gram.index_select(0, within).index_select(1, within)
-        # A sum of squares, which rounding may take below zero where it is next to nothing.
-        return torch.dot((delta @ delta.T).flatten(), gram.flatten()).clamp_min(0)
+
+class GateUpSums(_Projection):
+    """Running sums over tokens of |q_ij|^2 for units i of the gate and j of the up branch, and of |m|^2 of both.
+
+    Args:
+        gate_write, up_write: (unit, d_mlp) write vectors of the units of each that are paired.
+        weight, activation, dtype: see `PairSums`.
+
+    Attributes:
+        pairs: (gate unit, up unit) float64, sum_t |q_ij|^2.
+        marginals, up_marginals: float64, E of each gate unit and of each up unit.
+        n_tokens: how many were added.
+    """
+
+    def __init__(
+        self,
+        gate_write: Float[Tensor, "gate d_mlp"],
+        up_write: Float[Tensor, "up d_mlp"],
+        weight: Float[Tensor, "d_mlp d_model"],
+        activation: Activation,
+        dtype: torch.dtype,
+    ):
+        self.pairs = torch.zeros(len(gate_write), len(up_write), dtype=torch.float64)
+        self.marginals = torch.zeros(len(gate_write), dtype=torch.float64)
+        self.up_marginals = torch.zeros(len(up_write), dtype=torch.float64)
+        self._gate, self._up = (_writes(write.to(weight.device, dtype)) for write in (gate_write, up_write))
+        self._index = _positions(self._gate, gate_write.shape[1])
+        super().__init__(weight, activation, dtype, sum(len(unit.channels) for unit in self._gate + self._up))
+
+    def add(
+        self,
+        z: Float[Tensor, "_token gate"],
+        up_z: Float[Tensor, "_token up"],
+        pre: Float[Tensor, "_token d_mlp"],
+        up: Float[Tensor, "_token d_mlp"],
+        each: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """Add some tokens: z of the paired units of both branches, and what the branches are.
+
+        Args:
+            each: called whenever a gate unit was paired with all up units, for progress bars.
+        """
+        with torch.no_grad():
+            for block in self._blocks(z, up_z, pre, up):
+                self._add_block(block[0], block[1], block[2], block[3], each)
+        self.n_tokens += len(pre)
+
+    def _add_block(self, z: Tensor, up_z: Tensor, pre: Tensor, up: Tensor, each: Callable[[], Any]) -> None:
+        def of_up_unit(j: int) -> Tensor:
+            unit = self._up[j]
+            with torch.no_grad():
+                own = full[unit.channels] * unit.weights[:, None] * up_z[j]
+                return self._squared(own, unit.channels, self._gram[unit.channels][:, unit.channels])
+
+        def of_gate_unit(i: int) -> tuple[int, Tensor, Tensor]:
+            unit = self._gate[i]
+            with torch.no_grad():
+                gram = self._gram[unit.channels][:, unit.channels]
+                opened = full[unit.channels] - self._activation(_less(pre, unit, z[i]))  # f(h) - f(h - c_i)
+                marginal = self._squared(opened * up[unit.channels], unit.channels, gram)
+                return i, marginal, self._with_up_units(i, opened, up_z, gram)
+
+        with _each_unit(pre.device) as each_unit:
+            full = self._activation(pre)
+            own = list(each_unit(of_up_unit, range(len(self._up))))
+            self.up_marginals += torch.stack(own).double().cpu()
+            for i, marginal, pairs in each_unit(of_gate_unit, range(len(self._gate))):
+                self.marginals[i] += marginal.double().cpu()
+                self.pairs[i] += pairs
+                each()
+
+    def _with_up_units(self, i: int, opened: Tensor, up_z: Tensor, gram: Tensor) -> Float[Tensor, " up"]:
+        """sum over the block's tokens of |[f(h) - f(h - c_i)] d_j W|^2 of every up unit j.
+
+        Args:
+            opened: (written, token) f(h) - f(h - c_i) on the channels that i writes; gram: W W^T on them.
+        """
+        squares = []
+        for unit, z in zip(self._up, up_z, strict=True):
+            index = self._index[i].index_select(0, unit.channels)
+            in_j = (index >= 0).nonzero()[:, 0]
+            in_i = index.index_select(0, in_j)
+            delta = opened.index_select(0, in_i)
+            delta *= unit.weights.index_select(0, in_j)[:, None]
+            delta *= z
+            squares.append(self._squared(delta, unit.channels.index_select(0, in_j), gram, in_i))
+        return torch.stack(squares).double().cpu()
 
 
-def _writes(row: Float[Tensor, " d_mlp"]) -> _Writes:
-    channels = row.nonzero()[:, 0]
-    return _Writes(channels, row[channels])
+def _writes(write: Float[Tensor, "unit d_mlp"]) -> list[_Writes]:
+    channels = [row.nonzero()[:, 0] for row in write]
+    return [_Writes(written, row[written]) for written, row in zip(channels, write, strict=True)]
+
+
+def _positions(units: list[_Writes], d_mlp: int) -> Int[Tensor, "unit d_mlp"]:
+    """Where a channel sits in a unit's own list; -1 where the unit does not write it."""
+    device = units[0].channels.device
+    positions = torch.full((len(units), d_mlp), -1, dtype=torch.int32, device=device)
+    for row, unit in zip(positions, units, strict=True):
+        row[unit.channels] = torch.arange(len(unit.channels), dtype=torch.int32, device=device)
+    return positions
 
 
 def _less(pre: Tensor, unit: _Writes, z: Tensor) -> Float[Tensor, "written token"]:
@@ -241,55 +332,3 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-# ------------------------------------------------------------------ the activation
-
-
-def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post: Tensor) -> tuple[Activation, str]:
-    """The host's activation at a site, and its name.
-
-    Args:
-        pre, up, post: (token, d_mlp) what the host computed; up None where nothing is gated.
-
-    Raises:
-        UnsupportedHostError: no function of the host leads from pre to post channel by channel.
-    """
-    for name, function in _candidates(host, site):
-        try:
-            if _leads(function, pre, up, post):
-                return _kernel(function, name)
-        except (TypeError, RuntimeError, IndexError):  # a module of that name that is no function of one tensor
-            continue
-    between = "activation(pre)" if up is None else "activation(gate) * up"
-    raise error("interactions-of-mixed-channels", layer=site.layer, between=between)
-
-
-def _candidates(host: Host, site: Site) -> Iterator[tuple[str, Any]]:
-    known: set[int] = set()
-    for module in host.model.blocks[site.layer].modules():
-        for name in _NAMES:
-            function = module.__dict__.get(name, module._modules.get(name))
-            if callable(function) and id(function) not in known:
-                known.add(id(function))
-                yield getattr(function, "__name__", type(function).__name__), function
-
-
-def _leads(function: Activation, pre: Tensor, up: Tensor | None, post: Tensor) -> bool:
-    value = function(pre)
-    every_second = function(pre[:, ::2])  # a softmax over channels would differ
-    constant = post - (value if up is None else value * up)
-    allowed = _ROUNDING * torch.finfo(post.dtype).eps * float(post.abs().max())
-    same = float((constant - constant[:1]).abs().max()) <= allowed
-    return same and float((every_second - value[:, ::2]).abs().max()) <= allowed
-
-
-def _kernel(function: Activation, name: str) -> tuple[Activation, str]:
-    try:
-        value = function(_GRID)
-    except RuntimeError:  # its parameters sit elsewhere
-        return function, name
-    for known, kernel in _KERNELS.items():
-        if value.dtype == _GRID.dtype and float((value - kernel(_GRID)).abs().max()) <= _SAME:
-            return kernel, known
-    return function, name

@@ -3,155 +3,36 @@
 1. Attach the factors. The activation is found in the host on the first batch (`find_activation`).
 2. First pass over the tokens: E[z_i^2] of every valid unit; the `top` units of largest E[z_i^2] |B_i W_out|^2 are paired.
 3. Second pass: second differences through the activation, projected by the dense W_out, summed over tokens (difference.py).
+   In a gated MLP units of the gate are paired with each other, or with units of the up branch, which multiplies the gate.
 4. R_ij = (sum_t |q_ij|^2)^(1/2) / (E_i E_j)^(1/4), which is the RMS of q_ij over the geometric mean of the RMS of m_i and m_j.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.interactions.difference import PairSums, find_activation
+from swd_lens.analysis.interactions.activation import Activation, find_activation
+from swd_lens.analysis.interactions.difference import GateUpSums, PairSums
+from swd_lens.analysis.interactions.result import UnitInteractions, UpUnits
 from swd_lens.analysis.interactions.site import (
-    SMALL,
-    PairResult,
     SiteRun,
     attached,
-    bars,
+    paired_factors,
     site_named,
-    strongest,
     text_of,
 )
 from swd_lens.base.errors import error
-from swd_lens.base.figures import INK, PALETTE, heatmap, new_figure, style
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.hosts import host_of
+from swd_lens.hosts import Host, host_of, sites_of
+from swd_lens.hosts.recording import Recording
 from swd_lens.hosts.sites import Pattern, Site
-
-# R that the paper counts pairs above.
-_THRESHOLDS = (0.10, 0.15, 0.20)
-
-
-@dataclass(frozen=True, repr=False)
-class UnitInteractions(PairResult):
-    """How far pairs of units fail to add up through an activation, over their marginal effects.
-
-    Printed and in notebooks it shows itself: table and figures.
-
-    Attributes:
-        site: whose units.
-        units: the units that were paired, by energy, largest first; the order of all tensors.
-        energy: (top,) E[z^2] |B W_out|^2, the pre-activation downstream energy.
-        interaction_rms: (top, top) RMS over tokens of |q_ij| in the residual stream; zero on the diagonal.
-        marginal_rms: (top,) RMS over tokens of |m_i|, unit i's own effect in its context.
-        settings: model, weight, factors, tokens, activation, version and every choice.
-    """
-
-    site: str
-    units: tuple[int, ...]
-    energy: Float[Tensor, " top"]
-    interaction_rms: Float[Tensor, "top top"]
-    marginal_rms: Float[Tensor, " top"]
-    settings: Mapping[str, Any]
-
-    @cached_property
-    def ratio(self) -> Float[Tensor, "top top"]:
-        """(top, top) R_ij = interaction RMS / sqrt(marginal RMS of i x that of j).
-
-        NaN on the diagonal, and for units without any effect on these tokens (`silent`).
-        """
-        scale = self.marginal_rms.sqrt()
-        scale = scale.where(scale > 0, torch.nan)
-        return (self.interaction_rms / scale[:, None] / scale).fill_diagonal_(torch.nan)
-
-    @property
-    def silent(self) -> tuple[int, ...]:
-        """Units whose effect is zero on every token (a ReLU that never opens): R is undefined for their pairs."""
-        return tuple(u for u, own in zip(self.units, self.marginal_rms.tolist(), strict=True) if own == 0)
-
-    def values(self) -> Float[np.ndarray, " pair"]:
-        """R of every unordered pair once, undefined ones left out."""
-        values = self.ratio[torch.ones_like(self.ratio, dtype=torch.bool).triu(1)]
-        return values[~values.isnan()].numpy()
-
-    @property
-    def n_pairs(self) -> int:
-        return len(self.values())
-
-    def table(self) -> pd.DataFrame:
-        """One row: pairs, mean, median, 95th and 99th percentile and largest R, and how many pairs reach .10, .15, .20."""
-        values = self.values()
-        percentiles = np.percentile(values, (50, 95, 99, 100)).tolist() if len(values) else [float("nan")] * 4
-        row: dict[str, Any] = {"pairs": len(values), "mean R": float(values.mean()) if len(values) else float("nan")}
-        row |= dict(zip(("median", "95th", "99th", "max"), percentiles, strict=True))
-        row |= {f"R >= {least:.2f}": int((values >= least).sum()) for least in _THRESHOLDS}
-        return pd.DataFrame([row])
-
-    def pairs(self, n: int = 30) -> pd.DataFrame:
-        """The n pairs of largest R, with the RMS of their interaction and of each unit's own effect, in residual-stream units."""
-        order = strongest(self.ratio, n)
-        rows = [
-            {
-                "unit": f"{self.site}/{self.units[i]}",
-                "other unit": f"{self.site}/{self.units[j]}",
-                "R": float(self.ratio[i, j]),
-                "interaction RMS": float(self.interaction_rms[i, j]),
-                "marginal RMS": float(self.marginal_rms[i]),
-                "other's marginal RMS": float(self.marginal_rms[j]),
-            }
-            for i, j in order
-        ]
-        return pd.DataFrame(rows)
-
-    def plot(self) -> Figure:
-        """The distribution of R over all pairs, and its matrix by energy (paper, fig. "contextual GELU interactions")."""
-        figure, axes = new_figure(1, 2, width=4.8, height=3.9)
-        ax, values = axes[0, 0], self.values()
-        ax.hist(values, bins=min(60, max(10, len(values) // 20)), color=PALETTE[0], linewidth=0)
-        if len(values):
-            marks = {"median": 50, "95th": 95, "99th": 99}
-            for index, (name, value) in enumerate(zip(marks, np.percentile(values, list(marks.values())), strict=True)):
-                line = style(index + 1)
-                ax.axvline(value, linewidth=1.4, label=f"{name}  {value:.3f}", **line)
-            ax.legend(fontsize=SMALL, frameon=False, loc="upper right", title="percentile", title_fontsize=SMALL)
-        ax.set_xlim(left=0)
-        ax.set_xlabel("interaction ratio R", fontsize=SMALL)
-        ax.set_ylabel(f"pairs (of {len(values):,})", fontsize=SMALL)
-        ax.set_title("All pairs", fontsize=10, color=INK)
-        heatmap(axes[0, 1], self.ratio.numpy(), label="interaction ratio R")
-        axes[0, 1].set_title("Pairs by pre-activation energy", fontsize=10, color=INK)
-        axes[0, 1].set_xlabel("unit, by energy rank", fontsize=SMALL)
-        axes[0, 1].set_ylabel("unit, by energy rank", fontsize=SMALL)
-        figure.suptitle(
-            f"Interactions of {self.site} units through {self.settings['activation']}", fontsize=11, color=INK
-        )
-        return figure
-
-    def plot_pairs(self, n: int = 30) -> Figure:
-        """The n strongest pairs as bars (paper, fig. "strongest contextual GELU-mediated pairs")."""
-        figure, axes = new_figure(1, 1, width=5.6, height=max(2.4, 0.17 * n + 1.0))
-        pairs = self.pairs(n)
-        bars(axes[0, 0], pairs, "R", f"Strongest {len(pairs)} pairs of {self.site} units", signed=False)
-        axes[0, 0].set_xlabel("interaction ratio R", fontsize=SMALL)
-        return figure
-
-    def left_out(self) -> str:
-        """How many of the paired units have no R, and why; empty where all have one."""
-        return f"left out: {len(self.silent)} without any effect on these tokens" if self.silent else ""
-
-    def title(self) -> str:
-        return f"Unit interactions: {self.in_words()}"
-
-    def parts(self) -> tuple[Any, ...]:
-        return self.table(), self.plot(), self.plot_pairs()
+from swd_lens.units.factors import Factors
+from swd_lens.units.match import weight_fingerprint
 
 
 @in_plain_surroundings
@@ -167,16 +48,20 @@ def unit_interactions(
 ) -> UnitInteractions:
     """Contextual pair interactions through the MLP's activation (paper, app. "Interaction Patterns"; exact, no sampling).
 
-    In a gated MLP, f(gate) * up, the units are those of mlp_gate: they are taken out of the gate's preactivation while the up
-    branch is held at what it is in that context. Units of mlp_in enter such an MLP linearly and cannot interact.
+    In a gated MLP, f(gate) * up, the units of mlp_gate are taken out of the gate's preactivation while the up branch is held at
+    what it is in that context. Two units of mlp_in enter such an MLP linearly and do not interact. A unit of each do: the
+    pair's effect differs from the sum of both by [f(g) - f(g - c_i)] d_j, c_i and d_j being their contributions to the gate's
+    preactivation g and to up. Both sites named together measure these pairs. The paper's models have no gate: this is ours.
 
     Args:
         model: the host, with these sites not attached.
         factors: what is attached while the tokens run, see `swd_lens.attach`: the site's factors, and those of any other
             site (the paper attaches the mlp_in of all lower layers, too).
-        site: one mlp_in, of a gated MLP one mlp_gate.
+        site: one mlp_in, of a gated MLP one mlp_gate; or both of one layer, for gate x up: a list of their names, or a pattern
+            that names them.
         tokens: (rows, pos) ids or a `TokenStream`; every position counts. Each row is run twice; none are held.
-        top: how many units are paired, those of largest E[z^2] |B W_out|^2; all valid ones where there are fewer.
+        top: how many units are paired, those of largest E[z^2] |B W_out|^2; all valid ones where there are fewer. Gate x up: of
+            each site.
         batch_size: rows per forward.
         progress: show a bar.
 
@@ -184,14 +69,14 @@ def unit_interactions(
         UnitInteractions: R, and the RMS over tokens of q and m in units of the residual stream.
 
     Raises:
-        ValueError: another kind of site, several sites, a site without factors, fewer than two valid units, top < 2,
-            batch_size < 1, or units that are not finite.
+        ValueError: another kind of site, several sites other than a layer's mlp_gate and mlp_in, a site without factors, fewer
+            than two valid units, top < 2, batch_size < 1, or units that are not finite.
         UnsupportedHostError: the activation does not act on each channel by itself (solu_ln), or was not found.
         TokenError: see `swd_lens.tasks.streams.as_stream`.
         AttachError, UnknownSiteError: see `swd_lens.attach`.
     """
     host = host_of(model)
-    named = site_named(host, site)
+    named, up_branch = _sites(host, site)
     neighbours = {other.kind: other for other in host.sites() if other.layer == named.layer}
     _require_activated(named, gated="mlp_gate" in neighbours)
     if isinstance(top, bool) or not isinstance(top, int) or top < 2:
@@ -200,19 +85,41 @@ def unit_interactions(
     with attached(host, factors, named, stream, batch_size) as run:
         if "mlp_out" not in neighbours:
             raise error("pairs-without-a-reader", layer=named.layer, site=named.name)
-        energy = _energies(run, neighbours["mlp_out"], progress)
-        units = energy.argsort(descending=True, stable=True)[: min(top, int(run.units.valid_units.sum()))]
+        sites = [named] if up_branch is None else [named, up_branch]
+        paired = _most_energetic(run, sites, neighbours["mlp_out"], top, progress)
         up = neighbours["mlp_in"] if named.kind == "mlp_gate" else None
-        sums, activation = _pair_sums(run, units, neighbours["mlp_out"], up, progress)
+        sums, activation = _sums(run, paired, neighbours["mlp_out"], up, progress)
         settings = run.provenance(top=top, activation=activation, batch_size=batch_size)
+        if up_branch is not None:
+            settings |= {"up_site": up_branch.name, "up_weight_sha256": weight_fingerprint(host, up_branch)}
+    up_units = None
+    if isinstance(sums, GateUpSums):
+        of_up = paired[1]
+        up_rms = (sums.up_marginals / sums.n_tokens).sqrt()
+        up_units = UpUnits(of_up.site.name, tuple(of_up.units.tolist()), of_up.energy, up_rms)
     return UnitInteractions(
         site=named.name,
-        units=tuple(units.tolist()),
-        energy=energy[units],
+        units=tuple(paired[0].units.tolist()),
+        energy=paired[0].energy,
         interaction_rms=(sums.pairs / sums.n_tokens).sqrt(),
         marginal_rms=(sums.marginals / sums.n_tokens).sqrt(),
         settings=settings,
+        up=up_units,
     )
+
+
+def _sites(host: Host, pattern: Pattern) -> tuple[Site, Site | None]:
+    """The site whose units are paired, and the up branch where a layer's gate and up branch are both named.
+
+    Raises:
+        UnknownSiteError, ValueError: see `site_named`.
+    """
+    sites = {site.kind: site for site in sites_of(host, pattern)}
+    if len(sites_of(host, pattern)) == 2 and sites.keys() == {"mlp_gate", "mlp_in"}:
+        gate, up = sites["mlp_gate"], sites["mlp_in"]
+        if gate.layer == up.layer:
+            return gate, up
+    return site_named(host, pattern), None
 
 
 def _require_activated(site: Site, gated: bool) -> None:
@@ -223,39 +130,85 @@ def _require_activated(site: Site, gated: bool) -> None:
         raise error("interactions-behind-the-activation", site=site.name)
 
 
-def _energies(run: SiteRun, out: Site, progress: bool) -> Float[Tensor, " unit"]:
-    """E[z_i^2] |B_i W_out|^2 in float64; -1 for units without edges, which sort last."""
-    total = torch.zeros(run.units.n_units, dtype=torch.float64)
-    for seen in run.batches(label="energies" if progress else None):
-        total += seen.units[run.site.name].double().square().sum(0).cpu()
-    weight = run.host.weight(out)
-    moved = run.units.write.detach().to(weight) @ weight
-    energy = total / run.stream.n_tokens * moved.double().square().sum(1).cpu()
-    return energy.where(run.units.valid_units.cpu(), -1.0)
+@dataclass(frozen=True)
+class _Paired:
+    """Units of a site that are paired.
+
+    Attributes:
+        units: by energy, largest first.
+        energy: theirs, E[z^2] |B W_out|^2 in float64.
+    """
+
+    site: Site
+    factors: Factors
+    units: Int[Tensor, " top"]
+    energy: Float[Tensor, " top"]
+
+    def write(self) -> Float[Tensor, "top d_mlp"]:
+        write = self.factors.write.detach()
+        return write[self.units.to(write.device)]
+
+    def z(self, seen: Recording) -> Float[Tensor, "token top"]:
+        z = seen.units[self.site.name]
+        return z[:, self.units.to(z.device)]
 
 
-def _pair_sums(
-    run: SiteRun, units: Int[Tensor, " top"], out: Site, up: Site | None, progress: bool
-) -> tuple[PairSums, str]:
+def _most_energetic(run: SiteRun, sites: Sequence[Site], out: Site, top: int, progress: bool) -> list[_Paired]:
+    """The `top` valid units of each site by energy.
+
+    Args:
+        sites: the run's site, and others whose units are paired with its own.
+        out: mlp_out, whose dense weight units write through.
+    """
+    factors = [paired_factors(run.attached, site) for site in sites]
+    totals = [torch.zeros(of_site.n_units, dtype=torch.float64) for of_site in factors]
+    for seen in run.batches(label="energies" if progress else None, others=sites[1:]):
+        for site, total in zip(sites, totals, strict=True):
+            total += seen.units[site.name].double().square().sum(0).cpu()
+    weight, paired = run.host.weight(out), []
+    for site, of_site, total in zip(sites, factors, totals, strict=True):
+        moved = of_site.write.detach().to(weight) @ weight
+        energy = total / run.stream.n_tokens * moved.double().square().sum(1).cpu()
+        energy = energy.where(of_site.valid_units.cpu(), -1.0)  # without edges: last
+        units = energy.argsort(descending=True, stable=True)[: min(top, int(of_site.valid_units.sum()))]
+        paired.append(_Paired(site, of_site, units, energy[units]))
+    return paired
+
+
+def _sums(
+    run: SiteRun, paired: Sequence[_Paired], out: Site, up: Site | None, progress: bool
+) -> tuple[PairSums | GateUpSums, str]:
     """The sums over the text of these units' pairs, and the activation's name.
 
     Args:
+        paired: the units of the run's site, paired with each other; or with those of a second site, `up`.
         out: mlp_out, whose input is what the activation gives.
         up: the branch that a gate multiplies; None: no gate.
     """
     sums, name = None, ""
-    outputs = [run.site] if up is None else [run.site, up]
+    outputs, others = [run.site] if up is None else [run.site, up], [each.site for each in paired[1:]]
     with tqdm(desc="pairs", unit="unit", disable=not progress, leave=False) as bar:
-        for seen in run.batches(outputs=outputs, inputs=[out]):
+        for seen in run.batches(outputs=outputs, inputs=[out], others=others):
             pre, gate_times = seen.outputs[run.site.name], None if up is None else seen.outputs[up.name]
             if sums is None:
                 activation, name = find_activation(run.host, run.site, pre, gate_times, seen.inputs[out.name])
-                # A host in half precision: products in float32 all the same. One in float64 keeps it.
-                dtype = pre.dtype if pre.dtype == torch.float64 else torch.float32
-                write = run.units.write.detach()[units.to(run.units.write.device)]
-                sums = PairSums(write, run.host.weight(out), activation, dtype)
-                bar.reset(len(units) * sums.n_blocks(len(pre)) * run.n_batches)
-            z = seen.units[run.site.name][:, units.to(pre.device)]
-            sums.add(z, pre, gate_times, each=lambda: bar.update())
+                sums = _empty_sums(paired, run.host.weight(out), activation, pre.dtype)
+                bar.reset(len(paired[0].units) * sums.n_blocks(len(pre)) * run.n_batches)
+            if isinstance(sums, PairSums):
+                sums.add(paired[0].z(seen), pre, gate_times, each=lambda: bar.update())
+            else:
+                assert gate_times is not None
+                sums.add(paired[0].z(seen), paired[1].z(seen), pre, gate_times, each=lambda: bar.update())
     assert sums is not None  # a text has at least one batch
     return sums, name
+
+
+def _empty_sums(
+    paired: Sequence[_Paired], weight: Float[Tensor, "d_mlp d_model"], activation: Activation, dtype: torch.dtype
+) -> PairSums | GateUpSums:
+    # A host in half precision: products in float32 all the same. One in float64 keeps it.
+    dtype = dtype if dtype == torch.float64 else torch.float32
+    writes = [each.write() for each in paired]
+    if len(writes) == 1:
+        return PairSums(writes[0], weight, activation, dtype)
+    return GateUpSums(writes[0], writes[1], weight, activation, dtype)

@@ -93,12 +93,18 @@ class SiteRun:
         return -(-self.stream.n_rows // self.batch_size)
 
     def batches(
-        self, *, label: str | None = None, outputs: Sequence[Site] = (), inputs: Sequence[Site] = ()
+        self,
+        *,
+        label: str | None = None,
+        outputs: Sequence[Site] = (),
+        inputs: Sequence[Site] = (),
+        others: Sequence[Site] = (),
     ) -> Iterator[Recording]:
         """Run every batch up to the site's block; gives z of the site's units and what else was asked for, as (token, width).
 
         Args:
             label: what the progress bar says; None: no bar.
+            others: further sites whose z is given.
 
         Raises:
             UnsupportedHostError: the forward never showed one of them.
@@ -110,13 +116,14 @@ class SiteRun:
             seen = record(
                 self.host,
                 rows,
-                units=[self.site],
+                units=[self.site, *others],
                 outputs=outputs,
                 inputs=inputs,
                 keep=lambda tensor: tensor.detach().flatten(0, 1),
             )
-            if not bool(seen.units[self.site.name].isfinite().all()):
-                raise error("pairs-not-finite", site=self.site.name)
+            for site in (self.site, *others):
+                if not bool(seen.units[site.name].isfinite().all()):
+                    raise error("pairs-not-finite", site=site.name)
             yield seen
 
     def provenance(self, **choices: Any) -> dict[str, Any]:
@@ -146,14 +153,23 @@ def attached(host: Host, factors: Any, site: Site, stream: TokenStream, batch_si
     """
     with attach(host.model, factors) as attachment:
         by_site = attachment.factors
-        if site.name not in by_site:
-            raise error("pairs-of-a-site-without-factors", site=site.name, sites=", ".join(by_site))
-        units = by_site[site.name]
-        if not isinstance(units, Factors):
-            raise error("pairs-of-a-coder", site=site.name, kind=type(units).__name__)
-        if (valid := int(units.valid_units.sum())) < 2:
-            raise error("pairs-without-two-units", site=site.name, n_valid=valid)
-        yield SiteRun(host, site, units, by_site, stream, batch_size)
+        yield SiteRun(host, site, paired_factors(by_site, site), by_site, stream, batch_size)
+
+
+def paired_factors(by_site: UnitSet, site: Site) -> Factors:
+    """The site's factors among those attached.
+
+    Raises:
+        ValueError: there are none, they are no read/write factors, or fewer than two of their units have edges.
+    """
+    if site.name not in by_site:
+        raise error("pairs-of-a-site-without-factors", site=site.name, sites=", ".join(by_site))
+    units = by_site[site.name]
+    if not isinstance(units, Factors):
+        raise error("pairs-of-a-coder", site=site.name, kind=type(units).__name__)
+    if (valid := int(units.valid_units.sum())) < 2:
+        raise error("pairs-without-two-units", site=site.name, n_valid=valid)
+    return units
 
 
 # ------------------------------------------------------------------ results
@@ -168,9 +184,14 @@ class PairResult(Record):
     table: Callable[[], pd.DataFrame]
     left_out: Callable[[], str]  # how many units have no value, and why; empty where all have one
 
+    @property
+    def whose(self) -> str:
+        """Whose units the pairs are of: the site, or both sites."""
+        return self.site
+
     def in_words(self) -> str:
         """Site, pairs, tokens, activation, and what was left out."""
-        parts = [self.site, f"{self.n_pairs:,} pairs", f"{self.settings['tokens']:,} tokens"]
+        parts = [self.whose, f"{self.n_pairs:,} pairs", f"{self.settings['tokens']:,} tokens"]
         parts += [self.settings["activation"]] if "activation" in self.settings else []
         left_out = self.left_out()
         return ", ".join(parts) + (f"; {left_out}" if left_out else "")
@@ -180,9 +201,13 @@ class PairResult(Record):
         return f"{type(self).__name__}: {self.in_words()}\n{table}"
 
 
-def strongest(matrix: Float[Tensor, "unit unit"], n: int) -> list[tuple[int, int]]:
-    """Index pairs (i, j), i < j, of the n largest absolute entries, largest first; NaN never."""
-    rows, columns = torch.triu_indices(*matrix.shape, offset=1)
+def strongest(matrix: Float[Tensor, "unit other"], n: int, *, within: bool = True) -> list[tuple[int, int]]:
+    """Index pairs (i, j) of the n largest absolute entries, largest first; NaN never.
+
+    Args:
+        within: rows and columns are the same units: only i < j.
+    """
+    rows, columns = torch.triu_indices(*matrix.shape, offset=1) if within else torch.ones_like(matrix).nonzero().T
     size = matrix[rows, columns].abs().nan_to_num(nan=-1.0)
     best = size.topk(min(n, len(size)))
     defined = best.indices[best.values >= 0]

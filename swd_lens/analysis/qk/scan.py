@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from swd_lens.analysis.qk.replay import NUMBERS, Removal, removals, require_removal, with_gamma
 from swd_lens.analysis.qk.scores import LayerScores, attended_row, layer_units, provenance, run_layers
@@ -50,8 +52,10 @@ class QKScan(Record):
     """All cases, ranked by removed KL.
 
     Attributes:
-        frame: one row per head, pair and prompt: layer, head, q unit, k unit, gamma (distance 0), prompt (index), and the numbers
-            of `QKReplay` ("removed KL" and so on).
+        frame: one row per head, pair and prompt: layer, head, q unit, k unit, gamma (distance 0), prompt (index), the numbers of
+            `QKReplay` ("removed KL" and so on), and "size", |gamma| x rms(z_a) x rms(z_b) over the prompt's positions (with
+            normed queries and keys, z times the norm's scale). gamma depends on how units are scaled; size, as what removals
+            do, does not.
         prompts: token ids of each prompt, as `qk_replay` takes them.
         texts: token strings of each prompt.
         shape: layers and heads of the host.
@@ -230,5 +234,18 @@ def _cases(run: LayerScores, pairs: Sequence[QKPair], prompts: Sequence[int], re
         columns = {name: np.tile([getattr(pair, name) for pair in chunk], len(prompts)) for name in _PAIR}
         columns["prompt"] = np.repeat(np.asarray(prompts), len(chunk))
         columns |= {name: values.cpu().numpy().astype(np.float64).ravel() for name, values in numbers.items()}
+        columns["size"] = _sizes(run, chunk).cpu().numpy().ravel()
         frames.append(pd.DataFrame(columns).rename(columns=column))
     return frames
+
+
+def _sizes(run: LayerScores, pairs: Sequence[QKPair]) -> Float[Tensor, "batch case"]:
+    """|gamma| rms(z_a) rms(z_b) of each pair on each prompt, float64."""
+    device = run.q.z.device
+    head, q, k, gamma = (
+        torch.tensor([getattr(pair, name) for pair in pairs], device=device)
+        for name in ("head", "q_unit", "k_unit", "gamma")
+    )
+    sides = run.q.activations(q, head), run.k.activations(k, head // run.heads.group)
+    z_a, z_b = (z.double().square().mean(-1).sqrt() for z in sides)
+    return gamma.double().abs() * z_a * z_b

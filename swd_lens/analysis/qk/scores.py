@@ -30,6 +30,7 @@ from swd_lens.hosts.attention import HeadNorm, Heads, Rotation, heads_of, rotati
 from swd_lens.hosts.recording import Recording, record, standing_hooks
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.prompt import Prompt
+from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import UnitSet, attach
 from swd_lens.units.factors import Factors
 from swd_lens.units.match import weight_fingerprint
@@ -357,6 +358,24 @@ def run_layers(
             runs[layer] = LayerScores(of_layer, q, k, scores.float(), pattern)
             runs[layer].check(scores.dtype)
     return runs
+
+
+def z_rms(
+    units: UnitSet, layers: Mapping[int, LayerUnits], stream: TokenStream, batch_size: int
+) -> dict[str, Float[Tensor, " unit"]]:
+    """Root mean square of z over a text, units attached, by site of these layers' Q and K units.
+
+    Raises:
+        AttachError, ValueError: as `run_layers`.
+    """
+    sites = list({side.site.name: side.site for each in layers.values() for side in (each.q, each.k)}.values())
+    require_no_dropout(units.host.model)
+    squares = {site.name: torch.zeros((), dtype=torch.float64) for site in sites}
+    with torch.no_grad(), attach(units.host.model, units):
+        for rows in stream.batches(batch_size):
+            for name, z in record(units.host, rows, units=sites).units.items():
+                squares[name] = squares[name] + z.flatten(0, 1).double().square().sum(0).cpu()
+    return {name: (total / stream.n_tokens).sqrt().float() for name, total in squares.items()}
 
 
 def _shown(recording: Recording, hook: str) -> Tensor:

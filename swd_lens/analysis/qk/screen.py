@@ -10,10 +10,16 @@ where bQ_a and bK_b are the head's slices of the write vectors. The screen
 2. computes gamma for every pair of them,
 3. and sums a head up by its largest |gamma|.
 
+gamma and write norms depend on how a unit is scaled: A S and S^-1 B are the same units for any diagonal S; where a write vector
+is doubled and the read vector halved, gamma doubles and z halves. Factors of the solver have read and write vectors of equal
+norms. With text (`tokens=`) the screen takes z in and depends on no scale: units by write norm x rms(z), pairs by
+|gamma| x rms(z_a) x rms(z_b).
+
 Where a pair acts on a prompt also depends on z: `qk_replay` and `qk_scan` look at that. `plot_attention_fidelity` draws the
 figure that the paper has above its screen: how well the attention matrices are reconstructed, layer by layer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +30,7 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance
+from swd_lens.analysis.qk.scores import LayerUnits, Side, layer_units, provenance, z_rms
 from swd_lens.base.display import card
 from swd_lens.base.errors import error
 from swd_lens.base.figures import heatmap, new_figure, style
@@ -33,6 +39,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.attention import Rotation, rotations
 from swd_lens.hosts.sites import split_name
+from swd_lens.tasks.streams import as_stream
 from swd_lens.units import UnitSet
 
 _MATRICES = {"attn_qkv": "QKV", "attn_q": "Q", "attn_k": "K", "attn_v": "V", "attn_o": "output"}
@@ -63,48 +70,71 @@ class QKPair:
 
 @dataclass(frozen=True, repr=False)
 class QKScreen(Record):
-    """Static coefficients of every layer and head.
+    """Static coefficients of every layer and head. They depend on the scale of units; `sizes` do not.
 
     Attributes:
         gamma: (layer, head, q, k) coefficients; NaN in layers without units on both sides, and beyond a layer's units.
-        q_units, k_units: (layer, head, top) unit indices of the rows and columns of gamma, by falling write norm; -1 where none.
+        q_units, k_units: (layer, head, top) unit indices of the rows and columns of gamma, by falling write norm (with text:
+            times rms(z)); -1 where none.
         settings: of what and how.
+        q_rms, k_rms: (layer, head, top) rms of these units' z over the text's tokens; NaN where none. None without text.
     """
 
     gamma: Float[Tensor, "layer head top top"]
     q_units: Int[Tensor, "layer head top"]
     k_units: Int[Tensor, "layer head top"]
     settings: dict[str, Any]
+    q_rms: Float[Tensor, "layer head top"] | None = None
+    k_rms: Float[Tensor, "layer head top"] | None = None
+
+    @property
+    def sizes(self) -> Float[Tensor, "layer head top top"] | None:
+        """|gamma| x rms(z_a) x rms(z_b), in units of the score, whatever the scale of units; None without text."""
+        if self.q_rms is None or self.k_rms is None:
+            return None
+        return self.gamma.abs() * self.q_rms[..., :, None] * self.k_rms[..., None, :]
+
+    @property
+    def _rank(self) -> Float[Tensor, "layer head top top"]:
+        """What pairs are ranked by."""
+        return self.gamma.abs() if self.sizes is None else self.sizes
 
     @property
     def strongest(self) -> Float[Tensor, "layer head"]:
-        """Largest |gamma| of each head; NaN without units."""
-        size = self.gamma.abs().flatten(2)
+        """Largest |gamma| of each head, with text the largest of `sizes`; NaN without units."""
+        size = self._rank.flatten(2)
         return size.nan_to_num(-1).amax(-1).where(~size.isnan().all(-1), torch.nan)
 
     def pairs(self, per_head: int = 5) -> list[QKPair]:
         """The `per_head` pairs of largest |gamma| of each head, all of them by falling |gamma|; zero coefficients are left out.
+
+        With text `sizes` take the place of |gamma|.
 
         Raises:
             QKError: per_head is not positive.
         """
         if per_head < 1:
             raise error("qk-none-per-head", per_head=per_head)
+        return [pair for pair, _ in self._ranked(per_head)]
+
+    def _ranked(self, per_head: int) -> list[tuple[QKPair, float]]:
+        """The pairs, and what they are ranked by."""
         pairs, width = [], self.gamma.shape[-1]
-        for layer, of_layer in enumerate(self.gamma):
-            for head, gamma in enumerate(of_layer):
-                flat = gamma.flatten().nan_to_num(0)
-                for entry in torch.sort(flat.abs(), descending=True, stable=True).indices[:per_head].tolist():
+        for layer, of_layer in enumerate(self._rank):
+            for head, rank in enumerate(of_layer):
+                flat, gamma = rank.flatten().nan_to_num(0), self.gamma[layer, head].flatten()
+                for entry in torch.sort(flat, descending=True, stable=True).indices[:per_head].tolist():
                     if flat[entry] != 0:
                         q, k = self.q_units[layer, head, entry // width], self.k_units[layer, head, entry % width]
-                        pairs.append(QKPair(layer, head, int(q), int(k), float(flat[entry])))
-        return sorted(pairs, key=lambda pair: -abs(pair.gamma))
+                        pair = QKPair(layer, head, int(q), int(k), float(gamma[entry]))
+                        pairs.append((pair, float(flat[entry])))
+        return sorted(pairs, key=lambda ranked: -ranked[1])
 
     def table(self, per_head: int = 1) -> pd.DataFrame:
-        """One row per pair of `pairs(per_head)`."""
-        columns = ("layer", "head", "q_unit", "k_unit", "gamma")
-        frame = pd.DataFrame([vars(pair) for pair in self.pairs(per_head)], columns=pd.Index(columns))
-        return frame.rename(columns=column)
+        """One row per pair of `pairs(per_head)`; with text its size, |gamma| x rms(z_a) x rms(z_b)."""
+        columns, ranked = ("layer", "head", "q_unit", "k_unit", "gamma"), self._ranked(per_head)
+        frame = pd.DataFrame([vars(pair) for pair, _ in ranked], columns=pd.Index(columns)).rename(columns=column)
+        return frame if self.sizes is None else frame.assign(size=[size for _, size in ranked])
 
     def plot(self) -> Figure:
         """Heat map of each head's largest |gamma| (paper, Fig. attention-reconstruction-static-screen, bottom)."""
@@ -112,7 +142,8 @@ class QKScreen(Record):
         figure, axes = new_figure(width=1.6 + 0.42 * max(n_heads, 6), height=1.1 + 0.3 * max(n_layers, 4))
         at = f", distance {self.settings['distance']}" if self.settings["rotary"] else ""
         title = f"Static QK screen: {top} × {top} units per head{at}"
-        draw_heads(axes[0, 0], self.strongest, "largest |γ| among the pairs kept", title)
+        measure = "|γ|" if self.sizes is None else "|γ| × rms(z) × rms(z)"
+        draw_heads(axes[0, 0], self.strongest, f"largest {measure} among the pairs kept", title)
         return figure
 
     def __repr__(self) -> str:
@@ -127,7 +158,9 @@ class QKScreen(Record):
 
 
 @in_plain_surroundings
-def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> QKScreen:
+def qk_screen(
+    model: Any, factors: Any, *, top: int = 16, distance: int = 0, tokens: Any = None, batch_size: int = 16
+) -> QKScreen:
     """Static coefficients gamma between the Q and K units of every head (paper, app. attention units; method.md §4.3).
 
     How the position enters: learned positions are part of the residual stream, so z carries them and gamma is one number.
@@ -137,14 +170,20 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
     in gamma and its scale, which depends on the prompt, is not. A cap on scores (Gemma 2) comes later: gamma is about scores
     before it. With grouped keys, head h reads key head h // group.
 
+    The paper's ranking, the default, depends on how units are scaled: canonical factors have read and write vectors of equal
+    norms, others rank otherwise though they are the same units. With `tokens` it does not.
+
     Args:
         model: the host; it is only read (a bridge with rotary positions runs `distance + 1` tokens once).
         factors: factors of attn_qkv, or of attn_q and attn_k, of some or all layers; see `swd_lens.attach`.
-        top: units per side and head, those of largest write norm.
+        top: units per side and head, those of largest write norm; with tokens, of largest write norm x rms(z).
         distance: destination minus source position, for rotary hosts.
+        tokens: (rows, pos) ids or a `TokenStream` that z is measured on, units attached; None: the static screen of the paper.
+        batch_size: rows per forward, of tokens.
 
     Raises:
         QKError: top or distance are out of range, or no layer has units on both sides.
+        TokenError: see `swd_lens.tasks.streams.as_stream`.
         UnsupportedHostError: see `swd_lens.hosts.attention.heads_of`; bidirectional hosts among others.
     """
     units = UnitSet.of(model, factors)
@@ -154,6 +193,7 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
         raise error("qk-screen-too-far", distance=distance, last=int(model.cfg.n_ctx) - 1)
     with torch.no_grad():
         layers = layer_units(units)
+        rms = None if tokens is None else z_rms(units, layers, as_stream(tokens, model), batch_size)
         heads = [of_layer.heads for of_layer in layers.values()]
         angles = rotations(units.host, heads, distance + 1)
         width = min(top, max(side.n_units for of_layer in layers.values() for side in (of_layer.q, of_layer.k)))
@@ -161,31 +201,44 @@ def qk_screen(model: Any, factors: Any, *, top: int = 16, distance: int = 0) -> 
         shape = (len(model.blocks), n_heads, width)
         gamma = torch.full((*shape, width), torch.nan, dtype=torch.float32)
         q_units, k_units = torch.full(shape, -1), torch.full(shape, -1)
+        q_rms, k_rms = (None if rms is None else torch.full(shape, torch.nan) for _ in range(2))
         for layer, of_layer in layers.items():
-            coefficients, q, k = _coefficients(of_layer, angles[layer], width, distance)
+            coefficients, q, k = _coefficients(of_layer, angles[layer], width, distance, rms or {})
             gamma[layer, : len(q), : q.shape[1], : k.shape[1]] = coefficients.cpu()
             q_units[layer, : len(q), : q.shape[1]] = q.cpu()
             k_units[layer, : len(k), : k.shape[1]] = k.cpu()
-    return QKScreen(gamma, q_units, k_units, {**provenance(units, layers), "top": top, "distance": distance})
+            if rms is not None and q_rms is not None and k_rms is not None:
+                q_rms[layer, : len(q), : q.shape[1]] = rms[of_layer.q.site.name][q.cpu()]
+                k_rms[layer, : len(k), : k.shape[1]] = rms[of_layer.k.site.name][k.cpu()]
+    settings = {**provenance(units, layers), "top": top, "distance": distance}
+    if tokens is not None:
+        settings["tokens_sha256"] = as_stream(tokens, model).fingerprint()
+    return QKScreen(gamma, q_units, k_units, settings, q_rms, k_rms)
 
 
 def _coefficients(
-    units: LayerUnits, rotation: Rotation | None, top: int, distance: int
+    units: LayerUnits, rotation: Rotation | None, top: int, distance: int, rms: Mapping[str, Float[Tensor, " _unit"]]
 ) -> tuple[Float[Tensor, "head _q _k"], Int[Tensor, "head _q"], Int[Tensor, "head _k"]]:
-    """gamma among the top units of each head, and which units they are."""
+    """gamma among the top units of each head, and which units they are.
+
+    Args:
+        rms: of z, by site; empty: units are ranked by their write norm alone.
+    """
     heads, device = units.heads, units.q.write.device
     head = torch.arange(heads.n_heads, device=device)
     key_head = head // heads.group
-    q, k = _top_units(units.q, top), _top_units(units.k, top)[key_head]
+    q, k = _top_units(units.q, top, rms), _top_units(units.k, top, rms)[key_head]
     queries, keys = units.q.folded[q, head[:, None]], units.k.folded[k, key_head[:, None]]
     if rotation is not None:
         queries, keys = rotation.at(distance, queries), rotation.at(0, keys)
     return queries @ keys.mT * heads.scale, q, k
 
 
-def _top_units(side: Side, top: int) -> Int[Tensor, "head _top"]:
-    """Unit indices of the largest head-specific write norm, largest first; of equal ones the lower index first."""
-    return torch.sort(side.folded.norm(dim=-1).T, dim=1, descending=True, stable=True).indices[:, :top]
+def _top_units(side: Side, top: int, rms: Mapping[str, Tensor]) -> Int[Tensor, "head _top"]:
+    """Unit indices of the largest head-specific write norm (times rms(z)), largest first; of equal ones the lower index first."""
+    size = side.folded.norm(dim=-1).T
+    size = size * rms[side.site.name].to(size) if rms else size
+    return torch.sort(size, dim=1, descending=True, stable=True).indices[:, :top]
 
 
 # ---------------------------------------------------------------------------------------------- figures
@@ -205,6 +258,9 @@ def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
 def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     """Relative squared error of the attention matrices by layer (paper, Fig. attention-reconstruction-static-screen, top).
 
+    Of `swd_lens.fidelity(..., local=True)` it is the local error, as in the paper's figure: on the dense model's inputs, without
+    bias. Else it is the error in the replaced model, which has in it what upstream replacements do; the axis says which.
+
     Args:
         fidelity: of `swd_lens.fidelity` with factors of attn_qkv (or attn_q, attn_k, attn_v) and attn_o of some layers.
 
@@ -212,7 +268,7 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
         QKError: none of its sites is an attention matrix.
     """
     kinds: dict[str, dict[int, float]] = {}
-    for name, difference in fidelity.relmse.items():
+    for name, difference in (fidelity.local_relmse or fidelity.relmse).items():
         layer, kind = split_name(name)
         if kind in _MATRICES:
             kinds.setdefault(kind, {})[layer] = float(difference)
@@ -228,7 +284,8 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     ax.set_ylim(bottom=0)
     ax.set_xticks(layers)
     ax.set_xlabel("layer", fontsize=9)
-    ax.set_ylabel("relative squared error (%)", fontsize=9)
+    where = "dense inputs" if fidelity.local_relmse else "replaced model"
+    ax.set_ylabel(f"relative squared error, {where} (%)", fontsize=9)
     ax.set_title("Attention matrices: reconstruction error of their outputs", fontsize=9)
     ax.legend(fontsize=8, frameon=False)
     return figure

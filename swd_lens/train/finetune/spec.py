@@ -15,7 +15,14 @@ from swd_lens.base.settings import Settings, preset, setting
 
 @dataclass(frozen=True)
 class FinetuneSpec(Settings):
-    """The recipe. The defaults are the paper's (method.md §5.3), and so are the reasons where none is given."""
+    """The recipe. The defaults are the paper's (method.md §5.3), and so are the reasons where none is given.
+
+    The paper's absolute learning rate, and eps beside gradients normalised over all factors, depend on how units are scaled: a
+    read vector twice as long with a write vector half as long is the same unit, but takes half and double the relative steps, and
+    has other gradients. Factors of the solver have read and write vectors of equal norms, which need not be the scale of the
+    paper's runs. relative=True with a small eps and no weight decay (preset "best") depends on no scale that a whole factor has;
+    that of one unit beside the others of its factor stays.
+    """
 
     error: ClassVar[type[Exception]] = FinetuneError
     # What is minimised, per prediction: next-token cross-entropy, KL(dense || replaced), or their sum, the KL times
