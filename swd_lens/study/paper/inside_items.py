@@ -11,8 +11,9 @@ import pandas as pd
 
 from swd_lens.analysis.audit import audit
 from swd_lens.analysis.edit import compare_edits, select_edit_unit
-from swd_lens.analysis.interactions import unit_interactions, unit_overlap
+from swd_lens.analysis.interactions import UnitInteractions, unit_interactions, unit_overlap
 from swd_lens.analysis.qk import QKCase, QKScan, plot_attention_fidelity, qk_replay, qk_scan, qk_screen
+from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.sites import split_name
 from swd_lens.study.paper.materials import Materials
@@ -52,8 +53,8 @@ def semantic_audit(materials: Materials, settings: ItemSettings) -> ItemResult:
     best = ranks.iloc[0] if len(ranks) else None
     findings = [
         f"Units of {len(factors)} matrices are candidates, {n_valid:,} of them with a read and a write edge; scores are "
-        f"attributions to {task.name} in logits, contexts the {settings['contexts']} of largest |z| among {text.numel():,} tokens "
-        "of text that the ranking did not see.",
+        f"attributions to {task.name} in logits, contexts the {settings['contexts']} of largest |z| among {text.numel():,} "
+        "tokens of text that the ranking did not see.",
         "No label is given here: what a unit responds to is for the reader to say.",
     ]
     if best is not None:
@@ -141,7 +142,7 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
     model = materials.model
     sites = [site.name for pattern in settings["sites"] for site in find_sites(model, pattern)]
     factors = materials.swd(sites, settings["sparsity"])
-    measured = materials.fidelity("attention", f"SWD s={settings['sparsity']:g}", factors)
+    measured = materials.local_fidelity("attention", f"SWD s={settings['sparsity']:g}", factors)
     materials.on_step("screen and replay query-key pairs")
     screen = qk_screen(model, factors, top=settings["top"])
     prompts = settings["prompts"] or [task.test.examples[0].prompt for task in materials.tasks]
@@ -149,18 +150,17 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
     case = _clearest(scan)
     replay = qk_replay(model, factors, case.pair, prompts[case.prompt])
     findings = [
-        _reconstruction(measured.relmse),
+        _reconstruction(measured.local_relmse),
         f"Of {len(scan.frame):,} cases (heads, pairs, prompts) the clearest is {case.pair} (gamma {case.pair.gamma:.3g}) on "
         f"{prompts[case.prompt]!r}: the pattern rebuilt from the factors is {case.dense_kl:.3g} nats from the dense one; without "
         f"query unit q{case.pair.q_unit} it moves by {case.removed_kl:.3g} nats, by at most {case.max_change:.2f} in one "
         f"probability; the pair's map agrees with that change ({case.agreement:.2f}), its signed mean over valid positions is "
         f"{case.signed_mean:+.3g}.",
-        "The static ranking by write norms and gamma depends on how units are scaled; the contributions to scores do not.",
+        "The static ranking by write norms and gamma depends on how units are scaled; the contributions to scores, and the column "
+        "size (|gamma| times the root mean squares of both activations), do not.",
     ]
     tables = [
-        table_of(
-            "Error by matrix", pd.DataFrame({"site": list(measured.relmse), "relMSE": list(measured.relmse.values())})
-        ),
+        table_of("Error by matrix", _errors(measured)),
         table_of("Strongest cases", scan.table(20)),
         table_of("Strongest pairs by weights alone", screen.table().head(20)),
     ]
@@ -190,7 +190,15 @@ def _reconstruction(errors: Mapping[str, float]) -> str:
         f"{kind} at most {max(of_kind.values()):.2%} (layer {max(of_kind, key=lambda layer, of=of_kind: of[layer])})"
         for kind, of_kind in by_kind.items()
     ]
-    return f"Relative squared error of the attention matrices' outputs: {', '.join(words)}."
+    return f"Relative squared error of the attention matrices, each on the dense model's inputs: {', '.join(words)}."
+
+
+def _errors(measured: Fidelity) -> pd.DataFrame:
+    """Each matrix's error on the dense model's inputs, and in the replaced model, where what lies before it drifts."""
+    local, within = measured.local_relmse, measured.relmse
+    return pd.DataFrame(
+        {"site": list(within), "local": [local.get(site) for site in within], "in the model": list(within.values())}
+    )
 
 
 # ---------------------------------------------------------------------------------------------- interactions
@@ -220,6 +228,7 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
         top=settings["top"],
         progress=materials.progress,
     )
+    crossed = _gate_by_up(materials, settings, before, site, heldout[: -(-settings["interaction_tokens"] // length)])
     row, correlations = differences.table().iloc[0], overlap.table()
     contribution = correlations[correlations["|measure|"].str.contains("contribution")].iloc[0]
     strongest = differences.pairs(1).iloc[0]
@@ -230,11 +239,18 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
         f"{row['mean R']:.3f}, 95th percentile {row['95th']:.3f}, largest {row['max']:.3f} ({strongest['unit']} with "
         f"{strongest['other unit']}).",
     ]
+    if crossed is not None:
+        both = crossed.table().iloc[0]
+        findings.append(
+            f"Gate units with units of the up branch ({both['pairs']:,} pairs): mean {both['mean R']:.3f}, 95th percentile "
+            f"{both['95th']:.3f}, largest {both['max']:.3f}; two units of the up branch do not interact."
+        )
     tables: list[SectionTable] = [
         table_of("Overlap behind the activation, absolute values over all pairs", correlations),
         table_of("Interactions in front of it", differences.table()),
         table_of("Strongest pairs in front of it", differences.pairs(_PAIRS)),
         table_of("Strongest pairs behind it", overlap.pairs(_PAIRS)),
+        *([] if crossed is None else [table_of("Gate x up", crossed.table())]),
     ]
     pictures = [
         Picture.of(overlap.plot(), "Read correlation, write cosine, contribution correlation", findings[0]),
@@ -244,6 +260,19 @@ def interactions(materials: Materials, settings: ItemSettings) -> ItemResult:
     ]
     numbers = {"overlap": correlations.to_dict("records"), "interactions": differences.table().to_dict("records")}
     return result_of(settings, materials, findings, tables, pictures, numbers)
+
+
+def _gate_by_up(
+    materials: Materials, settings: ItemSettings, before: FactorSet, site: str, text: Any
+) -> UnitInteractions | None:
+    """Of a gated MLP, units of the gate with those of the up branch; None of one without a gate."""
+    layer, kind = split_name(site)
+    if kind != "mlp_gate":
+        return None
+    up = f"blocks.{layer}.mlp_in"
+    factors = {**before, **materials.swd(up, settings["sparsity"], units=settings["interaction_units"])}
+    how = {"top": settings["top"], "progress": materials.progress}
+    return unit_interactions(materials.model, factors, [site, up], text, **how)
 
 
 def _up_to(materials: Materials, settings: ItemSettings, site: str) -> FactorSet:

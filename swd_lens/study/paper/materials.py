@@ -269,14 +269,14 @@ class Materials:
         shared = ("calibration_tokens", "outer_iterations", "context")
         return Parts(self.folder, asked | {name: self.settings[name] for name in shared})
 
-    def fidelity(self, surface: str, method: str, units: Any) -> Fidelity:
-        """Fidelity of a replacement on the held-out text, measured now or earlier."""
+    def local_fidelity(self, surface: str, method: str, units: Any) -> Fidelity:
+        """Fidelity of a replacement on the held-out text with each site's local error, measured now or earlier."""
 
         def measured() -> dict[str, Any]:
             self.on_step(f"fidelity of {method} at {surface}")
-            return fidelity(self.model, units, self.heldout, progress=self.progress).as_dict()
+            return fidelity(self.model, units, self.heldout, local=True, progress=self.progress).as_dict()
 
-        return self.parts.values((surface, "fidelity", method), measured, Fidelity.from_dict)
+        return self.parts.values((surface, "local fidelity", method), measured, Fidelity.from_dict)
 
     def scores(self, surface: str, method: str, units: Any, task: Task) -> UnitScores:
         """Attribution of a replacement's units on a task, made now or earlier."""
