@@ -110,6 +110,7 @@ TYPES = {
     "Attachment": "units.attach",
     "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
+    "CircuitNull": "circuits.null",
     "Comparison": "circuits.compare",
     "Concentration": "circuits.concentration",
     "CostCurve": "circuits.curve",
@@ -144,6 +145,7 @@ TYPES = {
 }
 # Names of the namespaces that stand at the top as well: most did before there were namespaces, and go on working.
 ALIASES = {
+    "circuit_null": "circuits.null",
     "collect_grams": "factorization.grams",
     "compare_edits": "analysis.edit.compare",
     "dashboard": "report.dashboard",
