@@ -111,7 +111,7 @@ TYPES = {
     "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
     "CircuitNull": "circuits.null",
-    "Comparison": "circuits.compare",
+    "Comparison": "circuits.comparison",
     "Concentration": "circuits.concentration",
     "CostCurve": "circuits.curve",
     "DataEfficiency": "study.efficiency",

@@ -20,7 +20,7 @@ from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.errors import visible, visible_lines
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
-from swd_lens.circuits.compare import Comparison, TaskComparison
+from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.recipe import load_code, run_code

@@ -25,7 +25,7 @@ from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, checked
 from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
-from swd_lens.circuits.compare import TOLERANCE, TaskComparison
+from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.sites import split_name
 from swd_lens.units.factors import Factors, FactorSet
