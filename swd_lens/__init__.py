@@ -110,7 +110,8 @@ TYPES = {
     "Attachment": "units.attach",
     "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
-    "Comparison": "circuits.compare",
+    "CircuitNull": "circuits.null",
+    "Comparison": "circuits.comparison",
     "Concentration": "circuits.concentration",
     "CostCurve": "circuits.curve",
     "DataEfficiency": "study.efficiency",
@@ -144,6 +145,7 @@ TYPES = {
 }
 # Names of the namespaces that stand at the top as well: most did before there were namespaces, and go on working.
 ALIASES = {
+    "circuit_null": "circuits.null",
     "collect_grams": "factorization.grams",
     "compare_edits": "analysis.edit.compare",
     "dashboard": "report.dashboard",

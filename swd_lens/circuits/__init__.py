@@ -4,7 +4,8 @@ from swd_lens.base.errors import UndefinedSufficiencyWarning
 from swd_lens.circuits.ablation import intervention_hooks
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.compare import Comparison, TaskComparison, compare
+from swd_lens.circuits.compare import compare
+from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.frontier import evaluate, judge, prefix_grid

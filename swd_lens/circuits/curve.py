@@ -70,28 +70,38 @@ class CostCurve(Record):
         return self.rows.copy()
 
     def cost_at(
-        self, *, sufficiency: float | int | None = None, necessity: float | int | None = None, cost: str = "edges"
+        self,
+        *,
+        sufficiency: float | int | None = None,
+        necessity: float | int | None = None,
+        drop: float | int | None = None,
+        cost: str = "edges",
     ) -> int | None:
         """The least cost among prefixes that reach a threshold; None if none does.
 
         Args:
-            sufficiency: reach Q(keep) / Q(unpruned) >= this.
-            necessity: reach a necessity drop >= this fraction of the drop that ablating every unit causes.
+            sufficiency: reach Q(keep) / Q(unpruned) >= this (paper §protocol).
+            necessity: reach a necessity drop >= this fraction of the drop that ablating every unit causes (ours).
+            drop: reach a necessity drop >= this, in logits (paper §protocol, NecDrop).
             cost: "edges" or "units".
 
         Raises:
             ValueError: not exactly one threshold, or an unknown cost.
         """
         _check_cost(cost)
-        reached = self._reached(sufficiency, necessity)
+        reached = self._reached(sufficiency, necessity, drop)
         return int(self.rows.loc[reached, cost].min()) if reached.any() else None
 
-    def _reached(self, sufficiency: float | int | None, necessity: float | int | None) -> pd.Series:
-        if (sufficiency is None) == (necessity is None):
+    def _reached(
+        self, sufficiency: float | int | None, necessity: float | int | None, drop: float | int | None
+    ) -> pd.Series:
+        if sum(threshold is not None for threshold in (sufficiency, necessity, drop)) != 1:
             raise error("not-one-threshold")
         require_share(sufficiency=sufficiency, necessity=necessity)
         if sufficiency is not None:
             return self.rows["sufficiency"] >= sufficiency
+        if drop is not None:
+            return self.rows["necessity drop"] >= drop
         whole = self.rows["necessity drop"].iloc[-1]
         # Ablating everything helps (or does nothing): there is no drop to take a fraction of.
         return (self.rows["necessity drop"] >= (necessity or 0.0) * whole) & (whole > 0)
@@ -101,6 +111,7 @@ class CostCurve(Record):
         *,
         sufficiency: float | int | None = None,
         necessity: float | int | None = None,
+        drop: float | int | None = None,
         cost: str = "edges",
         level: float | int = 0.95,
         times: int = 1000,
@@ -117,14 +128,15 @@ class CostCurve(Record):
         _check_cost(cost)
         if not 0 < level < 1:
             raise error("confidence-level-outside", level=level)
-        self._reached(sufficiency, necessity)  # refuses what cost_at refuses
+        self._reached(sufficiency, necessity, drop)  # refuses what cost_at refuses
         self._require("margins", self.margins)
         q = {name: resampled(torch.atleast_2d(values), times, seed) for name, values in self.margins.items()}
         if sufficiency is not None:
             reached = (q["keep"] >= sufficiency * q["unpruned"]) & (q["unpruned"] > 0)
         else:
-            drop = q["unpruned"] - q["ablate"]
-            reached = (drop >= (necessity or 0.0) * drop[:, -1:]) & (drop[:, -1:] > 0)
+            drops = q["unpruned"] - q["ablate"]
+            of_whole = (drops >= (necessity or 0.0) * drops[:, -1:]) & (drops[:, -1:] > 0)
+            reached = of_whole if drop is None else drops >= drop
         costs = torch.tensor(self.rows[cost].tolist(), dtype=torch.float64)
         least = torch.where(reached, costs, torch.inf).amin(1).sort().values
         ends = (least[int((1 - level) / 2 * (times - 1))], least[-1 - int((1 - level) / 2 * (times - 1))])
@@ -132,7 +144,12 @@ class CostCurve(Record):
         return low, high
 
     def circuit_at(
-        self, *, sufficiency: float | int | None = None, necessity: float | int | None = None, cost: str = "edges"
+        self,
+        *,
+        sufficiency: float | int | None = None,
+        necessity: float | int | None = None,
+        drop: float | int | None = None,
+        cost: str = "edges",
     ) -> Circuit:
         """The prefix that `cost_at` prices.
 
@@ -140,20 +157,21 @@ class CostCurve(Record):
             ValueError: see `cost_at`; or no prefix reaches the threshold.
         """
         _check_cost(cost)
-        reached = self._reached(sufficiency, necessity)
+        reached = self._reached(sufficiency, necessity, drop)
+        given = {"sufficiency": sufficiency, "necessity": necessity, "drop": drop}
+        threshold = {name: value for name, value in given.items() if value is not None}
         if not reached.any():
             of = "sufficiency" if sufficiency is not None else "necessity drop"
             raise error(
                 "prefix-never-reaches",
                 task=self.task,
-                threshold=sufficiency if sufficiency is not None else necessity,
+                threshold=next(iter(threshold.values())),
                 measure=of,
                 highest=self.rows[of].max(),
             )
         # Of equal costs (units without edges cost none) the shortest prefix.
         best = self.rows.loc[reached].sort_values(by=[cost, "units"]).iloc[0]
-        value = {"sufficiency": sufficiency} if sufficiency is not None else {"necessity": necessity}
-        return self.circuit(int(best["units"]), chosen_at={**value, "cost": cost})
+        return self.circuit(int(best["units"]), chosen_at={**threshold, "cost": cost})
 
     def circuit(self, n_units: int, **provenance: Any) -> Circuit:
         """The prefix of this many units.

@@ -145,12 +145,13 @@ def judge(
     seed: int = 0,
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
+    dense: DenseRuns | None = None,
 ) -> pd.DataFrame:
     """What circuits cost and do on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
 
     Args:
         circuits: one, or several by name, all found with the same scores.
-        otherwise see `evaluate`.
+        otherwise see `evaluate`; bootstrap=0 leaves the intervals out.
 
     Raises:
         ValueError: no circuit, circuits of several scores (their reference activations differ), and see `evaluate`.
@@ -166,7 +167,7 @@ def judge(
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     both = [circuit.masks(mode) for mode in ("keep", "ablate") for circuit in named.values()]
     with attach(model, factors) as attachment:
-        bench = Bench(host_of(model), attachment, split, scores, ablation, **how)
+        bench = Bench(host_of(model), attachment, split, scores, ablation, dense=dense, **how)
         masks = {site: torch.stack([of_run[site] for of_run in both]) for site in both[0]}
         outcome, unpruned = bench.run(
             len(both), lambda chunk: {site: mask[chunk] for site, mask in masks.items()}, kl=kl

@@ -26,7 +26,7 @@ from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import KINDS, NEURON_SIDE, PACKED, Pattern, Site, select_sites
-from swd_lens.solver import AnnealSpec, DsfSpec, PruneSpec, resolve
+from swd_lens.solver import AnySpec, resolve
 from swd_lens.solver.budget import edges
 from swd_lens.solver.validate import is_number
 from swd_lens.tasks.streams import TokenStream
@@ -135,7 +135,7 @@ class Job:
             device,
         )
 
-    def spec(self, site: Site) -> DsfSpec | AnnealSpec | PruneSpec:
+    def spec(self, site: Site) -> AnySpec:
         """The solver's settings for one matrix."""
         return resolve(self.preset, options_of(site, self.options))
 

@@ -42,7 +42,7 @@ def solve(
     """Sparse factors W ≈ read @ write of a matrix with K = (1 - sparsity) numel(W) nonzeros.
 
     Args and errors are those of `swd_lens.solver.solve`: weight (d_in, d_out), gram (d_in, d_in) or None for zero-data,
-    preset "best", "quick", "thorough", "deep", "paper" or "pruned".
+    preset "best", "quick", "thorough", "deep", "paper", "pruned" or "svd_pruned".
 
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.

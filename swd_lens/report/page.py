@@ -20,11 +20,11 @@ from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.errors import visible, visible_lines
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
-from swd_lens.circuits.compare import Comparison, TaskComparison
+from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.recipe import load_code, run_code
-from swd_lens.report.wording import controls_of, headline, main_replacement
+from swd_lens.report.wording import controls_of, headline, main_replacement, pruned_of
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell, ReportSection
@@ -111,7 +111,7 @@ def _results(run: Run) -> Iterator[Section]:
 
 
 def _what(run: Run) -> Iterator[Section]:
-    yield Section("what", "What was done", {"controls": controls_of(run)})
+    yield Section("what", "What was done", {"controls": controls_of(run), "pruned": pruned_of(run)})
 
 
 def _fidelity(run: Run) -> Iterator[Section]:

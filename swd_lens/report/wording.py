@@ -3,9 +3,9 @@
 1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
 2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
 3. `headline`: what a run found, in a few sentences made from its numbers alone. The subject is the sparsest replacement of the
-   surface with most matrices; the controls are the exact ones that were run. It says how far the subject moves held-out
-   cross-entropy and how often it agrees with the dense host; over all surfaces and tasks, how often a circuit is needed at all
-   and whose is cheaper in active edges; and the smallest circuit that is not empty.
+   surface with most matrices; the controls are the exact ones that were run, and pruned ones of its sparsity. It says how far
+   the subject moves held-out cross-entropy and how often it agrees with the dense host; over all surfaces and tasks, how often a
+   circuit is needed at all and whose is cheaper in active edges; and the smallest circuit that is not empty.
 """
 
 import math
@@ -24,6 +24,8 @@ MINUS = "\u2212"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 # What a circuit costs, as the axes and the switch between them say it.
 COSTS = {"edges": "active edges", "units": "units"}
+# Sparsities that are this close were asked for as the same: K is a whole number, and some solvers leave an edge or two out.
+_SAME_SPARSITY = 0.01
 # What a family of tasks asks; tasks that are not listed speak for themselves by name.
 TASK_QUESTIONS = {
     "ioi": "Indirect object identification: “When Mary and John went out, John gave a book to” – is it Mary?",
@@ -151,19 +153,30 @@ def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
         for task, comparison in by_task.items()
         for method, curve in comparison.curves.items()
     ]
-    controls = () if subject.exact else controls_of(run)
+    controls = () if subject.control else [*controls_of(run), *_pruned_beside(run, subject)]
     return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, controls, sufficiency)]
 
 
 def main_replacement(run: Run) -> Replacement | None:
-    """The sparsest replacement of the surface that replaces most matrices; an exact one only if there is nothing else."""
-    candidates = [r for r in run.replacements if not r.exact] or list(run.replacements)
+    """The sparsest replacement of the surface that replaces most matrices; a control only if there is nothing else."""
+    candidates = [r for r in run.replacements if not r.control] or list(run.replacements)
     return max(candidates, key=lambda r: (len(r.factors), r.factors.sparsity), default=None)
 
 
 def controls_of(run: Run) -> list[str]:
     """The methods of the exact replacements."""
     return list(dict.fromkeys(r.method for r in run.replacements if r.exact))
+
+
+def pruned_of(run: Run) -> list[str]:
+    """The methods of the pruned controls."""
+    return list(dict.fromkeys(r.method for r in run.replacements if r.pruned))
+
+
+def _pruned_beside(run: Run, subject: Replacement) -> list[str]:
+    """The methods of the pruned controls with as many edges as the subject has."""
+    of_sparsity = (r for r in run.replacements if abs(r.factors.sparsity - subject.factors.sparsity) < _SAME_SPARSITY)
+    return list(dict.fromkeys(r.method for r in of_sparsity if r.pruned))
 
 
 def _fidelity_sentence(r: Replacement) -> str:

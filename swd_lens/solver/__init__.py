@@ -2,7 +2,7 @@
 
 1. spec.py, validate.py, budget.py: settings, arguments and budgets, checked.
 2. anneal.py, with metric.py, support.py, births.py and refine.py: the solver of presets best, quick, thorough and deep; dsf.py:
-   the paper's; prune.py: pruning alone.
+   the paper's; prune.py, svd_prune.py: pruning alone.
 3. solve.py: the call that goes through these.
 4. budget.py: how many operations and bytes a call takes.
 """
@@ -24,11 +24,13 @@ from swd_lens.solver.spec import (
     DOUBLE_UP_TO,
     PRESETS,
     AnnealSpec,
+    AnySpec,
     DsfSpec,
     OnIteration,
     PruneSpec,
     SolveSpec,
     Step,
+    SvdPruneSpec,
     resolve,
 )
 
@@ -38,6 +40,7 @@ __all__ = [
     "DOUBLE_UP_TO",
     "PRESETS",
     "AnnealSpec",
+    "AnySpec",
     "Budget",
     "BudgetError",
     "Cost",
@@ -51,6 +54,7 @@ __all__ = [
     "SparsityError",
     "SpecError",
     "Step",
+    "SvdPruneSpec",
     "UnitsError",
     "WeightError",
     "canonical",

@@ -22,7 +22,7 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.solver.births import STARTS, STEPS
-from swd_lens.solver.spec import DEFAULT_PRESET, LONG_SIDE_SHARE, AnnealSpec, DsfSpec, PruneSpec, resolve
+from swd_lens.solver.spec import DEFAULT_PRESET, LONG_SIDE_SHARE, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
 
@@ -77,7 +77,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
 
 
 def plan_pruned(d_in: int, d_out: int, sparsity: float | int) -> int:
-    """K of a pruned matrix.
+    """K of a matrix that is pruned, or whose singular vectors are.
 
     Raises:
         BudgetError: below 2, which no unit can live on.
@@ -189,8 +189,10 @@ def cost(
         )
     elif isinstance(spec, DsfSpec):
         flops, entries = _dsf_flops(d_in, d_out, calibrated, spec), _dsf_entries(d_in, d_out, calibrated)
-    else:
+    elif isinstance(spec, PruneSpec):
         flops, entries = _prune_flops(d_in, d_out, calibrated, spec), _prune_entries(d_in, d_out, calibrated)
+    else:
+        flops, entries = _svd_prune_flops(d_in, d_out, calibrated, spec), _svd_prune_entries(d_in, d_out, calibrated)
     if spec.precision_for(d_in, d_out) == "float64":
         copies = d_in * d_out + calibrated * d_in**2  # of weight and Gram
         return Cost(2 * flops, int(8 * (entries + copies)))
@@ -251,3 +253,22 @@ def _prune_flops(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> fl
 def _prune_entries(d_in: int, d_out: int, calibrated: bool) -> int:
     # Target, magnitudes, their order and unit (eight bytes each), support, pruned; conjugate gradients' seven; both factors.
     return (9 + 7 * calibrated) * d_in * d_out + 4 * d_in * d_in * calibrated + max(d_in, d_out) ** 2
+
+
+def _svd_prune_flops(d_in: int, d_out: int, calibrated: bool, spec: SvdPruneSpec) -> float:
+    n = min(d_in, d_out)
+    # As many operations as the eigenvalues of n x n, and the products with the long side; then an order of all entries.
+    decomposed = EIGEN * n**3 + 2 * 2 * n * d_in * d_out + PER_ENTRY * n * (d_in + d_out)
+    per_step = 2 * n * (n * (d_in + d_out) + calibrated * d_in * d_in)
+    per_round = 4 * d_in * d_out * n + 2 * n * n * (d_in + d_out) + calibrated * 2 * 2 * d_in * d_in * n
+    return decomposed + spec.refine_rounds * (per_round + spec.refine_steps * per_step)
+
+
+def _svd_prune_entries(d_in: int, d_out: int, calibrated: bool) -> int:
+    n, weights = min(d_in, d_out), d_in * d_out
+    factors = n * (d_in + d_out)
+    # Scaled weight and target, the decomposition and its workspace; or both factors, what each entry is worth, its order, unit,
+    # place and cost (eight bytes each), marks; or both factors and supports, and conjugate gradients' seven.
+    choosing = 2 * factors + 15 * factors
+    refining = 4 * factors + 8 * max(d_in, d_out) * n + 2 * n * n
+    return 2 * weights + max(2 * factors + 4 * n * n + weights, choosing, refining) + 4 * d_in * d_in * calibrated

@@ -3,7 +3,8 @@
 1. `resolve` the preset and overrides to a spec (spec.py).
 2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
 3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
-   solver (anneal.py, then refine.py), by the paper's (dsf.py), or by pruning alone (prune.py).
+   solver (anneal.py, then refine.py), by the paper's (dsf.py), or by pruning alone, of W (prune.py) or of its singular vectors
+   (svd_prune.py).
 4. Bring the factors into canonical form, and to float32. A S and S^-1 B are the same product for any diagonal S, so a rule is
    needed (`canonical`):
      scale: each unit's read and write vector have the same Euclidean norm;
@@ -21,9 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.solver import anneal, dsf, prune
+from swd_lens.solver import anneal, dsf, prune, svd_prune
 from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
-from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, resolve
+from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, PruneSpec, resolve
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units
 
@@ -34,7 +35,7 @@ class Solution:
 
     Attributes:
         settings: every value used, and the entries kept.
-        solver: name of the algorithm, "anneal", "dsf" or "prune".
+        solver: name of the algorithm, "anneal", "dsf", "prune" or "svd_prune".
         weight: the float32 W that was solved for.
     """
 
@@ -71,7 +72,8 @@ def solve(
         gram: (d_in, d_in), E[h^T h] of the inputs at any scale; None (zero-data) means the identity.
         sparsity: s = 1 - K / numel(W), inside (0, 1).
         preset: a key of `PRESETS`: "best"; "quick", "thorough" and "deep", with fewer and more iterations; "paper", the paper's
-            solver with the reference code's rounding; "pruned", W itself made sparse with its coordinates as units.
+            solver with the reference code's rounding; "pruned", W itself made sparse with its coordinates as units; "svd_pruned",
+            its singular vectors made sparse, largest singular value first.
         units: width of the bottleneck: a number, None for one per coordinate that units start as (min(d_in, d_out), unless
             basis="input" or "output" says another side), or "2x" for twice that (any "1.5x" too). More units at the same K
             lower the error and cost time. The paper's solver and pruning know None only.
@@ -118,7 +120,10 @@ def solve(
             read, write = dsf.factorize(target, metric, budget, spec, on_iteration)
         else:
             budget, kept = None, plan_pruned(d_in, d_out, sparsity)
-            read, write = prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
+            if isinstance(spec, PruneSpec):
+                read, write = prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
+            else:
+                read, write = svd_prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
         del target
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
     if budget is None or (isinstance(spec, AnnealSpec) and spec.balance):  # it was not settled beforehand

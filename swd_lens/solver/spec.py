@@ -1,8 +1,8 @@
 """Solver settings with their bounds, the presets, and what a solver says of its progress.
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
-   `AnnealSpec` ours, `PruneSpec` those of pruning alone.
-2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", and "pruned".
+   `AnnealSpec` ours, `PruneSpec` and `SvdPruneSpec` those of pruning alone, of W and of its singular vectors.
+2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned".
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
 4. A `Step` is what a solver tells its caller after each outer iteration.
 """
@@ -269,7 +269,31 @@ class PruneSpec(SolveSpec):
         return automatic_shrinkage(self.shrinkage, tokens, d_in)
 
 
-PRESETS: Mapping[str, DsfSpec | AnnealSpec | PruneSpec] = {
+@dataclass(frozen=True)
+class SvdPruneSpec(SolveSpec):
+    """Hyper-parameters of pruning the singular vectors (svd_prune.py).
+
+    Raises:
+        SpecError: a value outside its range; the message names field, value and range.
+    """
+
+    solver: ClassVar[str] = "svd_prune"
+
+    # Least squares of both factors on their supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
+    refine_rounds: int = setting(12, at_least=0)
+    refine_steps: int = setting(8, at_least=1)
+
+    # See `AnnealSpec`.
+    shrinkage: float | int | str = setting(AUTO, at_least=0, at_most=1)
+    precision: str = setting(AUTO, one_of=PRECISIONS)
+
+    def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
+        return automatic_shrinkage(self.shrinkage, tokens, d_in)
+
+
+AnySpec = DsfSpec | AnnealSpec | PruneSpec | SvdPruneSpec
+
+PRESETS: Mapping[str, AnySpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=160),
@@ -279,6 +303,7 @@ PRESETS: Mapping[str, DsfSpec | AnnealSpec | PruneSpec] = {
     "deep": AnnealSpec(outer_iterations=400, rho_start=0.05, balance=0.5, births=30),
     "paper": DsfSpec(),
     "pruned": PruneSpec(),
+    "svd_pruned": SvdPruneSpec(),
 }
 DEFAULT_PRESET = "best"
 
@@ -290,7 +315,7 @@ def automatic_shrinkage(shrinkage: float | int | str, tokens: int | None, d_in: 
     return 0.0 if tokens is None else min(MOST_SHRINKAGE, d_in / max(tokens, 1))
 
 
-def resolve(preset: str, overrides: Mapping[str, Any]) -> DsfSpec | AnnealSpec | PruneSpec:
+def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
     """The spec of a preset with some fields replaced.
 
     Args:

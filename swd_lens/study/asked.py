@@ -26,7 +26,8 @@ from swd_lens.factorization.estimate import estimate
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.study.run_file import EXACT, NAME
+from swd_lens.study.controls import DEFAULT_CONTROLS, PRUNED, pruned_options
+from swd_lens.study.run_file import NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import UnitSet
@@ -126,7 +127,7 @@ def memory_of(
     *,
     sparsities: Sequence[float | int] = (),
     factors: Mapping[str, Any] | None = None,
-    controls: Sequence[str] = tuple(EXACT),
+    controls: Sequence[str] = DEFAULT_CONTROLS,
     n_beside: int = 0,
     calibration_tokens: Any = None,
     heldout_length: int = 1024,
@@ -141,18 +142,25 @@ def memory_of(
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
-    neurons = "neurons" in controls
+    # Replacements whose units are inputs, and those with as many as were estimated.
+    n_sparsities, exact = len(sparsities), [control for control in controls if control not in PRUNED]
+    of_inputs = ("neurons" in exact) + ("pruned" in controls) * n_sparsities
+    of_width = n_sparsities * (1 + ("svd_pruned" in controls)) + len(exact) - ("neurons" in exact) + n_beside
     most_units = max(
-        sum(max(row.units, neurons * row.d_in) for row in estimate.rows) for estimate in estimates.values()
+        sum(max(row.units, (of_inputs > 0) * row.d_in) for row in estimate.rows) for estimate in estimates.values()
     )
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
-    of_width = len(sparsities) + len(controls) - neurons + n_beside
-    wide = {label: neurons * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
-    stays = given + of_width * sum(pairs.values()) + sum(wide.values())
+    wide = {label: (of_inputs > 0) * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
+    stays = given + of_width * sum(pairs.values()) + of_inputs * sum(wide.values())
     largest = max(*pairs.values(), *wide.values())
 
-    parts = {"factorize": max(each.peak_bytes for each in estimates.values())} if sparsities else {}
-    n_starts = of_width + neurons + len(factors or {}) + 2
+    solved = [*estimates.values()]
+    for control in PRUNED:
+        if control in controls:
+            how = pruned_options(control, solver)
+            solved += [_estimate(model, surface, calibration_tokens, how) for surface in sites.values()]
+    parts = {"factorize": max(each.peak_bytes for each in solved)} if sparsities else {}
+    n_starts = of_width + of_inputs + len(factors or {}) + 2
     parts["fidelity"] = max(
         _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
     )

@@ -1,7 +1,7 @@
 """run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
 
 1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and exact factors
-   (neurons, SVD, Random-B) as controls.
+   (neurons, SVD, Random-B) or pruned ones as controls (controls.py).
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
@@ -48,8 +48,17 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, split_name
 from swd_lens.solver import resolve
 from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
+from swd_lens.study.controls import (
+    DEFAULT_CONTROLS,
+    EXACT,
+    PRUNED,
+    RANDOM_B,
+    RANDOM_B_SEEDS,
+    check_controls,
+    pruned_methods,
+)
 from swd_lens.study.run import Run
-from swd_lens.study.run_file import EXACT, Replacement, folders_named
+from swd_lens.study.run_file import Replacement, folders_named
 from swd_lens.study.section import AttentionView
 from swd_lens.study.views import TaskUnit, attention_views, unit_cards
 from swd_lens.tasks.streams import as_stream
@@ -59,9 +68,6 @@ from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.match import check_units
 
-CONTROLS = (*EXACT, "random_b")
-DEFAULT_CONTROLS = tuple(EXACT)
-RANDOM_B, RANDOM_B_SEEDS = "Random-B", 3
 _MAKERS = {"neurons": baselines.neurons, "svd": baselines.svd}
 
 
@@ -102,8 +108,9 @@ def run_study(
         calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
             do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
-        controls: exact factorizations beside SWD, any of "neurons" (the matrices' own inputs as units), "svd" and "random_b"
-            (in the circuits only).
+        controls: what stands beside SWD, any of "neurons" (the matrices' own inputs as units), "svd" and "random_b" (in the
+            circuits only), which are exact, and "pruned" and "svd_pruned" (see `baselines`), made at each of the sparsities from
+            the same calibration.
         random_b_seeds: how many (the paper has ten).
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
@@ -119,8 +126,8 @@ def run_study(
     Raises:
         ResumeError: `out` holds the parts of another study (every difference is named), or a run without its parts.
         OSError: (FolderInUseError) another call writes `out`; or it cannot be written.
-        ValueError: nothing to do (no surface, task, sparsity or factors), `beside` of another surface, and whatever the steps
-            raise.
+        ValueError: nothing to do (no surface, task, sparsity or factors), an unknown control, a pruned one without a sparsity,
+            `beside` of another surface, and whatever the steps raise.
         AttachError: `factors` of another model.
     """
     given_sites = {label: surface_of(model, given) for label, given in factors.items()}
@@ -130,13 +137,14 @@ def run_study(
             surfaces[_label(model, names)] = names
     if not surfaces or not tasks or not (sparsities or factors):
         raise error("study-of-nothing")
-    own = [*(f"SWD s={sparsity:g}" for sparsity in sparsities), *EXACT.values(), RANDOM_B, *beside]
+    swd_methods = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
+    pruned = pruned_methods(tuple(PRUNED), sparsities, solver)
+    own = [*swd_methods, *pruned, *EXACT.values(), RANDOM_B, *beside]
     if twice := [label for label in factors if label in own]:
         raise error("study-label-taken", labels=", ".join(map(repr, twice)))
     if random_b_seeds < 1:
         raise error("study-without-seeds", n_seeds=random_b_seeds)
-    if unknown := sorted(set(controls) - set(CONTROLS)):
-        raise error("study-unknown-control", unknown=", ".join(map(repr, unknown)), controls=", ".join(CONTROLS))
+    check_controls(controls, sparsities)
     began = time.perf_counter()
     for pattern in surfaces.values():
         sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
@@ -154,8 +162,12 @@ def run_study(
         text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
         for names in sites_of.values():
             text.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
-    swd_methods = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
-    labels = [(surface, method) for surface in surfaces for method in swd_methods]
+    # Method -> sparsity and options of `factorize`.
+    solved_methods = {
+        **{method: (sparsity, solver) for method, sparsity in swd_methods.items()},
+        **pruned_methods(controls, sparsities, solver),
+    }
+    labels = [(surface, method) for surface in surfaces for method in solved_methods]
     folders = dict(zip(labels, folders_named(labels), strict=True))
 
     folder = None if out is None else Path(out)
@@ -168,7 +180,7 @@ def run_study(
             require_own(folder)
             asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
             seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
-            named = {"sparsities": swd_methods, "controls": [*(c for c in controls if c in EXACT), *seeds]}
+            named = {"sparsities": swd_methods, "controls": [*(c for c in controls if c != "random_b"), *seeds]}
             named |= {"positions": positions, "ablation": ablation}
             units = {"factors": factors, "beside": beside}
             parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
@@ -179,8 +191,8 @@ def run_study(
         dense = DenseRuns()
         for surface, names in sites_of.items():
             timed: dict[str, tuple[FactorSet, float]] = {}
-            for method, sparsity in swd_methods.items():
-                on_step(f"factorize {surface} at s={sparsity:g}")
+            for method, (sparsity, options) in solved_methods.items():
+                on_step(f"factorize {surface} {f'at s={sparsity:g}' if method in swd_methods else f'as {method}'}")
                 start = time.perf_counter()
                 solved = factorize(
                     solved_on,
@@ -189,7 +201,7 @@ def run_study(
                     tokens=text,
                     out=None if folder is None else folder / folders[surface, method],
                     progress=progress,
-                    **(solver if text is not None else {**solver, "calibration": "zero-data"}),
+                    **(options if text is not None else {**options, "calibration": "zero-data"}),
                 )
                 timed[method] = (
                     solved,
@@ -230,7 +242,15 @@ def run_study(
             )
             measured = comparisons[surface].fidelities
             replacements += [
-                Replacement(surface, method, solved, measured[method], seconds, exact=method in EXACT.values())
+                Replacement(
+                    surface,
+                    method,
+                    solved,
+                    measured[method],
+                    seconds,
+                    exact=method in EXACT.values(),
+                    pruned=method in pruned,
+                )
                 for method, (solved, seconds) in timed.items()
             ]
         settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
@@ -268,7 +288,8 @@ def run_study(
 
 def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
     """The first words of the steps that `run_study` says."""
-    of_surface = ["factorize"] * n_sparsities + ["exact"] * len(set(controls) & set(EXACT)) + ["measure"]
+    n_pruned, n_exact = (len(set(controls) & set(known)) for known in (PRUNED, EXACT))
+    of_surface = ["factorize"] * n_sparsities * (1 + n_pruned) + ["exact"] * n_exact + ["measure"]
     return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
 
 

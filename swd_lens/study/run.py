@@ -63,13 +63,13 @@ class Run(Record):
     screen: Screen | None = None
 
     def sparsest(self, surface: str) -> Replacement:
-        """The sparsest replacement of a surface, the exact ones aside.
+        """The sparsest replacement of a surface, controls aside.
 
         Raises:
             ValueError: there is none.
         """
         return max(
-            (r for r in self.replacements if r.surface == surface and not r.exact), key=lambda r: r.factors.sparsity
+            (r for r in self.replacements if r.surface == surface and not r.control), key=lambda r: r.factors.sparsity
         )
 
     def fidelity_table(self) -> pd.DataFrame:

@@ -25,9 +25,10 @@ from swd_lens.base.files import plain, sha256
 from swd_lens.base.record import PlainRecord, checked
 from swd_lens.base.sealed import hashes_of, read_json, readable, require_hashes, unseal
 from swd_lens.circuits import Comparison, CostCurve
-from swd_lens.circuits.compare import TOLERANCE, TaskComparison
+from swd_lens.circuits.comparison import TOLERANCE, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.hosts.sites import split_name
+from swd_lens.study.controls import EXACT
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.index import INDEX, open_folder
 
@@ -35,8 +36,6 @@ FORMAT = 2
 NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one.
 STAGED = ".new"
-# Exact controls by name, and the method that each goes by.
-EXACT = {"neurons": "neurons", "svd": "SVD"}
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
 _CURVE = {"units", "edges", "sufficiency", "necessity drop"}  # columns of a curve that every report draws
 
@@ -108,6 +107,7 @@ class Replacement:
         factors: of exact ones a loaded run has a record only, they are not saved.
         seconds: that the factors took.
         exact: a control: every matrix written as a product without an error.
+        pruned: a control: neurons or singular vectors with as few edges as SWD has.
     """
 
     surface: str
@@ -116,6 +116,12 @@ class Replacement:
     fidelity: Fidelity
     seconds: float
     exact: bool = False
+    pruned: bool = False
+
+    @property
+    def control(self) -> bool:
+        """Whether it stands beside what the run is about."""
+        return self.exact or self.pruned
 
     def as_dict(self, folder: str) -> dict[str, Any]:
         """Plain values; sparse factors are in `folder`."""
@@ -123,6 +129,7 @@ class Replacement:
         row = {"surface": self.surface, "method": self.method, "edges": f.edges, "units": f.n_units}
         row |= {"sparsity": f.sparsity, "seconds": self.seconds, **self.fidelity.as_dict()}
         described = {"sites": dict(f.summary()), "provenance": dict(f.provenance)}
+        row |= {"pruned": True} if self.pruned else {}
         return row | ({"factors": described} if self.exact else {"folder": folder})
 
     @classmethod
@@ -142,7 +149,8 @@ class Replacement:
             split_name(site)
             _Site.from_dict(known)
         record = FactorsRecord(described["sites"], row["edges"], row["units"], row["sparsity"], described["provenance"])
-        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact)
+        pruned = checked("Replacement", row, {"pruned": bool}, optional=True).get("pruned", False)
+        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact, pruned)
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:

@@ -26,7 +26,8 @@ from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import CostCurve
-from swd_lens.circuits.compare import TOLERANCE, check_options, check_tasks, typed
+from swd_lens.circuits.compare import check_options, check_tasks
+from swd_lens.circuits.comparison import TOLERANCE, typed
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.plots import cost_axis
 from swd_lens.circuits.protocol import Protocol, run_protocol

@@ -11,12 +11,13 @@ import swd_lens as swd
 import swd_lens.circuits.protocol
 from swd_lens import baselines
 from swd_lens.circuits import CostCurve, Fidelity, attribute, compare, evaluate, fidelity
-from swd_lens.circuits.compare import Comparison, TaskComparison, check_tasks, sources_of
+from swd_lens.circuits.compare import check_tasks, sources_of
+from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.curve import SeedCosts, mean_min_cost, over_seeds
 from swd_lens.tasks.task import Task
 from tests.contract import swd_zero_data
 from tests.forwards import block_runs
-from tests.micro import random_split, random_tokens, toy_model
+from tests.micro import identity_factors, micro_model, random_split, random_tokens, split_of, toy_model
 
 SITE = "blocks.1.mlp_out"
 
@@ -328,6 +329,38 @@ def test_table_over_seeds_by_hand(worked):
     assert pd.isna(one["edges at necessity 0.5 sd"]) and one["seeds"] == 1
 
 
+def test_costs_at_a_drop_in_logits_by_hand(worked):
+    one, many = worked.table(drop=1.0).to_dict("records")
+    # Drop 1: "one" with its first prefix; seeds 1 and 2 with theirs, seed 0 with all units (40 edges, 4 units).
+    assert (one["units at drop 1"], one["edges at drop 1"], one["reached drop 1"]) == (1, 5, 1)
+    assert many["edges at drop 1"] == pytest.approx(80 / 3) and many["units at drop 1"] == pytest.approx(8 / 3)
+    assert (many["reached drop 1"], many["edges at drop 1 min"]) == (3, 20)
+    # 1.6 is more than "one" ever loses (1.5); half of its own drop it reaches.
+    one, many = worked.table(drop=1.6).to_dict("records")
+    assert pd.isna(one["edges at drop 1.6"]) and one["edges at necessity 0.5"] == 5 and many["edges at drop 1.6"] == 40
+    of_task = worked["toy"].table(drop=1.0).set_index("method")
+    assert of_task["edges at drop 1"].tolist() == [5, 40, 20, 20] and of_task["edges at drop 1"].dtype == "Int64"
+    # Where no drop is asked for, tables are what they were.
+    for table in (worked.table, worked["toy"].table):
+        assert not any("drop" in column for column in table())
+        at_drop = [column for column in table(drop=1.0) if "drop 1" in column]
+        assert list(table()) == [column for column in table(drop=1.0) if column not in at_drop] and len(at_drop) > 1
+
+
+def test_costs_at_a_drop_of_the_micro_model():
+    # tests/circuits/test_micro.py: ablating unit 1 (3 edges) takes 3 logits off, both units (6 edges) take 5.
+    train = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
+    test = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
+    comparison = compare(micro_model(), {"neurons": identity_factors()}, Task("micro", train, test, "by hand", False))
+    (task,) = comparison
+    for drop, units, edges in ((3, 1, 3), (3.5, 2, 6), (5, 2, 6), (5.5, None, None)):
+        row = comparison.table(drop=drop).iloc[0]
+        costs = [row[f"{cost} at drop {drop:g}"] for cost in ("units", "edges")]
+        assert costs == [units, edges] if units else pd.isna(costs).all()
+        assert row["edges at necessity 0.5"] == 3  # half of 5
+        assert comparison[task].curves["neurons"].cost_at(drop=drop) == edges
+
+
 def test_a_threshold_that_none_reaches(worked):
     many = worked.table(sufficiency=5.0).to_dict("records")[1]
     assert pd.isna(many["edges at sufficiency 5"]) and pd.isna(many["edges at sufficiency 5 min"])
@@ -402,3 +435,41 @@ def test_odd_curves_are_drawn_too(worked):
         assert "not defined" in figure.axes[0].texts[0].get_text()
     with pytest.raises(ValueError, match="cost must be one of"):
         worked.plot("tokens")
+
+
+def test_a_method_may_have_a_host_of_its_own(model, factors, tokens):
+    other = toy_model()
+    with torch.no_grad():
+        other.blocks[1].mlp.W_out.mul_(1.5)
+    units = swd_zero_data(other, SITE)
+    own = {SITE: factors[SITE]}
+    both = compare(model, {"ours": own, "theirs": units}, [TOY, OTHER], tokens=tokens, hosts={"theirs": other})
+    here = compare(model, {"ours": own}, [TOY, OTHER], tokens=tokens)
+    there = compare(other, {"theirs": units}, [TOY, OTHER], tokens=tokens)
+    for task in ("toy", "other"):
+        assert both[task].curves["ours"].rows.equals(here[task].curves["ours"].rows)
+        assert both[task].curves["theirs"].rows.equals(there[task].curves["theirs"].rows)
+    assert both.fidelities["theirs"] == there.fidelities["theirs"]
+    # CE is compared as it is; rows are differences from two dense models, which have no paired error.
+    difference = there.fidelities["theirs"].ce - here.fidelities["ours"].ce
+    assert both.ce_difference("theirs") == pytest.approx(difference)
+    assert both.ce_difference_se("theirs") is None and both.matched("theirs") is (abs(difference) <= 0.001)
+
+
+@pytest.mark.parametrize("hosts", [{"theirs": None}, {"one": None}])
+def test_hosts_are_of_methods_and_leave_one_to_the_model(model, factors, hosts):
+    with pytest.raises(ValueError, match="hosts= names"):
+        compare(model, {"one": {SITE: factors[SITE]}}, TOY, hosts=hosts)
+
+
+def test_comparisons_side_by_side_and_without_methods(worked):
+    first, second = worked.without(["many"]), worked.without(["one"])
+    assert list(first.methods) == ["one"] and list(second.methods) == ["many"]
+    again = first.beside(second)
+    assert again.methods == worked.methods
+    assert again["toy"].curves == worked["toy"].curves
+    with pytest.raises(ValueError, match="two curves are called 'one'"):
+        first.beside(worked)
+    renamed = Comparison({"another": TaskComparison("another", dict(second["toy"].curves), {})})
+    with pytest.raises(ValueError, match="one comparison is of toy, the other of another"):
+        first.beside(renamed)

@@ -53,13 +53,19 @@ def curve(rows=ROWS, settings=None, **more):
         ({"necessity": 1.0}, 14, 3),
         ({"necessity": 1.6}, None, None),
         ({"necessity": 0}, 0, 0),
+        # Drops in logits, of the same column; what is more than the whole set's 2 is a drop, too.
+        ({"drop": 0}, 0, 0),
+        ({"drop": 1.0}, 10, 1),
+        ({"drop": 1.6}, 14, 3),
+        ({"drop": 3}, 14, 3),
+        ({"drop": 3.1}, None, None),
     ],
 )
 def test_cost_at(how, edges, units):
     assert curve().cost_at(**how) == edges
     assert curve().cost_at(**how, cost="units") == units
     if units is None:
-        with pytest.raises(ValueError, match=r"no prefix of 't' reaches 1\.\d+; the highest [a-z ]+ is [13]\.000"):
+        with pytest.raises(ValueError, match=r"no prefix of 't' reaches [13]\.\d+; the highest [a-z ]+ is [13]\.000"):
             curve().circuit_at(**how)
     else:
         assert curve().circuit_at(**how, cost="units").n_units == units
@@ -68,6 +74,7 @@ def test_cost_at(how, edges, units):
 def test_no_fraction_of_a_drop_that_is_not_there():
     helps = ROWS.assign(**{"necessity drop": [0.0, 1.0, 1.0, 1.0, -0.5]})
     assert curve(helps).cost_at(necessity=0.5) is None
+    assert curve(helps).cost_at(drop=0.5) == 10  # in logits there is one
 
 
 def test_circuit_at_is_the_prefix_that_cost_at_prices():
@@ -76,6 +83,7 @@ def test_circuit_at_is_the_prefix_that_cost_at_prices():
     assert circuit.units == (("s", 1), ("s", 3)) and circuit.n_edges == 14
     assert circuit.provenance["kind"] == "prefix"
     assert circuit.provenance["chosen_at"] == {"sufficiency": 0.8, "cost": "edges"}
+    assert curve().circuit_at(drop=1.5).provenance["chosen_at"] == {"drop": 1.5, "cost": "edges"}
     assert curve().circuit(4).n_edges == 30 and curve().circuit(0).units == ()
     with pytest.raises(ValueError, match=r"n_units must lie in 0 \.\. 4, got 5"):
         curve().circuit(5)
@@ -100,7 +108,10 @@ def test_cost_interval_is_that_of_a_loop_over_draws():
     one = curve(margins={"keep": keep, "ablate": ablate, "unpruned": whole, "dense": whole})
     generator = torch.Generator().manual_seed(5)
     draws = torch.cat([torch.randint(30, (n, 30), generator=generator) for n in (128, 72)])
-    for how in ({"sufficiency": 0.85}, {"necessity": 0.6}, {"sufficiency": 1.02}, {"sufficiency": 9}):
+    for how in (
+        *({"sufficiency": 0.85}, {"necessity": 0.6}, {"sufficiency": 1.02}, {"sufficiency": 9}),
+        *({"drop": 1.2}, {"drop": 2.95}, {"drop": 9}),
+    ):
         costs = []
         for index in draws:
             k, a, w = keep[:, index].mean(1), ablate[:, index].mean(1), whole[index].mean()
@@ -119,6 +130,8 @@ def test_what_is_refused():
             call()
         with pytest.raises(ValueError, match="exactly one threshold"):
             call(sufficiency=0.5, necessity=0.5)
+        with pytest.raises(ValueError, match=r"exactly one threshold: .* or drop=1\.0"):
+            call(necessity=0.5, drop=1.0)
         with pytest.raises(ValueError, match="cost must be one of"):
             call(sufficiency=0.5, cost="tokens")
     with pytest.raises(ValueError, match="carries no margins"):

@@ -122,7 +122,11 @@ def test_tables_are_printed_without_json(tmp_path):
 
 @pytest.mark.parametrize(
     ("controls", "wanted"),
-    [("svd,random_b", ["SWD s=0.5", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]), ("none", ["SWD s=0.5"])],
+    [
+        ("svd,random_b", ["SWD s=0.5", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]),
+        ("pruned,svd_pruned", ["SWD s=0.5", "Neurons pruned s=0.5", "SVD pruned s=0.5"]),
+        ("none", ["SWD s=0.5"]),
+    ],
 )
 def test_controls_and_ablation(tmp_path, controls, wanted):
     arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", "-s", "0.5"]

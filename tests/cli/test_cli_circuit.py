@@ -188,6 +188,18 @@ def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
     larger = memory_of(default_model, sites, [task], sparsities=(0.5, 0.6, 0.7), heldout_length=128)
     assert all(larger[part] > needed[part] - needed["fidelity"] for part in needed)
 
+    def bytes_of(n_sparsities: int, *controls: str) -> int:
+        how = {"sparsities": (0.5, 0.6)[:n_sparsities], "controls": controls}
+        return memory_of(default_model, sites, [task], **how)["attribution of ioi"]
+
+    # Every pruned control is one more set of factors per sparsity; units of "pruned" are inputs, as those of neurons.
+    d_in, d_out = 512, 128
+    pairs = {units: 4 * 4 * (units * (d_in + d_out) + d_in * d_out) for units in (d_in, d_out)}  # four layers
+    for n in (1, 2):
+        plain = bytes_of(n, "neurons", "svd")
+        assert bytes_of(n, "neurons", "svd", "svd_pruned") - plain == n * pairs[d_out]
+        assert bytes_of(n, "neurons", "svd", "pruned") - plain == n * pairs[d_in]
+
 
 def test_long_names_leave_the_numbers_whole():
     name = "SWD s=0.685, tuned (" + "a-very-long-folder-" * 4 + ")"

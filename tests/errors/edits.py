@@ -19,7 +19,7 @@ from swd_lens import baselines
 from swd_lens.analysis.edit import side_effects
 from swd_lens.base.panels import attention_heads, library
 from swd_lens.base.sealed import seal
-from swd_lens.circuits.compare import Comparison
+from swd_lens.circuits.comparison import Comparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.study.inside import look_inside
 from swd_lens.study.run_file import Replacement

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swd_lens.analysis.graph import attention_paths, replays, unit_graph
 from swd_lens.circuits import Comparison
-from swd_lens.circuits.compare import TaskComparison
+from swd_lens.circuits.comparison import TaskComparison
 from swd_lens.circuits.screen import Screen, TaskScreen
 from swd_lens.study import Run, run_study
 from swd_lens.study.section import ReportSection, SectionGraph

@@ -167,6 +167,7 @@ OBJECTS: dict[str, Callable[[Gallery], Any]] = {
     "UnitScores": lambda g: g.scores,
     "CostCurve": lambda g: g.curve,
     "Circuit": lambda g: g.curve.circuit(12),
+    "CircuitNull": lambda g: swd.circuit_null(g.model, g.factors, g.task, g.scores, circuit=12, n=5),
     "Comparison": lambda g: g.comparison,
     "Refinement": lambda g: Refinement(
         g.curve.circuit(12), g.curve.circuit(5), {"prefix": 0.91, "refined": 0.9}, pd.DataFrame(), 0.9

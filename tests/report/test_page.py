@@ -15,7 +15,7 @@ import pytest
 from swd_lens.base.figures import new_figure
 from swd_lens.base.panels import library
 from swd_lens.circuits import Comparison
-from swd_lens.circuits.compare import TaskComparison
+from swd_lens.circuits.comparison import TaskComparison
 from swd_lens.report import render_report, wording, write_report
 from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable, drawing

@@ -84,7 +84,7 @@ SLIPS = {
     "cost_at by position": (
         lambda s: s.curve.cost_at(0.9),
         TypeError,
-        "CostCurve.cost_at(sufficiency=, necessity=, cost=)",
+        "CostCurve.cost_at(sufficiency=, necessity=, drop=, cost=)",
     ),
     "find_sites of a layer": (
         lambda s: swd.find_sites(s.model, 3),

@@ -17,6 +17,7 @@ OPTIONS = {
     "best": {"outer_iterations": 4, "refine_rounds": 1},
     "paper": {"outer_iterations": 4},
     "deep": {"outer_iterations": 4, "births": 2},
+    "svd_pruned": {},
 }
 
 
@@ -29,6 +30,8 @@ CASES = [
     ("paper", (512, 128), None, False),
     ("paper", (256, 256), None, True),
     ("deep", (128, 512), None, True),
+    ("svd_pruned", (128, 512), None, True),
+    ("svd_pruned", (512, 128), None, False),
 ]
 
 # 1:4, as the (768, 3072).

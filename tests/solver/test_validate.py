@@ -252,7 +252,8 @@ def test_no_sparsity_is_feasible():
 
 def test_unknown_names_list_the_nearest_and_all():
     with pytest.raises(
-        SpecError, match=r"no preset 'papr'; did you mean paper\? valid: best, deep, paper, pruned, quick, thorough"
+        SpecError,
+        match=r"no preset 'papr'; did you mean paper\? valid: best, deep, paper, pruned, quick, svd_pruned, thorough",
     ):
         solve(WEIGHT, preset="papr")
     with pytest.raises(
@@ -264,7 +265,9 @@ def test_unknown_names_list_the_nearest_and_all():
 def test_a_setting_of_another_preset_says_whose_it_is():
     with pytest.raises(SpecError, match=r"preset 'best' has no setting 'rounding'.*; preset 'paper' has it"):
         solve(WEIGHT, rounding="exact")
-    with pytest.raises(SpecError, match=r"'refine_rounds'.*; preset 'best' or 'quick' or 'thorough' or 'deep' has it"):
+    with pytest.raises(
+        SpecError, match=r"'refine_rounds'.*; preset 'best' or 'quick' or 'thorough' or 'deep' or 'svd_pruned' has it"
+    ):
         solve(WEIGHT, preset="paper", refine_rounds=0)
 
 

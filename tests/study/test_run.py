@@ -8,6 +8,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.files import plain
+from swd_lens.report.page import render_report
+from swd_lens.report.wording import headline
 
 SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "attn_o"}
 
@@ -147,12 +149,61 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     assert loaded.fidelity_table().equals(finished.fidelity_table())
 
 
+def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, tmp_path):
+    """The same calibration, the same budget, and none of the solver's own options; SWD stays what the run is about."""
+    site, rows = "blocks.3.mlp_out", swd.text_tokens(1024, split="train")
+    with_pruned = swd.run_study(
+        default_model,
+        {site: site},
+        tasks[1:],
+        sparsities=(0.5, 0.75),
+        calibration_tokens=rows,
+        heldout_tokens=swd.text_tokens(1024, split="test"),
+        controls=("svd_pruned", "pruned", "neurons"),
+        outer_iterations=4,
+        batch_size=8,
+    )
+    by_method = {r.method: r for r in with_pruned.replacements}
+    pruned = [f"{name} s={s}" for name in ("Neurons pruned", "SVD pruned") for s in (0.5, 0.75)]
+    assert list(by_method) == ["SWD s=0.5", "SWD s=0.75", *pruned, "neurons"]
+    assert [m for m, r in by_method.items() if r.pruned] == pruned
+    assert [m for m, r in by_method.items() if r.control] == [*pruned, "neurons"]
+    makers = {"Neurons pruned": swd.baselines.pruned, "SVD pruned": swd.baselines.svd_pruned}
+    for name, make in makers.items():
+        alone = make(default_model, site, sparsity=0.75, tokens=rows, batch_size=8, progress=False)[site]
+        made = by_method[f"{name} s=0.75"].factors[site]
+        assert torch.equal(made.read, alone.read) and torch.equal(made.write, alone.write)
+        k = int(0.25 * alone.d_in * alone.d_out)
+        assert k - 1 <= made.edges <= k and made.settings["preset"] == alone.settings["preset"]
+    assert with_pruned.sparsest(site).method == "SWD s=0.75"
+    # What is beside SWD changes nothing of it.
+    assert by_method["SWD s=0.5"].fidelity.ce == pytest.approx(run.replacements[0].fidelity.ce, abs=1e-6)
+    assert list(with_pruned.comparisons[site]["gendered_pronoun"].curves) == list(by_method)
+    assert with_pruned.comparisons[site].reference == "SWD s=0.5"
+    # Of the headline's controls those of the subject's own sparsity.
+    sentences = " ".join(headline(with_pruned))
+    assert "SVD pruned s=0.75" in sentences and "Neurons pruned s=0.75" in sentences and "pruned s=0.5" not in sentences
+    assert "singular vectors" in render_report(with_pruned) and "SVD pruned s=0.5" in render_report(with_pruned)
+
+    with_pruned.save(tmp_path)
+    loaded = swd.study.Run.load(tmp_path)
+    assert [(r.pruned, r.exact) for r in loaded.replacements] == [(r.pruned, r.exact) for r in with_pruned.replacements]
+    again = next(r for r in loaded.replacements if r.method == "SVD pruned s=0.75").factors
+    assert torch.equal(again[site].read, by_method["SVD pruned s=0.75"].factors[site].read)
+    assert headline(loaded) == headline(with_pruned)
+
+
 def test_factors_that_do_not_fit_are_refused_before_any_work(default_model, tasks, run):
     made, steps = run.replacements[0].factors, []
     data = {"heldout_tokens": swd.text_tokens(256, split="test"), "on_step": steps.append}
     site = "blocks.3.mlp_out"
     with pytest.raises(ValueError, match="names of other methods of the study: 'SVD'"):
         swd.run_study(default_model, {}, tasks, factors={"SVD": made}, **data)
+    with pytest.raises(ValueError, match=r"names of other methods of the study: 'SVD pruned s=0\.5'"):
+        taken = {"SVD pruned s=0.5": made}
+        swd.run_study(default_model, {}, tasks, factors=taken, sparsities=(0.5,), calibration_tokens=None, **data)
+    with pytest.raises(ValueError, match="controls svd_pruned are made at the sparsities of the study, which has none"):
+        swd.run_study(default_model, {}, tasks, factors={"mine": made}, controls=("svd", "svd_pruned"), **data)
     with pytest.raises(ValueError, match=r"no factors were given for blocks\.0\.mlp_out"):
         swd.run_study(default_model, {"first": "blocks.0.mlp_out"}, tasks, factors={"mine": made}, **data)
     with pytest.raises(ValueError, match="random_b_seeds is 0"):
@@ -169,7 +220,7 @@ def test_what_it_refuses(default_model, tasks):
     for surfaces, chosen, sparsities in (({}, tasks, (0.5,)), (SURFACES, [], (0.5,)), (SURFACES, tasks, ())):
         with pytest.raises(ValueError, match="at least one surface, one task and one sparsity"):
             swd.run_study(default_model, surfaces, chosen, sparsities=sparsities, **data)
-    with pytest.raises(ValueError, match="no control 'pca'; there are neurons, svd, random_b"):
+    with pytest.raises(ValueError, match="no control 'pca'; there are neurons, svd, pruned, svd_pruned, random_b"):
         swd.run_study(default_model, SURFACES, tasks, sparsities=(0.5,), controls=["svd", "pca"], **data)
     steps = []
     with pytest.raises(swd.UnknownSiteError):

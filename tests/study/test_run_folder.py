@@ -10,6 +10,7 @@ import swd_lens as swd
 import swd_lens.circuits.protocol
 from swd_lens.base.parts import CALL, FOLDER, Parts
 from swd_lens.base.sealed import read_tensors, write_sealed, write_tensors
+from swd_lens.solver import svd_prune
 from swd_lens.study import Run, run_study
 from swd_lens.study.run_file import STAGED
 from tests.analysis.audit_models import lettered
@@ -119,6 +120,27 @@ def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
     assert Run.load(tmp_path).settings["sparsities"] == [0.5, 0.6]
     with pytest.raises(swd.ResumeError, match=r"tasks: other .* then, None now"):
         study(model, tmp_path)
+
+
+def test_a_pruned_control_may_be_added_and_goes_on_where_it_was_interrupted(model, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    how = {"controls": ("svd", "random_b", "svd_pruned")}
+    prune, calls = svd_prune.factorize, []
+
+    def counted(*given):
+        calls.append(1)
+        if len(calls) == 2:  # the second matrix of all; the one of the first surface is finished
+            raise KeyboardInterrupt
+        return prune(*given)
+
+    monkeypatch.setattr(svd_prune, "factorize", counted)
+    with pytest.raises(KeyboardInterrupt):
+        study(model, tmp_path, **how)
+    run = study(model, tmp_path, **how)
+    assert len(calls) == 2 + (len(swd.find_sites(model, MLP)))  # none of the first surface again
+    monkeypatch.setattr(svd_prune, "factorize", prune)
+    assert numbers(run) == numbers(study(model, **how))
+    assert [r.method for r in run.replacements if r.pruned] == ["SVD pruned s=0.5"] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.circuits import Comparison
-from swd_lens.circuits.compare import typed
+from swd_lens.circuits.comparison import typed
 from swd_lens.study.paper import primary
 from swd_lens.study.paper.materials import SOLVERS, Materials
 from swd_lens.study.paper.result import ItemResult, result_of, table_of

@@ -156,8 +156,8 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
         f"query unit q{case.pair.q_unit} it moves by {case.removed_kl:.3g} nats, by at most {case.max_change:.2f} in one "
         f"probability; the pair's map agrees with that change ({case.agreement:.2f}), its signed mean over valid positions is "
         f"{case.signed_mean:+.3g}.",
-        "The static ranking by write norms and gamma depends on how units are scaled; the contributions to scores, and the column "
-        "size (|gamma| times the root mean squares of both activations), do not.",
+        "The static ranking by write norms and gamma depends on how units are scaled; the contributions to scores, and the "
+        "column size (|gamma| times the root mean squares of both activations), do not.",
     ]
     tables = [
         table_of("Error by matrix", _errors(measured)),

@@ -24,7 +24,7 @@ from swd_lens.base import __version__
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
 from swd_lens.circuits import Comparison, attribute
-from swd_lens.circuits.compare import comparison_of, several, sources_of
+from swd_lens.circuits.compare import comparison_over_hosts, several
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.kept import DenseRuns, kept_scores
 from swd_lens.circuits.protocol import Protocol
@@ -201,7 +201,7 @@ class Materials:
 
     def pruned(self, sites: Any, sparsities: Sequence[float]) -> dict[str, Any]:
         """Method -> what makes factors of those pruned to the same number of edges."""
-        presets = {"Neurons pruned": "pruned"}
+        presets = {"Neurons pruned": "pruned", "SVD pruned": "svd_pruned"}
         return {
             f"{label} s={s:g}": partial(self._pruned, sites, s, preset)
             for s in sparsities
@@ -302,18 +302,8 @@ class Materials:
             surface: what is replaced: the name under which its parts are kept.
             hosts: method -> its host, where that is another one with the same tokens.
         """
-        own = {name: source for name, source in methods.items() if name not in hosts}
-        compared = self._compared(self.model, surface, own, ablations)
-        for name, host in hosts.items():
-            compared = compared.beside(self._compared(host, surface, {name: methods[name]}, ablations))
-        return compared
-
-    def _compared(
-        self, model: Any, surface: str, methods: Mapping[str, Any], ablations: str | Sequence[str]
-    ) -> Comparison:
-        sources, groups = sources_of(methods)
         protocol = Protocol(
-            model,
+            self.model,
             self.tasks,
             self.heldout,
             positions=several(self.settings["positions"], "positions"),
@@ -322,7 +312,9 @@ class Materials:
             parts=self.parts,
             key=(surface,),
             on_step=self.on_step,
-            dense=self.dense if model is self.model else DenseRuns(),
+            dense=self.dense,
         )
         reference = next(iter(methods))
-        return comparison_of(protocol, sources, groups, reference=reference, tolerance=self.settings["tolerance"])
+        return comparison_over_hosts(
+            protocol, methods, hosts, reference=reference, tolerance=self.settings["tolerance"]
+        )

@@ -1,6 +1,7 @@
 """Units that need no training, for comparison with SWD: exact controls of a host's matrices, and the channels of its MLPs.
 
 1. `svd`, `random_b`, `neurons`: the factorizations of units/exact.py for a host's sites, as a FactorSet that `attach` takes.
+   `pruned`, `svd_pruned`: neurons and SVD with as few edges as a factorization has, which are not exact.
 2. `channels_of`: an MLP's hidden channels, after the activation, the unit of sparse pretraining (method.md §3). They stand at
    mlp_out: z is what it reads, z W_out + b_out what it writes, so that the units compute what the host does, for every activation
    and also behind a gate. Their edges are the paper's: nonzeros that a channel reads (of mlp_in, and of mlp_gate where there is
@@ -75,6 +76,23 @@ def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = N
         See `swd_lens.factorize`.
     """
     return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **how)
+
+
+@in_plain_surroundings
+def svd_pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
+    """The SVD with both factors pruned to K = (1 - sparsity) numel(W) edges together, and refitted on what is left.
+
+    A = U sqrt(S) and B = sqrt(S) V^T, so that both vectors of a unit have the same norm; what is kept does not depend on the
+    split. An entry is worth the error that leaving it out alone would cause (solver/svd_prune.py): |A_ij| sqrt(G_ii) |B_j| of a
+    read entry, |B_jk| rms(z_j) of a write entry; without tokens G = I. Unit i is of the i-th singular value. The paper has no
+    such control.
+
+    `swd_lens.factorize` with preset="svd_pruned"; its arguments are taken, too (out=, calibration=, refine_rounds=).
+
+    Raises:
+        See `swd_lens.factorize`.
+    """
+    return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="svd_pruned", **how)
 
 
 def _factor_set(model: Any, sites: Pattern, factorized: Callable[[Tensor, int], Factors], **how: Any) -> FactorSet:

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from swd_lens import baselines
+from swd_lens.solver import svd_prune
 from swd_lens.units import attach
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
+from swd_lens.units.factors import FactorSet
 from tests.micro import random_tokens, toy_model
 
 SHAPES = [(24, 10), (10, 24), (16, 16)]
@@ -109,3 +111,29 @@ def test_pruned_neurons_of_a_host_are_attached_and_keep_the_budget():
     with attach(model, baselines.neurons(model, "mlp_out")):
         torch.testing.assert_close(model(tokens), dense, rtol=1e-5, atol=1e-5)
     assert float((replaced - dense).abs().max()) > 1e-3
+
+
+def test_pruned_svd_of_a_host_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    model, tokens = toy_model(), random_tokens(8, 9)
+    how = {"sparsity": 0.5, "tokens": tokens, "progress": False}
+    whole = baselines.svd_pruned(model, "mlp_out", **how)
+    for site, f in whole.items():
+        assert f.edges == f.d_in * f.d_out // 2 and f.settings["preset"] == "svd_pruned", site
+        assert f.n_units == min(f.d_in, f.d_out)
+    solved: list[str] = []
+    solve = svd_prune.factorize
+
+    def second_is_interrupted(*arguments):
+        if len(solved) == 1:
+            raise KeyboardInterrupt
+        solved.append("one")
+        return solve(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(svd_prune, "factorize", second_is_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            baselines.svd_pruned(model, "mlp_out", **how, out=tmp_path / "factors")
+    assert list(FactorSet.load(tmp_path / "factors")) == ["blocks.0.mlp_out"]
+    resumed = baselines.svd_pruned(model, "mlp_out", **how, out=tmp_path / "factors")
+    for site, f in whole.items():
+        assert torch.equal(resumed[site].read, f.read) and torch.equal(resumed[site].write, f.write)

@@ -1,0 +1,205 @@
+"""circuit_null: by arithmetic on the micro model, its draws and bands by hand, its figures against runs of one circuit alone."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.circuits import Circuit, attribute, evaluate, judge
+from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.null import BAND, CircuitNull, _band, _Pool
+from swd_lens.tasks.task import Task
+from swd_lens.units.factors import Factors
+from tests.contract import swd_zero_data
+from tests.forwards import block_runs
+from tests.micro import identity_factors, micro_model, random_split, split_of, toy_model
+
+# tests/circuits/test_micro.py has the arithmetic: z of the test prompt is (4, 6), means are (2, 3), the margin is z0 + z1 = 10.
+# Unit 1 is the better one, each has 3 edges.
+#   circuit {1}: keep 2 + 6 = 8, ablate 4 + 3 = 7 (drop 3);   circuit {0}: keep 4 + 3 = 7, ablate 2 + 6 = 8 (drop 2)
+SITE = "blocks.0.mlp_out"
+TRAIN = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
+TEST = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
+
+
+@pytest.fixture
+def micro():
+    model = micro_model()
+    return (
+        model,
+        identity_factors(),
+        Task("by hand", TRAIN, TEST, "by hand", False),
+        attribute(model, identity_factors(), TRAIN),
+    )
+
+
+def test_random_circuits_of_all_units_by_hand(micro):
+    null = swd.circuit_null(*micro, sufficiency=0.8, n=30)
+    assert null.circuits[0].units == ((SITE, 1),)
+    assert null.rows["circuit"].tolist() == ["circuit", *(f"random {i}" for i in range(30))]
+    assert null.rows["units"].eq(1).all() and null.rows["edges"].eq(3).all()
+    best = [circuit.units == ((SITE, 1),) for circuit in null.circuits[1:]]
+    assert 0 < sum(best) < 30
+    assert null.rows["sufficiency"].tolist() == pytest.approx([0.8, *(0.8 if same else 0.7 for same in best)])
+    assert null.rows["necessity drop"].tolist() == pytest.approx([3.0, *(3.0 if same else 2.0 for same in best)])
+    # Equal circuits count as at least as good.
+    assert null.sufficiency_p == null.necessity_p == (1 + sum(best)) / 31
+    table = null.table().set_index("measure")
+    assert table["as good"].tolist() == [sum(best)] * 2 and table["p"].tolist() == [null.sufficiency_p] * 2
+    assert table.loc["sufficiency", "random mean"] == pytest.approx(0.7 + 0.1 * sum(best) / 30)
+    assert table.loc["necessity drop", "random best"] == pytest.approx(3.0)
+    assert null.q_unpruned == pytest.approx(10.0)
+
+
+def test_random_circuits_of_the_same_score_band_by_hand(micro):
+    null = swd.circuit_null(*micro, circuit=1, n=4, match="score")
+    # Outside of {1} there is unit 0 alone.
+    assert all(circuit.units == ((SITE, 0),) for circuit in null.circuits[1:])
+    assert null.sufficiency_p == null.necessity_p == 1 / 5
+    assert null.settings["pool units"] == 1 and null.settings["pool edges"] == 3
+    worse = swd.circuit_null(*micro, circuit=Circuit.of(micro[1], micro[3], [f"{SITE}/0"]), n=4, match="score")
+    assert worse.sufficiency_p == worse.necessity_p == 1.0
+
+
+def test_the_whole_set_is_no_better_than_itself(micro):
+    null = swd.circuit_null(*micro, circuit=2, n=3)
+    assert null.rows["edges"].eq(6).all() and null.sufficiency_p == null.necessity_p == 1.0
+
+
+def test_a_margin_that_is_not_positive_has_no_sufficiency(micro):
+    model, factors, _, scores = micro
+    wrong = split_of([[2]], [[0]], [[1]], d_vocab=3, name="test")  # margin -10
+    with pytest.warns(swd.errors.UndefinedSufficiencyWarning):
+        null = swd.circuit_null(model, factors, wrong, scores, circuit=1, n=4, match="score")
+    assert math.isnan(null.sufficiency_p)
+    # Ablating unit 1 takes 3 off the 10: the drop is -3, unit 0's -2.
+    assert null.rows["necessity drop"].tolist() == pytest.approx([-3.0, *[-2.0] * 4]) and null.necessity_p == 1.0
+    with pytest.warns(swd.errors.UndefinedSufficiencyWarning), pytest.raises(ValueError, match="reaches"):
+        swd.circuit_null(model, factors, wrong, scores)
+
+
+def test_what_is_refused(micro):
+    model, factors, task, scores = micro
+    for how, message in (
+        ({"n": 0}, "n=0: a null needs at least one random circuit"),
+        ({"match": "units"}, r"match must be one of \('edges', 'score'\), got 'units'"),
+        ({"circuit": 3}, "3"),
+        ({"circuit": 0}, "the circuit of 0 units has no edges"),
+        ({"circuit": 2, "match": "score"}, r"the circuit has 6 edges, and the units .* have 0 together"),
+        ({"sufficiency": 2.0}, "reaches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swd.circuit_null(model, factors, task, scores, **how)
+    others = attribute(model, factors, split_of([[0]], [[1]], [[0]], d_vocab=3))
+    with pytest.raises(ValueError, match="scores"):
+        swd.circuit_null(model, factors, task, scores, circuit=Circuit.of(factors, others, [f"{SITE}/0"]))
+
+
+# ---------------------------------------------------------------------------------------------- draws
+
+
+def circuit_of(scores: list[float], edges: list[int], members: list[int]) -> Circuit:
+    of_units = swd.types.UnitScores({"a": torch.tensor(scores)}, {"a": torch.zeros(len(scores))}, {})
+    return Circuit(tuple(("a", i) for i in members), of_units, {"a": torch.tensor(edges)})
+
+
+def test_a_draw_has_at_most_the_edges_and_no_unit_more_would_fit():
+    edges = [5, 3, 0, 4, 2, 7]
+    pool = _Pool.of(circuit_of([0.0] * 6, edges, [0, 3]), "edges")  # 9 edges
+    assert [unit for _, unit in pool.units] == [0, 1, 3, 4, 5]  # unit 2 has no edges
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for _ in range(200):
+        drawn = [unit for _, unit in pool.draw(generator)]
+        total = sum(edges[unit] for unit in drawn)
+        assert len(set(drawn)) == len(drawn) and total <= 9
+        assert all(total + edges[unit] > 9 for unit in (0, 1, 3, 4, 5) if unit not in drawn)
+        seen.add(frozenset(drawn))
+    # Every set to which nothing can be added: {0,3} {0,1} {0,4} {1,3,4} {4,5}; and {0,1}, {0,4} leave 1 and 2 open.
+    assert seen == {frozenset(s) for s in ({0, 3}, {0, 1}, {0, 4}, {1, 3, 4}, {4, 5})}
+
+
+def test_the_band_is_of_the_nearest_scores_and_has_twice_the_edges():
+    scores = torch.tensor([9.0, 8.5, 4.0, 8.0, 1.0, 6.0, 12.0])
+    edges = torch.tensor([4, 2, 3, 5, 9, 3, 0])
+    inside = torch.tensor([True, False, False, True, False, False, False])  # scores 9 and 8
+    # Distances of the valid units outside: 1 (8.5) .5, 5 (6) 2, 2 (4) 4, 4 (1) 7; edges 2, 3, 3, 9. Unit 6 has no edges.
+    assert _band(scores, edges, inside, 5).tolist() == [1, 5]
+    assert _band(scores, edges, inside, 6).tolist() == [1, 5, 2]
+    assert _band(scores, edges, inside, 100).tolist() == [1, 5, 2, 4]
+    assert BAND == 2
+
+
+# ---------------------------------------------------------------------------------------------- on a toy
+
+
+@pytest.fixture(scope="module")
+def toy():
+    model = toy_model()
+    with torch.no_grad():  # the answers of prompt i are token i: a bias makes the margin positive
+        model.unembed.b_U.copy_(torch.linspace(20.0, 0.0, model.cfg.d_vocab))
+    factors = swd_zero_data(model, ["blocks.0.attn_o", "blocks.1.mlp_out"])
+    task = Task("toy", random_split(12), random_split(12, seed=5, name="test"), "random", False)
+    return model, factors, task, attribute(model, factors, task)
+
+
+@pytest.mark.parametrize("match", ["edges", "score"])
+@pytest.mark.parametrize("ablation", ["mean", "zero"])
+def test_every_row_is_what_its_circuit_gives_alone(toy, match, ablation):
+    model, factors, task, scores = toy
+    null = swd.circuit_null(model, factors, task, scores, circuit=6, n=5, match=match, ablation=ablation, seed=3)
+    prefix = evaluate(model, factors, task, scores, grid=[6], ablation=ablation).rows.iloc[0]
+    assert null.rows[["units", "edges"]].iloc[0].tolist() == [6, prefix["edges"]]
+    for name in ("sufficiency", "necessity drop", "q keep", "q ablate"):
+        assert null.rows[name].iloc[0] == pytest.approx(prefix[name], abs=1e-5)
+    for i, drawn in enumerate(null.circuits[1:], 1):
+        alone = judge(model, factors, task, drawn, ablation=ablation, bootstrap=0).iloc[0]
+        assert null.rows["edges"][i] == drawn.n_edges <= prefix["edges"]
+        assert prefix["edges"] - drawn.n_edges < max(int(e.max()) for e in drawn.edges.values())
+        assert null.rows["sufficiency"][i] == pytest.approx(alone["sufficiency"], abs=1e-5)
+        assert null.rows["necessity drop"][i] == pytest.approx(alone["necessity drop"], abs=1e-5)
+        assert match == "edges" or not set(drawn.units) & set(null.circuits[0].units)
+    for p, of in ((null.sufficiency_p, "sufficiency"), (null.necessity_p, "necessity drop")):
+        assert p == (1 + sum(null.rows[of][1:] >= null.rows[of][0])) / 6
+
+
+def test_a_seed_is_a_draw(toy):
+    one, again, other = (swd.circuit_null(*toy, circuit=6, n=3, seed=seed).circuits for seed in (0, 0, 1))
+    assert [c.units for c in one] == [c.units for c in again] and one[1].units != other[1].units
+    assert one[1].units != one[2].units
+
+
+def test_what_comes_before_the_first_replaced_layer_is_run_once(toy):
+    model, _, task, _ = toy
+    factors = swd_zero_data(model, "blocks.1.mlp_out")
+    scores = attribute(model, factors, task)
+    with block_runs(model, 0) as of_curve:
+        evaluate(model, factors, task, scores, dense=DenseRuns())
+    with block_runs(model, 0) as of_both:
+        swd.circuit_null(model, factors, task, scores, sufficiency=1.003, n=20)  # which six units reach
+    with block_runs(model, 0) as of_attaching, swd.attach(model, factors):
+        pass
+    # All that the twenty-one circuits need of block 0 the curve has left there; attaching looks at the host by itself.
+    assert of_both.rows == of_curve.rows + of_attaching.rows
+    assert of_attaching.rows == 1
+
+
+def test_it_goes_to_json_and_has_a_card(micro):
+    null = swd.circuit_null(*micro, circuit=1, n=4, match="score")
+    values = json.loads(json.dumps(null.as_dict()))
+    assert values["sufficiency_p"] == values["necessity_p"] == 0.2
+    again = CircuitNull.from_dict(values)
+    pd.testing.assert_frame_equal(again.rows, null.rows)
+    assert again.sufficiency_p == 0.2 and again.settings == null.settings and again.circuits == ()
+    assert "1 units with 3 edges beside 4 random circuits, match='score'; p of sufficiency 0.2" in repr(null)
+    assert "3 to 3 edges" in null._repr_html_() and len(null.plot().axes) == 2
+
+
+def test_edges_of_units_without_a_side_are_not_drawn(micro):
+    model, _, task, _ = micro
+    # Unit 1 writes nothing: unit 0 has 3 edges and is the only one to draw.
+    factors = {SITE: Factors(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))}
+    null = swd.circuit_null(model, factors, task, attribute(model, factors, TRAIN), circuit=1, n=5)
+    assert all(circuit.units == ((SITE, 0),) for circuit in null.circuits)
