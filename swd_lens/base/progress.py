@@ -67,6 +67,12 @@ class Lines:
             _told[0] = now
             print(self, file=sys.stderr, flush=True)
 
+    def reset(self, total: float | int | None = None) -> None:
+        """Begin again, of so many."""
+        self.n, self.initial = 0, 0
+        self.total = self.total if total is None else total
+        self.began = self.updated = time.monotonic()
+
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
         """What a line ends in."""
         self.postfix = text

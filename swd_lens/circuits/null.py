@@ -145,6 +145,7 @@ def circuit_null(
     ablation: str = "mean",
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
+    dense: DenseRuns | None = None,
 ) -> CircuitNull:
     """Compare a circuit with random circuits of the same edges (ours; the paper has no null).
 
@@ -159,7 +160,7 @@ def circuit_null(
         seed: of their draw.
         match: "edges" (random units of at most, and as near as possible, the same edges, from all valid ones) or "score" (the
             same, from those outside the circuit with the nearest scores).
-        ablation, batch_size, tokens_per_forward: see `swd_lens.evaluate`.
+        ablation, batch_size, tokens_per_forward, dense: see `swd_lens.evaluate`.
 
     Raises:
         ValueError: n below 1, an unknown match, no prefix that is sufficient, or the empty one is; a circuit of other scores or
@@ -173,9 +174,9 @@ def circuit_null(
     if match not in MATCHES:
         raise error("null-unknown-match", choices=MATCHES, match=match)
     split = task.test if isinstance(task, Task) else task
-    units, dense = UnitSet.of(model, factors), DenseRuns()
+    units = UnitSet.of(model, factors)
     how: dict[str, Any] = {"ablation": ablation, "batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
-    how |= {"bootstrap": 0, "dense": dense}
+    how |= {"bootstrap": 0, "dense": DenseRuns() if dense is None else dense}
     if circuit is None:
         subject = evaluate(model, units, split, scores, **how).circuit_at(sufficiency=sufficiency)
     elif isinstance(circuit, Circuit):

@@ -1,7 +1,9 @@
 """Progress of long loops: bars on a terminal, lines in a log; what they say, and when they say nothing."""
 
 import io
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +126,24 @@ def test_a_long_call_is_heard_in_a_log(default_model, monkeypatch, capsys):
     swd.factorize(default_model, "blocks.1.mlp_out", sparsity=0.5, outer_iterations=4, progress=True)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("    factorize s=0.5 100%: blocks.1.mlp_out (1/1) 4/4, ")
+
+
+def test_lines_do_whatever_the_package_asks_of_a_bar():
+    """Where stderr is no terminal, every method that our loops call has to be there, too."""
+    package = Path(__file__).resolve().parents[2] / "swd_lens"
+    asked = {name for file in package.rglob("*.py") for name in re.findall(r"\bbar\.([a-z_]+)\(", file.read_text())}
+    assert {"update", "reset"} <= asked
+    assert not [name for name in asked if not hasattr(Lines, name)]
+
+
+def test_lines_begin_again(clock, capsys):
+    with Lines(desc="pairs", unit="pair", total=2) as bar:
+        clock[0] += 40.0
+        bar.update(1)
+        bar.reset(8)
+        clock[0] += 40.0
+        bar.update(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "    pairs 1/2 pair, 40 s so far, about 40 s left",
+        "    pairs 2/8 pair, 40 s so far, about 2:00 min left",
+    ]

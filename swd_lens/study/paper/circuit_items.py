@@ -6,7 +6,7 @@
    axes of cost. Sentences: what is matched, who needs the fewest edges, the primary number.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,16 +65,20 @@ def _compared(
         for cost in _COSTS:
             title = f"Least {cost} by what the circuit keeps and takes, {ablation} ablation"
             pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["sufficiency"])))
+    nulls = _nulls(materials, surface, methods, compared, [*swd, *(n for n in methods if "pruned" in n)])
+    tables.append(table_of("Circuits beside random ones of the same edges, mean ablation", nulls))
     tables.append(table_of("Edges of SWD over the best control matched in CE", primary.table_of_ratios(ratios)))
     findings = [
         _dense(compared),
         compared.matching(),
         *(_cheapest(each, "edges", how["sufficiency"]) for each in compared.under_each().values()),
-        *(primary.in_words([ratio for ratio in ratios if ratio.swd == name]) for name in swd),
+        *primary.in_words(ratios),
+        _nulls_in_words(nulls),
     ]
     numbers = {
         "fidelity": {name: measured.as_dict() for name, measured in compared.fidelities.items()},
         "ratios": [ratio.as_dict() for ratio in ratios],
+        "nulls": nulls.to_dict("records"),
         "curves": [
             {"ablation": ablation, "method": name, **curve.as_dict()}
             for (_, ablation), each in compared.under_each().items()
@@ -83,6 +87,49 @@ def _compared(
         ],
     }
     return result_of(settings, materials, findings, tables, pictures, numbers)
+
+
+def _nulls(
+    materials: Materials, surface: str, methods: Mapping[str, Any], compared: Comparison, tested: Sequence[str]
+) -> pd.DataFrame:
+    """Per task and method: its cheapest sufficient circuit, random circuits of the same edges, and the rank p-values."""
+    rows = []
+    for task, of_task in compared.items():
+        for method in tested:
+            null = materials.null(surface, method, methods[method], of_task.curves[method])
+            if null is not None:
+                of_value = null.table().set_index("measure")
+                row: dict[str, Any] = {"task": task, "method": method, "edges": int(null.rows["edges"].iloc[0])}
+                row["random circuits as good"] = of_value.loc["sufficiency", "as good"]
+                for value, p in (("sufficiency", null.sufficiency_p), ("necessity drop", null.necessity_p)):
+                    row |= {
+                        value: of_value.loc[value, "circuit"],
+                        f"random {value}": of_value.loc[value, "random mean"],
+                    }
+                    row[f"p of {value}"] = p
+                rows.append(row)
+    columns = [
+        "task",
+        "method",
+        "edges",
+        "random circuits as good",
+        "sufficiency",
+        "random sufficiency",
+        "p of sufficiency",
+    ]
+    return pd.DataFrame(rows, columns=[*columns, "necessity drop", "random necessity drop", "p of necessity drop"])
+
+
+def _nulls_in_words(nulls: pd.DataFrame) -> str:
+    """In how many circuits no random one does as well."""
+    if nulls.empty:
+        return "No circuit is left to set beside random ones: none reaches the sufficiency with a unit."
+    best = int((nulls["random circuits as good"] == 0).sum())
+    return (
+        f"Beside random circuits of the same edges, {best} of {len(nulls)} circuits keep more of the margin than every random "
+        f"one; mean sufficiency {nulls['sufficiency'].mean():.3f} against {nulls['random sufficiency'].mean():.3f}, mean drop "
+        f"{nulls['necessity drop'].mean():.3g} against {nulls['random necessity drop'].mean():.3g} logits."
+    )
 
 
 def costs_table(compared: Comparison, ablation: str, *, sufficiency: float, share_of_drop: float) -> SectionTable:

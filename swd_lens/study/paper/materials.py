@@ -23,10 +23,11 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
-from swd_lens.circuits import Comparison, attribute
+from swd_lens.circuits import Comparison, CostCurve, attribute
 from swd_lens.circuits.compare import comparison_over_hosts, several
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.kept import DenseRuns, kept_scores
+from swd_lens.circuits.null import CircuitNull, circuit_null
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -287,6 +288,26 @@ class Materials:
             return attribute(self.model, units, task, **how)
 
         return kept_scores(self.parts, (surface, "scores", method, task.name, self.settings["positions"]), scored)
+
+    def null(self, surface: str, method: str, make: Any, curve: CostCurve) -> CircuitNull | None:
+        """Random circuits of the edges of a curve's cheapest sufficient circuit; None where it has none but the empty one.
+
+        Args:
+            make: the method's units, or what makes them.
+        """
+        if not curve.cost_at(sufficiency=self.settings["sufficiency"]):
+            return None
+        assert curve.scores is not None
+        scores, task = curve.scores, self.task(curve.task)
+
+        def drawn() -> dict[str, Any]:
+            self.on_step(f"random circuits beside that of {method} on {task.name}")
+            circuit = curve.circuit_at(sufficiency=self.settings["sufficiency"])
+            units = make() if callable(make) else make
+            n = self.settings["random_circuits"]
+            return circuit_null(self.model, units, task, scores, circuit=circuit, n=n, dense=self.dense).as_dict()
+
+        return self.parts.values((surface, "null", method, task.name), drawn, CircuitNull.from_dict)
 
     def compare(
         self,

@@ -21,7 +21,7 @@ from swd_lens.base.record import PlainRecord
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.curve import resampled
 
-_DRAWS, _SEED, _LEVEL = 2000, 0, 0.95
+_DRAWS, _SEED, _LEVEL, _ALPHA = 2000, 0, 0.95, 0.05
 
 
 @dataclass(frozen=True)
@@ -149,21 +149,29 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
     ).astype({"its edges": "Int64", "control's edges": "Int64"})
 
 
-def in_words(ratios: Sequence[Ratio]) -> str:
-    """How many tasks each side wins, in one sentence per target."""
+def in_words(ratios: Sequence[Ratio]) -> list[str]:
+    """A sentence per target: how many times the best control's edges each method has, and in how many tasks significantly."""
     sentences = []
     for target in dict.fromkeys(each.target for each in ratios):
-        known = [each for each in ratios if each.target == target and each.log_ratio == each.log_ratio]
-        if not known:
-            sentences.append(f"At {target} no task has both a circuit and a matched control with one.")
+        at_target = [each for each in ratios if each.target == target]
+        if all(math.isnan(each.log_ratio) for each in at_target):
+            sentences.append(f"At {target} no task has both a circuit of SWD and a matched control with one.")
             continue
-        fewer, more = (
-            [e for e in known if e.p_holm < 0.05 and (e.log_ratio < 0) == is_less] for is_less in (True, False)
-        )
-        mean = math.exp(sum(each.log_ratio for each in known) / len(known))
+        n_tasks = len({each.task for each in at_target})
+        words = [_of_method(name, at_target) for name in dict.fromkeys(each.swd for each in at_target)]
         sentences.append(
-            f"At {target}, {known[0].swd} needs {mean:.3g} times the edges of the best CE-matched control (geometric mean over "
-            f"{len(known)} of {sum(e.target == target for e in ratios)} tasks); significantly fewer in {len(fewer)}, more in "
-            f"{len(more)}."
+            f"At {target}, edges over those of the best CE-matched control (geometric mean over tasks with both, of {n_tasks}; "
+            f"tasks with significantly fewer / more): {'; '.join(filter(None, words))}."
         )
-    return " ".join(sentences)
+    return sentences
+
+
+def _of_method(name: str, at_target: Sequence[Ratio]) -> str:
+    """ "SWD s=0.5 3.1 (0 / 2)"; nothing where no task has both circuits."""
+    known = [each for each in at_target if each.swd == name and not math.isnan(each.log_ratio)]
+    if not known:
+        return ""
+    significant = [each for each in known if each.p_holm < _ALPHA]
+    fewer = sum(each.log_ratio < 0 for each in significant)
+    mean = math.exp(sum(each.log_ratio for each in known) / len(known))
+    return f"{name} {mean:.3g} ({fewer} / {len(significant) - fewer})"

@@ -171,7 +171,7 @@ def _run(materials: Materials, settings: ItemSettings, overwrite: bool) -> ItemR
         asked = json.loads(json.dumps(plain(dict(settings))))
         if result.settings == asked and result.provenance == materials.provenance():
             return result
-    materials.on_step(f"{settings.item}: {settings.title}")
+    materials.on_step(f"{settings.item} ({settings.title})")
     result = RUNS[settings.item](materials, settings)
     result.write(folder)
     return ItemResult.load(folder / RESULT)

@@ -73,7 +73,9 @@ def test_what_has_no_circuit_has_no_ratio(comparison):
     at_sufficiency, _ = primary.ratios(comparison, "SWD s=0.5", sufficiency=1.5, share_of_drop=0.5)
     assert at_sufficiency.control == "" and at_sufficiency.swd_edges is None
     assert math.isnan(at_sufficiency.log_ratio) and math.isnan(at_sufficiency.p_holm)
-    assert "no task has both" in primary.in_words([at_sufficiency])
+    assert primary.in_words([at_sufficiency]) == [
+        "At sufficiency 1.5 no task has both a circuit of SWD and a matched control with one."
+    ]
 
 
 def test_holm_by_hand():
@@ -87,8 +89,8 @@ def test_holm_by_hand():
 
 def test_sentence_and_table(comparison):
     ratios = primary.ratios(comparison, "SWD s=0.5", sufficiency=0.9, share_of_drop=0.5)
-    text = primary.in_words(ratios)
-    assert "SWD s=0.5 needs 8 times the edges of the best CE-matched control (geometric mean over 1 of 1 tasks)" in text
-    assert "significantly fewer in 0, more in 1" in text
+    text, _ = primary.in_words(ratios)
+    assert text.startswith("At sufficiency 0.9, edges over those of the best CE-matched control")
+    assert text.endswith("of 1; tasks with significantly fewer / more): SWD s=0.5 8 (0 / 1).")
     table = primary.table_of_ratios(ratios)
     assert table["best matched control"].tolist() == ["Neurons", "Neurons"]
