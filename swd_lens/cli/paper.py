@@ -1,8 +1,9 @@
 """paper: the paper's tables and figures, each by one command; what they would cost; one page of all."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 from typer import Argument, Option
@@ -42,6 +43,14 @@ def paper(
         Option(help="In place of the profile's: a text file, or the name of a text ('sotu', 'fineweb-edu')."),
     ] = None,
     out: Annotated[Path | None, Option(help="Folder of all items; what they share is made once.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting in place of the profile's, as JSON or plain text; repeatable.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print every setting and the cost; do nothing.")] = False,
     overwrite: OverwriteOption = False,
     printed: OutputOptions,
@@ -55,11 +64,25 @@ def paper(
         path = write_paper_report(folder)
         show(printed.as_json, {"report": str(path)}, f"The report is in {path} ({path.stat().st_size / 1e6:.1f} MB).")
     elif dry_run:
-        _show_plan(printed, item, profile, model, host)
+        _show_plan(printed, item, profile, model, host, _values(settings or []))
     else:
         if out is None:
             raise error("cli-paper-without-folder")
-        _run(printed, item, profile, model, host, text, out, overwrite)
+        _run(printed, item, profile, model, host, text, out, overwrite, _values(settings or []))
+
+
+def _values(settings: list[str]) -> dict[str, Any]:
+    """Name -> value, of "NAME=VALUE"."""
+    values = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise error("cli-paper-setting-without-value", setting=setting)
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
 
 
 def _list_items(printed: OutputOptions, profile: str) -> None:
@@ -70,15 +93,26 @@ def _list_items(printed: OutputOptions, profile: str) -> None:
     printed.show(values, table("Items of the paper", rows), table("Profiles", profiles))
 
 
-def _show_plan(printed: OutputOptions, item: str, profile: str, model: str | None, host: str) -> None:
+def _show_plan(
+    printed: OutputOptions, item: str, profile: str, model: str | None, host: str, values: dict[str, Any]
+) -> None:
     # A model that no profile names has to be loaded, to know its sizes.
     known = model is None or model in SHAPES
-    planned = items.plan(item, profile, model if known else _load(str(model), host))
-    tables = [table(f"{each.item}: settings", each.table()) for each in planned.settings]
+    planned = items.plan(item, profile, model if known else _load(str(model), host), **values)
+    lines = [line for each in planned.settings for line in (f"\n{each.item}: {each.question}", *_lines(each))]
     costs = planned.table().drop(columns=["asks", "section"])
     costs["time"] = [duration(60 * minutes) for minutes in costs.pop("minutes")]
     note = "Estimates from shapes, good to a factor of three; each item alone. In one folder they share factors and passes."
-    printed.show(planned.as_dict(), *tables, table(f"Cost, profile {profile}", costs.round(2)), note)
+    printed.show(planned.as_dict(), *lines, table(f"Cost, profile {profile}", costs.round(2)), note)
+
+
+def _lines(settings: items.ItemSettings) -> Iterator[str]:
+    """A setting on two lines: its value, with the paper's where that is another and the section; and what it is."""
+    for row in settings.table().to_dict("records"):
+        paper_has = f" (paper: {row['paper']})" if row["paper"] else ""
+        source = f"  [{row['source']}]" if row["source"] else ""
+        yield f"  {row['setting']} = {row['value']}{paper_has}{source}"
+        yield f"      {row['about']}"
 
 
 def _run(
@@ -90,21 +124,23 @@ def _run(
     text: str | None,
     out: Path,
     overwrite: bool,
+    values: dict[str, Any],
 ) -> None:
     names = items_named(item, profile)
-    first = items.settings_of(names[0], profile)  # an unknown item fails here, before anything is loaded
+    first = items.plan(item, profile, **values).settings[
+        0
+    ]  # a bad item or setting fails here, before anything is loaded
     steps = plan("load", *names, "write", complete=True)
     say(f"load {model or first['model']}")
     loaded = _load(model or first["model"], host)
-    results = items.run_items(
-        names, out=out, profile=profile, model=loaded, text=text, overwrite=overwrite, on_step=steps, progress=True
-    )
+    how: dict[str, Any] = {"text": text, "overwrite": overwrite, "on_step": steps, "progress": True}
+    results = items.run_items(names, out=out, profile=profile, model=loaded, **how, **values)
     say("write the page of all items")
     path = write_paper_report(out)
-    values = {name: json.loads(json.dumps(plain(result.as_dict()))) for name, result in results.items()}
+    printable = {name: json.loads(json.dumps(plain(result.as_dict()))) for name, result in results.items()}
     words = [line for result in results.values() for line in (f"\n{result.title()}", *result.findings)]
-    printed.show(values, *words, f"\nEverything is in {out}; the page is {path}.")
+    printed.show(printable, *words, f"\nEverything is in {out}; the page is {path}.")
 
 
-def _load(name: str, host: str) -> object:
+def _load(name: str, host: str) -> Any:
     return load_default_model(kind=host) if name == "default" else load_host(name, host)

@@ -87,19 +87,21 @@ def items_named(item: str, profile: str) -> tuple[str, ...]:
 
 
 @in_plain_surroundings
-def plan(item: str = ALL, profile: str = "small", model: Any = None) -> Plan:
+def plan(item: str = ALL, profile: str = "small", model: Any = None, **settings: Any) -> Plan:
     """Settings and costs of an item or of all of a profile; nothing is loaded or run.
 
     Args:
         item: see `items`, or "all".
         model: a loaded host, or the name of one of the profiles'; None = the profile's.
+        settings: values in place of the profile's, of the items that have them.
 
     Raises:
-        ValueError: an unknown item or profile.
+        ValueError: an unknown item, profile or setting, or a value of another type.
     """
-    settings = tuple(settings_of(name, profile) for name in items_named(item, profile))
+    names = items_named(item, profile)
+    asked = tuple(_changed(settings_of(name, profile), settings, names) for name in names)
     shape = None if model is None else SHAPES.get(model) if isinstance(model, str) else Shape.of(model)
-    return Plan(settings, tuple(cost_of(each, shape) for each in settings))
+    return Plan(asked, tuple(cost_of(each, shape) for each in asked))
 
 
 @in_plain_surroundings
@@ -153,8 +155,9 @@ def run_item(item: str, **how: Any) -> ItemResult:
 
 
 def _changed(settings: ItemSettings, values: dict[str, Any], names: Sequence[str]) -> ItemSettings:
-    """With the values that the item has; of one item alone, all of them have to be its."""
-    own = values if len(names) == 1 else {name: value for name, value in values.items() if name in settings}
+    """With the values that the item has; each has to be some item's."""
+    known = {name for item in names for name in settings_of(item, settings.profile)}
+    own = {name: value for name, value in values.items() if name in settings or name not in known}
     return settings.changed(**own)
 
 
