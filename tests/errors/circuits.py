@@ -196,3 +196,17 @@ def dense_host_attached(folder, patch):
     model, factors, task, _ = setting()
     with swd.attach(model, factors[SITE]):
         swd.screen(model, task)
+
+
+@on_hooked
+def comparison_hosts_of_other_methods(folder, patch):
+    model, factors, task, _ = setting()
+    swd.compare(model, {"SVD": factors[SITE]}, task, hosts={"SVD": model})
+
+
+@on_hooked
+def comparisons_of_other_tasks(folder, patch):
+    model, factors, task, _ = setting()
+    other = Task("another", task.train, task.test, "random", False)
+    ours, theirs = (swd.compare(model, {name: factors[SITE]}, of) for name, of in (("a", task), ("b", other)))
+    ours.beside(theirs)
