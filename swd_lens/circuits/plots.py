@@ -51,7 +51,7 @@ def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str
     for index, (label, curve) in enumerate(curves.items()):
         rows, look = curve.rows, style(index)
         ax.plot(rows[cost], rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **look)
-        ends = [f"{column}_low", f"{column}_high"]
+        ends = [f"{column} low", f"{column} high"]
         if bands and set(ends) <= set(rows):
             low, high = (rows[end].astype(float) for end in ends)
             ax.fill_between(rows[cost], low, high, color=look["color"], alpha=0.2, linewidth=0)

@@ -1,5 +1,7 @@
 """CostCurve by hand: what is read off a small curve, its plot, and the benchmark's areas."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -213,6 +215,16 @@ def test_plots_draw_every_point():
         line = ax.lines[0]
         assert line.get_xdata().tolist() == ROWS["edges"].tolist()
         np.testing.assert_array_equal(line.get_ydata(), ROWS[column])
+
+
+def test_plots_shade_the_bootstrap_interval():
+    rows = ROWS.assign(**{"sufficiency low": ROWS["sufficiency"] - 0.1, "sufficiency high": ROWS["sufficiency"] + 0.2})
+    above, below = replace(curve(), rows=rows).plot().axes
+    (band,) = above.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(ROWS["sufficiency"].min() - 0.1)
+    assert heights.max() == pytest.approx(ROWS["sufficiency"].max() + 0.2)
+    assert not below.collections  # it has no interval here
 
 
 def test_tables_are_copies_and_settings_record_every_choice():
