@@ -240,7 +240,10 @@ def _training(settings: ItemSettings, shape: Shape, site: str, trained: Sequence
     """Baselines: what a step does per token, and the host's forward, once for each unique token."""
     layer, kind = split_name(site)
     d_in, d_out = shape.matrix(kind)
-    for spec in trained:
+    # A baseline of several penalties is trained once for each.
+    for spec in (
+        spec for each in trained for spec in [each] * (len(each["l1"]) if isinstance(each.get("l1"), list) else 1)
+    ):
         width, hidden, tokens = _width(spec["width"], d_in, d_out), spec.get("hidden", 0), spec["n_tokens"]
         shared = spec.get("importance") == "shared_mlp"
         network = d_in * hidden + hidden * width if shared else width * d_in * hidden

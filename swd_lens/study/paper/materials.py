@@ -23,9 +23,10 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
+from swd_lens.base.record import checked
 from swd_lens.circuits import Comparison, CostCurve, attribute
 from swd_lens.circuits.compare import comparison_over_hosts, several
-from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.fidelity import Fidelity, fidelities, fidelity
 from swd_lens.circuits.kept import DenseRuns, kept_scores
 from swd_lens.circuits.null import CircuitNull, circuit_null
 from swd_lens.circuits.protocol import Protocol
@@ -117,6 +118,16 @@ class Materials:
             return load_text(self.source, self.model, n_tokens, **how)
         rows = partial(stream_rows, self.source, self.model, **how)
         return TokenStream(rows, n_tokens // self.context, row_length=self.context)
+
+    @cached_property
+    def validation(self) -> Int[Tensor, "rows pos"]:
+        """As many rows as are held out, behind all that is trained on: settings of baselines are chosen on them."""
+        n_tokens = self.heldout.numel()
+        if self.source == EMBEDDED:
+            return text_tokens(n_tokens, split="validation")
+        behind = n_tokens + self._whole_rows(self.settings["training_tokens"])
+        how = {"context": self.context, "separator": self._separator, "skip_tokens": behind}
+        return load_text(self.source, self.model, n_tokens, **how)
 
     def calibration(self, n_tokens: int) -> CalibrationText:
         """The same as text that remembers its Grams."""
@@ -216,9 +227,13 @@ class Materials:
         """A baseline trained on the profile's text, now or earlier.
 
         Args:
-            spec: "label", "method" (a key of _TRAINERS), and settings of the method's recipe.
+            spec: "label", "method" (a key of _TRAINERS), and settings of the method's recipe; of several `l1` the largest whose
+                CE delta on validation text is within the tolerance of the least is chosen: the sparsest that costs nothing.
             keep: token counts whose checkpoints are kept; None = the trainer's.
         """
+        if isinstance(spec.get("l1"), list):
+            each = {l1: self.trained(site, {**spec, "l1": l1}, keep) for l1 in sorted(spec["l1"])}
+            return each[self._sparsest(site, str(spec["label"]), each)]
         how = {name: value for name, value in spec.items() if name not in ("label", "method")}
         self.on_step(f"train {spec['label']} at {site}")
         rows = self.fitted_on(min(how["n_tokens"], self.settings["training_tokens"]))
@@ -234,6 +249,21 @@ class Materials:
             progress=self.progress,
             **how,
         )
+
+    def _sparsest(self, site: str, label: str, trained: Mapping[float, LearnedUnits]) -> float:
+        """The largest penalty whose CE delta on validation text is within the tolerance of the least."""
+
+        def measured() -> dict[str, Any]:
+            self.on_step(f"choose the penalty of {label} on validation text")
+            sources = {str(l1): units for l1, units in trained.items()}
+            return {l1: each.ce_delta for l1, each in fidelities(self.model, sources, self.validation).items()}
+
+        key = (site, "penalty", label, *map(str, trained))
+        deltas = self.parts.values(
+            key, measured, lambda values: checked("penalties", values, dict.fromkeys(values, float))
+        )
+        allowed = min(deltas.values()) + self.settings["tolerance"]
+        return max(l1 for l1 in trained if deltas[str(l1)] <= allowed)
 
     def _place(self, kind: str, label: str, **decided_by: Any) -> Path:
         """The folder of something that these values decide."""
