@@ -2,6 +2,8 @@
 
 import sys
 
+from swd_lens.base import surroundings
+
 INJECTION = (
     *(
         f"swd_lens/units/{name}.py"
@@ -35,4 +37,8 @@ def run_to_line(function, stop, parts=INJECTION):
         function()
     finally:
         sys.settrace(former)
+        # Between the last line under a lock and its release, where tracing interrupts, Python asks for no signals. Left locked it
+        # would keep every other thread of later tests waiting.
+        while surroundings._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
+            surroundings._lock.release()
     return lines
