@@ -132,7 +132,9 @@ def _nulls_in_words(nulls: pd.DataFrame) -> str:
     )
 
 
-def costs_table(compared: Comparison, ablation: str, *, sufficiency: float, share_of_drop: float) -> SectionTable:
+def costs_table(
+    compared: Comparison, ablation: str, *, sufficiency: float | int, share_of_drop: float | int
+) -> SectionTable:
     """Per task and method: units and edges at the sufficiency, and at the drop in logits that is the same for all methods."""
     rows = []
     for task, of_task in compared.items():
@@ -173,7 +175,7 @@ def _dense(compared: Comparison) -> str:
     return f"Margins of the dense model in logits: {', '.join(words)}.{below}"
 
 
-def _cheapest(compared: Comparison, cost: str, sufficiency: float) -> str:
+def _cheapest(compared: Comparison, cost: str, sufficiency: float | int) -> str:
     """Per task the method with the least cost at a sufficiency, and what SWD by our default needs beside it."""
     words = []
     for task, of_task in compared.items():

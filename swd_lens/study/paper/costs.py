@@ -96,11 +96,12 @@ class Shape(PlainRecord):
         """Of blocks, embedding and unembedding."""
         return self.layers * self.block_weights + 2 * self.d_vocab * self.d_model
 
-    def forward(self, tokens: float, context: int, layers: int | None = None) -> float:
+    def forward(self, tokens: float | int, context: int, layers: int | None = None) -> float:
         """Operations of a forward of so many tokens, in rows of `context`; of the first layers only, or of all and the logits."""
         n = self.layers if layers is None else layers
         attention = 4 * context * self.heads * self.d_head
-        return tokens * (n * (2 * self.block_weights + attention) + (layers is None) * 2 * self.d_vocab * self.d_model)
+        each = n * (2 * self.block_weights + attention) + (layers is None) * 2 * self.d_vocab * self.d_model
+        return float(tokens * each)
 
 
 # Model of a profile -> its shape (of their config.json; of Qwen3.5-27B, whose attention is partly linear, as if it were not).
@@ -120,9 +121,9 @@ class Work:
     """One kind of work of an item: operations, the most working memory, and what it leaves on the disk."""
 
     what: str
-    flops: float
-    memory: float = 0.0
-    disk: float = 0.0
+    flops: float | int
+    memory: float | int = 0.0
+    disk: float | int = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,14 @@ class Cost(PlainRecord):
     """What an item takes: seconds are those of a machine of this speed; memory with the model, in bytes."""
 
     item: str
-    flops: float
-    seconds: float
+    flops: float | int
+    seconds: float | int
     memory_bytes: int
     disk_bytes: int
     works: Mapping[str, float]
 
 
-def cost_of(settings: ItemSettings, shape: Shape | None = None, speed: float | None = None) -> Cost:
+def cost_of(settings: ItemSettings, shape: Shape | None = None, speed: float | int | None = None) -> Cost:
     """Cost of an item alone.
 
     Args:

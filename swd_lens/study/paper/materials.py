@@ -162,7 +162,7 @@ class Materials:
         return how
 
     def swd(
-        self, sites: Any, sparsity: float, solver: str = "SWD", *, tokens: int | None = None, **how: Any
+        self, sites: Any, sparsity: float | int, solver: str = "SWD", *, tokens: int | None = None, **how: Any
     ) -> FactorSet:
         """Factors of these sites, solved now or finished earlier.
 
@@ -220,7 +220,7 @@ class Materials:
             for label, preset in presets.items()
         }
 
-    def _pruned(self, sites: Any, sparsity: float, preset: str) -> FactorSet:
+    def _pruned(self, sites: Any, sparsity: float | int, preset: str) -> FactorSet:
         return self.swd(sites, sparsity, preset=preset)
 
     def trained(self, site: str, spec: Mapping[str, Any], keep: Sequence[int] | None = None) -> LearnedUnits:

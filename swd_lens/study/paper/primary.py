@@ -41,14 +41,14 @@ class Ratio(PlainRecord):
     control: str
     swd_edges: int | None
     control_edges: int | None
-    log_ratio: float
-    low: float
-    high: float
-    p: float
-    p_holm: float = math.nan
+    log_ratio: float | int
+    low: float | int
+    high: float | int
+    p: float | int
+    p_holm: float | int = math.nan
 
 
-def ratios(comparison: Comparison, swd: str, *, sufficiency: float, share_of_drop: float) -> list[Ratio]:
+def ratios(comparison: Comparison, swd: str, *, sufficiency: float | int, share_of_drop: float | int) -> list[Ratio]:
     """The primary number of a method on every task of a comparison, at both targets.
 
     Args:
@@ -80,8 +80,8 @@ def _ratio(
     target: str,
     swd: str,
     controls: Sequence[str],
-    sufficiency: float,
-    share_of_drop: float,
+    sufficiency: float | int,
+    share_of_drop: float | int,
 ) -> Ratio:
     """At the sufficiency, or, where the target names a drop, at that."""
     by_drop = target.startswith("drop")
@@ -108,7 +108,7 @@ def _ratio(
     )
 
 
-def _least(curve: CostCurve, need: float, by_drop: bool, draws: int = 0) -> Float[Tensor, "*draw"]:
+def _least(curve: CostCurve, need: float | int, by_drop: bool, draws: int = 0) -> Float[Tensor, "*draw"]:
     """The least edges of a prefix that reaches a sufficiency or a drop in logits, on all prompts or in each draw of them;
     infinity where none does."""
     margins = {name: torch.atleast_2d(values).double() for name, values in curve.margins.items()}

@@ -148,12 +148,12 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     return result_of(settings, materials, findings, tables, pictures, swept.as_dict())
 
 
-def _named(sparsity: float, without: bool) -> str:
+def _named(sparsity: float | int, without: bool) -> str:
     return f"SWD {'zero-data' if without else 'calibrated'} s={sparsity:g}"
 
 
 def _point(
-    materials: Materials, compared: Comparison, site: str, sparsity: float, without: bool, make: Any
+    materials: Materials, compared: Comparison, site: str, sparsity: float | int, without: bool, make: Any
 ) -> SweepPoint:
     factors: FactorSet = make()
     name = _named(sparsity, without)
@@ -170,13 +170,13 @@ def _point(
     )
 
 
-def _relative(points: list[SweepPoint], sparsity: float) -> tuple[float, float]:
+def _relative(points: list[SweepPoint], sparsity: float | int) -> tuple[float, float]:
     """(zero-data, calibrated)."""
     of_s = {point.zero_data: point.relative_frobenius for point in points if point.sparsity == sparsity}
     return of_s[True], of_s[False]
 
 
-def _smallest_circuits(points: list[SweepPoint], sufficiency: float) -> list[str]:
+def _smallest_circuits(points: list[SweepPoint], sufficiency: float | int) -> list[str]:
     """Per task the zero-data circuit of fewest units that reaches the sufficiency, over all sparsities."""
     words = []
     for task in points[0].curves:
