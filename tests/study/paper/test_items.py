@@ -21,6 +21,10 @@ SMALL = {
 }
 
 
+def _slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def model():
     return swd.load_default_model()
@@ -72,7 +76,7 @@ def test_a_finished_item_is_not_run_again(finished, model, monkeypatch):
     assert again.as_dict() == result.as_dict()
 
 
-@pytest.mark.parametrize("call", ["factorize.1", "fidelities.0", "evaluate.2"])
+@pytest.mark.parametrize("call", [_slow("factorize.1"), _slow("fidelities.0"), "evaluate.2"])
 def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, monkeypatch, call):
     folder, _ = finished
     how = {"profile": "tiny", "model": model, "out": tmp_path, "progress": False, "random_b_seeds": 1, **SMALL}
