@@ -182,6 +182,8 @@ def test_plan_is_plain_values():
     assert list(planned.table()["item"]) == list(paper.ITEMS)
 
 
+# Trained on 49,152 tokens the second host does no task: that is said, and part of the item.
+@pytest.mark.filterwarnings("ignore:the unpruned replacement's mean margin")
 @pytest.mark.slow
 def test_all_items_of_the_tiny_profile(tmp_path, model):
     results = paper.run_items("all", profile="tiny", model=model, out=tmp_path, progress=False)
