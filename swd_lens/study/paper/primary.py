@@ -56,7 +56,7 @@ def ratios(comparison: Comparison, swd: str, *, sufficiency: float | int, share_
         share_of_drop: of the dense margin.
     """
     controls = [name for name in comparison.methods if not name.startswith("SWD") and comparison.matched(name)]
-    found = []
+    of_all = []
     for target in (f"sufficiency {sufficiency:g}", f"drop of {share_of_drop:g} of the margin"):
         of_target = [
             _ratio(
@@ -70,8 +70,8 @@ def ratios(comparison: Comparison, swd: str, *, sufficiency: float | int, share_
             )
             for task, of_task in comparison.items()
         ]
-        found += holm(of_target)
-    return found
+        of_all += holm(of_target)
+    return of_all
 
 
 def _ratio(
@@ -94,9 +94,9 @@ def _ratio(
     if not our_edges or not their_edges:
         return Ratio(task, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
     # The same draws of prompts for both: `resampled` draws by the seed.
-    ours, theirs = (_least(curves[name], need, by_drop, _DRAWS) for name in (swd, control))
-    known = ours.isfinite() | theirs.isfinite()
-    draws = (ours.clamp_min(1).log() - theirs.clamp_min(1).log())[known].sort().values
+    swd_least, control_least = (_least(curves[name], need, by_drop, _DRAWS) for name in (swd, control))
+    known = swd_least.isfinite() | control_least.isfinite()
+    draws = (swd_least.clamp_min(1).log() - control_least.clamp_min(1).log())[known].sort().values
     if not len(draws):
         return Ratio(task, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
     cut = int((1 - _LEVEL) / 2 * (len(draws) - 1))

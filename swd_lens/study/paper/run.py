@@ -186,8 +186,8 @@ def results_in(folder: str | Path) -> dict[str, ItemResult]:
     Raises:
         FileNotFoundError: there is none.
     """
-    found = {name: Path(folder) / name / RESULT for name in ITEMS}
-    finished = {name: ItemResult.load(path) for name, path in found.items() if path.is_file()}
+    files = {name: Path(folder) / name / RESULT for name in ITEMS}
+    finished = {name: ItemResult.load(path) for name, path in files.items() if path.is_file()}
     if not finished:
         raise error("paper-folder-without-items", folder=folder)
     return finished
