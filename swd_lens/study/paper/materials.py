@@ -1,11 +1,12 @@
 """Materials: what the items of one folder share, each made once: host, text, tasks, factors, trained baselines, dense runs.
 
-1. Text: the first rows are held out, those behind them are fitted on; a smaller request is the beginning of a larger one.
+1. Text and tasks: see sources.py. Tasks that the dense host hardly does are left out of the comparison of circuits.
 2. Factors and trained baselines lie in folders named by what they are, and a hash of everything that decides them; a call that
    was interrupted goes on there.
 3. Scores, curves and fidelities are parts of the folder (base/parts.py). A method's name stands for one replacement of a surface
    in the whole folder, so that what one item has measured of it no other measures again.
-4. In memory: Grams of the calibration text, and what the dense host gives on the tasks' prompts.
+4. Activations that baselines are trained on lie in a folder, too: the host is run once for all baselines of a site.
+5. In memory: Grams of the calibration text, and what the dense host gives on the tasks' prompts.
 """
 
 import hashlib
@@ -16,9 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-from jaxtyping import Int
-from torch import Tensor
 
 from swd_lens.base import __version__
 from swd_lens.base.files import plain
@@ -31,30 +29,26 @@ from swd_lens.circuits.kept import DenseRuns, kept_scores
 from swd_lens.circuits.null import CircuitNull, circuit_null
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.factorization.calibration_text import CalibrationText
+from swd_lens.circuits.screen import WELL_DONE, skill
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
-from swd_lens.hosts.embedded import text_tokens
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.paper.settings import ItemSettings
-from swd_lens.tasks import load_task, load_text
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.study.paper.sources import Sources
+from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
-from swd_lens.tasks.text import stream_rows
 from swd_lens.train import baselines
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.units.factors import FactorSet
 
-EMBEDDED = "embedded"
-# Text of more tokens than this is read anew in each pass.
-_KEPT_TOKENS = 8_388_608
 _TRAINERS = {
     "transcoder": baselines.transcoder,
     "vpd_recon": baselines.vpd_recon,
     "vpd_kl": baselines.vpd_kl,
 }
+_LOCAL = ("transcoder", "vpd_recon")  # trained on activations, not inside the host
 # Label -> how W is factorized at a sparsity: the paper's solver, our default, and units that start as the neurons.
 SOLVERS: Mapping[str, Mapping[str, Any]] = {
     "SWD (paper)": {"preset": "paper"},
@@ -63,7 +57,7 @@ SOLVERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Materials:
+class Materials(Sources):
     """What the items of a folder work on.
 
     Args:
@@ -87,70 +81,46 @@ class Materials:
         on_step: Callable[[str], None] = lambda text: None,
         progress: bool = False,
     ):
-        self.model, self.settings, self.folder = model, settings, folder
-        self.source = settings["text"] if text is None else text
-        self.on_step, self.progress = on_step, progress
+        super().__init__(model, settings, text)
+        self.folder, self.on_step, self.progress = folder, on_step, progress
         self.dense = DenseRuns()
-        self._calibration: dict[int, CalibrationText] = {}
 
-    # ------------------------------------------------------------------------------------------ text and tasks
+    # ------------------------------------------------------------------------------------------ tasks
 
-    @property
-    def context(self) -> int:
-        """Tokens in a row of text."""
-        return min(int(self.model.cfg.n_ctx), self.settings["context"])
+    def judged(self, surface: str) -> list[Task]:
+        """The tasks whose circuits are sought on a surface, without those that the dense host hardly does.
 
-    @cached_property
-    def heldout(self) -> Int[Tensor, "rows pos"]:
-        """Rows that nothing is fitted on."""
-        n_tokens = self._whole_rows(self.settings["heldout_tokens"])
-        if self.source == EMBEDDED:
-            return text_tokens(n_tokens, split="test")
-        return load_text(self.source, self.model, n_tokens, context=self.context, separator=self._separator)
-
-    def fitted_on(self, n_tokens: int) -> Int[Tensor, "rows pos"] | TokenStream:
-        """The first so many tokens that are not held out, in whole rows; a stream where they are many."""
-        n_tokens = self._whole_rows(n_tokens)
-        if self.source == EMBEDDED:
-            return text_tokens(n_tokens, split="train")
-        how = {"context": self.context, "separator": self._separator, "skip_tokens": self.heldout.numel()}
-        if n_tokens <= _KEPT_TOKENS:
-            return load_text(self.source, self.model, n_tokens, **how)
-        rows = partial(stream_rows, self.source, self.model, **how)
-        return TokenStream(rows, n_tokens // self.context, row_length=self.context)
+        Args:
+            surface: what is replaced; behind a comma what tells it from others of the same.
+        """
+        asked = self.settings["judged"].get(surface.split(",")[0])
+        least = self.settings["least_accuracy"]
+        return [
+            task for task in self.tasks if (asked is None or task.name in asked) and self.accuracy[task.name] >= least
+        ]
 
     @cached_property
-    def validation(self) -> Int[Tensor, "rows pos"]:
-        """As many rows as are held out, behind all that is trained on: settings of baselines are chosen on them."""
-        n_tokens = self.heldout.numel()
-        if self.source == EMBEDDED:
-            return text_tokens(n_tokens, split="validation")
-        behind = n_tokens + self._whole_rows(self.settings["training_tokens"])
-        how = {"context": self.context, "separator": self._separator, "skip_tokens": behind}
-        return load_text(self.source, self.model, n_tokens, **how)
+    def accuracy(self) -> dict[str, float]:
+        """Task -> share of its test prompts that the dense host does."""
 
-    def calibration(self, n_tokens: int) -> CalibrationText:
-        """The same as text that remembers its Grams."""
-        if n_tokens not in self._calibration:
-            self._calibration[n_tokens] = CalibrationText(self.fitted_on(n_tokens), self.model)
-        return self._calibration[n_tokens]
+        def measured() -> dict[str, Any]:
+            self.on_step("what the dense model does of each task")
+            return {row["task"]: float(row["right"]) for row in skill(self.model, self.tasks).to_dict("records")}
 
-    @cached_property
-    def tasks(self) -> list[Task]:
-        """The profile's tasks, tokenized for the host."""
-        of_profile = self.settings["tasks"].items()
-        return [load_task(name, self.model, n_train=train, n_test=test) for name, (train, test) in of_profile]
+        names = {task.name: float for task in self.tasks}
+        return self.parts.values(("dense", "accuracy"), measured, lambda values: checked("accuracy", values, names))
 
-    def task(self, name: str) -> Task:
-        """One of them."""
-        return next(task for task in self.tasks if task.name == name)
-
-    def _whole_rows(self, n_tokens: int) -> int:
-        return -(-n_tokens // self.context) * self.context
-
-    @property
-    def _separator(self) -> str | None:
-        return "eos" if self.model.tokenizer.eos_token_id is not None else None
+    def left_out_in_words(self) -> list[str]:
+        """A sentence on tasks that are left out, or are no fair test; none where the dense host does all of them."""
+        least, sentences = self.settings["least_accuracy"], []
+        weak = {name: right for name, right in self.accuracy.items() if right < max(least, WELL_DONE)}
+        for what, names in (
+            (f"Left out, as the dense model does less than {least:.0%}", [n for n in weak if weak[n] < least]),
+            (f"Below {WELL_DONE:.0%}, and so no fair test of circuits", [n for n in weak if weak[n] >= least]),
+        ):
+            if names:
+                sentences.append(f"{what}: {', '.join(f'{name} ({weak[name]:.0%} right)' for name in names)}.")
+        return sentences
 
     # ------------------------------------------------------------------------------------------ replacements
 
@@ -236,6 +206,8 @@ class Materials:
             return each[self._sparsest(site, str(spec["label"]), each)]
         how = {name: value for name, value in spec.items() if name not in ("label", "method")}
         self.on_step(f"train {spec['label']} at {site}")
+        if spec["method"] in _LOCAL:
+            how["activations"] = self.folder / "activations"
         rows = self.fitted_on(min(how["n_tokens"], self.settings["training_tokens"]))
         return _TRAINERS[spec["method"]](
             self.model,
@@ -347,7 +319,7 @@ class Materials:
         ablations: str | Sequence[str] = "mean",
         hosts: Mapping[str, Any] = MappingProxyType({}),
     ) -> Comparison:
-        """`swd_lens.compare` of these methods on the profile's tasks; the first is the one that CE is matched to.
+        """`swd_lens.compare` of these methods on the tasks judged at the surface; the first is the one that CE is matched to.
 
         Args:
             surface: what is replaced: the name under which its parts are kept.
@@ -355,7 +327,7 @@ class Materials:
         """
         protocol = Protocol(
             self.model,
-            self.tasks,
+            self.judged(surface),
             self.heldout,
             positions=several(self.settings["positions"], "positions"),
             ablations=several(ablations, "ablation"),

@@ -10,7 +10,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
@@ -26,7 +26,7 @@ _DRAWS, _SEED, _LEVEL, _ALPHA = 2000, 0, 0.95, 0.05
 
 @dataclass(frozen=True)
 class Ratio(PlainRecord):
-    """One task at one target.
+    """One task on one surface at one target.
 
     Attributes:
         swd, control: names of the methods; "" where no control reaches the target.
@@ -36,6 +36,7 @@ class Ratio(PlainRecord):
     """
 
     task: str
+    surface: str
     target: str
     swd: str
     control: str
@@ -48,20 +49,24 @@ class Ratio(PlainRecord):
     p_holm: float | int = math.nan
 
 
-def ratios(comparison: Comparison, swd: str, *, sufficiency: float | int, share_of_drop: float | int) -> list[Ratio]:
-    """The primary number of a method on every task of a comparison, at both targets.
+def ratios(
+    comparison: Comparison, swd: str, surface: str, *, sufficiency: float | int, share_of_drop: float | int
+) -> list[Ratio]:
+    """The primary number of a method on every task of a comparison, at both targets, before Holm's adjustment.
 
     Args:
         swd: the method; CE is matched to the comparison's reference.
+        surface: what its methods replace.
         share_of_drop: of the dense margin.
     """
     controls = [name for name in comparison.methods if not name.startswith("SWD") and comparison.matched(name)]
     of_all = []
     for target in (f"sufficiency {sufficiency:g}", f"drop of {share_of_drop:g} of the margin"):
-        of_target = [
+        of_all += [
             _ratio(
                 of_task.curves,
                 task,
+                surface,
                 target,
                 swd,
                 [n for c in controls for n in comparison.methods[c]],
@@ -70,13 +75,19 @@ def ratios(comparison: Comparison, swd: str, *, sufficiency: float | int, share_
             )
             for task, of_task in comparison.items()
         ]
-        of_all += holm(of_target)
     return of_all
+
+
+def adjusted(ratios: Sequence[Ratio]) -> list[Ratio]:
+    """The same with each method's p-values at each target adjusted over the tasks (of all surfaces)."""
+    tests = dict.fromkeys((each.swd, each.target) for each in ratios)
+    return [each for test in tests for each in holm([ratio for ratio in ratios if (ratio.swd, ratio.target) == test])]
 
 
 def _ratio(
     curves: Mapping[str, CostCurve],
     task: str,
+    surface: str,
     target: str,
     swd: str,
     controls: Sequence[str],
@@ -92,19 +103,29 @@ def _ratio(
     edges = {name: int(value) if math.isfinite(float(value)) else None for name, value in least.items()}
     our_edges, their_edges = edges[swd], edges.get(control)
     if not our_edges or not their_edges:
-        return Ratio(task, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
+        return Ratio(task, surface, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
     # The same draws of prompts for both: `resampled` draws by the seed.
     swd_least, control_least = (_least(curves[name], need, by_drop, _DRAWS) for name in (swd, control))
     known = swd_least.isfinite() | control_least.isfinite()
     draws = (swd_least.clamp_min(1).log() - control_least.clamp_min(1).log())[known].sort().values
     if not len(draws):
-        return Ratio(task, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
+        return Ratio(task, surface, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
     cut = int((1 - _LEVEL) / 2 * (len(draws) - 1))
     below, above = ((draws <= 0).sum() + 1) / (len(draws) + 1), ((draws >= 0).sum() + 1) / (len(draws) + 1)
     log_ratio = math.log(our_edges / their_edges)
     p = min(1.0, 2 * float(torch.minimum(below, above)))
     return Ratio(
-        task, target, swd, control, our_edges, their_edges, log_ratio, float(draws[cut]), float(draws[-1 - cut]), p
+        task,
+        surface,
+        target,
+        swd,
+        control,
+        our_edges,
+        their_edges,
+        log_ratio,
+        float(draws[cut]),
+        float(draws[-1 - cut]),
+        p,
     )
 
 
@@ -123,11 +144,11 @@ def _least(curve: CostCurve, need: float | int, by_drop: bool, draws: int = 0) -
 def holm(of_tasks: Sequence[Ratio]) -> list[Ratio]:
     """The same with p-values adjusted over them; those without one are left out of the count."""
     tested = sorted((r for r in of_tasks if r.p == r.p), key=lambda r: r.p)
-    adjusted, largest = {}, 0.0
+    of_task, largest = {}, 0.0
     for rank, each in enumerate(tested):
         largest = max(largest, min(1.0, (len(tested) - rank) * each.p))
-        adjusted[each.task] = largest
-    return [Ratio(**{**each.__dict__, "p_holm": adjusted.get(each.task, math.nan)}) for each in of_tasks]
+        of_task[each.task, each.surface] = largest
+    return [replace(each, p_holm=of_task.get((each.task, each.surface), math.nan)) for each in of_tasks]
 
 
 def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
@@ -135,6 +156,7 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "task": each.task,
+            "surface": each.surface,
             "target": each.target,
             "method": each.swd,
             "its edges": each.swd_edges,
@@ -157,7 +179,7 @@ def in_words(ratios: Sequence[Ratio]) -> list[str]:
         if all(math.isnan(each.log_ratio) for each in at_target):
             sentences.append(f"At {target} no task has both a circuit of SWD and a matched control with one.")
             continue
-        n_tasks = len({each.task for each in at_target})
+        n_tasks = len({(each.task, each.surface) for each in at_target})
         words = [_of_method(name, at_target) for name in dict.fromkeys(each.swd for each in at_target)]
         sentences.append(
             f"At {target}, edges over those of the best CE-matched control (geometric mean over tasks with both, of {n_tasks}; "

@@ -1,7 +1,7 @@
 """What a trained baseline is fitted to: one step's loss for a batch of token rows.
 
 1. `LocalFit`: one coder to the inputs and outputs of its site in the dense host (transcoders, VPD-Recon-CI of one matrix), which
-   are run once and kept where the training goes through its text several times (rows.py).
+   are run once and kept where the training goes through its text several times (train/activations.py).
 2. `HostFit`: components of one or several matrices, at work inside the host, to what comes out behind them: the whole MLP's
    output (VPD-Recon-CI of an MLP) or the logits (VPD-KL). Masks of a step are drawn from the seed and the step (masks.py).
 
@@ -25,13 +25,13 @@ from swd_lens.hosts import Host, Start
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
+from swd_lens.train.activations import KeptActivations
 from swd_lens.train.baselines.coders import Coder
 from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
 from swd_lens.train.engine import Fit, Logged, autocast, frozen
 from swd_lens.train.folder import TrainingFolder
-from swd_lens.train.rows import KeptActivations
 from swd_lens.units.projection import UnitHookPoint
 
 _WHILE_TRAINING = "while a baseline is trained on this host: it stands for the weights that it would rewrite"

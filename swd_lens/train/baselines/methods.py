@@ -24,12 +24,13 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.train.activations import KeptActivations, kept_activations
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
 from swd_lens.train.baselines.units import INDEX, LearnedUnits, Trajectory, coders_of, forget, write_index
 from swd_lens.train.engine import Engine
 from swd_lens.train.folder import TrainingFolder, require_possible
-from swd_lens.train.rows import KeptActivations, Rows, kept_activations, rows_of
+from swd_lens.train.rows import Rows, rows_of
 from swd_lens.units import described, matrices_of, require_detached, require_free
 
 # Lines of log that a run has at least, where it has so many steps; at most twice as many.
@@ -45,6 +46,7 @@ class Options:
     overwrite: bool
     checkpoint_every: int
     progress: bool
+    activations: str | Path | None = None
 
 
 @in_plain_surroundings
@@ -59,6 +61,7 @@ def transcoder(
     overwrite: bool = False,
     checkpoint_every: int = 100,
     progress: bool = True,
+    activations: str | Path | None = None,
     **settings: Any,
 ) -> LearnedUnits:
     """Train a ReLU transcoder with an L1 penalty in place of one projection, or of a whole MLP (paper app. transcoder-settings).
@@ -68,7 +71,7 @@ def transcoder(
 
     Memory: weights, gradients and two moments, 16 bytes a weight; activations of one step. It does not grow with the text.
     Where the training goes through the text twice or more, the activations of the site are run once and kept in a file of at
-    most 4 GiB (in `out`, or the temporary folder), which goes with the process.
+    most 4 GiB (in `out`, or the temporary folder), which goes with the process; in `activations`, where it stays.
 
     Args:
         model: a HookedTransformer or TransformerBridge, with this site not attached. It is not changed.
@@ -84,6 +87,8 @@ def transcoder(
         overwrite: start again, in place of the run that `out` holds.
         checkpoint_every: steps between checkpoints; the last step has one, too.
         progress: show a bar.
+        activations: a folder in which trainings on one text find the site's activations, and leave them: a host is run once for
+            all of them. None: they are kept for this training alone.
         settings: what differs from the preset: n_tokens=, width=, l1=, ghost=, start=, learning_rate=, ... (see TranscoderSpec).
 
     Raises:
@@ -95,7 +100,7 @@ def transcoder(
     """
     replaced = _single_site(model, site)
     spec = recipe(TRANSCODERS, preset, replaced.kind).changed(settings)
-    how = Options(keep, out, overwrite, checkpoint_every, progress)
+    how = Options(keep, out, overwrite, checkpoint_every, progress, activations)
     return train_units("transcoder", model, replaced, tokens, spec, how)
 
 
@@ -111,6 +116,7 @@ def vpd_recon(
     overwrite: bool = False,
     checkpoint_every: int = 100,
     progress: bool = True,
+    activations: str | Path | None = None,
     **settings: Any,
 ) -> LearnedUnits:
     """Train VPD-Recon-CI: rank-one parameter components under learned causal importance, by local reconstruction.
@@ -122,7 +128,7 @@ def vpd_recon(
     Args:
         preset: "small" (ours, the default), "paper" (C = 3,072, hidden width 128, 4.19M tokens).
         settings: n_tokens=, width=, minimality=, importance=, hidden=, learning_rate=, ... (see VpdSpec).
-        model, site, tokens, keep, out, overwrite, checkpoint_every, progress: see `transcoder`.
+        model, site, tokens, keep, out, overwrite, checkpoint_every, progress, activations: see `transcoder`.
 
     Raises:
         As `transcoder`.
@@ -130,7 +136,7 @@ def vpd_recon(
     replaced = _single_site(model, site)
     spec = recipe(VPD_RECONS, preset, replaced.kind).changed(settings)
     _require_fidelity(spec, "recon", "vpd_recon")
-    how = Options(keep, out, overwrite, checkpoint_every, progress)
+    how = Options(keep, out, overwrite, checkpoint_every, progress, activations)
     return train_units("vpd_recon_ci", model, replaced, tokens, spec, how)
 
 
@@ -249,7 +255,9 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
             kept = None
             if not spec.inside(site.kind):
                 n_tokens = spec.steps * spec.tokens_per_step
-                kept = kept_activations(host, site, rows, n_tokens, None if folder is None else folder.path)
+                own = None if folder is None else folder.path
+                shared = None if how.activations is None else Path(how.activations)
+                kept = kept_activations(host, site, rows, n_tokens, own, shared)
             fit = _fit(host, site, parts, trajectory, spec, first, kept)
             log_every = max(1, spec.steps // _LOG_LINES)
             engine = Engine(fit, rows, rows_per_step, folder, how.checkpoint_every, log_every=log_every, keep=keep)

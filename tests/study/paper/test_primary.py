@@ -43,7 +43,7 @@ def comparison():
 
 
 def test_the_best_matched_control_counts(comparison):
-    at_sufficiency, at_drop = primary.ratios(comparison, "SWD s=0.5", sufficiency=0.9, share_of_drop=0.5)
+    at_sufficiency, at_drop = primary.ratios(comparison, "SWD s=0.5", "a", sufficiency=0.9, share_of_drop=0.5)
     assert (at_sufficiency.control, at_sufficiency.swd_edges, at_sufficiency.control_edges) == ("Neurons", 40, 5)
     assert at_sufficiency.log_ratio == pytest.approx(math.log(8))
     # All prompts are alike, so every draw gives the same; 1 of 2,001 at least is the chance that it does not.
@@ -64,13 +64,13 @@ def test_draws_are_paired():
     comparison = Comparison(
         {"toy": TaskComparison("toy", curves, {})}, {}, {"SWD": fidelity(2.0), "Neurons": fidelity(2.0)}, "SWD"
     )
-    ratio, _ = primary.ratios(comparison, "SWD", sufficiency=0.9, share_of_drop=0.5)
+    ratio, _ = primary.ratios(comparison, "SWD", "a", sufficiency=0.9, share_of_drop=0.5)
     # Unpaired draws would give 20/20 and 80/5, too.
     assert (ratio.low, ratio.high) == pytest.approx((math.log(4), math.log(4)))
 
 
 def test_what_has_no_circuit_has_no_ratio(comparison):
-    at_sufficiency, _ = primary.ratios(comparison, "SWD s=0.5", sufficiency=1.5, share_of_drop=0.5)
+    at_sufficiency, _ = primary.ratios(comparison, "SWD s=0.5", "a", sufficiency=1.5, share_of_drop=0.5)
     assert at_sufficiency.control == "" and at_sufficiency.swd_edges is None
     assert math.isnan(at_sufficiency.log_ratio) and math.isnan(at_sufficiency.p_holm)
     assert primary.in_words([at_sufficiency]) == [
@@ -80,7 +80,7 @@ def test_what_has_no_circuit_has_no_ratio(comparison):
 
 def test_holm_by_hand():
     def ratio(task, p):
-        return Ratio(task, "t", "SWD", "N", 2, 1, 0.7, 0.1, 0.9, p)
+        return Ratio(task, "a", "t", "SWD", "N", 2, 1, 0.7, 0.1, 0.9, p)
 
     adjusted = {each.task: each.p_holm for each in primary.holm([ratio("a", 0.04), ratio("b", 0.01), ratio("c", 0.03)])}
     # Sorted .01 .03 .04: times 3, 2, 1 = .03 .06 .04, and never below the one before.
@@ -88,7 +88,7 @@ def test_holm_by_hand():
 
 
 def test_sentence_and_table(comparison):
-    ratios = primary.ratios(comparison, "SWD s=0.5", sufficiency=0.9, share_of_drop=0.5)
+    ratios = primary.adjusted(primary.ratios(comparison, "SWD s=0.5", "a", sufficiency=0.9, share_of_drop=0.5))
     text, _ = primary.in_words(ratios)
     assert text.startswith("At sufficiency 0.9, edges over those of the best CE-matched control")
     assert text.endswith("of 1; tasks with significantly fewer / more): SWD s=0.5 8 (0 / 1).")

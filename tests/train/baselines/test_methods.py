@@ -120,7 +120,7 @@ def test_several_passes_over_a_text_run_the_host_once(model, name, tmp_path, mon
     left = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert left == ["log.jsonl", "run.json", "units.json", "weights"] and everything(model) == before
     # Fewer passes, a stream, or more than the bound: batch by batch, and the same up to rounding.
-    monkeypatch.setattr("swd_lens.train.rows.MOST_BYTES", 8)
+    monkeypatch.setattr("swd_lens.train.activations.MOST_BYTES", 8)
     with block_runs(model, 0) as runs:
         plain = function(model, site, text, **how)
     assert runs.rows == 50 + 5 + bias  # the first batch once more, by which units begin
