@@ -22,6 +22,7 @@ from swd_lens.hosts.sites import split_name
 from swd_lens.solver import cost as solver_cost
 from swd_lens.study.paper.materials import SOLVERS
 from swd_lens.study.paper.settings import ItemSettings
+from swd_lens.train.activations import MOST_BYTES
 
 _SLOWER = 3.0
 _PROMPT = 24  # tokens of a prompt
@@ -170,16 +171,19 @@ def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
             points = 4 * len(settings["token_counts"]) + sum(_checkpoints(spec) for spec in trained)
             yield _fidelity(settings, shape, settings["site"], points)
         case "single-matrix" | "controls" | "mlp":
-            matrices = settings.get("matrices", settings["site"])
-            yield from _solving(settings, shape, matrices, s, tuple(SOLVERS), tokens)
-            yield from _training(settings, shape, settings["site"], trained)
-            methods = len(s) * (len(SOLVERS) + 1) + 1 + len(trained) + settings.get("random_b_seeds", 0)
+            methods = len(s) * (len(SOLVERS) + 2) + 1 + len(trained) + settings.get("random_b_seeds", 0)
             ablations = len(settings.get("ablations", ["mean"]))
-            yield from _circuits(settings, shape, matrices, methods, ablations)
+            yield from _training(settings, shape, settings["site"], trained)
+            for site in (settings["site"], *settings.get("further_sites", [])):
+                matrices = settings.get("matrices", site)
+                yield from _solving(settings, shape, matrices, s, tuple(SOLVERS), tokens)
+                yield from _circuits(settings, shape, site, matrices, methods, ablations)
+                yield from _random_circuits(settings, shape, site, matrices, len(s) * (len(SOLVERS) + 2))
         case "zero-data":
             yield from _solving(settings, shape, settings["site"], 2 * settings["grid"], (settings["solver"],), tokens)
             yield from _training(settings, shape, settings["site"], trained)
-            yield from _circuits(settings, shape, settings["site"], 2 * len(settings["grid"]) + len(trained), 1)
+            site, methods = settings["site"], 2 * len(settings["grid"]) + len(trained)
+            yield from _circuits(settings, shape, site, site, methods, 1)
         case "full-model":
             yield from _solving(
                 settings,
@@ -190,7 +194,7 @@ def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
                 settings["factorization_tokens"],
             )
             yield from _tuning(settings, shape)
-            yield from _circuits(settings, shape, settings["circuit_sites"], 3, 1)
+            yield from _circuits(settings, shape, "full model", settings["circuit_sites"], 3, 1)
         case "audit" | "edit" | "qk":
             sites = settings.get("sites", settings.get("site"))
             yield from _solving(
@@ -238,26 +242,28 @@ def _solving(
 
 
 def _training(settings: ItemSettings, shape: Shape, site: str, trained: Sequence[Mapping[str, Any]]) -> Iterator[Work]:
-    """Baselines: what a step does per token, and the host's forward, once for each unique token."""
+    """Baselines: what a step does per token, and the host's forward, once for all of them; of several penalties each is trained,
+    and judged on validation text."""
     layer, kind = split_name(site)
     d_in, d_out = shape.matrix(kind)
-    # A baseline of several penalties is trained once for each.
-    for spec in (
-        spec for each in trained for spec in [each] * (len(each["l1"]) if isinstance(each.get("l1"), list) else 1)
-    ):
+    kept = 0
+    for spec in trained:
+        penalties = len(spec["l1"]) if isinstance(spec.get("l1"), list) else 1
         width, hidden, tokens = _width(spec["width"], d_in, d_out), spec.get("hidden", 0), spec["n_tokens"]
         shared = spec.get("importance") == "shared_mlp"
         network = d_in * hidden + hidden * width if shared else width * d_in * hidden
         weights = width * (d_in + d_out) + (network if spec["method"] != "transcoder" else 0)
-        inside = spec["method"] == "vpd_kl"
-        unique = min(tokens, settings["training_tokens"])
-        forward = (
-            3 * shape.forward(tokens, settings["context"])
-            if inside
-            else shape.forward(unique, settings["context"], layer + 1)
-        )
+        inside = 3 * shape.forward(tokens, settings["context"]) if spec["method"] == "vpd_kl" else 0.0
+        kept = max(kept, 0 if inside else min(tokens, settings["training_tokens"]))
         moments = 4 * _BYTES * weights + _BYTES * 4096 * (width + (0 if shared else width * hidden))
-        yield Work("training", 6 * tokens * weights + forward, moments, _BYTES * weights * _checkpoints(spec))
+        on_disk = penalties * _BYTES * weights * _checkpoints(spec)
+        yield Work("training", penalties * (6 * tokens * weights + inside), moments, on_disk)
+        if penalties > 1:
+            yield _fidelity(settings, shape, site, penalties)
+    if kept:
+        on_disk = _BYTES * kept * (d_in + d_out)
+        on_disk = on_disk if on_disk <= MOST_BYTES else 0
+        yield Work("activations", shape.forward(kept, settings["context"], layer + 1), on_disk, on_disk)
 
 
 def _checkpoints(spec: Mapping[str, Any]) -> int:
@@ -267,8 +273,8 @@ def _checkpoints(spec: Mapping[str, Any]) -> int:
 
 
 def _width(width: int | str, d_in: int, d_out: int) -> int:
-    """ "4x": so many times min(d_in, d_out)."""
-    return width if isinstance(width, int) else int(float(width[:-1]) * min(d_in, d_out))
+    """ "4x": so many times max(d_in, d_out)."""
+    return width if isinstance(width, int) else int(float(width[:-1]) * max(d_in, d_out))
 
 
 def _tuning(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
@@ -305,15 +311,29 @@ def _fidelity(settings: ItemSettings, shape: Shape, sites: str | Sequence[str], 
 
 
 def _circuits(
-    settings: ItemSettings, shape: Shape, sites: str | Sequence[str], methods: int, ablations: int
+    settings: ItemSettings, shape: Shape, surface: str, sites: str | Sequence[str], methods: int, ablations: int
 ) -> Iterator[Work]:
     """Fidelity of the methods; per task a pass with gradients over training prompts, and two runs per prefix of test prompts."""
     named = shape.sites(sites)
     yield _fidelity(settings, shape, sites, methods)
     prefixes = len(prefix_grid(sum(min(sizes) for _, sizes in named)))
-    behind = 1 - min(layer for layer, _ in named) / shape.layers
-    for train, test in settings["tasks"].values():
-        scores = 3 * shape.forward(train * _PROMPT, _PROMPT)
-        # Intervened on at the scoring position alone, a run is one token of each prompt from the first replaced layer on.
-        runs = 2 * ablations * prefixes * behind * shape.forward(test, _PROMPT)
-        yield Work("circuits", methods * (scores + runs) + shape.forward(test * _PROMPT, _PROMPT))
+    for name, (train, test) in settings["tasks"].items():
+        if name in settings["judged"].get(surface, settings["tasks"]):
+            scores = 3 * shape.forward(train * _PROMPT, _PROMPT)
+            runs = 2 * ablations * prefixes * _run(shape, named, test)
+            yield Work("circuits", methods * (scores + runs) + shape.forward(test * _PROMPT, _PROMPT))
+
+
+def _random_circuits(
+    settings: ItemSettings, shape: Shape, surface: str, sites: str | Sequence[str], methods: int
+) -> Iterator[Work]:
+    """Each is kept, and ablated, once."""
+    named = shape.sites(sites)
+    for name, (_, test) in settings["tasks"].items():
+        if name in settings["judged"].get(surface, settings["tasks"]):
+            yield Work("random circuits", 2 * methods * settings["random_circuits"] * _run(shape, named, test))
+
+
+def _run(shape: Shape, named: Sequence[tuple[int, tuple[int, int]]], prompts: int) -> float:
+    """An intervention at the scoring position alone: one token of each prompt, from the first replaced layer on."""
+    return (1 - min(layer for layer, _ in named) / shape.layers) * shape.forward(prompts, _PROMPT)

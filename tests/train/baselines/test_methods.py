@@ -14,6 +14,7 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.errors import TrainError
 from swd_lens.base.sealed import write_sealed
+from swd_lens.train import activations
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from swd_lens.train.rows import Shuffled
@@ -125,6 +126,38 @@ def test_several_passes_over_a_text_run_the_host_once(model, name, tmp_path, mon
         plain = function(model, site, text, **how)
     assert runs.rows == 50 + 5 + bias  # the first batch once more, by which units begin
     assert plain.log["loss"].tolist() == pytest.approx(whole.log["loss"].tolist(), rel=1e-3)
+
+
+def test_baselines_of_a_site_share_its_activations(model, tmp_path, monkeypatch):
+    text, folder = TOKENS[:20], tmp_path / "activations"
+    transcoder, site, settings = METHODS["transcoder"]
+    how = {**SAME, **settings, "n_tokens": 500}
+    whole = transcoder(model, site, text, **how)
+    # Stopped within the second of two blocks: the first is there, and is not run again.
+    record, blocks = activations.record, []
+
+    def stop(*args, **named):
+        blocks.append(args)
+        if len(blocks) > 1:
+            raise KeyboardInterrupt
+        return record(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(activations, "record", stop)
+        with pytest.raises(KeyboardInterrupt):
+            transcoder(model, site, text, activations=folder, **how)
+    with block_runs(model, 0) as runs:
+        assert bits(transcoder(model, site, text, activations=folder, **how)) == bits(whole)
+    assert runs.rows in (4, 16)  # the block that was asked for second
+    # Another baseline finds all of them, with fewer passes, too; another text or another host does not.
+    recon, site, others = METHODS["vpd_recon"]
+    with block_runs(model, 0) as runs:
+        recon(model, site, text, activations=folder, **{**SAME, **others, "n_tokens": 100})
+    assert runs.rows == 1  # one row shows the site's bias
+    with block_runs(model, 0) as runs:
+        transcoder(model, site, text.flip(0), activations=folder, **how)
+    assert runs.rows == 20
+    assert len(list(folder.glob("*.f32"))) == len(list(folder.glob("*.rows"))) == 2
 
 
 def full(*_):
