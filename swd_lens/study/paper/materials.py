@@ -18,6 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from swd_lens.base import __version__
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
@@ -48,6 +50,8 @@ _TRAINERS = {
     "vpd_recon": baselines.vpd_recon,
     "vpd_kl": baselines.vpd_kl,
 }
+# From so many matrices on, starting processes costs less than it gains; each holds a solver's memory.
+_MANY, _MOST_WORKERS = 16, 4
 _LOCAL = ("transcoder", "vpd_recon")  # trained on activations, not inside the host
 # Label -> how W is factorized at a sparsity: the paper's solver, our default, and units that start as the neurons.
 SOLVERS: Mapping[str, Mapping[str, Any]] = {
@@ -124,6 +128,12 @@ class Materials(Sources):
 
     # ------------------------------------------------------------------------------------------ replacements
 
+    @property
+    def workers(self) -> int:
+        """Matrices that are solved at a time where there are many of them: no bit depends on it."""
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        return min(_MOST_WORKERS, torch.get_num_threads()) if on_cpu else 1
+
     def solver(self, label: str) -> dict[str, Any]:
         """Arguments of `factorize` that a label of SOLVERS stands for."""
         how = dict(SOLVERS[label])
@@ -152,6 +162,7 @@ class Materials(Sources):
             sparsity=sparsity,
             tokens=self.calibration(n_tokens) if n_tokens else None,
             out=self._place("factors", solver, sites=names, sparsity=sparsity, tokens=n_tokens, **how),
+            workers=self.workers if len(names) > _MANY else 1,
             progress=self.progress,
             **how,
         )

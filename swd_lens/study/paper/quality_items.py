@@ -252,6 +252,7 @@ def _replaced(materials: Materials, settings: ItemSettings, folder: Path) -> Mod
         budgets="uniform",
         calibration="sequential",
         **materials.solver(settings["solver"]),
+        workers=materials.workers,
         finetune=settings["finetune"],
         finetune_tokens=materials.fitted_on(settings["finetune_tokens"]),
         finetune_options=tuning,
