@@ -108,7 +108,7 @@ def test_items_of_a_folder_share_what_they_measure(finished, model, tmp_path):
     how = {"sparser_tokens": 512, "ablations": ["mean"], "trained": trained, "on_step": steps.append}
     result = paper.run_item("single-matrix", profile="tiny", model=model, out=copy, progress=False, **how, **SMALL)
     assert [step for step in steps if step.startswith("fidelity")] == ["fidelity of TC"]
-    assert [r for r in result.numbers["fidelity"]][-1] == "TC"
+    assert list(result.numbers["surfaces"]["blocks.3.mlp_out"]["fidelity"])[-1] == "TC"
 
 
 def test_a_penalty_is_chosen_on_validation_text(model, tmp_path):
@@ -125,6 +125,43 @@ def test_a_penalty_is_chosen_on_validation_text(model, tmp_path):
     rows = {tuple(row) for row in bench.validation.tolist()}
     assert not rows & {tuple(row) for row in bench.heldout.tolist()}
     assert not rows & {tuple(row) for row in bench.fitted_on(512).tolist()}
+
+
+def test_circuits_are_sought_where_a_task_is_judged_and_done(model, tmp_path):
+    tasks = {"gendered_pronoun": [16, 12], "greater_than": [16, 12]}
+    judged = {"blocks.2.mlp_out": ["greater_than"]}
+    settings = paper.settings_of("controls", "tiny").changed(**{**SMALL, "tasks": tasks}, judged=judged)
+    bench = materials.Materials(model, settings, tmp_path)
+    assert [task.name for task in bench.judged("blocks.2.mlp_out, zero-data")] == ["greater_than"]
+    assert [task.name for task in bench.judged("blocks.3.mlp_out")] == list(tasks)
+    right = {name: float(swd.skill(model, bench.task(name))["right"].iloc[0]) for name in tasks}
+    assert bench.accuracy == right
+    bench.settings = settings.changed(least_accuracy=0.7)
+    bench.accuracy = {"gendered_pronoun": 0.65, "greater_than": 0.75}
+    assert [task.name for task in bench.judged("blocks.3.mlp_out")] == ["greater_than"]
+    assert bench.left_out_in_words() == [
+        "Left out, as the dense model does less than 70%: gendered_pronoun (65% right).",
+        "Below 80%, and so no fair test of circuits: greater_than (75% right).",
+    ]
+
+
+def test_sites_of_an_item_are_judged_apart_and_adjusted_together(finished, model, tmp_path):
+    folder, alone = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    how = {"profile": "tiny", "model": model, "out": copy, "progress": False, "random_b_seeds": 1, **SMALL}
+    result = paper.run_item("controls", further_sites=["blocks.2.mlp_out"], **how)
+    surfaces = result.numbers["surfaces"]
+    assert list(surfaces) == ["blocks.3.mlp_out", "blocks.2.mlp_out"]
+    assert surfaces["blocks.3.mlp_out"] == alone.numbers["surfaces"]["blocks.3.mlp_out"]
+    ratios = pd.DataFrame(result.numbers["ratios"])
+    assert set(ratios["surface"]) == set(surfaces)
+    # Two tests of one hypothesis: the smaller p counts twice.
+    of_test = ratios[(ratios["swd"] == "SWD s=0.5") & ratios["target"].str.startswith("suff")].dropna(subset=["p"])
+    assert len(of_test) == 2
+    least = of_test.loc[of_test["p"].idxmin()]
+    assert least["p_holm"] == pytest.approx(min(1.0, 2 * least["p"]))
+    assert any(finding.startswith("blocks.2.mlp_out: Fewest edges") for finding in result.findings)
 
 
 def test_another_host_text_or_profile_is_refused(finished, model):
