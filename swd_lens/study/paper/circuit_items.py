@@ -78,17 +78,20 @@ def _compared(
                 pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["sufficiency"])))
         nulls = _nulls(materials, surface, methods, compared, [*swd, *(n for n in methods if "pruned" in n)])
         tables.append(table_of(f"Circuits beside random ones of the same edges, mean ablation{where}", nulls))
-        said = [
+        of_surface = [
             _dense(compared),
             compared.matching(),
             *(_cheapest(each, "edges", how["sufficiency"]) for each in compared.under_each().values()),
             _nulls_in_words(nulls),
         ]
-        words += [f"{surface}: {each}" for each in said] if where else said
+        words += [f"{surface}: {each}" for each in of_surface] if where else of_surface
         of_surfaces[surface] = _numbers(compared, nulls)
     ratios = primary.adjusted(ratios)
-    tables.append(table_of("Edges of SWD over the best control matched in CE", primary.table_of_ratios(ratios)))
-    findings = [*materials.left_out_in_words(), *words, *primary.in_words(ratios)]
+    caption = "Edges of SWD over the best control matched in CE"
+    tables.append(table_of(caption, primary.table_of_ratios(ratios)))
+    said = primary.in_words(ratios)
+    pictures.insert(0, Picture.of(primary.plot(ratios), f"{caption}, and 95 % intervals over prompts", said[0]))
+    findings = [*materials.left_out_in_words(), *words, *said]
     numbers = {"surfaces": of_surfaces, "ratios": [ratio.as_dict() for ratio in ratios]}
     return result_of(settings, materials, findings, tables, pictures, numbers)
 

@@ -6,6 +6,7 @@
 3. Its interval and p-value: the test prompts are drawn again, the same draws for both methods, and the least prefixes are found
    anew. A draw in which one of the two reaches the target counts as that one's win; one in which neither does counts for nobody.
 4. p-values of several tasks are adjusted by Holm's method.
+5. A table, a picture, sentences.
 """
 
 import math
@@ -17,10 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import PlainRecord
 from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.curve import resampled
 
+_MARKERS = "osD^vP"
 _DRAWS, _SEED, _LEVEL, _ALPHA = 2000, 0, 0.95, 0.05
 
 
@@ -169,6 +172,38 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
         }
         for each in ratios
     ).astype({"its edges": "Int64", "control's edges": "Int64"})
+
+
+def plot(ratios: Sequence[Ratio]):
+    """Times the best matched control's edges, with its interval: a panel per target, a row per task; a matplotlib Figure."""
+    cells = list(dict.fromkeys((each.task, each.surface) for each in ratios))
+    methods = list(dict.fromkeys(each.swd for each in ratios))
+    targets = list(dict.fromkeys(each.target for each in ratios))
+    height = 1.1 + len(cells) * (0.25 + 0.13 * len(methods))
+    figure, axes = new_figure(1, len(targets), width=3.4, height=height)
+    for ax, target in zip(axes[0], targets, strict=True):
+        for i, method in enumerate(methods):
+            known = [r for r in ratios if r.target == target and r.swd == method and not math.isnan(r.log_ratio)]
+            rows = [
+                cells.index((r.task, r.surface)) + (i - (len(methods) - 1) / 2) * 0.75 / len(methods) for r in known
+            ]
+            times = [math.exp(r.log_ratio) for r in known]
+            look = {"color": style(i)["color"], "marker": _MARKERS[i % len(_MARKERS)]}
+            for r, row in zip(known, rows, strict=True):
+                ax.plot([math.exp(r.low), math.exp(r.high)], [row, row], color=look["color"], linewidth=1.2)
+            ax.scatter(times, rows, s=22, label=literal(method), zorder=3, **look)
+        ax.axvline(1, color=INK, linewidth=0.9)
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.set_ylim(len(cells) - 0.5, -0.5)
+        ax.set_yticks(range(len(cells)), [literal(f"{task}\n{surface}") for task, surface in cells], fontsize=8)
+        ax.set_xlabel("times the edges of the best matched control", fontsize=9, color=INK)
+        ax.set_title(literal(target), fontsize=9, color=INK)
+    for ax in axes[0, 1:]:
+        ax.set_yticklabels([])
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
 
 
 def in_words(ratios: Sequence[Ratio]) -> list[str]:

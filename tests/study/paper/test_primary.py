@@ -1,6 +1,7 @@
 """The primary number, by hand: least edges, log ratio, paired draws, Holm's adjustment."""
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -94,3 +95,14 @@ def test_sentence_and_table(comparison):
     assert text.endswith("of 1; tasks with significantly fewer / more): SWD s=0.5 8 (0 / 1).")
     table = primary.table_of_ratios(ratios)
     assert table["best matched control"].tolist() == ["Neurons", "Neurons"]
+
+
+def test_the_picture_shows_every_known_ratio(comparison):
+    ratios = primary.ratios(comparison, "SWD s=0.5", "blocks.3.mlp_out", sufficiency=0.9, share_of_drop=0.5)
+    unknown = [replace(each, surface="blocks.2.mlp_out", log_ratio=math.nan) for each in ratios]
+    figure = primary.plot([*ratios, *unknown])
+    left, right = figure.axes
+    assert (left.get_title(), right.get_title()) == ("sufficiency 0.9", "drop of 0.5 of the margin")
+    assert [label.get_text() for label in left.get_yticklabels()] == ["toy\nblocks.3.mlp_out", "toy\nblocks.2.mlp_out"]
+    # 40 edges beside 5, in the row of its surface; nothing in that of the other.
+    assert left.collections[0].get_offsets().tolist() == [[pytest.approx(8.0), 0.0]]
