@@ -15,8 +15,9 @@ import pandas as pd
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import typed
 from swd_lens.study.paper import primary
-from swd_lens.study.paper.materials import SOLVERS, Materials
+from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.primary import Ratio
+from swd_lens.study.paper.replacements import SOLVERS
 from swd_lens.study.paper.result import ItemResult, result_of, table_of
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.study.section import Picture, SectionTable

@@ -1,21 +1,32 @@
-"""Sources: the text and the tasks of a profile, for its host.
+"""Sources: the text and the tasks of a profile, for its host, and the folder in which everything made of them lies.
 
 1. Text: the first rows are held out, those behind them are fitted on; a smaller request is the beginning of a larger one. Behind
    all that is fitted on lies validation text.
-2. Tasks: those of the profile; and those whose circuits are sought on a surface, where a profile says which.
+2. Tasks: those of the profile; and those whose circuits are sought on a surface, where a profile says which, without those that
+   the dense host hardly does.
+3. The folder's finished parts (base/parts.py), which know what they were made of.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base import __version__
+from swd_lens.base.parts import Parts
+from swd_lens.base.record import checked
+from swd_lens.circuits.screen import WELL_DONE, skill
 from swd_lens.factorization.calibration_text import CalibrationText
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts.embedded import text_tokens
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.tasks import load_task, load_text
-from swd_lens.tasks.streams import TokenStream
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.tasks.text import stream_rows
 
@@ -30,11 +41,26 @@ class Sources:
     Args:
         model: the dense host.
         settings: of any item: those that all items share are taken.
+        folder: of all items; held by the caller (`swd_lens.base.writer.writing`).
         text: a source for `load_text`, in place of the profile's.
+        on_step: called with a line of text before each step; progress: bars within them.
+
+    Raises:
+        ResumeError: (of `parts`) the folder holds what was made of another host, text, profile or version.
     """
 
-    def __init__(self, model: Any, settings: ItemSettings, text: Any = None):
-        self.model, self.settings = model, settings
+    def __init__(
+        self,
+        model: Any,
+        settings: ItemSettings,
+        folder: Path,
+        *,
+        text: Any = None,
+        on_step: Callable[[str], None] = lambda text: None,
+        progress: bool = False,
+    ):
+        self.model, self.settings, self.folder = model, settings, folder
+        self.on_step, self.progress = on_step, progress
         self.source = settings["text"] if text is None else text
         self._calibration: dict[int, CalibrationText] = {}
 
@@ -88,9 +114,74 @@ class Sources:
         """One of them."""
         return next(task for task in self.tasks if task.name == name)
 
+    def judged(self, surface: str) -> list[Task]:
+        """The tasks whose circuits are sought on a surface, without those that the dense host hardly does.
+
+        Args:
+            surface: what is replaced; behind a comma what tells it from others of the same.
+        """
+        asked = self.settings["judged"].get(surface.split(",")[0])
+        least = self.settings["least_accuracy"]
+        return [
+            task for task in self.tasks if (asked is None or task.name in asked) and self.accuracy[task.name] >= least
+        ]
+
+    @cached_property
+    def accuracy(self) -> dict[str, float]:
+        """Task -> share of its test prompts that the dense host does."""
+
+        def measured() -> dict[str, Any]:
+            self.on_step("what the dense model does of each task")
+            return {row["task"]: float(row["right"]) for row in skill(self.model, self.tasks).to_dict("records")}
+
+        names = {task.name: float for task in self.tasks}
+        return self.parts.values(("dense", "accuracy"), measured, lambda values: checked("accuracy", values, names))
+
+    def left_out_in_words(self) -> list[str]:
+        """A sentence on tasks that are left out, or are no fair test; none where the dense host does all of them."""
+        least, sentences = self.settings["least_accuracy"], []
+        weak = {name: right for name, right in self.accuracy.items() if right < max(least, WELL_DONE)}
+        for what, names in (
+            (f"Left out, as the dense model does less than {least:.0%}", [n for n in weak if weak[n] < least]),
+            (f"Below {WELL_DONE:.0%}, and so no fair test of circuits", [n for n in weak if weak[n] >= least]),
+        ):
+            if names:
+                sentences.append(f"{what}: {', '.join(f'{name} ({weak[name]:.0%} right)' for name in names)}.")
+        return sentences
+
     def _whole_rows(self, n_tokens: int) -> int:
         return -(-n_tokens // self.context) * self.context
 
     @property
     def _separator(self) -> str | None:
         return "eos" if self.model.tokenizer.eos_token_id is not None else None
+
+    # ------------------------------------------------------------------------------------------ the folder
+
+    def provenance(self) -> dict[str, Any]:
+        """Model, fingerprints of weights and text, version: what stands in every result."""
+        return {
+            "swd_lens": __version__,
+            "model": str(self.model.cfg.model_name),
+            "host_sha256": self._host,
+            "text": str(self.source),
+            "heldout_sha256": self._heldout,
+            **standing_hooks(self.model),
+        }
+
+    @cached_property
+    def _host(self) -> str:
+        return host_fingerprint(self.model, self.model.cfg)
+
+    @cached_property
+    def _heldout(self) -> str:
+        return as_stream(self.heldout, self.model).fingerprint()
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What the folder has finished."""
+        asked = {"swd_lens": __version__, "profile": self.settings.profile, **standing_hooks(self.model)}
+        asked |= {"the host": self._host, "held-out tokens": self._heldout}
+        asked |= {"text": str(self.source), "tasks": {task.name: task_fingerprint(task) for task in self.tasks}}
+        shared = ("calibration_tokens", "outer_iterations", "context")
+        return Parts(self.folder, asked | {name: self.settings[name] for name in shared})

@@ -1,0 +1,170 @@
+"""The item about a model whose every matrix is replaced and tuned, beside a host that was trained sparse.
+
+1. Factors of every matrix, fine-tuned on their supports; the second host, where the profile has one. Each goes on where it was
+   stopped.
+2. CE of all of them, what they write on, CE against tokens; circuits of some of the matrices, beside the dense model's channels.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.circuits.fidelity import Fidelity
+from swd_lens.hosts import find_sites
+from swd_lens.study.paper.circuit_items import costs_table
+from swd_lens.study.paper.materials import Materials
+from swd_lens.study.paper.result import ItemResult, result_of, table_of
+from swd_lens.study.paper.settings import ItemSettings
+from swd_lens.study.replacement import FINETUNED, ModelReplacement, replace_model
+from swd_lens.study.section import Picture
+from swd_lens.train import baselines
+from swd_lens.train.baselines import SparsePretrained
+from swd_lens.train.folder import TrainingFolder
+from swd_lens.units.factors import Factors, FactorSet
+
+
+def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
+    """Every matrix replaced, tuned on its supports, beside a host trained sparse: CE, what is written on, circuits."""
+    model, folder = materials.model, materials.folder / "full-model"
+    replaced = _replaced(materials, settings, folder)
+    second = _trained_sparse(materials, settings, folder)
+    assert replaced.after is not None and replaced.finetuned is not None
+    n_matrices = len(find_sites(model, settings["sites"]))
+    rows = [
+        {"model": "dense", "tokens": None, "nonzeros": _entries(model, settings), "CE": replaced.before.ce_dense},
+        _row("SWD", settings["factorization_tokens"], replaced.factors.edges, replaced.before),
+        _row(
+            "SWD-FT", settings["factorization_tokens"] + _tuned_tokens(replaced), replaced.factors.edges, replaced.after
+        ),
+    ]
+    methods: dict[str, Any] = {"SWD-FT": partial(_of_sites, materials, replaced.finetuned, settings["circuit_sites"])}
+    hosts: dict[str, Any] = {}
+    if second is not None:
+        ce = second.log["heldout_ce"].dropna().iloc[-1]
+        rows.append(
+            {
+                "model": "trained sparse",
+                "tokens": second.provenance["tokens"],
+                "nonzeros": second.provenance["blocks"],
+                "CE": ce,
+            }
+        )
+        hosts["trained sparse"] = second.load()
+        methods["trained sparse"] = partial(baselines.channels_of, hosts["trained sparse"], settings["circuit_sites"])
+    methods["the dense model's channels"] = partial(baselines.neurons, model, settings["circuit_sites"])
+    compared = materials.compare("full model", methods, hosts=hosts)
+    table = pd.DataFrame(rows)
+    how = {"sufficiency": settings["sufficiency"], "share_of_drop": settings["share_of_drop"]}
+    tables = [table_of("Cross-entropy on held-out text", table), costs_table(compared, "mean", **how)]
+    if replaced.samples is not None:
+        tables.append(table_of("What the models write on", replaced.samples.table()))
+    curve = _ce_curve(folder, settings, replaced, second)
+    pictures = [Picture.of(curve, "Held-out CE against tokens used", "Dotted: the dense model.")]
+    pictures += [
+        Picture.of(compared.plot(cost), f"Least {cost}, whole model", compared.matching())
+        for cost in ("edges", "units")
+    ]
+    findings = [_ce_sentence(replaced, n_matrices, second), compared.matching()]
+    numbers = {"replacement": replaced.as_dict(), "table": table.to_dict("records")}
+    return result_of(settings, materials, findings, tables, pictures, numbers)
+
+
+def _replaced(materials: Materials, settings: ItemSettings, folder: Path) -> ModelReplacement:
+    steps = {"steps": settings["finetune_steps"]} if settings["finetune_steps"] else {}
+    heldout = materials.heldout
+    tuning = {"batch_size": settings["finetune_batch"], "heldout": heldout[: max(2, len(heldout) // 4)], **steps}
+    return replace_model(
+        materials.model,
+        settings["sites"],
+        heldout=heldout,
+        sparsity=settings["sparsity"],
+        tokens=materials.fitted_on(settings["factorization_tokens"]),
+        budgets="uniform",
+        calibration="sequential",
+        **materials.solver(settings["solver"]),
+        workers=materials.workers,
+        finetune=settings["finetune"],
+        finetune_tokens=materials.fitted_on(settings["finetune_tokens"]),
+        finetune_options=tuning,
+        prompts=settings["prompts"],
+        out=folder,
+        on_step=materials.on_step,
+        progress=materials.progress,
+    )
+
+
+def _trained_sparse(materials: Materials, settings: ItemSettings, folder: Path) -> SparsePretrained | None:
+    """The second host; None where the profile leaves it out."""
+    schedule = settings["sparse_pretraining"]
+    if not schedule:
+        return None
+    materials.on_step("train a second host sparse")
+    return baselines.sparse_pretrain(
+        materials.model,
+        materials.fitted_on(schedule["stop_after"] * schedule["tokens_per_update"]),
+        out=folder / "sparse",
+        preset="paper",
+        heldout=materials.heldout,
+        progress=materials.progress,
+        **schedule,
+    )
+
+
+def _of_sites(materials: Materials, factors: FactorSet, pattern: str) -> dict[str, Factors]:
+    """Those of the factors whose units are candidates; the other matrices stay dense."""
+    return {site.name: factors[site.name] for site in find_sites(materials.model, pattern)}
+
+
+def _row(name: str, tokens: int, edges: int, measured: Fidelity) -> dict[str, Any]:
+    row = {"model": name, "tokens": tokens, "nonzeros": edges, "CE": measured.ce, "CE delta": measured.ce_delta}
+    return {**row, "CE delta se": measured.ce_delta_se, "KL": measured.kl}
+
+
+def _entries(model: Any, settings: ItemSettings) -> int:
+    return sum(site.d_in * site.d_out for site in find_sites(model, settings["sites"]))
+
+
+def _tuned_tokens(replaced: ModelReplacement) -> int:
+    """Unique tokens of the fine-tuning."""
+    assert replaced.finetuned is not None
+    return int(replaced.finetuned.provenance["finetune"]["tokens"])
+
+
+def _ce_curve(folder: Path, settings: ItemSettings, replaced: ModelReplacement, second: SparsePretrained | None) -> Any:
+    """Held-out CE against tokens used: the factors, their tuning, the sparse training; a matplotlib Figure."""
+    figure, axes = new_figure(1, 1, width=5.6, height=3.4)
+    ax, start = axes[0, 0], settings["factorization_tokens"]
+    lines = TrainingFolder(folder / FINETUNED, {}, "finetune", ()).lines()
+    tuned = [(start + line["tokens"], line["heldout_ce"]) for line in lines if line.get("heldout_ce") is not None]
+    assert replaced.after is not None
+    ends = [(start, replaced.before.ce), (start + _tuned_tokens(replaced), replaced.after.ce)]
+    ax.plot(*zip(*ends, strict=True), "o", label="SWD, SWD-FT (all held-out text)", color=style(0)["color"])
+    if tuned:
+        ax.plot(*zip(*tuned, strict=True), label="tuning (a quarter of it)", linewidth=1.4, **style(1))
+    if second is not None:
+        rows = second.log.dropna(subset=["heldout_ce"])
+        ax.plot(rows["tokens"], rows["heldout_ce"], label="trained sparse", linewidth=1.4, **style(2))
+    ax.axhline(replaced.before.ce_dense, color=INK, linewidth=0.8, linestyle=":")
+    ax.set_xscale("log")
+    ax.set_xlabel("tokens used", fontsize=9, color=INK)
+    ax.set_ylabel("cross-entropy (nats)", fontsize=9, color=INK)
+    ax.set_title(literal(f"{settings['sites']} at s={settings['sparsity']:g}"), fontsize=9, color=INK)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _ce_sentence(replaced: ModelReplacement, n_matrices: int, second: SparsePretrained | None) -> str:
+    before, after = replaced.before, replaced.after
+    assert after is not None
+    text = (
+        f"All {n_matrices} matrices at s={replaced.factors.sparsity:.3g}: CE {before.ce:.4f} as factorized (delta "
+        f"{before.ce_delta:+.4f} ± {before.ce_delta_se:.4f}), {after.ce:.4f} after fine-tuning ({after.ce_delta:+.4f} ± "
+        f"{after.ce_delta_se:.4f}), {before.ce_dense:.4f} dense."
+    )
+    if second is None:
+        return text
+    ce = second.log["heldout_ce"].dropna().iloc[-1]
+    return f"{text} Trained sparse from scratch, after {second.provenance['tokens']:,} tokens: {ce:.4f}."
