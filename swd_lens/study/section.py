@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 import torch
 from jaxtyping import Float
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from swd_lens.analysis.graph import AttentionPaths, Replays, UnitGraph
 from swd_lens.base.errors import error, visible_lines
-from swd_lens.base.figures import svg
+from swd_lens.base.figures import STANDALONE, svg
 from swd_lens.base.files import plain
 from swd_lens.base.record import PlainRecord
 
@@ -118,6 +119,12 @@ class Picture(PlainRecord):
     def of(cls, figure: Figure, title: str, description: str = "", caption: str = "") -> "Picture":
         """A matplotlib figure as a picture."""
         return cls(svg(figure), title, description, caption)
+
+    def as_file(self) -> str:
+        """The drawing as a file of its own: with SVG's namespace, its title, and both grounds."""
+        head, _, rest = self.svg.partition(">")
+        named = head.replace("<svg", f'<svg xmlns="{_NAMESPACE[1:-1]}"', 1)
+        return f"{named}><title>{escape(self.title)}</title>{STANDALONE}{rest}"
 
 
 @dataclass(frozen=True)

