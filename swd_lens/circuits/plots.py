@@ -26,6 +26,7 @@ SUFFICIENCY_RANGE = (-0.5, 1.6)
 THRESHOLD = 0.9  # of sufficiency, where the paper prices circuits: a dotted line
 _GREY = "#888888"  # of lines that are no data
 _LETTERS, _LINE = 15, 8  # of a legend: letters per inch at font size 8, and what a line of it takes
+_INCHES_PER_LINE = 0.17  # of text at that size
 _WIDE, _PANEL = 6.4, 2.7  # inches: of the whole figure at least, and of a task's panels
 
 
@@ -92,14 +93,22 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
         ax.tick_params(labelleft=ax.get_subplotspec().is_first_col())
     for ax in axes[:, 0]:
         ax.set_ylabel(f"least {'active edges' if cost == 'edges' else 'units'}", fontsize=9, color=INK)
-    _legend(figure, drawn, next(iter(panels.values())), inches=width * len(panels))
+    lines = _legend(figure, drawn, next(iter(panels.values())), inches=width * len(panels))
     if note:
-        figure.suptitle(literal(fill(note, int(_LETTERS * width * len(panels)))), fontsize=8, color=INK)
+        above = fill(note, int(_LETTERS * width * len(panels)))
+        figure.suptitle(literal(above), fontsize=8, color=INK)
+        lines += 1 + above.count("\n")
+    # The words around the panels take no room from them.
+    figure.set_figheight(figure.get_figheight() + _INCHES_PER_LINE * lines)
     return figure
 
 
-def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], inches: float) -> None:
-    """Every method's line beside its name, below the panels; as many in a row as the names leave room for."""
+def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequence[CostCurve]], inches: float) -> int:
+    """Every method's line beside its name, below the panels; as many in a row as the names leave room for.
+
+    Returns:
+        How many lines of text it has.
+    """
     labels = [
         literal(label if len(curves) == 1 else f"{label}, mean ± sd of {len(curves)} seeds")
         for label, curves in methods.items()
@@ -110,6 +119,8 @@ def _legend(figure: Any, drawn: Mapping[str, Any], methods: Mapping[str, Sequenc
     letters = max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(labels), int(_LETTERS * inches) // (letters + _LINE)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    rows = -(-len(labels) // columns)
+    return rows * max(1 + label.count("\n") for label in labels)
 
 
 def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[CostCurve]], of: str, cost: str) -> dict[str, Any]:
