@@ -88,7 +88,7 @@ def _compared(
         words += [f"{surface}: {each}" for each in of_surface] if where else of_surface
         of_surfaces[surface] = _numbers(compared, nulls)
     ratios = primary.adjusted(ratios)
-    caption = "Edges of SWD over the best control matched in CE"
+    caption = "Edges of SWD over those of the best control of no worse CE"
     tables.append(table_of(caption, primary.table_of_ratios(ratios)))
     said = primary.in_words(ratios)
     pictures.insert(0, Picture.of(primary.plot(ratios), f"{caption}, and 95 % intervals over prompts", said[0]))

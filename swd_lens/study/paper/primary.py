@@ -1,7 +1,8 @@
 """The primary number, fixed before anything was run: how many times the edges of the best control SWD needs (evidence.md §3).
 
 1. Per task and target: log(edges of SWD / edges of the best control), natural logarithm. The controls are all methods of a
-   comparison that are not SWD and whose CE is matched to it, neurons included; the best is the one with the least edges.
+   comparison that are not SWD and whose CE is at most the tolerance above its own: matched, or nearer the dense model, as exact
+   neurons are. The best is the one with the least edges.
 2. Targets: a sufficiency, and a drop of a share of the dense margin, in logits (the same for every method).
 3. Its interval and p-value: the test prompts are drawn again, the same draws for both methods, and the least prefixes are found
    anew. A draw in which one of the two reaches the target counts as that one's win; one in which neither does counts for nobody.
@@ -24,6 +25,7 @@ from swd_lens.circuits import Comparison, CostCurve
 from swd_lens.circuits.curve import resampled
 
 _MARKERS = "osD^vP"
+_FAR = 50.0  # of a logarithm: beyond every axis
 _DRAWS, _SEED, _LEVEL, _ALPHA = 2000, 0, 0.95, 0.05
 
 
@@ -58,11 +60,11 @@ def ratios(
     """The primary number of a method on every task of a comparison, at both targets, before Holm's adjustment.
 
     Args:
-        swd: the method; CE is matched to the comparison's reference.
+        swd: the method that CE is matched to.
         surface: what its methods replace.
         share_of_drop: of the dense margin.
     """
-    controls = [name for name in comparison.methods if not name.startswith("SWD") and comparison.matched(name)]
+    controls = [name for name in comparison.methods if not name.startswith("SWD") and _no_worse(comparison, name, swd)]
     of_all = []
     for target in (f"sufficiency {sufficiency:g}", f"drop of {share_of_drop:g} of the margin"):
         of_all += [
@@ -79,6 +81,12 @@ def ratios(
             for task, of_task in comparison.items()
         ]
     return of_all
+
+
+def _no_worse(comparison: Comparison, control: str, swd: str) -> bool:
+    """Whether the control's CE is at most the tolerance above SWD's."""
+    theirs, ours = comparison.ce_difference(control), comparison.ce_difference(swd)
+    return theirs is not None and ours is not None and theirs - ours <= comparison.tolerance
 
 
 def adjusted(ratios: Sequence[Ratio]) -> list[Ratio]:
@@ -163,7 +171,7 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
             "target": each.target,
             "method": each.swd,
             "its edges": each.swd_edges,
-            "best matched control": each.control or None,
+            "best control": each.control or None,
             "control's edges": each.control_edges,
             "log ratio": each.log_ratio,
             "low": each.low,
@@ -175,7 +183,7 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
 
 
 def plot(ratios: Sequence[Ratio]):
-    """Times the best matched control's edges, with its interval: a panel per target, a row per task; a matplotlib Figure."""
+    """Times the best control's edges, with its interval: a panel per target, a row per task; a matplotlib Figure."""
     cells = list(dict.fromkeys((each.task, each.surface) for each in ratios))
     methods = list(dict.fromkeys(each.swd for each in ratios))
     targets = list(dict.fromkeys(each.target for each in ratios))
@@ -190,14 +198,18 @@ def plot(ratios: Sequence[Ratio]):
             times = [math.exp(r.log_ratio) for r in known]
             look = {"color": style(i)["color"], "marker": _MARKERS[i % len(_MARKERS)]}
             for r, row in zip(known, rows, strict=True):
-                ax.plot([math.exp(r.low), math.exp(r.high)], [row, row], color=look["color"], linewidth=1.2)
+                # An end without bound (no circuit in some draws) leaves the panel.
+                ends = [math.exp(min(max(end, -_FAR), _FAR)) for end in (r.low, r.high)]
+                ax.plot(ends, [row, row], color=look["color"], linewidth=1.2, scalex=False)
             ax.scatter(times, rows, s=22, label=literal(method), zorder=3, **look)
         ax.axvline(1, color=INK, linewidth=0.9)
+        finite = [end for r in ratios for end in (r.low, r.log_ratio, r.high) if math.isfinite(end)]
         ax.set_xscale("log")
+        ax.set_xlim(math.exp(min([*finite, -0.7]) - 0.2), math.exp(max([*finite, 0.7]) + 0.2))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_ylim(len(cells) - 0.5, -0.5)
         ax.set_yticks(range(len(cells)), [literal(f"{task}\n{surface}") for task, surface in cells], fontsize=8)
-        ax.set_xlabel("times the edges of the best matched control", fontsize=9, color=INK)
+        ax.set_xlabel("times the edges of the best control", fontsize=9, color=INK)
         ax.set_title(literal(target), fontsize=9, color=INK)
     for ax in axes[0, 1:]:
         ax.set_yticklabels([])
@@ -212,12 +224,12 @@ def in_words(ratios: Sequence[Ratio]) -> list[str]:
     for target in dict.fromkeys(each.target for each in ratios):
         at_target = [each for each in ratios if each.target == target]
         if all(math.isnan(each.log_ratio) for each in at_target):
-            sentences.append(f"At {target} no task has both a circuit of SWD and a matched control with one.")
+            sentences.append(f"At {target} no task has both a circuit of SWD and a control of no worse CE with one.")
             continue
         n_tasks = len({(each.task, each.surface) for each in at_target})
         words = [_of_method(name, at_target) for name in dict.fromkeys(each.swd for each in at_target)]
         sentences.append(
-            f"At {target}, edges over those of the best CE-matched control (geometric mean over tasks with both, of {n_tasks}; "
+            f"At {target}, edges over those of the best control of no worse CE (geometric mean over tasks with both, of {n_tasks}; "
             f"tasks with significantly fewer / more): {'; '.join(filter(None, words))}."
         )
     return sentences

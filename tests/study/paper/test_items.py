@@ -200,7 +200,9 @@ def test_the_page_shows_every_finished_item(finished, tmp_path):
     page = path.read_text()
     assert result.heading in page and "<script" not in page
     assert page.count("<svg") >= len(result.pictures)
-    assert all(caption in page for caption in ("Fidelity on held-out text", "Edges of SWD over the best control"))
+    assert all(
+        caption in page for caption in ("Fidelity on held-out text", "Edges of SWD over those of the best control")
+    )
     with pytest.raises(FileNotFoundError, match="no finished item"):
         write_paper_report(tmp_path)
 

@@ -54,6 +54,17 @@ def test_the_best_matched_control_counts(comparison):
     assert (at_drop.swd_edges, at_drop.control_edges) == (40, 5)
 
 
+def test_a_control_closer_to_the_dense_model_counts_and_one_further_off_does_not(comparison):
+    def control(ce_of_swd, ce_of_neurons):
+        fidelities = {**comparison.fidelities, "SWD s=0.5": fidelity(ce_of_swd), "Neurons": fidelity(ce_of_neurons)}
+        each = replace(comparison, fidelities=fidelities)
+        return primary.ratios(each, "SWD s=0.5", "a", sufficiency=0.9, share_of_drop=0.5)[0].control
+
+    assert control(2.005, 2.0) == "Neurons"  # exact, and SWD is not
+    assert control(2.0, 2.0011) == ""
+    assert control(2.0995, 2.0) == "Far off"  # as far off as SWD is now
+
+
 def test_draws_are_paired():
     # The first prefix suffices for the first prompt alone: where that is drawn often enough, both need it only.
     suffices_once = [[0.0, 0.0], [2.0, 1.0], [2.0, 2.0]]
@@ -75,7 +86,7 @@ def test_what_has_no_circuit_has_no_ratio(comparison):
     assert at_sufficiency.control == "" and at_sufficiency.swd_edges is None
     assert math.isnan(at_sufficiency.log_ratio) and math.isnan(at_sufficiency.p_holm)
     assert primary.in_words([at_sufficiency]) == [
-        "At sufficiency 1.5 no task has both a circuit of SWD and a matched control with one."
+        "At sufficiency 1.5 no task has both a circuit of SWD and a control of no worse CE with one."
     ]
 
 
@@ -91,10 +102,10 @@ def test_holm_by_hand():
 def test_sentence_and_table(comparison):
     ratios = primary.adjusted(primary.ratios(comparison, "SWD s=0.5", "a", sufficiency=0.9, share_of_drop=0.5))
     text, _ = primary.in_words(ratios)
-    assert text.startswith("At sufficiency 0.9, edges over those of the best CE-matched control")
+    assert text.startswith("At sufficiency 0.9, edges over those of the best control of no worse CE")
     assert text.endswith("of 1; tasks with significantly fewer / more): SWD s=0.5 8 (0 / 1).")
     table = primary.table_of_ratios(ratios)
-    assert table["best matched control"].tolist() == ["Neurons", "Neurons"]
+    assert table["best control"].tolist() == ["Neurons", "Neurons"]
 
 
 def test_the_picture_shows_every_known_ratio(comparison):
