@@ -229,8 +229,8 @@ def in_words(ratios: Sequence[Ratio]) -> list[str]:
         n_tasks = len({(each.task, each.surface) for each in at_target})
         words = [_of_method(name, at_target) for name in dict.fromkeys(each.swd for each in at_target)]
         sentences.append(
-            f"At {target}, edges over those of the best control of no worse CE (geometric mean over tasks with both, of {n_tasks}; "
-            f"tasks with significantly fewer / more): {'; '.join(filter(None, words))}."
+            f"At {target}, edges over those of the best control of no worse CE (geometric mean over tasks with both, of "
+            f"{n_tasks}; tasks with significantly fewer / more): {'; '.join(filter(None, words))}."
         )
     return sentences
 
