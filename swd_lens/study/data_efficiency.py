@@ -5,17 +5,19 @@
    Units that came from elsewhere: one point, at the tokens that they are said to have taken.
    All of these are checked before any work, but for what functions give: that is checked when they were called.
 3. Of each: CE delta and KL against the dense host, and relMSE of the replaced output, on the same held-out text.
-   Checkpoints are measured a few at a time, so that the dense host runs once for them; fits on the same rows calibrate once.
-4. With out=: every point is written as soon as it is measured, and measured once.
+   Points are measured a few at a time, so that the dense host runs once for them; fits on the same rows calibrate once.
+4. With out=: every point is written as soon as it is measured, and measured once. Fits lie beside it until they are measured.
 
 Tokens are data used; they equate neither optimization steps nor FLOPs.
 """
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from swd_lens.units.factors import Factors, FactorSet
 TOKEN_COUNTS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 # Arguments of `factorize` that data_efficiency sets itself, or that would mix the fits of several counts.
 _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
-# Checkpoints that are measured in one pass of the dense host.
+# Points of a method that are measured in one pass of the dense host.
 _TOGETHER = 4
 # Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
@@ -101,7 +103,8 @@ def data_efficiency(
     sites = find_sites(model, site)
     if len(sites) != 1:
         raise error("efficiency-of-several-sites", pattern=site, n_sites=len(sites))
-    surface = Surface(model, sites[0])
+    fits = None if out is None else Path(out).with_suffix(".fits")
+    surface = Surface(model, sites[0], fits)
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
         raise error("efficiency-on-single-tokens")
@@ -115,6 +118,8 @@ def data_efficiency(
     settings |= {"heldout_tokens": held.numel(), **standing_hooks(model)}
     with nullcontext() if out is None else writing_file(out, "data_efficiency"):
         file = None
+        if fits is not None and overwrite:
+            shutil.rmtree(fits, ignore_errors=True)
         if out is not None:
             # What decides every point, whatever the method.
             recipe = {"site": sites[0].name, "host_sha256": host_fingerprint(model, model.cfg)}
@@ -144,6 +149,8 @@ def data_efficiency(
                         if file is not None:
                             file.add(point, candidate)
                     points.append(point)
+                if fits is not None:  # all of them are measured
+                    shutil.rmtree(fits, ignore_errors=True)
         return DataEfficiency(points, {**settings, "methods": about})
 
 
@@ -176,11 +183,13 @@ class Surface:
     """Where methods are measured: one matrix, or a whole MLP.
 
     Attributes:
+        fits: the folder of fits that are not measured yet; None: they are not kept.
         texts: how many rows -> those rows, with what was collected of them.
     """
 
     model: Any
     site: Site
+    fits: Path | None = None
     texts: dict[int, CalibrationText] = field(default_factory=dict)
 
     @property
@@ -190,10 +199,9 @@ class Surface:
 
 
 def _groups(candidates: Iterator[Candidate]) -> Iterator[list[Candidate]]:
-    """Candidates that are measured together: a few checkpoints, which are there already; what has to be made, alone."""
-    for is_there, several in groupby(candidates, lambda candidate: candidate.kind == CHECKPOINT):
-        while group := list(islice(several, _TOGETHER if is_there else 1)):
-            yield group
+    """Candidates that are measured together."""
+    while group := list(islice(candidates, _TOGETHER)):
+        yield group
 
 
 def _series(name: str, given: Any, surface: Surface, tokens: Any, counts: list[int]) -> Series:
@@ -264,15 +272,24 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
         for n in n_rows:
             text, named = rows[:n], {"progress": False, **options}
             identity = {**about, "tokens_sha256": tokens_fingerprint(text)}
+            kept = _fit_folder(surface, identity)
             yield Candidate(
                 text.numel(),
                 FIT,
                 about,
                 identity,
-                lambda n=n, named=named: factorize(surface.model, surface.matrices, tokens=calibration[n], **named),
+                lambda n=n, kept=kept, named=named: factorize(
+                    surface.model, surface.matrices, tokens=calibration[n], out=kept, **named
+                ),
             )
 
     return fits
+
+
+def _fit_folder(surface: Surface, identity: Mapping[str, Any]) -> Path | None:
+    """Where a fit is kept until it is measured, named by what decides it."""
+    digest = hashlib.sha256(json.dumps(plain(identity), sort_keys=True).encode()).hexdigest()
+    return None if surface.fits is None else surface.fits / digest[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -72,9 +72,10 @@ def test_nothing_is_run_twice(model, found):
         with block_runs(model, 0) as runs:
             data_efficiency(model, SITE, methods, **counts)
         rows.append(runs.rows)
-    # A fit: its calibration, a probe, twice run; its fidelity: the dense host, and three rows that check runs in stages.
-    measured = 1 + len(HELD) + 3
-    assert rows[0] == 10 + 24 + 2 * (1 + measured) and rows[1] - rows[0] == 2 * (1 + measured)
+    # A fit: its calibration and a probe. Two are measured together: the dense host once, with two rows that check it and one for
+    # each of them, which are attached twice, with a probe each time.
+    measured = len(HELD) + 2 + 2 + 4
+    assert rows[0] == 10 + 24 + 2 + measured and rows[1] - rows[0] == 2 + measured
     assert rows[2] == len(HELD) + 2 + 3  # three checkpoints at once: each is checked by one row, the dense host by two
 
 
@@ -214,6 +215,27 @@ def test_the_file_keeps_what_was_measured(model, found, tmp_path, monkeypatch):
     assert DataEfficiency.load(path) == made
     renewed = data_efficiency(model, SITE, {"SWD": {**SWD, "sparsity": 0.6}}, **asked, overwrite=True)
     assert DataEfficiency.load(path) == renewed
+
+
+def test_fits_that_were_not_measured_yet_are_not_made_again(model, tmp_path, monkeypatch):
+    asked = {"heldout": HELD, "tokens": TEXT, "token_counts": (100, 240), "out": tmp_path / "efficiency.json"}
+    whole = data_efficiency(model, SITE, {"SWD": SWD}, **{**asked, "out": tmp_path / "whole.json"})
+
+    def stop(*args, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sys.modules["swd_lens.study.data_efficiency"], "fidelities", stop)
+        data_efficiency(model, SITE, {"SWD": SWD}, **asked)
+    assert len(list((tmp_path / "efficiency.fits").iterdir())) == 2
+    with block_runs(model, 0) as runs:
+        again = data_efficiency(model, SITE, {"SWD": SWD}, **asked)
+    assert again == whole
+    assert runs.rows == len(HELD) + 2 + 2 + 4  # measured, but not calibrated
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == [
+        "efficiency.json",
+        "whole.json",
+    ]
 
 
 def test_a_changed_point_is_refused_when_the_file_is_read_and_when_it_goes_on(model, tmp_path):
