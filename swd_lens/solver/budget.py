@@ -22,7 +22,7 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.solver.births import STARTS, STEPS
-from swd_lens.solver.spec import DEFAULT_PRESET, LONG_SIDE_SHARE, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
+from swd_lens.solver.spec import DEFAULT_PRESET, NAMED_SIDE_SHARE, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
 
@@ -68,7 +68,7 @@ def plan_shares(d_in: int, d_out: int, sparsity: float | int, units: int, spec: 
     """
     n, total = spec.coordinates(d_in, d_out), edges(d_in, d_out, sparsity)
     _require_edges_for(units, d_in, d_out, sparsity)
-    automatic = n**2 / (2 * (n**2 + total)) if n == min(d_in, d_out) else LONG_SIDE_SHARE
+    automatic = n**2 / (2 * (n**2 + total)) if spec.basis == "paper" else NAMED_SIDE_SHARE
     share = automatic if isinstance(spec.square_share, str) else float(spec.square_share)
     wanted = min(max(int(total * share), units), n * units)
     total = min(total, units * (d_in + d_out))  # few units cannot hold more

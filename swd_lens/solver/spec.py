@@ -29,9 +29,9 @@ BASES = ("paper", "input", "output")
 # and twice the memory.
 DOUBLE_UP_TO = 2**17
 
-# A unit that starts as one of the long side's coordinates keeps that one and a few more beside it. Of K; what it buys and costs
+# A unit that starts as one of a named side's coordinates keeps that one and a few more beside it. Of K; what it buys and costs
 # is in tests/benchmarks/RESULTS.md (bases): more lowers the error and makes a task's circuit dearer.
-LONG_SIDE_SHARE = 0.03
+NAMED_SIDE_SHARE = 0.03
 
 RHO_END_CALIBRATED = 0.5
 RHO_END_ZERO_DATA = 0.8
@@ -199,7 +199,7 @@ class AnnealSpec(SolveSpec):
 
     # Share of K that the factor between units and the coordinates that they start as gets. "auto": n^2 / (2 (n^2 + K)) for
     # n of them on the short side (on the golden rows with s = .5 and .75, .8 of it is 0 to 10 % worse, 1.25 of it between
-    # 3 % better and 1 % worse); LONG_SIDE_SHARE on the long one, where units are to stay what they start as.
+    # 3 % better and 1 % worse); NAMED_SIDE_SHARE where `basis` names a side, as units are to stay what they start as.
     square_share: float | int | str = setting(AUTO, above=0, at_most=1)
 
     # How far the budgets move, in each alternation, to where one more entry is worth as much in either factor; 0: they stay at
