@@ -24,11 +24,11 @@ PICTURES = ROOT / ".github" / "readme"
 # What a reader has to know beside an item's own sentences.
 REMARKS = {
     "controls": (
-        "The primary number's controls are those whose CE is at most .001 above that of the SWD they stand beside. As it was first "
-        "run, they had to be within .001 of the paper's SWD at s=.5 on either side, which left out exact neurons in blocks.0.mlp_out, "
-        "for being nearer the dense model. By that rule the means at sufficiency .9 were 8.93, 6.08 and 1.65 at s=.5 (the paper's SWD, "
-        "ours, from neurons), over four tasks, and 4.89, 3.65 and 1.25 at s=.75. In attn_o, basis auto is the paper's, so that SWD "
-        "from neurons is SWD there."
+        "The primary number's controls are those whose CE is at most .001 above that of the SWD they stand beside. As it "
+        "was first run, they had to be within .001 of the paper's SWD at s=.5 on either side, which left out exact "
+        "neurons in blocks.0.mlp_out, for being nearer the dense model. By that rule the means at sufficiency .9 were "
+        "8.93, 6.08 and 1.65 at s=.5 (the paper's SWD, ours, from neurons), over four tasks, and 4.89, 3.65 and 1.25 at "
+        "s=.75. In attn_o, basis auto is the paper's, so that SWD from neurons is SWD there."
     ),
 }
 _SECTION, _ORDER = "The paper on a real model", 1
