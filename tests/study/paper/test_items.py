@@ -11,7 +11,7 @@ import swd_lens as swd
 from swd_lens.circuits import protocol
 from swd_lens.report.paper import write_paper_report
 from swd_lens.study import paper
-from swd_lens.study.paper import materials, run
+from swd_lens.study.paper import materials, replacements, run
 
 SMALL = {
     "tasks": {"gendered_pronoun": [16, 12]},
@@ -85,7 +85,7 @@ def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, mon
     folder, _ = finished
     how = {"profile": "tiny", "model": model, "out": tmp_path, "progress": False, "random_b_seeds": 1, **SMALL}
     name, after = call.split(".")
-    module = materials if name == "factorize" else protocol
+    module = replacements if name == "factorize" else protocol
     whole, calls = getattr(module, name), []
 
     def stop(*args, **named):
