@@ -44,7 +44,7 @@ def units():
 
 @trigger
 def activations_not_kept(folder, monkeypatch):
-    monkeypatch.setattr("swd_lens.train.rows.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    monkeypatch.setattr("swd_lens.train.activations.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
     trained(text=tokens(4))
 
 
