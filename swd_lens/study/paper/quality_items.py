@@ -97,7 +97,7 @@ def _times(row: dict[Any, Any]) -> str:
 
 
 def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
-    """Factors without and with calibration over sparsities: weights, behaviour, circuits; beside a transcoder."""
+    """Factors without and with calibration over sparsities: weights, behaviour, circuits; beside neurons and a transcoder."""
     site, grid = settings["site"], settings["grid"]
     label = settings["solver"]
     methods: dict[str, Any] = {
@@ -105,7 +105,10 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
         for s in grid
         for without in (True, False)
     }
-    frontier = {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    frontier = {"Neurons": materials.exact(site)["Neurons"]}
+    pruned = materials.pruned(site, settings["sparsities"])
+    frontier |= {name: make for name, make in pruned.items() if name.startswith("Neurons")}
+    frontier |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
     compared = materials.compare(f"{site}, {label}", {**methods, **frontier})
     points = [
         _point(materials, compared, site, s, without, methods[_named(s, without)])
@@ -132,7 +135,11 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     pictures = [
         Picture.of(swept.plot(), "Errors and circuits over sparsities", findings[0]),
         *(
-            Picture.of(frontiers.plot(cost), f"Least {cost} of zero-data circuits, beside a transcoder", findings[-1])
+            Picture.of(
+                frontiers.plot(cost),
+                f"Least {cost} of zero-data circuits, beside neurons and a transcoder",
+                findings[-1],
+            )
             for cost in ("edges", "units")
         ),
     ]
