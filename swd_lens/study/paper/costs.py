@@ -96,7 +96,7 @@ def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
         case "zero-data":
             yield from _solving(settings, shape, settings["site"], 2 * settings["grid"], (settings["solver"],), tokens)
             yield from _training(settings, shape, settings["site"], trained)
-            site, methods = settings["site"], 2 * len(settings["grid"]) + len(trained)
+            site, methods = settings["site"], 2 * len(settings["grid"]) + 1 + len(s) + len(trained)
             yield from _circuits(settings, shape, site, site, methods, 1)
         case "full-model":
             yield from _solving(
