@@ -135,20 +135,19 @@ class Replacements(Sources):
             return each[self._sparsest(site, str(spec["label"]), each)]
         how = {name: value for name, value in spec.items() if name not in ("label", "method")}
         self.on_step(f"train {spec['label']} at {site}")
-        if spec["method"] in _LOCAL:
-            how["activations"] = self.folder / "activations"
         rows = self.fitted_on(min(how["n_tokens"], self.settings["training_tokens"]))
+        n_rows = as_stream(rows, self.model).n_rows
+        shared = {"activations": self.folder / "activations"} if spec["method"] in _LOCAL else {}
         return _TRAINERS[spec["method"]](
             self.model,
             site,
             rows,
             preset="paper",
             keep=keep,
-            out=self._place(
-                "trained", spec["label"], site=site, keep=keep, tokens=as_stream(rows, self.model).n_rows, **how
-            ),
+            out=self._place("trained", spec["label"], site=site, keep=keep, tokens=n_rows, **how),
             progress=self.progress,
             **how,
+            **shared,
         )
 
     def _sparsest(self, site: str, label: str, trained: Mapping[float, LearnedUnits]) -> float:
