@@ -67,7 +67,8 @@ class Materials(Replacements):
             n = self.settings["random_circuits"]
             return circuit_null(self.model, units, task, scores, circuit=circuit, n=n, dense=self.dense).as_dict()
 
-        return self.parts.values((surface, "null", method, task.name), drawn, CircuitNull.from_dict)
+        asked = (f"{self.settings['sufficiency']:g}", str(self.settings["random_circuits"]))
+        return self.parts.values((surface, "null", method, task.name, *asked), drawn, CircuitNull.from_dict)
 
     def compare(
         self,

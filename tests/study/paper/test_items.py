@@ -176,6 +176,14 @@ def test_sites_of_an_item_are_judged_apart_and_adjusted_together(finished, model
     least = of_test.loc[of_test["p"].idxmin()]
     assert least["p_holm"] == pytest.approx(min(1.0, 2 * least["p"]))
     assert any(finding.startswith("blocks.2.mlp_out: Fewest edges") for finding in result.findings)
+    # Another number of random circuits draws them anew.
+    fewer = paper.run_item("controls", random_circuits=3, **how)
+    assert {null["p of sufficiency"] for null in fewer.numbers["surfaces"]["blocks.3.mlp_out"]["nulls"]} <= {
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+    }
 
 
 def test_another_host_text_or_profile_is_refused(finished, model):
