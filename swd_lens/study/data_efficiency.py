@@ -84,7 +84,7 @@ def data_efficiency(
         out: a JSON file that gets every point as soon as it is measured; `DataEfficiency.load` reads it at every moment. The
             same call again takes over what is there. Other methods and counts may be added: points that this call does
             not ask for stay in the file and are no part of its result. Single points are measured anew: nobody can say
-            whether they are the same units.
+            whether they are the same units. Fits that are not measured yet lie beside it, in a folder that ends in .fits.
         overwrite: start again, in place of what `out` holds.
         progress: show a bar over methods.
 

@@ -1,4 +1,5 @@
-"""The primary number, fixed before anything was run: how many times the edges of the best control SWD needs (evidence.md §3).
+"""The primary number: how many times the edges of the best control SWD needs (evidence.md §3). Fixed before anything was run, but
+for which controls count: RESULTS.md has the numbers by the first rule, too.
 
 1. Per task and target: log(edges of SWD / edges of the best control), natural logarithm. The controls are all methods of a
    comparison that are not SWD and whose CE is at most the tolerance above its own: matched, or nearer the dense model, as exact
