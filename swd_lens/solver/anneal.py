@@ -204,6 +204,7 @@ def alternate(
         for block, update in blocks:
             block.dual *= rho_before / phase.rho
             update(phase, goal)
+        level(read.factor, write.factor)
         if phase.balance:
             rebalance(read, write, phase.balance)
         if t in births:
@@ -213,6 +214,19 @@ def alternate(
         rho_before = phase.rho
         if on_iteration is not None:
             on_iteration(Step(t + 1, spec.outer_iterations, lambda: metric.error(target, read.factor, write.factor)))
+
+
+def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) -> None:
+    """Bring each unit's two norms within a factor of four of each other, in place, by powers of four: no other bit changes.
+
+    The penalty shrinks the factor that is updated, and the other grows to make up for it, a little in every alternation: after some
+    hundred one of them would be below NORM_FLOOR, and its unit taken for empty (512 x 128, s = .75, 400 alternations: 110 of
+    128 units, and a relative error of .83 instead of .32).
+    """
+    ratio = write.norm(dim=1) / read.norm(dim=0)
+    quarter = ratio.where(ratio.isfinite() & (ratio > 0), 1.0).log2().div(4).round().int()
+    read.copy_(torch.ldexp(read, 2 * quarter))  # exponents are even: a unit's `canonical` scale is a root
+    write.copy_(torch.ldexp(write, -2 * quarter[:, None]))
 
 
 def births_at(spec: AnnealSpec) -> frozenset[int]:
