@@ -7,6 +7,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
 2. Start: each unit owns a coordinate of the short side (its factor is the identity there), or of the side that `basis` names;
    the other factor is M pruned to half its budget. Where units outnumber coordinates, M's entries are dealt at random to a
    coordinate's copies. Below, "short" is the side that units start on.
+   A small matrix that is a product of sparse factors starts as the sparsest basis of its span instead (span.py).
 3. Alternate T times, short-side factor first. The penalty rho and the blend g of the full metric C_g = (1-g) I + g C
    rise, a small ridge falls. One block update, X dense, Z its sparse copy, D the dual:
      a. The held factor's rows are scaled to unit norm. X solves the ridge regression with + rho ||X - (Z - D)||^2.
@@ -19,7 +20,8 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
    With `births` units of little use are replaced a few times on the way (births.py).
 4. Each unit always keeps its largest entry. In the last alternation the support is exact: these, then the largest ones up
    to K. Before, the threshold is a sample's quantile. Entries that only rounding tells apart count as equal.
-5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs.
+5. Refine both factors on their supports against C (refine.py); undo the scaling of the inputs. With `rotations`, units of a small
+   matrix are exchanged, a few at a time, while that lowers the error (rotate.py).
 
 How it differs from the paper's solver (dsf.py): the penalty is annealed and the dual rescaled with it; the support is chosen
 once per block (about a third less error in trials); the full Gram takes part in the alternation (28 % less on the golden
@@ -31,18 +33,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.solver.births import born_again
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
-from swd_lens.solver.spec import AnnealSpec, OnIteration, Step
+from swd_lens.solver.rotate import rotated
+from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec, OnIteration, Step
+from swd_lens.solver.start import Block, start, start_from_span
 from swd_lens.solver.support import (
     first_largest,
     keep_exactly,
-    kth_largest,
     kth_largest_estimate,
     magnitude_sample,
     tie_floor,
@@ -82,23 +85,6 @@ class Phase:
         )
 
 
-@dataclass
-class Block:
-    """One factor while it is being solved for: Z = factor, D = dual, both of the factor's own shape, and its budget.
-
-    Where budgets move there is also a sample of the last X's magnitudes: what entries are worth.
-
-    D is kept in the coordinates in which the held factor's rows have unit norm. It is a gradient there, and so does not
-    grow with that norm; scaled along with Z, each factor's norm would drive the other's dual, and at K of a few entries
-    per unit the two blow up (400 x 420, s = .9: relMSE 2e9 instead of .34).
-    """
-
-    factor: Matrix
-    dual: Matrix
-    budget: int
-    worth: Float[Tensor, " sample"] | None = None
-
-
 def factorize(
     weight: Float[Tensor, "d_in d_out"],
     gram: Float[Tensor, "d_in d_in"] | None,
@@ -117,67 +103,15 @@ def factorize(
     metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
     target = (weight / scale).mul_(metric.scale)
     read, write = start(target, units, budget, spec)
-    alternate(read, write, target, metric, spec, on_iteration)
+    first = start_from_span(read, write, target, spec)
+    alternate(read, write, target, metric, spec, on_iteration, first)
     a, b = read.factor, write.factor
     del read, write  # their duals
     a, b = refine(a, b, target, metric, spec.refine_rounds, spec.refine_steps)
+    if spec.rotations and target.numel() <= DOUBLE_UP_TO:
+        a, b = rotated(a, b, target, metric, spec.rotations, spec.seed)
+        a, b = refine(a, b, target, metric, spec.refine_rounds, spec.refine_steps)
     return metric.undo(a), b * scale
-
-
-# ---------------------------------------------------------------------------------------------------- start
-
-
-def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec: AnnealSpec) -> tuple[Block, Block]:
-    """Step 2: read and write block."""
-    at_output = spec.starts_at_output(*target.shape)
-    short_long = target.T if at_output else target
-    owner, copy = owners(short_long, units)
-    square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
-    square[owner, torch.arange(units, device=target.device)] = 1.0
-    other = _deal(short_long, owner, copy, budget.other, spec)
-    # Duals keep the strides of the transposed view: other strides give other last bits.
-    short, long = (
-        Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
-        for factor, kept in ((square, budget.square), (other, budget.other))
-    )
-    return (long, short) if at_output else (short, long)
-
-
-def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
-    """The short-side coordinate each unit starts from, and which of that coordinate's copies it is.
-
-    All coordinates get floor(units / n) copies, those of largest norm the remaining ones; the copies follow one another
-    in blocks of n.
-    """
-    n = len(short_long)
-    everyone = torch.arange(n, device=short_long.device)
-    strongest = short_long.norm(dim=1).sort(descending=True, stable=True).indices[: units % n].sort().values
-    owner = torch.cat([everyone] * (units // n) + [strongest])
-    copy = torch.arange(units, device=short_long.device) // n
-    return owner, copy
-
-
-def _deal(
-    short_long: Float[Tensor, "short long"],
-    owner: Int[Tensor, " unit"],
-    copy: Int[Tensor, " unit"],
-    budget: int,
-    spec: AnnealSpec,
-) -> Float[Tensor, "unit long"]:
-    """The target pruned to a share of the budget; each entry goes to one copy of its coordinate, drawn at random."""
-    magnitude = short_long.abs()
-    pruned = short_long * (magnitude >= tie_floor(kth_largest(magnitude, max(int(budget * spec.start_share), 1))))
-    dealt = pruned[owner]
-    copies = torch.bincount(owner, minlength=len(short_long))
-    if int(copies.max()) > 1:
-        draw = torch.rand(short_long.shape, generator=torch.Generator().manual_seed(spec.seed), dtype=torch.float32)
-        drawn = (draw.to(short_long.device) * copies[:, None]).long()
-        dealt *= drawn[owner] == copy[:, None]
-    # A unit that starts empty would stay so: it gets its coordinate's largest entry.
-    empty = (~dealt.any(1)).nonzero().squeeze(1)
-    largest = magnitude[owner[empty]].argmax(1)
-    dealt[empty, largest] = short_long[owner[empty], largest]
-    return dealt
 
 
 # ---------------------------------------------------------------------------------------------------- alternation
@@ -190,15 +124,16 @@ def alternate(
     metric: Metric,
     spec: AnnealSpec,
     on_iteration: OnIteration | None = None,
+    first: int = 0,
 ) -> None:
-    """Steps 3 and 4, in place."""
+    """Steps 3 and 4, in place, from alternation `first` on."""
     weighted = metric.weigh(target)
     blocks = [(read, lambda phase, goal: update_read(read, write.factor, goal, metric, phase))]
     blocks.append((write, lambda phase, goal: update_write(write, read.factor, goal, metric, phase)))
     if spec.starts_at_output(*target.shape):  # short side first
         blocks.reverse()
-    rho_before, births = Phase.at(0, metric, spec).rho, births_at(spec)
-    for t in range(spec.outer_iterations):
+    rho_before, births = Phase.at(first, metric, spec).rho, births_at(spec)
+    for t in range(first, spec.outer_iterations):
         phase = Phase.at(t, metric, spec)
         goal = torch.lerp(target, weighted, phase.blend) if phase.blend > 0 else target  # C_g M
         for block, update in blocks:
@@ -219,9 +154,9 @@ def alternate(
 def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) -> None:
     """Bring each unit's two norms within a factor of four of each other, in place, by powers of four: no other bit changes.
 
-    The penalty shrinks the factor that is updated, and the other grows to make up for it, a little in every alternation: after some
-    hundred one of them would be below NORM_FLOOR, and its unit taken for empty (512 x 128, s = .75, 400 alternations: 110 of
-    128 units, and a relative error of .83 instead of .32).
+    The penalty shrinks the factor that is updated, and the other grows to make up for it, a little in every alternation: after
+    some hundred one of them would be below NORM_FLOOR, and its unit taken for empty (512 x 128, s = .75, 400 alternations: 110
+    of 128 units, and a relative error of .83 instead of .32).
     """
     ratio = write.norm(dim=1) / read.norm(dim=0)
     quarter = ratio.where(ratio.isfinite() & (ratio > 0), 1.0).log2().div(4).round().int()

@@ -10,7 +10,8 @@
      scale: each unit's read and write vector have the same Euclidean norm;
      sign: the entry of largest magnitude in each write vector is positive (of those that tie the first, see support.py);
      order: the solver's own. Unit i started as coordinate i of the side that the spec's basis names, the short one if none
-     (anneal.py, dsf.py); it keeps that place, so that units of two runs on the same matrix can be compared by index.
+     (start.py, dsf.py); it keeps that place, so that units of two runs on the same matrix can be compared by index. A product
+     of sparse factors may start elsewhere (span.py).
 5. Return read and write factor with the settings that were used and the entries really kept.
 """
 

@@ -197,6 +197,9 @@ class AnnealSpec(SolveSpec):
     # The other factor starts as the rescaled target pruned to this share of its budget.
     start_share: float | int = setting(0.5, above=0, at_most=1)
 
+    # "auto": a small matrix that is a product of sparse factors starts as the sparsest basis of its span (span.py).
+    start: str = setting("auto", one_of=("auto", "coordinates"))
+
     # Share of K that the factor between units and the coordinates that they start as gets. "auto": n^2 / (2 (n^2 + K)) for
     # n of them on the short side (on the golden rows with s = .5 and .75, .8 of it is 0 to 10 % worse, 1.25 of it between
     # 3 % better and 1 % worse); NAMED_SIDE_SHARE where `basis` names a side, as units are to stay what they start as.
@@ -209,6 +212,9 @@ class AnnealSpec(SolveSpec):
 
     # How many times units of little use are replaced by pieces of the residual on the way (births.py).
     births: int = setting(0, at_least=0)
+
+    # How many times, at most, a few units of a small matrix are exchanged for a sparser basis of what they stand for (rotate.py).
+    rotations: int = setting(0, at_least=0)
 
     # Refinement of both factors on fixed supports (refine.py): rounds, and conjugate-gradient steps per factor and round.
     refine_rounds: int = setting(3, at_least=0)
@@ -300,7 +306,9 @@ PRESETS: Mapping[str, AnySpec] = {
     # Eight times the time of "best" on golden attn_out, some fifteen on 128 x 64. Held out on attn_out: .31 (s = .5) and .40
     # (.75) of the reference's error, without births .31 and .38; planted factors want the births. inner_iterations=3 is
     # better on planted ones, 12 % worse on this.
-    "deep": AnnealSpec(outer_iterations=400, rho_start=0.05, balance=0.5, births=30),
+    "deep": AnnealSpec(
+        outer_iterations=400, rho_start=0.05, balance=0.5, births=30, start="coordinates", rotations=800
+    ),
     "paper": DsfSpec(),
     "pruned": PruneSpec(),
     "svd_pruned": SvdPruneSpec(),

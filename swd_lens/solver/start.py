@@ -1,0 +1,112 @@
+"""Where units start, before the annealed solver alternates (anneal.py, step 2).
+
+1. `start`: each unit owns a coordinate of the short side, or of the side that the spec's basis names; the other factor is the
+   target pruned to a share of its budget, dealt at random among a coordinate's copies.
+2. `start_from_span`: a small matrix that is a product of sparse factors starts as the sparsest basis of its span, if that comes
+   much nearer to it (span.py).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.solver.budget import Budget
+from swd_lens.solver.refine import Matrix
+from swd_lens.solver.span import from_span
+from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec
+from swd_lens.solver.support import kth_largest, tie_floor
+
+# Units start from the weight's span if its product, cut to K, has at most this share of the coordinates' error; below the smaller
+# share the alternation begins this late.
+MUCH_NEARER, AT_ONCE, LATE = 0.5, 0.05, 0.7
+
+
+@dataclass
+class Block:
+    """One factor while it is being solved for: Z = factor, D = dual, both of the factor's own shape, and its budget.
+
+    Where budgets move there is also a sample of the last X's magnitudes: what entries are worth.
+
+    D is kept in the coordinates in which the held factor's rows have unit norm. It is a gradient there, and so does not
+    grow with that norm; scaled along with Z, each factor's norm would drive the other's dual, and at K of a few entries
+    per unit the two blow up (400 x 420, s = .9: relMSE 2e9 instead of .34).
+    """
+
+    factor: Matrix
+    dual: Matrix
+    budget: int
+    worth: Float[Tensor, " sample"] | None = None
+
+
+def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec: AnnealSpec) -> tuple[Block, Block]:
+    """Step 2: read and write block."""
+    at_output = spec.starts_at_output(*target.shape)
+    short_long = target.T if at_output else target
+    owner, copy = owners(short_long, units)
+    square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
+    square[owner, torch.arange(units, device=target.device)] = 1.0
+    other = _deal(short_long, owner, copy, budget.other, spec)
+    # Duals keep the strides of the transposed view: other strides give other last bits.
+    short, long = (
+        Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
+        for factor, kept in ((square, budget.square), (other, budget.other))
+    )
+    return (long, short) if at_output else (short, long)
+
+
+def start_from_span(read: Block, write: Block, target: Float[Tensor, "d_in d_out"], spec: AnnealSpec) -> int:
+    """Step 2 for a product of sparse factors, in place where it comes much nearer the target; the alternation to begin with."""
+    if spec.start == "coordinates" or spec.basis != "paper" or target.numel() > DOUBLE_UP_TO:
+        return 0
+    units = len(write.factor)
+    found = from_span(target, units, read.budget + write.budget)
+    if found is None:
+        return 0
+    near, far = (float((target - a @ b).norm()) for a, b in (found, (read.factor, write.factor)))
+    if near > MUCH_NEARER * far:
+        return 0
+    total = read.budget + write.budget
+    read.factor.copy_(found[0])
+    write.factor.copy_(found[1])
+    read.budget = min(max(int(found[0].count_nonzero()), units), total - units)
+    write.budget = total - read.budget
+    return round(LATE * spec.outer_iterations) if near < AT_ONCE * far else 0
+
+
+def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
+    """The short-side coordinate each unit starts from, and which of that coordinate's copies it is.
+
+    All coordinates get floor(units / n) copies, those of largest norm the remaining ones; the copies follow one another
+    in blocks of n.
+    """
+    n = len(short_long)
+    everyone = torch.arange(n, device=short_long.device)
+    strongest = short_long.norm(dim=1).sort(descending=True, stable=True).indices[: units % n].sort().values
+    owner = torch.cat([everyone] * (units // n) + [strongest])
+    copy = torch.arange(units, device=short_long.device) // n
+    return owner, copy
+
+
+def _deal(
+    short_long: Float[Tensor, "short long"],
+    owner: Int[Tensor, " unit"],
+    copy: Int[Tensor, " unit"],
+    budget: int,
+    spec: AnnealSpec,
+) -> Float[Tensor, "unit long"]:
+    """The target pruned to a share of the budget; each entry goes to one copy of its coordinate, drawn at random."""
+    magnitude = short_long.abs()
+    pruned = short_long * (magnitude >= tie_floor(kth_largest(magnitude, max(int(budget * spec.start_share), 1))))
+    dealt = pruned[owner]
+    copies = torch.bincount(owner, minlength=len(short_long))
+    if int(copies.max()) > 1:
+        draw = torch.rand(short_long.shape, generator=torch.Generator().manual_seed(spec.seed), dtype=torch.float32)
+        drawn = (draw.to(short_long.device) * copies[:, None]).long()
+        dealt *= drawn[owner] == copy[:, None]
+    # A unit that starts empty would stay so: it gets its coordinate's largest entry.
+    empty = (~dealt.any(1)).nonzero().squeeze(1)
+    largest = magnitude[owner[empty]].argmax(1)
+    dealt[empty, largest] = short_long[owner[empty], largest]
+    return dealt

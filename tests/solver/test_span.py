@@ -1,0 +1,183 @@
+"""The sparsest basis of a span (span.py) and rotations of a few units (rotate.py): planted factors are found, others left alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_lens.solver import solve
+from swd_lens.solver.metric import Metric
+from swd_lens.solver.rotate import exchange, near_residual, rotated
+from swd_lens.solver.span import (
+    SPARSE,
+    WHOLE,
+    cut,
+    from_span,
+    main_directions,
+    share_of_entries,
+    sparse_vectors,
+    sparsest_basis,
+)
+from tests.benchmarks.planted import Planted, Row, error, planted, support_f1
+from tests.solver.matrices import weight_of
+
+ROW = Row(96, 32, 32, 6, 8)
+
+
+def double(truth: Planted) -> Planted:
+    return Planted(truth.read.double(), truth.write.double(), truth.weight.double(), None)
+
+
+def cosines(found: Tensor, truth: Tensor) -> Tensor:
+    """Of each true column, the largest |cosine| with a found one."""
+    normed = torch.nn.functional.normalize
+    return (normed(found, dim=0).T @ normed(truth, dim=0)).abs().amax(0)
+
+
+def test_a_sparse_vector_meets_its_constraint_and_is_the_planted_one():
+    """The plane of e1 + e2 and (1, 1, 1, -1, 0, ...): each coordinate's sparsest vector has two entries."""
+    plane = torch.zeros(9, 2)
+    plane[:2, 0], plane[2:4, 1] = 1.0, torch.tensor([1.0, -1.0])
+    mixed = plane @ torch.tensor([[1.0, 0.4], [0.5, 1.0]])
+    basis = main_directions(mixed, 2)
+    constraints = basis[[0, 3]].T.contiguous()
+    y = sparse_vectors(basis, constraints, (60, 60))
+    assert (constraints * y).sum(0) == pytest.approx(torch.ones(2), abs=1e-5)
+    expected = torch.stack([plane[:, 0], -plane[:, 1]], 1)
+    assert torch.allclose(basis @ y, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("row", [ROW, Row(128, 64, 32, 8, 8), Row(128, 64, 64, 8, 8)])
+def test_the_sparsest_basis_is_the_planted_one(row: Row):
+    truth = double(planted(row, 0))
+    basis = main_directions(truth.weight, row.units)
+    assert torch.allclose(basis.T @ basis, torch.eye(basis.shape[1], dtype=torch.float64), atol=1e-6)
+    coefficients = sparsest_basis(basis.float())
+    assert coefficients.norm(dim=0) == pytest.approx(torch.ones(row.units), abs=1e-4)
+    found = cosines(basis @ coefficients.double(), truth.read)
+    assert float((found > 0.99).double().mean()) > 0.85
+    assert float(found.mean()) > cosines(basis, truth.read).mean() + 0.3
+
+
+def test_two_worths_decide_between_the_factors():
+    """Read norms 5 and 1, write norms 2 and 1: worth 3*2, 4*2 and 1*1; 2*5 and 1*1; the largest of each unit and side stays."""
+    read = torch.tensor([[3.0, 0.0], [4.0, 0.0], [0.0, 1.0]])
+    write = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    assert cut(read, write, 4)[0].tolist() == [[0.0, 0.0], [4.0, 0.0], [0.0, 1.0]]
+    assert all(torch.equal(*pair) for pair in zip(cut(read, write, 5), (read, write), strict=True))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_factors_of_a_planted_product(turned: bool):
+    truth = double(planted(ROW, 1))
+    found = from_span(truth.weight.T.contiguous() if turned else truth.weight, 32, truth.edges)
+    assert found is not None
+    read, write = (found[1].T, found[0].T) if turned else found
+    assert int(read.count_nonzero() + write.count_nonzero()) <= truth.edges
+    assert error(truth, read, write) < 0.05 and support_f1(truth, read, write) > 0.9
+
+
+def test_a_weight_of_lower_rank_fills_up_with_its_largest_inputs():
+    truth = double(planted(Row(96, 32, 24, 6, 8), 0))
+    found = from_span(truth.weight, 32, 600)
+    assert found is not None and found[0].shape == (96, 32)
+    assert float((truth.weight - found[0] @ found[1]).norm() / truth.weight.norm()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("shape", "units"), [((96, 32), 32), ((32, 96), 32), ((48, 48), 48), ((48, 40), 40), ((96, 32), 40)]
+)
+def test_ordinary_matrices_and_wide_factorizations_are_left_alone(shape: tuple[int, int], units: int):
+    weight = weight_of(shape)
+    assert from_span(weight.double(), units, 900) is None
+    ours, plain = (
+        solve(weight, None, 0.7, units=units, start=start, outer_iterations=8) for start in ("auto", "coordinates")
+    )
+    assert torch.equal(ours.read, plain.read) and torch.equal(ours.write, plain.write)
+
+
+def test_nothing_is_sparse_in_a_random_span_and_a_planted_one_shows():
+    g = torch.Generator().manual_seed(0)
+    assert share_of_entries(main_directions(torch.randn(128, 64, generator=g), 64)) > SPARSE
+    assert share_of_entries(main_directions(planted(Row(128, 64, 64, 8, 8), 0).weight, 64)) < SPARSE
+    assert share_of_entries(torch.zeros(128, 0)) == 1
+    assert WHOLE.rounds > 1  # what the tests above search with
+
+
+def test_best_finds_what_it_missed_from_coordinates():
+    row = Row(128, 64, 32, 8, 8)
+    truth = planted(row, 0)
+    sparsity = 1 - truth.edges / truth.weight.numel()
+    steps: list[int] = []
+    found = solve(truth.weight, None, sparsity, units=32, on_iteration=lambda step: steps.append(step.iteration))
+    plain = solve(truth.weight, None, sparsity, units=32, start="coordinates")
+    assert support_f1(truth, found.read, found.write) > 0.97 > 0.95 > support_f1(truth, plain.read, plain.write)
+    assert error(truth, found.read, found.write) < 0.1 * error(truth, plain.read, plain.write)
+    assert steps == list(range(40, 57))  # it stands nearly there, and begins late
+    named = [solve(truth.weight, None, 0.8, basis="output", start=start) for start in ("auto", "coordinates")]
+    assert torch.equal(named[0].read, named[1].read)
+
+
+# ---------------------------------------------------------------------------------------------------- rotations
+
+
+def mixed_up(truth: Planted, units: list[int]) -> tuple[Tensor, Tensor]:
+    """The planted factors with some units mixed: the same product, dense in these units."""
+    mix = torch.eye(len(units), dtype=truth.read.dtype) + 0.7
+    read, write = truth.read.clone(), truth.write.clone()
+    read[:, units], write[units] = read[:, units] @ mix, torch.linalg.inv(mix) @ write[units]
+    return read, write
+
+
+@pytest.mark.parametrize("by_output", [False, True])
+def test_mixed_units_are_parted_again(by_output: bool):
+    truth = double(planted(ROW, 0))
+    read, write = mixed_up(truth, [3, 7, 12])
+    assert int(cut(read, write, truth.edges)[0].count_nonzero()) != int(truth.read.count_nonzero())
+    found = exchange(read, write, truth.weight, torch.tensor([3, 7, 12]), by_output=by_output)
+    assert found is not None
+    assert torch.allclose(found[0] @ found[1], truth.weight, atol=1e-4)
+    sparse = cut(*found, truth.edges)
+    assert support_f1(truth, *sparse) > 0.99 and error(truth, *sparse) < 0.01
+    assert torch.equal(read[:, :3], found[0][:, :3])  # other units stay
+
+
+def test_rotations_lower_the_error_with_as_many_entries():
+    truth = double(planted(ROW, 0))
+    start = cut(*mixed_up(truth, [3, 7, 12]), truth.edges)
+    metric = Metric.of(None, truth.weight, 0.0)
+    found, again = (rotated(*start, truth.weight, metric, 40, seed=0) for _ in range(2))
+    assert error(truth, *found) < 0.1 * error(truth, *start)
+    assert int(found[0].count_nonzero() + found[1].count_nonzero()) <= truth.edges
+    assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
+    assert all(torch.equal(a, b) for a, b in zip(rotated(*start, truth.weight, metric, 0, seed=0), start, strict=True))
+
+
+def test_units_near_the_residual_are_drawn():
+    """A residual in one entry: only units that reach its row or its column are near."""
+    truth = double(planted(ROW, 0))
+    weight = truth.weight.clone()
+    row, column = int(truth.read[:, 0].argmax()), int(truth.write[0].argmax())  # an entry that unit 0 has
+    weight[row, column] += 1.0
+    g = torch.Generator().manual_seed(0)
+    reach = (truth.read[row] != 0) | (truth.write[:, column] != 0)
+    for _ in range(5):
+        some = near_residual(truth.read, truth.write, weight, g)
+        assert 2 <= len(some) <= 10 and len(set(some.tolist())) == len(some)
+        assert 0 in some and int(reach[some].sum()) == min(int(reach.sum()), len(some))
+
+
+def test_an_ordinary_matrix_is_given_up_soon_and_unchanged():
+    weight = weight_of((32, 20)).double()
+    solution = solve(weight, None, 0.5)
+    read, write = solution.read.double(), solution.write.double()
+    found = rotated(read, write, weight, Metric.of(None, weight, 0.0), 15, seed=0)
+    metric = Metric.of(None, weight, 0.0)
+    assert metric.error(weight, *found) <= metric.error(weight, read, write)
+
+
+def test_deep_finds_planted_factors():
+    truth = planted(Row(48, 24, 24, 4, 4), 0)
+    sparsity = 1 - truth.edges / truth.weight.numel()
+    without, found = (solve(truth.weight, None, sparsity, preset="deep", rotations=n) for n in (0, 200))
+    assert error(truth, found.read, found.write) <= error(truth, without.read, without.write)
+    assert support_f1(truth, found.read, found.write) >= support_f1(truth, without.read, without.write)
