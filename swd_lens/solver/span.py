@@ -66,10 +66,12 @@ def from_span(
         return None if turned is None else (turned[1].T.contiguous(), turned[0].T.contiguous())
     if units > target.shape[1] or target.shape[0] < LONGER * units:
         return None
-    basis = main_directions(target, units).to(torch.float32)
+    # Coordinates of equal norm: the scale of inputs must not look like sparsity.
+    norms = target.norm(dim=1, keepdim=True)
+    basis = main_directions(target / norms.where(norms > 0, 1.0), units).to(torch.float32)
     if share_of_entries(basis) > SPARSE:
         return None
-    found = (basis @ sparsest_basis(basis)).to(target.dtype)
+    found = (basis @ sparsest_basis(basis)).to(target.dtype) * norms
     read = target.new_zeros(len(target), units)
     read[:, : found.shape[1]] = found
     # A weight of lower rank: the other units start as its largest inputs.

@@ -16,7 +16,7 @@ from tests.solver.matrices import gram_of, weight_of
 OPTIONS = {
     "best": {"outer_iterations": 4, "refine_rounds": 1},
     "paper": {"outer_iterations": 4},
-    "deep": {"outer_iterations": 4, "births": 2},
+    "deep": {"outer_iterations": 4, "births": 2, "rotations": 0},
     "svd_pruned": {},
 }
 

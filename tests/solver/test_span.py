@@ -1,4 +1,4 @@
-"""The sparsest basis of a span (span.py) and rotations of a few units (rotate.py): planted factors are found, others left alone."""
+"""Sparsest basis of a span (span.py) and rotations of a few units (rotate.py): planted factors are found, others left alone."""
 
 import pytest
 import torch
