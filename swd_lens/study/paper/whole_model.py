@@ -2,9 +2,11 @@
 
 1. Factors of every matrix, fine-tuned on their supports; the second host, where the profile has one. Each goes on where it was
    stopped.
-2. CE of all of them, what they write on, CE against tokens; circuits of some of the matrices, beside the dense model's channels.
+2. CE of all of them, what they write on, CE against tokens.
+3. Circuits of some of the tuned matrices, in a host whose every other matrix is replaced, too; beside the dense model's channels.
 """
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pandas as pd
 
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.circuits.fidelity import Fidelity
-from swd_lens.hosts import find_sites
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.weights import stored_matrix
 from swd_lens.study.paper.circuit_items import costs_table
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.result import ItemResult, result_of, table_of
@@ -23,7 +26,11 @@ from swd_lens.study.section import Picture
 from swd_lens.train import baselines
 from swd_lens.train.baselines import SparsePretrained
 from swd_lens.train.folder import TrainingFolder
+from swd_lens.units.attach import attach
 from swd_lens.units.factors import Factors, FactorSet
+from swd_lens.units.match import described
+
+SWD_FT = "SWD-FT"
 
 
 def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
@@ -37,11 +44,11 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
         {"model": "dense", "tokens": None, "nonzeros": _entries(model, settings), "CE": replaced.before.ce_dense},
         _row("SWD", settings["factorization_tokens"], replaced.factors.edges, replaced.before),
         _row(
-            "SWD-FT", settings["factorization_tokens"] + _tuned_tokens(replaced), replaced.factors.edges, replaced.after
+            SWD_FT, settings["factorization_tokens"] + _tuned_tokens(replaced), replaced.factors.edges, replaced.after
         ),
     ]
-    methods: dict[str, Any] = {"SWD-FT": partial(_of_sites, materials, replaced.finetuned, settings["circuit_sites"])}
-    hosts: dict[str, Any] = {}
+    hosts: dict[str, Any] = {SWD_FT: tuned_host(model, replaced.finetuned, settings["circuit_sites"])}
+    methods: dict[str, Any] = {SWD_FT: partial(units_of, hosts[SWD_FT], replaced.finetuned, settings["circuit_sites"])}
     if second is not None:
         ce = second.log["heldout_ce"].dropna().iloc[-1]
         rows.append(
@@ -113,9 +120,28 @@ def _trained_sparse(materials: Materials, settings: ItemSettings, folder: Path) 
     )
 
 
-def _of_sites(materials: Materials, factors: FactorSet, pattern: str) -> dict[str, Factors]:
-    """Those of the factors whose units are candidates; the other matrices stay dense."""
-    return {site.name: factors[site.name] for site in find_sites(materials.model, pattern)}
+def tuned_host(model: Any, tuned: FactorSet, circuit_sites: str) -> Any:
+    """A copy of the host with every matrix replaced: the candidates' by the product of their factors, the others' attached.
+
+    Raises:
+        UnsupportedHostError: candidates that are neither mlp_out nor attn_o.
+    """
+    host = copy.deepcopy(model)
+    candidates = [site.name for site in find_sites(host, circuit_sites)]
+    for site in find_sites(host, circuit_sites):
+        stored_matrix(host_of(host), site).write(tuned[site.name].product())
+    attach(host, {name: tuned[name] for name in tuned if name not in candidates})
+    return host
+
+
+def units_of(host: Any, tuned: FactorSet, circuit_sites: str) -> dict[str, Factors]:
+    """The candidates' factors, as those of the matrices that `tuned_host` has written."""
+    units = {}
+    for site in find_sites(host, circuit_sites):
+        own = tuned[site.name]
+        provenance = {**own.provenance, **described(host_of(host), site)}
+        units[site.name] = Factors(own.read, own.write, own.settings, provenance, origin=own.origin)
+    return units
 
 
 def _row(name: str, tokens: int, edges: int, measured: Fidelity) -> dict[str, Any]:
