@@ -19,6 +19,7 @@ Where a pair acts on a prompt also depends on z: `qk_replay` and `qk_scan` look 
 figure that the paper has above its screen: how well the attention matrices are reconstructed, layer by layer.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ from swd_lens.hosts.attention import Rotation, rotations
 from swd_lens.hosts.sites import split_name
 from swd_lens.tasks.streams import as_stream
 from swd_lens.units import UnitSet
+
+# Inches that the number of a layer takes.
+TICK = 0.14
 
 _MATRICES = {"attn_qkv": "QKV", "attn_q": "Q", "attn_k": "K", "attn_v": "V", "attn_o": "output"}
 
@@ -247,8 +251,10 @@ def _top_units(side: Side, top: int, rms: Mapping[str, Tensor]) -> Int[Tensor, "
 def draw_heads(ax: Any, values: Any, label: str, title: str) -> None:
     """A number of every head as a heat map, layers by heads."""
     n_layers, n_heads = values.shape
-    names = [str(i) for i in range(max(n_layers, n_heads))]
-    heatmap(ax, values, label=label, rows=names[:n_layers], columns=names[:n_heads])
+    high = ax.figure.get_figheight() * ax.get_position().height
+    every = math.ceil(n_layers * TICK / high)  # of many layers in a low panel not all have room for their number
+    layers = [str(i) if i % every == 0 else "" for i in range(n_layers)]
+    heatmap(ax, values, label=label, rows=layers, columns=[str(i) for i in range(n_heads)])
     ax.set_xlabel("head", fontsize=9)
     ax.set_ylabel("layer", fontsize=9)
     ax.set_title(title, fontsize=9)
@@ -284,8 +290,8 @@ def plot_attention_fidelity(fidelity: Fidelity) -> Figure:
     ax.set_ylim(bottom=0)
     ax.set_xticks(layers)
     ax.set_xlabel("layer", fontsize=9)
-    where = "dense inputs" if fidelity.local_relmse else "replaced model"
-    ax.set_ylabel(f"relative squared error, {where} (%)", fontsize=9)
+    where = "on dense inputs" if fidelity.local_relmse else "in the replaced model"
+    ax.set_ylabel(f"relative squared error (%),\n{where}", fontsize=9)
     ax.set_title("Attention matrices: reconstruction error of their outputs", fontsize=9)
     ax.legend(fontsize=8, frameon=False)
     return figure

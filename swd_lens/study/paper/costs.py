@@ -2,8 +2,8 @@
 
 1. `works_of` lists an item's work: solving, training, fidelity, circuits. Operations are those of matrix products, from the
    host's shape (shapes.py); a backward takes twice a forward.
-2. `cost_of` adds them up. Time is operations over this machine's measured speed of products, times _SLOWER: small products,
-   attention and copies run at a fraction of it (SmolLM2 on two cores: a forward at a third). Good to a factor of three.
+2. `cost_of` adds them up. Time is operations over this machine's measured speed of products, times _SLOWER, by which
+   the ten items of profile small took as long as this says, on the middle of them (.5 to 1.9 times, two cores).
 3. An item alone: in one folder it takes over what others have made.
 """
 
@@ -24,7 +24,7 @@ from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.study.paper.shapes import SHAPES, Shape
 from swd_lens.train.activations import MOST_BYTES
 
-_SLOWER = 3.0
+_SLOWER = 1.75
 _PROMPT = 24  # tokens of a prompt
 _BYTES, _EDGE = 4, 8  # of a number in memory, and of an edge in a file: its value and where it stands
 # Bytes of logits at a time (base/divergence.py) and of a batch's activations, whatever the model.

@@ -154,8 +154,8 @@ def query_key(materials: Materials, settings: ItemSettings) -> ItemResult:
         f"Of {len(scan.frame):,} cases (heads, pairs, prompts) the clearest is {case.pair} (gamma {case.pair.gamma:.3g}) on "
         f"{prompts[case.prompt]!r}: the pattern rebuilt from the factors is {case.dense_kl:.3g} nats from the dense one; without "
         f"query unit q{case.pair.q_unit} it moves by {case.removed_kl:.3g} nats, by at most {case.max_change:.2f} in one "
-        f"probability; the pair's map agrees with that change ({case.agreement:.2f}), its signed mean over valid positions is "
-        f"{case.signed_mean:+.3g}.",
+        f"probability. What the pair's map foretells correlates with that change by {case.agreement:.2f}; the map's signed mean "
+        f"over valid positions is {case.signed_mean:+.3g}.",
         "The static ranking by write norms and gamma depends on how units are scaled; the contributions to scores, and the "
         "column size (|gamma| times the root mean squares of both activations), do not.",
     ]
