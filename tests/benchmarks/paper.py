@@ -35,7 +35,9 @@ REMARKS = {
         ".0990 of the narrow, .0103, .0558 and .0996 of the wide), the edge of what was tried; rates were not tuned. They go "
         "through 262,144 tokens, the narrow ones twice."
     ),
-    "interactions": "23 minutes beside tests, 2.1 GB: most of it factorizes 26 matrices, so that inputs follow the replaced model.",
+    "interactions": (
+        "23 minutes beside tests, 2.1 GB: most of it factorizes 26 matrices, so that inputs follow the replaced model."
+    ),
     "qk": "17 minutes beside tests, 2.3 GB. The sentence on the clearest case was worded anew after the run.",
 }
 _SECTION, _ORDER = "The paper on a real model", 1
