@@ -35,6 +35,10 @@ REMARKS = {
         ".0990 of the narrow, .0103, .0558 and .0996 of the wide), the edge of what was tried; rates were not tuned. They go "
         "through 262,144 tokens, the narrow ones twice."
     ),
+    "full-model": (
+        "76 minutes beside tests, 7.9 GB; circuits once more in 23, as they had run in a host whose other matrices were dense. "
+        "Without its units, SWD-FT's mlp_out leave ioi nearly what it was, so that the empty circuit suffices."
+    ),
     "interactions": (
         "23 minutes beside tests, 2.1 GB: most of it factorizes 26 matrices, so that inputs follow the replaced model."
     ),
