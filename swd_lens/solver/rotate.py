@@ -47,7 +47,8 @@ def rotated(
         some = near_residual(read, write, target, generator)
         trial = exchange(read, write, target, some, by_output=bool(torch.rand(1, generator=generator) < 0.5))
         if trial is not None:
-            trial = refine(*cut(*trial, edges), target, metric, rounds=2, steps=4)
+            a, b = cut(*trial, edges)
+            trial = refine(a, b, target, metric, rounds=2, steps=4)
             lower = metric.error(target, *trial)
             if lower < error * (1 - GAIN):
                 (read, write), error, in_vain, patience = trial, lower, 0, PATIENCE
