@@ -14,7 +14,7 @@ single inputs among 8 + 8 entries .86 and .92, .014 and .004. Matrices of traine
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.solver.metric import Metric
@@ -44,8 +44,8 @@ def rotated(
     for _ in range(trials):
         if in_vain == patience or error < GAIN:
             break
-        some = near_residual(read, write, target, generator)
-        trial = exchange(read, write, target, some, by_output=bool(torch.rand(1, generator=generator) < 0.5))
+        group = near_residual(read, write, target, generator)
+        trial = exchange(read, write, target, group, by_output=bool(torch.rand(1, generator=generator) < 0.5))
         if trial is not None:
             a, b = cut(*trial, edges)
             trial = refine(a, b, target, metric, rounds=2, steps=4)
@@ -62,7 +62,7 @@ def near_residual(
     write: Float[Tensor, "unit d_out"],
     target: Float[Tensor, "d_in d_out"],
     generator: torch.Generator,
-) -> Tensor:
+) -> Int[Tensor, " chosen"]:
     """Step 1: indices of units, drawn."""
     residual = (target - read @ write).square()
     size = int(torch.randint(FEWEST, min(MOST, len(write)) + 1, (1,), generator=generator))
@@ -70,28 +70,29 @@ def near_residual(
     row, column = divmod(entry, target.shape[1])
     draws = torch.rand(3, len(write), generator=generator).to(read)
     reach = ((residual @ (write != 0).to(read).T) * (read != 0)).sum(0)
-    near = (read[row] != 0) * (1 + draws[0]) + (write[:, column] != 0) * (1 + draws[1])
-    return (near + 2 * draws[2] * reach / reach.max().clamp_min(torch.finfo(reach.dtype).tiny)).topk(size).indices
+    at_entry = (read[row] != 0) * (1 + draws[0]) + (write[:, column] != 0) * (1 + draws[1])
+    elsewhere = 2 * draws[2] * reach / reach.max().clamp_min(torch.finfo(reach.dtype).tiny)
+    return (at_entry + elsewhere).topk(size).indices
 
 
 def exchange(
     read: Float[Tensor, "d_in unit"],
     write: Float[Tensor, "unit d_out"],
     target: Float[Tensor, "d_in d_out"],
-    some: Tensor,
+    group: Int[Tensor, " chosen"],
     *,
     by_output: bool,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
     """Step 2: the factors with these units anew; None where no sparse basis of their number was found."""
-    product = target - read @ write + read[:, some] @ write[some]
-    directions = main_directions(product.T if by_output else product, len(some)).to(torch.float32)
-    if directions.shape[1] < len(some):
+    product = target - read @ write + read[:, group] @ write[group]
+    directions = main_directions(product.T if by_output else product, len(group)).to(torch.float32)
+    if directions.shape[1] < len(group):
         return None
     sparse = (directions @ sparsest_basis(directions, SMALL)).to(target.dtype)
-    if sparse.shape[1] < len(some):
+    if sparse.shape[1] < len(group):
         return None
     other = torch.linalg.pinv(sparse) @ (product.T if by_output else product)
     new_read, new_write = (other.T, sparse.T) if by_output else (sparse, other)
     read, write = read.clone(), write.clone()
-    read[:, some], write[some] = new_read, new_write
+    read[:, group], write[group] = new_read, new_write
     return read, write

@@ -62,8 +62,8 @@ def from_span(
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]] | None:
     """Read and write factor with `edges` entries, or None where the span has no sparse vectors."""
     if target.shape[0] < target.shape[1]:
-        turned = from_span(target.T, units, edges)
-        return None if turned is None else (turned[1].T.contiguous(), turned[0].T.contiguous())
+        factors = from_span(target.T, units, edges)
+        return None if factors is None else (factors[1].T.contiguous(), factors[0].T.contiguous())
     if units > target.shape[1] or target.shape[0] < LONGER * units:
         return None
     # Coordinates of equal norm: the scale of inputs must not look like sparsity.
@@ -71,12 +71,12 @@ def from_span(
     basis = main_directions(target / norms.where(norms > 0, 1.0), units).to(torch.float32)
     if share_of_entries(basis) > SPARSE:
         return None
-    found = (basis @ sparsest_basis(basis)).to(target.dtype) * norms
+    vectors = (basis @ sparsest_basis(basis)).to(target.dtype) * norms
     read = target.new_zeros(len(target), units)
-    read[:, : found.shape[1]] = found
+    read[:, : vectors.shape[1]] = vectors
     # A weight of lower rank: the other units start as its largest inputs.
-    largest = target.norm(dim=1).argsort(descending=True, stable=True)[: units - found.shape[1]]
-    read[largest, torch.arange(found.shape[1], units, device=read.device)] = 1.0
+    largest = target.norm(dim=1).argsort(descending=True, stable=True)[: units - vectors.shape[1]]
+    read[largest, torch.arange(vectors.shape[1], units, device=read.device)] = 1.0
     write = torch.linalg.pinv(read) @ target
     return cut(read, write, edges)
 
@@ -128,19 +128,20 @@ def sparsest_basis(basis: Float[Tensor, "coordinate rank"], search: Search = WHO
         constraints = rest[:, _spread(rest.norm(dim=0), search.constraints * missing + 4)]
         if missing == 0 or constraints.shape[1] == 0:
             break
-        found = _unit_columns(sparse_vectors(basis, constraints, search.first if turn == 0 else search.later))
-        size = (basis @ found).abs().sum(0)
-        # Half of what is found, the sparser one, unless it is the last time.
-        bound = float("inf") if turn + 1 == search.rounds else float(size.median())
-        taken, spanned = _independent(found, size, spanned, bound)
-        chosen = torch.cat([chosen, found[:, taken]], 1)
+        candidates = _unit_columns(sparse_vectors(basis, constraints, search.first if turn == 0 else search.later))
+        l1_norms = (basis @ candidates).abs().sum(0)
+        # The sparser half of the candidates, unless it is the last round.
+        most = float("inf") if turn + 1 == search.rounds else float(l1_norms.median())
+        taken, spanned = _independent(candidates, l1_norms, spanned, most)
+        chosen = torch.cat([chosen, candidates[:, taken]], 1)
     for _ in range(search.exchanges if chosen.shape[1] == rank else 0):
         dual = torch.linalg.pinv(chosen).T.contiguous()
-        both = torch.cat([_unit_columns(sparse_vectors(basis, dual, search.exchanged, chosen)), chosen], 1)
-        taken, _ = _independent(both, (basis @ both).abs().sum(0), basis.new_zeros(rank, 0), float("inf"))
+        candidates = torch.cat([_unit_columns(sparse_vectors(basis, dual, search.exchanged, chosen)), chosen], 1)
+        l1_norms = (basis @ candidates).abs().sum(0)
+        taken, _ = _independent(candidates, l1_norms, basis.new_zeros(rank, 0), float("inf"))
         if len(taken) < rank:
             break
-        chosen = both[:, taken]
+        chosen = candidates[:, taken]
     return chosen
 
 
@@ -178,19 +179,20 @@ def sparse_vectors(
 
 
 def _independent(
-    vectors: Float[Tensor, "rank vector"],
-    size: Float[Tensor, " vector"],
+    candidates: Float[Tensor, "rank vector"],
+    l1_norms: Float[Tensor, " vector"],
     spanned: Float[Tensor, "rank _"],
-    bound: float,
+    most: float,
 ) -> tuple[list[int], Float[Tensor, "rank _"]]:
-    """Vectors up to a size, smallest first, as far as they are independent; and an orthonormal basis of all that is spanned."""
+    """Candidates up to an L1 norm, sparsest first, as far as they are independent of what is spanned and of each other (one at
+    least, whatever its norm); and an orthonormal basis of all that is spanned then."""
     taken: list[int] = []
-    known, rank = spanned.shape[1], len(vectors)
-    rest = vectors - spanned @ (spanned.T @ vectors)
-    new = vectors.new_zeros(rank, rank - known)
-    last = size.le(bound).tolist()
-    for i in size.argsort(stable=True).tolist():
-        if known + len(taken) == rank or (taken and not last[i]):
+    known, rank = spanned.shape[1], len(candidates)
+    rest = candidates - spanned @ (spanned.T @ candidates)
+    new = candidates.new_zeros(rank, rank - known)
+    sparse_enough = l1_norms.le(most).tolist()
+    for i in l1_norms.argsort(stable=True).tolist():
+        if known + len(taken) == rank or (taken and not sparse_enough[i]):
             break
         column = rest[:, i]
         norm = float(column.norm())

@@ -303,9 +303,9 @@ PRESETS: Mapping[str, AnySpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=160),
-    # Eight times the time of "best" on golden attn_out, some fifteen on 128 x 64. Held out on attn_out: .31 (s = .5) and .40
-    # (.75) of the reference's error, without births .31 and .38; planted factors want the births. inner_iterations=3 is
-    # better on planted ones, 12 % worse on this.
+    # Eight times the time of "best" on golden attn_out; on planted factors of 128 x 64, whose rotations help, ten to a hundred
+    # times (1 to 11 s). Held out on attn_out: .31 (s = .5) and .40 (.75) of the reference's error, without births .31 and .38;
+    # planted factors want the births. inner_iterations=3 is better on planted ones, 12 % worse on this.
     "deep": AnnealSpec(
         outer_iterations=400, rho_start=0.05, balance=0.5, births=30, start="coordinates", rotations=800
     ),

@@ -61,18 +61,18 @@ def start_from_span(read: Block, write: Block, target: Float[Tensor, "d_in d_out
     if spec.start == "coordinates" or spec.basis != "paper" or target.numel() > DOUBLE_UP_TO:
         return 0
     units = len(write.factor)
-    found = from_span(target, units, read.budget + write.budget)
-    if found is None:
-        return 0
-    near, far = (float((target - a @ b).norm()) for a, b in (found, (read.factor, write.factor)))
-    if near > MUCH_NEARER * far:
-        return 0
     total = read.budget + write.budget
-    read.factor.copy_(found[0])
-    write.factor.copy_(found[1])
-    read.budget = min(max(int(found[0].count_nonzero()), units), total - units)
+    factors = from_span(target, units, total)
+    if factors is None:
+        return 0
+    of_span, of_coordinates = (float((target - a @ b).norm()) for a, b in (factors, (read.factor, write.factor)))
+    if of_span > MUCH_NEARER * of_coordinates:
+        return 0
+    read.factor.copy_(factors[0])
+    write.factor.copy_(factors[1])
+    read.budget = min(max(int(factors[0].count_nonzero()), units), total - units)
     write.budget = total - read.budget
-    return round(LATE * spec.outer_iterations) if near < AT_ONCE * far else 0
+    return round(LATE * spec.outer_iterations) if of_span < AT_ONCE * of_coordinates else 0
 
 
 def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:

@@ -197,10 +197,12 @@ def _tuning(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
     tokens = settings["finetune_steps"] * rows * settings["context"] or settings["finetune_tokens"]
     edges = (1 - settings["sparsity"]) * shape.layers * shape.block_weights
     activations = _BYTES * rows * settings["context"] * (shape.layers * 16 * shape.d_model + 4 * shape.d_vocab)
+    # Before the first step and on the way, a quarter of the held-out text: dense, and replaced at twice the cost.
+    judged = (settings["finetune_evaluations"] + 1) * settings["heldout_tokens"] // 4
     # Factors are dense in memory, about as large together as twice the weights.
     yield Work(
         "fine-tuning",
-        4 * shape.forward(tokens, settings["context"]),
+        4 * shape.forward(tokens, settings["context"]) + 3 * shape.forward(judged, settings["context"]),
         6 * _BYTES * shape.weights + activations,
         _EDGE * edges,
     )

@@ -80,9 +80,11 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
 
 
 def _replaced(materials: Materials, settings: ItemSettings, folder: Path) -> ModelReplacement:
-    steps = {"steps": settings["finetune_steps"]} if settings["finetune_steps"] else {}
-    heldout = materials.heldout
-    tuning = {"batch_size": settings["finetune_batch"], "heldout": heldout[: max(2, len(heldout) // 4)], **steps}
+    heldout, rows = materials.heldout, settings["finetune_batch"]
+    steps = settings["finetune_steps"] or settings["finetune_tokens"] // (rows * settings["context"])
+    tuning: dict[str, Any] = {"batch_size": rows, "heldout": heldout[: max(2, len(heldout) // 4)]}
+    tuning |= {"steps": settings["finetune_steps"]} if settings["finetune_steps"] else {}
+    tuning |= {"eval_every": max(1, steps // settings["finetune_evaluations"])}
     return replace_model(
         materials.model,
         settings["sites"],
