@@ -270,10 +270,15 @@ class Job:
 
 
 def options_of(site: Site, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The solver's options for one matrix: a basis "auto" is that of its neurons, where it has some, else the paper's."""
+    """The solver's options for one matrix: a basis "auto" is that of its neurons, where it has some, else the preset's own."""
     if options.get("basis") != AUTO:
         return dict(options)
-    return {**options, "basis": "paper" if isinstance(site, Shape) else NEURON_SIDE.get(site.kind, "paper")}
+    others = {name: value for name, value in options.items() if name != "basis"}
+    return (
+        others
+        if isinstance(site, Shape) or site.kind not in NEURON_SIDE
+        else {**others, "basis": NEURON_SIDE[site.kind]}
+    )
 
 
 def _matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:

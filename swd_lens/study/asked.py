@@ -25,7 +25,7 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts.sites import NEURON_SIDE, Site, split_name
 from swd_lens.study.controls import DEFAULT_CONTROLS, PRUNED, pruned_options
 from swd_lens.study.run_file import NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -142,16 +142,17 @@ def memory_of(
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
-    # Replacements whose units are inputs, and those with as many as were estimated.
+    # Replacements whose units are neurons, and those with as many as were estimated.
     n_sparsities, exact = len(sparsities), [control for control in controls if control not in PRUNED]
-    of_inputs = ("neurons" in exact) + ("pruned" in controls) * n_sparsities
+    of_neurons = ("neurons" in exact) + ("pruned" in controls) * n_sparsities
     of_width = n_sparsities * (1 + ("svd_pruned" in controls)) + len(exact) - ("neurons" in exact) + n_beside
     most_units = max(
-        sum(max(row.units, (of_inputs > 0) * row.d_in) for row in estimate.rows) for estimate in estimates.values()
+        sum(max(row.units, (of_neurons > 0) * _neurons(row)) for row in estimate.rows)
+        for estimate in estimates.values()
     )
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
-    wide = {label: (of_inputs > 0) * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
-    stays = given + of_width * sum(pairs.values()) + of_inputs * sum(wide.values())
+    wide = {label: (of_neurons > 0) * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
+    stays = given + of_width * sum(pairs.values()) + of_neurons * sum(wide.values())
     largest = max(*pairs.values(), *wide.values())
 
     solved = [*estimates.values()]
@@ -160,7 +161,7 @@ def memory_of(
             how = pruned_options(control, solver)
             solved += [_estimate(model, surface, calibration_tokens, how) for surface in sites.values()]
     parts = {"factorize": max(each.peak_bytes for each in solved)} if sparsities else {}
-    n_starts = of_width + of_inputs + len(factors or {}) + 2
+    n_starts = of_width + of_neurons + len(factors or {}) + 2
     parts["fidelity"] = max(
         _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
     )
@@ -206,11 +207,16 @@ def memory_of_replacement(
 
 
 def _pairs(estimate: Any, neurons: bool = False) -> int:
-    """Read, write and W of every site, dense; with inputs as units or as many as estimated."""
-    widths = [row.d_in if neurons else row.units for row in estimate.rows]
+    """Read, write and W of every site, dense; with neurons as units or as many as estimated."""
+    widths = [_neurons(row) if neurons else row.units for row in estimate.rows]
     return 4 * sum(
         units * (row.d_in + row.d_out) + row.d_in * row.d_out for units, row in zip(widths, estimate.rows, strict=True)
     )
+
+
+def _neurons(row: Any) -> int:
+    """Units of `baselines.neurons` at an estimate's site."""
+    return int(row.d_out if NEURON_SIDE.get(split_name(row.site)[1]) == "output" else row.d_in)
 
 
 def _block(model: Any, tokens: int, length: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.base.settings import AUTO
 from swd_lens.solver import PRESETS
 
 # Control -> the method that it goes by; of pruned ones its sparsity follows ("SVD pruned s=0.5").
@@ -55,4 +56,5 @@ def pruned_methods(
 
 def pruned_options(control: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `factorize` for a pruned control: those for SWD but its solver's own, which are no settings of pruning."""
-    return {**{name: value for name, value in options.items() if name not in _OF_SWD}, "preset": control}
+    others = {name: value for name, value in options.items() if name not in _OF_SWD}
+    return {**others, "preset": control} | ({"basis": AUTO} if control == "pruned" else {})

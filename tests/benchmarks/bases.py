@@ -4,10 +4,10 @@
     python -m tests.benchmarks.bases --folder bases/                     every cell (hours); goes on where it stopped
     python -m tests.benchmarks.bases --folder bases/ --models smollm2 --cells agreement --methods neurons "pruned s=0.5"
 
-1. A cell is a task and a matrix that it needs, of SmolLM2-135M or the embedded model: 150 training and 50 test prompts, 8,192
-   calibration tokens and 4,096 held-out ones. The Gram is collected once for all methods.
-2. Methods: SWD from the short side ("paper", today's default), from the neurons' side with several shares of the edges for what
-   stands between units and neurons, neurons and neurons with pruned weights, SVD.
+1. A cell is a task and a matrix that it needs, of SmolLM2-135M (the one that the screen finds) or of the embedded model: 150
+   training and 50 test prompts, 8,192 calibration tokens and 4,096 held-out ones. The Gram is collected once for all methods.
+2. Methods: SWD from the short side ("paper", today's default), from the neurons' side (at attn_o: the heads' dimensions) with
+   several shares of the edges for what stands between units and neurons, neurons and neurons with pruned weights, SVD.
 3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; edges that
    carry half of the effect on a next token (`concentration`, on the calibration text); units and edges of the cheapest circuit at
    sufficiency .9 and at half the drop; how many units read or write a single coordinate.
@@ -38,8 +38,8 @@ CELLS = {
     "smollm2": (
         ("agreement", "blocks.25.mlp_out"),
         ("greater_digit", "blocks.0.mlp_out"),
-        ("capital", "blocks.0.mlp_out"),
-        ("gendered_pronoun", "blocks.0.mlp_out"),
+        ("capital", "blocks.23.attn_o"),
+        ("gendered_pronoun", "blocks.27.attn_o"),
     ),
     "default": tuple(
         (task, f"blocks.{layer}.{kind}")
@@ -73,13 +73,13 @@ def methods() -> dict[str, Make]:
 
     def solved(of_neurons: bool = False, **how: Any) -> Make:
         def make(model: Any, site: Site, weight: torch.Tensor, gram: torch.Tensor) -> Any:
-            side = {"basis": NEURON_SIDE[site.kind]} if of_neurons else {}
+            side = {"basis": _side(site)} if of_neurons else {}
             return swd.solve(weight, gram, tokens=CALIBRATION, **side, **how)
 
         return make
 
     makers: dict[str, Make] = {
-        "neurons": lambda model, site, weight, gram: baselines.neurons(model, site.name, NEURON_SIDE[site.kind]),
+        "neurons": lambda model, site, weight, gram: baselines.neurons(model, site.name),
         "SVD": lambda model, site, weight, gram: baselines.svd(model, site.name),
     }
     for s in SPARSITIES:
@@ -179,13 +179,18 @@ def _row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any
         "ce_delta_se": measured.ce_delta_se,
         "kl": measured.kl,
         "text": swd.concentration(model, {site: f}, texts[0]).edges,
-        "single": _of_one_neuron(f, NEURON_SIDE[matrix.kind]),
+        "single": _of_one_neuron(f, _side(matrix)),
         "units": f.n_units,
         "margin": curve.q_dense,
         "empty": float(curve.rows["sufficiency"].iloc[0]),
         "seconds": seconds,
         **costs,
     }
+
+
+def _side(site: Site) -> str:
+    """Where the neurons are; at attn_o the heads' dimensions."""
+    return NEURON_SIDE.get(site.kind, "input")
 
 
 def _of_one_neuron(f: Any, side: str) -> int:

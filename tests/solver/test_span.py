@@ -166,7 +166,7 @@ def test_units_near_the_residual_are_drawn():
         assert 0 in some and int(reach[some].sum()) == min(int(reach.sum()), len(some))
 
 
-def test_an_ordinary_matrix_is_given_up_soon_and_unchanged():
+def test_an_ordinary_matrix_is_not_made_worse():
     weight = weight_of((32, 20)).double()
     solution = solve(weight, None, 0.5)
     read, write = solution.read.double(), solution.write.double()

@@ -18,6 +18,7 @@ import torch
 
 from swd_lens.base.files import plain
 from swd_lens.base.record import checked
+from swd_lens.base.settings import AUTO
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
@@ -112,15 +113,13 @@ class Replacements(Sources):
 
     def pruned(self, sites: Any, sparsities: Sequence[float]) -> dict[str, Any]:
         """Method -> what makes factors of those pruned to the same number of edges."""
-        presets = {"Neurons pruned": "pruned", "SVD pruned": "svd_pruned"}
-        return {
-            f"{label} s={s:g}": partial(self._pruned, sites, s, preset)
-            for s in sparsities
-            for label, preset in presets.items()
+        presets = {
+            "Neurons pruned": {"preset": "pruned", "basis": AUTO},
+            "SVD pruned": {"preset": "svd_pruned"},
         }
-
-    def _pruned(self, sites: Any, sparsity: float | int, preset: str) -> FactorSet:
-        return self.swd(sites, sparsity, preset=preset)
+        return {
+            f"{label} s={s:g}": partial(self.swd, sites, s, **how) for s in sparsities for label, how in presets.items()
+        }
 
     def trained(self, site: str, spec: Mapping[str, Any], keep: Sequence[int] | None = None) -> LearnedUnits:
         """A baseline trained on the profile's text, now or earlier.

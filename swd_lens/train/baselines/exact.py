@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.factorize import factorize, stamp
 from swd_lens.hosts import Host, find_sites, host_of
-from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.hosts.sites import NEURON_SIDE, Pattern, Site
 from swd_lens.train.baselines.fits import bias_of
 from swd_lens.units import CoderUnits, described
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
@@ -50,32 +51,35 @@ def random_b(model: Any, sites: Pattern, seed: int = 0) -> FactorSet:
 
 
 @in_plain_surroundings
-def neurons(model: Any, sites: Pattern, side: str = "input") -> FactorSet:
+def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
     """The matrices' own coordinates as units, exact: inputs with all that they write, or outputs with all that they read.
 
-    An input of mlp_out is a neuron, one of attn_o a dimension of a head, and one of any other matrix a coordinate of the
-    residual stream. The paper has no such control.
+    An input of mlp_out and an output of mlp_in or mlp_gate is a neuron; an input of attn_o is a dimension of a head, and one of
+    any other matrix a coordinate of the residual stream. The paper has no such control.
 
     Args:
-        side: "input" (read = I, write = W; 1 + d_out edges per unit) or "output" (read = W, write = I; d_in + 1).
+        side: "input" (read = I, write = W; 1 + d_out edges per unit), "output" (read = W, write = I; d_in + 1), or "auto":
+            outputs of mlp_in and mlp_gate, inputs of every other matrix.
 
     Raises:
         UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
         ValueError: another side.
     """
-    return _factor_set(model, sites, lambda weight, _: neuron_factors(weight, side), method="neurons", side=side)
+    of_sites = find_sites(model, sites)
+    sides = [NEURON_SIDE.get(site.kind, "input") if side == AUTO else side for site in of_sites]
+    return _factor_set(model, sites, lambda weight, i: neuron_factors(weight, sides[i]), method="neurons", side=side)
 
 
 @in_plain_surroundings
 def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
     """The same units with their weights pruned to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
 
-    `swd_lens.factorize` with preset="pruned"; its arguments are taken, too (basis="output", out=, calibration=).
+    `swd_lens.factorize` with preset="pruned" and basis="auto"; its arguments are taken, too (basis="output", out=, calibration=).
 
     Raises:
         See `swd_lens.factorize`.
     """
-    return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **how)
+    return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **{"basis": AUTO, **how})
 
 
 @in_plain_surroundings

@@ -113,6 +113,27 @@ def test_pruned_neurons_of_a_host_are_attached_and_keep_the_budget():
     assert float((replaced - dense).abs().max()) > 1e-3
 
 
+def test_neurons_stand_on_the_side_where_the_mlp_has_them():
+    model = toy_model()
+    read = baselines.neurons(model, "blocks.0.mlp_in")["blocks.0.mlp_in"]
+    assert read.n_units == model.cfg.d_mlp and torch.equal(read.write, torch.eye(model.cfg.d_mlp))
+    write = baselines.neurons(model, "blocks.0.mlp_out")["blocks.0.mlp_out"]
+    assert write.n_units == model.cfg.d_mlp and torch.equal(write.read, torch.eye(model.cfg.d_mlp))
+    inputs = baselines.neurons(model, "blocks.0.mlp_in", side="input")["blocks.0.mlp_in"]
+    assert inputs.n_units == model.cfg.d_model
+    heads = baselines.neurons(model, "blocks.0.attn_o")["blocks.0.attn_o"]
+    assert torch.equal(heads.read, torch.eye(heads.d_in))
+
+
+def test_pruned_neurons_stand_on_their_side_too():
+    model, how = toy_model(), {"sparsity": 0.5, "tokens": random_tokens(8, 9), "progress": False}
+    sparse = baselines.pruned(model, ["blocks.0.attn_o", "blocks.0.mlp_in", "blocks.0.mlp_out"], **how)
+    sides = {site.split(".")[-1]: f.settings["basis"] for site, f in sparse.items()}
+    assert sides == {"attn_o": "input", "mlp_in": "output", "mlp_out": "input"}
+    other = baselines.pruned(model, "blocks.0.mlp_in", **how, basis="input")
+    assert other["blocks.0.mlp_in"].settings["basis"] == "input"
+
+
 def test_pruned_svd_of_a_host_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     model, tokens = toy_model(), random_tokens(8, 9)
     how = {"sparsity": 0.5, "tokens": tokens, "progress": False}
