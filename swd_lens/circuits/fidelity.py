@@ -40,7 +40,7 @@ from swd_lens.tasks.text import as_rows
 from swd_lens.units import Attachment, UnitSet, attach
 
 _TOKENS = 2_048  # of a forward
-_OUTPUT_BYTES = 2**28  # of the dense outputs of all replaced sites
+_OUTPUT_BYTES = 2**29  # of the dense outputs of all replaced sites
 
 
 @dataclass(frozen=True)

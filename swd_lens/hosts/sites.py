@@ -188,8 +188,10 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
     if not patterns:
         raise error("no-pattern")
     selected: dict[str, Site] = {}
+    by_name = {site.name: site for site in available}
     for name in patterns:
-        matching = [site for site in available if matches(site, name)]
+        # A site's own name is nobody else's: sets of hundreds of them need no matching.
+        matching = [by_name[name]] if name in by_name else [site for site in available if matches(site, name)]
         matching = matching or [site for site in alternatives if matches(site, name)]
         if not matching:
             raise _nothing_matches(name, available)
