@@ -49,6 +49,8 @@ CELLS = {
     ),
 }
 SPARSITIES = (0.5, 0.75)
+# Of pruned neurons, so that some have the CE of a factorization.
+PRUNED = (0.25, 0.375, 0.5, 0.625, 0.75)
 SHARES = (0.01, 0.03, 0.05, 0.15)
 PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
 COLUMNS = [
@@ -82,8 +84,9 @@ def methods() -> dict[str, Make]:
         "neurons": lambda model, site, weight, gram: baselines.neurons(model, site.name),
         "SVD": lambda model, site, weight, gram: baselines.svd(model, site.name),
     }
-    for s in SPARSITIES:
+    for s in PRUNED:
         makers[f"pruned s={s}"] = solved(True, sparsity=s, preset="pruned")
+    for s in SPARSITIES:
         makers[f"SWD s={s}"] = solved(sparsity=s)
         makers[f"SWD 2x s={s}"] = solved(sparsity=s, units="2x")
         for share in SHARES:

@@ -2,8 +2,8 @@
 
 1. `works_of` lists an item's work: solving, training, fidelity, circuits. Operations are those of matrix products, from the
    host's shape (shapes.py); a backward takes twice a forward.
-2. `cost_of` adds them up. Time is operations over this machine's measured speed of products, times _SLOWER, by which
-   the ten items of profile small took as long as this says, on the middle of them (.5 to 1.9 times, two cores).
+2. `cost_of` adds them up. Time is operations over this machine's measured speed of products, times _SLOWER. Of profile small,
+   on two quiet cores (150 GFLOP/s): mlp took .9 of what this says, factors and tuning of full-model .85; controls, beside tests, half.
 3. An item alone: in one folder it takes over what others have made.
 """
 
