@@ -3,7 +3,7 @@
 1. `works_of` lists an item's work: solving, training, fidelity, circuits. Operations are those of matrix products, from the
    host's shape (shapes.py); a backward takes twice a forward.
 2. `cost_of` adds them up. Time is operations over this machine's measured speed of products, times _SLOWER. Of profile small,
-   on two quiet cores (150 GFLOP/s): mlp took .9 of what this says, factors and tuning of full-model .85; controls, beside tests, half.
+   on two quiet cores (150 GFLOP/s): mlp took .9 of it, factors and tuning of full-model .85; controls, beside tests, half.
 3. An item alone: in one folder it takes over what others have made.
 """
 
