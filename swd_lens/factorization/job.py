@@ -274,11 +274,8 @@ def options_of(site: Site, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("basis") != AUTO:
         return dict(options)
     others = {name: value for name, value in options.items() if name != "basis"}
-    return (
-        others
-        if isinstance(site, Shape) or site.kind not in NEURON_SIDE
-        else {**others, "basis": NEURON_SIDE[site.kind]}
-    )
+    side = None if isinstance(site, Shape) else NEURON_SIDE.get(site.kind)
+    return others if side is None else {**others, "basis": side}
 
 
 def _matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
