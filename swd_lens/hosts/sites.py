@@ -31,6 +31,12 @@ PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp": ("mlp_gate", "mlp_i
 # Which coordinates of a matrix are the MLP's neurons; other matrices have none of their own.
 NEURON_SIDE = {"mlp_gate": "output", "mlp_in": "output", "mlp_out": "input"}
 
+
+def side_of_units(kind: str) -> str:
+    """The side whose coordinates are exact units of a matrix: its neurons', and the input of one that has none."""
+    return NEURON_SIDE.get(kind, "input")
+
+
 READS_ATTENTION_INPUT = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay")
 # Their output goes to the residual stream; those of RESIDUAL_MATRICES hold one matrix.
 RESIDUAL_MATRICES = ("attn_o", "mlp_out")

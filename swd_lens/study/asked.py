@@ -25,7 +25,7 @@ from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import NEURON_SIDE, Site, split_name
+from swd_lens.hosts.sites import Site, side_of_units, split_name
 from swd_lens.study.controls import DEFAULT_CONTROLS, PRUNED, pruned_options
 from swd_lens.study.run_file import NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
@@ -216,7 +216,7 @@ def _pairs(estimate: Any, neurons: bool = False) -> int:
 
 def _neurons(row: Any) -> int:
     """Units of `baselines.neurons` at an estimate's site."""
-    return int(row.d_out if NEURON_SIDE.get(split_name(row.site)[1]) == "output" else row.d_in)
+    return int(row.d_out if side_of_units(split_name(row.site)[1]) == "output" else row.d_in)
 
 
 def _block(model: Any, tokens: int, length: int) -> int:

@@ -30,7 +30,7 @@ from swd_lens import baselines
 from swd_lens.circuits.fidelity import fidelity
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
-from swd_lens.hosts.sites import NEURON_SIDE, Site
+from swd_lens.hosts.sites import Site, side_of_units
 from tests.benchmarks.results import Table, record
 
 # Model -> (task, matrix).
@@ -75,7 +75,7 @@ def methods() -> dict[str, Make]:
 
     def solved(of_neurons: bool = False, **how: Any) -> Make:
         def make(model: Any, site: Site, weight: torch.Tensor, gram: torch.Tensor) -> Any:
-            side = {"basis": _side(site)} if of_neurons else {}
+            side = {"basis": side_of_units(site.kind)} if of_neurons else {}
             return swd.solve(weight, gram, tokens=CALIBRATION, **side, **how)
 
         return make
@@ -182,18 +182,13 @@ def _row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any
         "ce_delta_se": measured.ce_delta_se,
         "kl": measured.kl,
         "text": swd.concentration(model, {site: f}, texts[0]).edges,
-        "single": _of_one_neuron(f, _side(matrix)),
+        "single": _of_one_neuron(f, side_of_units(matrix.kind)),
         "units": f.n_units,
         "margin": curve.q_dense,
         "empty": float(curve.rows["sufficiency"].iloc[0]),
         "seconds": seconds,
         **costs,
     }
-
-
-def _side(site: Site) -> str:
-    """Where the neurons are; at attn_o the heads' dimensions."""
-    return NEURON_SIDE.get(site.kind, "input")
 
 
 def _of_one_neuron(f: Any, side: str) -> int:

@@ -22,7 +22,7 @@ from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.factorize import factorize, stamp
 from swd_lens.hosts import Host, find_sites, host_of
-from swd_lens.hosts.sites import NEURON_SIDE, Pattern, Site
+from swd_lens.hosts.sites import Pattern, Site, side_of_units
 from swd_lens.train.baselines.fits import bias_of
 from swd_lens.units import CoderUnits, described
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
@@ -66,7 +66,7 @@ def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
         ValueError: another side.
     """
     of_sites = find_sites(model, sites)
-    sides = [NEURON_SIDE.get(site.kind, "input") if side == AUTO else side for site in of_sites]
+    sides = [side_of_units(site.kind) if side == AUTO else side for site in of_sites]
     return _factor_set(model, sites, lambda weight, i: neuron_factors(weight, sides[i]), method="neurons", side=side)
 
 

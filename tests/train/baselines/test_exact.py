@@ -115,10 +115,10 @@ def test_pruned_neurons_of_a_host_are_attached_and_keep_the_budget():
 
 def test_neurons_stand_on_the_side_where_the_mlp_has_them():
     model = toy_model()
-    read = baselines.neurons(model, "blocks.0.mlp_in")["blocks.0.mlp_in"]
-    assert read.n_units == model.cfg.d_mlp and torch.equal(read.write, torch.eye(model.cfg.d_mlp))
-    write = baselines.neurons(model, "blocks.0.mlp_out")["blocks.0.mlp_out"]
-    assert write.n_units == model.cfg.d_mlp and torch.equal(write.read, torch.eye(model.cfg.d_mlp))
+    outputs = baselines.neurons(model, "blocks.0.mlp_in")["blocks.0.mlp_in"]
+    assert outputs.n_units == model.cfg.d_mlp and torch.equal(outputs.write, torch.eye(model.cfg.d_mlp))
+    behind = baselines.neurons(model, "blocks.0.mlp_out")["blocks.0.mlp_out"]
+    assert behind.n_units == model.cfg.d_mlp and torch.equal(behind.read, torch.eye(model.cfg.d_mlp))
     inputs = baselines.neurons(model, "blocks.0.mlp_in", side="input")["blocks.0.mlp_in"]
     assert inputs.n_units == model.cfg.d_model
     heads = baselines.neurons(model, "blocks.0.attn_o")["blocks.0.attn_o"]
