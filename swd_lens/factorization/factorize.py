@@ -84,8 +84,8 @@ def factorize(
         device: where to solve, one matrix at a time; None: where the host's matrix is.
         workers: solve this many matrices at a time in processes of their own, or "ray" for the Ray cluster (see
             `swd_lens.factorization.workers`). Sequential calibration has few matrices that do not wait for each other.
-        threads: CPU threads per solve; None: as many as now, shared out over the processes (Ray: 1). The same number gives the
-            same bits, whoever solves.
+        threads: CPU threads per solve; None: as many as now, shared out over the processes, and all of them for a matrix that no
+            other is solved beside (Ray: 1). The same number gives the same bits, whoever solves.
         shard: "2/8" does the second eighth of the matrices (zero-data or dense calibration only), into a folder of its own in
             `out`. When all shards are done, the same call without shard= puts them together.
         progress: show a bar: share of the estimated operations, site, iteration, relMSE so far.
@@ -178,14 +178,16 @@ def _factorized(
         dtype=job.gram_dtype,
         scratch=None if checkpoint is None else checkpoint.folder,
     )
-    bar = _Bar(job, plan, show=progress, in_process=workers == 1)
+    bar = _Bar(job, plan, show=progress)
     with replaced, bar, open_workers(workers, threads=threads) as pool:
         for stage, to_solve in zip(stages, unsolved, strict=True):
             calibrated: dict[str, Calibrated] = {}
             if to_solve and job.stream is not None:
                 calibrated = replaced.calibrate(to_solve, progress and job.kind == "dense")
             bar.calibrated([site for site in stage if site.name not in done])
-            solved = pool.solve(_tasks(job, to_solve, calibrated, bar), on_iteration=bar.iterated if progress else None)
+            alone = len(stage) == 1
+            tasks = _tasks(job, to_solve, calibrated, bar, in_process=pool.in_this_process(alone=alone))
+            solved = pool.solve(tasks, alone=alone, on_iteration=bar.iterated if progress else None)
             for site in stage:
                 if site.name not in done:
                     in_shard = in_shards.get(site.name)
@@ -215,10 +217,13 @@ def _taken_over(job: Job, checkpoint: Checkpoint | None, site: Site, f: Factors)
     return job.remembering(site, f)
 
 
-def _tasks(job: Job, sites: Sequence[Site], calibrated: dict[str, Calibrated], bar: "_Bar") -> Iterator[SolveTask]:
+def _tasks(
+    job: Job, sites: Sequence[Site], calibrated: dict[str, Calibrated], bar: "_Bar", *, in_process: bool
+) -> Iterator[SolveTask]:
     """One after the other, as they are asked for: no two float32 copies of weights at a time in this process."""
     for site in sites:
-        bar.begin(site.name)
+        if in_process:
+            bar.begin(site.name)
         yield job.task(site, calibrated.pop(site.name, None), bar.plan[site.name].peak_bytes)
 
 
@@ -261,12 +266,11 @@ class _Bar:
         job: of the call.
         plan: site -> what is still to be done.
         show: False says nothing, and measures nothing.
-        in_process: whether matrices are solved in this process.
     """
 
-    def __init__(self, job: Job, plan: Mapping[str, SiteEstimate], *, show: bool, in_process: bool):
+    def __init__(self, job: Job, plan: Mapping[str, SiteEstimate], *, show: bool):
         self.numbers = {site.name: number for number, site in enumerate(job.sites, 1)}
-        self.plan, self.in_process = plan, in_process
+        self.plan = plan
         self.chained = job.chained  # dense calibration has a bar of its own
         self.at = 0.0  # operations done; tqdm keeps no count when it is disabled
         self.start = 0.0  # of the present matrix's solve
@@ -289,9 +293,7 @@ class _Bar:
         self._to(self.at + sum(self._calibration(site.name) for site in sites))
 
     def begin(self, site: str) -> None:
-        """A matrix is handed to the solver."""
-        if not self.in_process:
-            return
+        """A matrix is handed to the solver of this process."""
         self.present, self.label, self.error = site, f"{site} ({self.numbers[site]}/{len(self.numbers)})", ""
         self.start, self.error_time = self.at, time.monotonic()
         self._tell("")

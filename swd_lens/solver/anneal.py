@@ -159,9 +159,10 @@ def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) 
     of 128 units, and a relative error of .83 instead of .32).
     """
     ratio = write.norm(dim=1) / read.norm(dim=0)
-    quarter = ratio.where(ratio.isfinite() & (ratio > 0), 1.0).log2().div(4).round().int()
-    read.copy_(torch.ldexp(read, 2 * quarter))  # exponents are even: a unit's `canonical` scale is a root
-    write.copy_(torch.ldexp(write, -2 * quarter[:, None]))
+    quarter = ratio.where(ratio.isfinite() & (ratio > 0), 1.0).log2().div(4).round()
+    scale = torch.exp2(2 * quarter)  # exponents are even: a unit's `canonical` scale is a root
+    read.mul_(scale)
+    write.div_(scale[:, None])
 
 
 def births_at(spec: AnnealSpec) -> frozenset[int]:

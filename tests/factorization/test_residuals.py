@@ -79,8 +79,8 @@ def test_blocks_before_are_not_run_again(model):
         assert runs == {2: 6, 3: 3}
         runs.clear()
         residuals.advance(3)
-        # Block 2 once per batch; of the first batch everything once more, from its tokens, and block 3 from what is kept.
-        assert runs == {0: 1, 1: 1, 2: 3 + 1, 3: 1 + 1}
+        # Block 2 once per batch and for the first row, which is run once more from its tokens, and through block 3 both ways.
+        assert runs == {0: 1, 1: 1, 2: 3 + 1 + 1, 3: 1 + 1}
 
 
 def test_stages_may_be_left_out_and_repeated_but_do_not_go_back(model):

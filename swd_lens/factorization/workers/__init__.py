@@ -32,7 +32,8 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
             this process is connected to, else the one at RAY_ADDRESS or on this machine, else a local one for the time of
             the block. Ray's workers must be able to import swd_lens of this version.
         threads: CPU threads of each solve; another number gives other last bits. None: in-process what torch is set to;
-            processes share that number evenly (at least 1 each); Ray: 1, so that a node takes as many tasks as it has CPUs.
+            processes share that number evenly (at least 1 each), and a task that is said to be alone is solved in this process
+            with all of them; Ray: 1, so that a node takes as many tasks as it has CPUs.
         retries: how often a task is tried again after its worker died (killed, out of memory, node lost).
 
     Yields:
@@ -58,7 +59,7 @@ def open_workers(workers: int | str = 1, *, threads: int | None = None, retries:
     else:
         backend = _ray(1 if threads is None else threads, retries)
     try:
-        yield Workers(backend, None)
+        yield Workers(backend, None, alone_here=isinstance(workers, int) and threads is None)
     finally:
         backend.close()
 

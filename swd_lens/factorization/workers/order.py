@@ -66,15 +66,26 @@ class Backend(Protocol):
 
 
 class Workers:
-    """What `open_workers` opens."""
+    """What `open_workers` opens.
 
-    def __init__(self, backend: Backend | None, threads: int | None):
-        self._backend, self._threads = backend, threads
+    Args:
+        backend: other processes; None: this one.
+        threads: of a solve in this process; None: those that torch is set to.
+        alone_here: whether a task without company is solved in this process, with all of its threads: a worker has a share.
+    """
+
+    def __init__(self, backend: Backend | None, threads: int | None, *, alone_here: bool = False):
+        self._backend, self._threads, self._alone_here = backend, threads, alone_here
+
+    def in_this_process(self, *, alone: bool) -> bool:
+        """Whether tasks are solved in this process, those without company (`alone`) or others."""
+        return self._backend is None or (alone and self._alone_here)
 
     def solve(
         self,
         tasks: Iterable[SolveTask],
         *,
+        alone: bool = False,
         on_iteration: OnIteration | None = None,
         on_finished: Callable[[str], None] | None = None,
     ) -> Iterator[Solved]:
@@ -82,7 +93,9 @@ class Workers:
 
         Args:
             tasks: drawn one at a time, never more than one per worker and one beyond that are not yet solved.
-            on_iteration: in this process (workers=1) called with a `Step` after each of the solver's outer iterations.
+            alone: there is one task, and there was one whatever an earlier call has finished: its threads, and so its last bits,
+                depend on it.
+            on_iteration: in this process called with a `Step` after each of the solver's outer iterations.
             on_finished: called with a task's site as soon as it is solved; its result may still wait for its turn.
 
         Raises:
@@ -93,7 +106,7 @@ class Workers:
         Warns:
             RuntimeWarning: a worker died; its task is tried again.
         """
-        if self._backend is None:
+        if self._backend is None or self.in_this_process(alone=alone):
             return self._in_this_process(tasks, on_iteration, on_finished)
         return _in_order(tasks, self._backend, on_finished)
 
