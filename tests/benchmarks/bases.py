@@ -49,8 +49,9 @@ CELLS = {
     ),
 }
 SPARSITIES = (0.5, 0.75)
-# Of pruned neurons, so that some have the CE of a factorization.
+# Of pruned neurons, and of units that start as neurons, so that some have the CE of a factorization.
 PRUNED = (0.25, 0.375, 0.5, 0.625, 0.75)
+FROM_NEURONS = (0.375, 0.5, 0.625, 0.75)
 SHARES = (0.01, 0.03, 0.05, 0.15)
 PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
 COLUMNS = [
@@ -89,6 +90,7 @@ def methods() -> dict[str, Make]:
     for s in SPARSITIES:
         makers[f"SWD s={s}"] = solved(sparsity=s)
         makers[f"SWD 2x s={s}"] = solved(sparsity=s, units="2x")
+    for s in FROM_NEURONS:
         for share in SHARES:
             makers[f"from neurons, {share} of K, s={s}"] = solved(True, sparsity=s, square_share=share)
     return makers

@@ -19,6 +19,7 @@ from swd_lens.base.errors import GramError, RayMissingError, SparsityError, Work
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers, solve_task
 from swd_lens.factorization.workers.order import Failed, Workers, WorkerTracebackError
 from swd_lens.factorization.workers.parcel import BOOTSTRAP, pack_solved, pack_task, unpack_solved, unpack_task
+from swd_lens.factorization.workers.pool import Pool
 from tests.forks import run_forked
 
 HERE = Path(__file__).parent
@@ -118,6 +119,26 @@ def test_one_worker_is_this_process_with_its_threads_restored():
             assert torch.get_num_threads() == threads  # the caller's own work keeps its threads
     assert seen == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
     assert {n for n, _ in steps} == {threads + 1} and len(steps) == 2 * steps[0][1]
+
+
+def test_a_task_without_company_is_solved_here_with_all_threads_unless_their_number_is_given(monkeypatch):
+    """A worker process would have a share of them; and no process is started."""
+
+    def refuse(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(Pool, "submit", refuse)
+    steps = []
+    with open_workers(2) as workers:
+        assert workers.in_this_process(alone=True) and not workers.in_this_process(alone=False)
+        how = {"alone": True, "on_iteration": lambda step: steps.append(torch.get_num_threads())}
+        assert [solved.site for solved in workers.solve([task(0)], **how)] == ["blocks.0.mlp_out"]
+        assert set(steps) == {torch.get_num_threads()}
+        with pytest.raises(AssertionError, match="a process was started"):
+            list(workers.solve([task(0)]))
+    with open_workers(2, threads=1) as workers, pytest.raises(AssertionError, match="a process was started"):
+        assert not workers.in_this_process(alone=True)
+        list(workers.solve([task(0)], alone=True))
 
 
 def test_this_process_draws_a_task_when_its_result_is_asked_for():
