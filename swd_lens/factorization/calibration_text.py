@@ -5,11 +5,13 @@
    or preset. Of dense calibration these are all matrices, else those of the first stage (stages.py): they are collected by the
    first factorization that wants them, and handed to every later one. Behind replaced matrices each factorization runs its own.
 3. `expect` names sites that later calls will want: they are collected in the same pass.
-4. A host whose parameters, attached units or hooks have changed is another host. Grams of more than `n_bytes` are not kept.
+4. Of every road over kept residuals (residuals.py) the text remembers that it was verified, so that factorizations of the same
+   sites verify it once.
+5. A host whose parameters, attached units or hooks have changed is another host. Grams of more than `n_bytes` are not kept.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from jaxtyping import Float, Int
@@ -48,6 +50,7 @@ class CalibrationText(TokenStream):
         # Shared with the copies that are bound to other hosts.
         self._kept: dict[Any, Tensor] = {}
         self._expected: dict[str, Site] = {}
+        self._verified: set[Any] = set()
 
     def bound_to(self, model: Any) -> "CalibrationText":
         bound = copy.copy(self)
@@ -102,6 +105,14 @@ class KnownGrams:
             )
             kept |= {self._of(site): grams[site.name] for site in ordered}
         return {site.name: kept[self._of(site)] for site in sites}
+
+    def verified(self, road: Hashable) -> bool:
+        """Whether `verify` was called with this road of this host."""
+        return (*self._key, road) in self.text._verified
+
+    def verify(self, road: Hashable) -> None:
+        """Remember that runs over these kept residuals are those from the tokens."""
+        self.text._verified.add((*self._key, road))
 
     def _of(self, site: Site) -> Any:
         return (*self._key, site.name)

@@ -6,7 +6,7 @@
 3. Every batch that is read must be the one that was written: a file that was changed meanwhile is an error.
 4. Such a road is verified, not trusted: at every advance the first batch is also run whole, from its tokens, and everything
    that the block's sites read must be the same to the bit. Where it is not, or the disk is too small, nothing is kept any
-   more and runs are whole.
+   more and runs are whole. What was seen of a host once need not be seen again (calibration_text.py remembers it).
 """
 
 import hashlib
@@ -78,8 +78,11 @@ class Residuals:
         for tokens, residual in zip(self.stream.batches(self.batch_size), residuals, strict=False):
             yield tokens, None if residual is None else Start(self.layer, residual)
 
-    def advance(self, layer: int) -> None:
+    def advance(self, layer: int, verified: bool = False) -> None:
         """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before.
+
+        Args:
+            verified: this very road, of this host with units at these sites, was found to be right before.
 
         Raises:
             ValueError: `layer` lies before what is kept, or there is no such block.
@@ -90,7 +93,7 @@ class Residuals:
         if layer == self.layer or not self.kept:
             return
         with torch.no_grad(), ExitStack() as stack:
-            new = self._written(layer, stack)
+            new = self._written(layer, stack, verified)
             if new is None:
                 self.close()
                 return
@@ -98,7 +101,7 @@ class Residuals:
         if old is not None:
             old.path.unlink(missing_ok=True)
 
-    def _written(self, layer: int, stack: ExitStack) -> "_Kept | None":
+    def _written(self, layer: int, stack: ExitStack, verified: bool) -> "_Kept | None":
         """What enters `layer`, in a new file; None where it cannot be kept."""
         new = None
         try:
@@ -108,7 +111,9 @@ class Residuals:
                 start = Start(0, self.host.residual(tokens, 0)) if start is None else start
                 residual = self.host.residual(tokens, layer, start=start)
                 if new is None:
-                    self.why_not = self._objection(tokens, layer, residual)
+                    self.why_not = self._lack_of_room(residual) or (
+                        None if verified else self._objection(tokens, layer, residual)
+                    )
                     if self.why_not is not None:
                         return None
                     new = _Kept(self._temporary_folder() / f"layer-{layer}", residual)
@@ -130,12 +135,14 @@ class Residuals:
             self._folder.mkdir(mode=0o700)
         return self._folder
 
-    def _objection(self, tokens: Tensor, layer: int, residual: Tensor) -> str | None:
-        """Why the residuals of this host cannot be kept, as seen on the first batch."""
+    def _lack_of_room(self, residual: Tensor) -> str | None:
+        """Why the disk cannot keep residuals like this one; None if it can."""
         needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
         free = shutil.disk_usage(self._temporary_folder()).free
-        if needed + _SPARE > free:
-            return self._disk_too_small(needed, free)
+        return self._disk_too_small(needed, free) if needed + _SPARE > free else None
+
+    def _objection(self, tokens: Tensor, layer: int, residual: Tensor) -> str | None:
+        """Why the residuals of this host cannot be kept, as seen on the first batch; None if they can."""
         # A run from the residual must show the sites of its block what a whole run shows them.
         whole, resumed = self._inputs(tokens, layer, None), self._inputs(tokens, layer, Start(layer, residual))
         same = [site for site, _ in whole] == [site for site, _ in resumed]

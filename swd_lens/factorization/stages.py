@@ -158,9 +158,14 @@ class ReplacedHost:
             residuals = Residuals(self.model, self.stream, self.batch_size, self.scratch)
             self._undo.push(residuals.close)
             self._residuals[host] = residuals
-        if self.keep:
-            self._residuals[host].advance(layer)
-        return self._residuals[host]
+        residuals = self._residuals[host]
+        if self.keep and layer != residuals.layer:
+            replaced = tuple(name for attachment in self._attachments for name in attachment.factors)
+            road = (host, replaced, residuals.layer, layer)
+            residuals.advance(layer, verified=self._known is not None and self._known.verified(road))
+            if self._known is not None and residuals.kept:
+                self._known.verify(road)
+        return residuals
 
     @contextmanager
     def _dense(self) -> Iterator[None]:

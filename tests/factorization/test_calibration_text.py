@@ -5,6 +5,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
+from swd_lens.factorization.residuals import Residuals
 from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites
 from tests.factorization.test_factorize import QUICK, assert_same
@@ -100,3 +101,25 @@ def test_shared_sites_by_hand(model):
     assert first == ["blocks.0.attn_qkv"]
     assert shared_sites(stages_of(sites, "dense"), "dense") == sites
     assert shared_sites(stages_of(sites, "zero-data"), "zero-data") == []
+
+
+def test_a_road_over_kept_residuals_is_verified_once(model, monkeypatch):
+    """By the first factorization of these sites; by another one of other sites, or of other calibration, anew."""
+    objection, layers = Residuals._objection, []
+
+    def counted(self, tokens, layer, residual):
+        layers.append(layer)
+        return objection(self, tokens, layer, residual)
+
+    monkeypatch.setattr(Residuals, "_objection", counted)
+    text = CalibrationText(TOKENS, model)
+    roads = []
+    for sites, how in (
+        ("attn_o", {"sparsity": 0.4}),
+        ("attn_o", {"preset": "paper", "sparsity": 0.5}),
+        ("mlp_out", {}),
+    ):
+        swd.factorize(model, sites, tokens=text, **{**OPTIONS, "sparsity": 0.5, **how})
+        roads.append(list(layers))
+        layers.clear()
+    assert roads[0] and roads[1] == [] and roads[2] == roads[0]
