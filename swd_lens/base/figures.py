@@ -72,6 +72,13 @@ def style(index: int) -> dict:
     return {"color": PALETTE[index % len(PALETTE)], "linestyle": LINE_STYLES[line % len(LINE_STYLES)]}
 
 
+def family_style(family: int, member: int = 0) -> dict:
+    """Colour of a family of curves and line style of one of its members: what differs in a number alone keeps its colour."""
+    # A second round of colours begins with other line styles.
+    line = member + 3 * (family // len(PALETTE))
+    return {"color": PALETTE[family % len(PALETTE)], "linestyle": LINE_STYLES[line % len(LINE_STYLES)]}
+
+
 def svg(figure: Figure) -> str:
     """The figure as an <svg> element in the page's text colour; text stays text, so that it can be read aloud and searched."""
     from matplotlib import rc_context

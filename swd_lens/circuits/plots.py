@@ -11,6 +11,7 @@ Costs stand on a log axis that still shows the empty circuit (cost 0).
 import math
 from collections.abc import Mapping, Sequence
 from textwrap import fill
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -43,14 +44,23 @@ def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
     return figure
 
 
-def draw_curves(ax: Any, curves: Mapping[str, CostCurve], column: str, cost: str, *, bands: bool = False) -> None:
+def draw_curves(
+    ax: Any,
+    curves: Mapping[str, CostCurve],
+    column: str,
+    cost: str,
+    *,
+    bands: bool = False,
+    styles: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0).
 
     Args:
         bands: draw the bootstrap interval of each value, where the curve has them.
+        styles: label -> colour and line style; of those that are not there by their place.
     """
     for index, (label, curve) in enumerate(curves.items()):
-        rows, look = curve.rows, style(index)
+        rows, look = curve.rows, styles.get(label, style(index))
         ax.plot(rows[cost], rows[column], label=label, marker="o", markersize=2.5, linewidth=1.4, **look)
         ends = [f"{column} low", f"{column} high"]
         if bands and set(ends) <= set(rows):

@@ -39,7 +39,7 @@ from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.asked import memory_of, task_fingerprint
-from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, check_controls
+from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of
 from swd_lens.study.inside import look_inside
 from swd_lens.study.main_road import require_surface, study_steps, surface_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
@@ -134,8 +134,12 @@ def circuit(
         list[str], Option(help="What replaces a unit: its 'mean' (paper), 'zero', or both by repeating.")
     ] = ["mean"],  # noqa: B006 - typer copies it
     controls: Annotated[
-        str, Option(help=f"What stands beside SWD, with commas: {', '.join(CONTROLS)}; or 'none'.")
-    ] = ",".join(DEFAULT_CONTROLS),
+        str | None,
+        Option(
+            help=f"What stands beside SWD, with commas: {', '.join(CONTROLS)}; or 'none'. "
+            f"[default: {','.join(DEFAULT_CONTROLS)}, as far as they can be made]"
+        ),
+    ] = None,
     random_b_seeds: Annotated[int, Option(help="Of --controls random_b; the paper has 10.", min=1)] = RANDOM_B_SEEDS,
     beside: Annotated[
         list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
@@ -155,14 +159,14 @@ def circuit(
         raise error("cli-nothing-to-study")
     finished = _labelled("--factors", factors or [], finished_factors)
     baselines = _labelled("--beside", beside or [], _trained)
-    asked = [] if controls == "none" else [name.strip() for name in controls.split(",")]
-    if unknown := [name for name in asked if name not in CONTROLS]:
+    asked = None if controls is None else [] if controls == "none" else [name.strip() for name in controls.split(",")]
+    if unknown := [name for name in asked or () if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
     auto = sites == ["auto"]
     made = tuple(sparsity or (() if finished else (0.5, 0.75)))
-    check_controls(asked, made)
+    beside_swd = controls_of(asked, made, solver.arguments())
     # One surface, unless the screen chooses, or finished factors bring their own.
-    known = [] if auto or finished else [*study_steps(1, len(made), asked, saved=True), "write"]
+    known = [] if auto or finished else [*study_steps(1, len(made), beside_swd, saved=True), "write"]
     steps = plan("load", "read", "screen", *known, complete=bool(known))
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
@@ -197,7 +201,7 @@ def circuit(
             )
         )
         if not known:
-            steps.follow([*study_steps(n_surfaces, len(made), asked, saved=True), "write"])
+            steps.follow([*study_steps(n_surfaces, len(made), beside_swd, saved=True), "write"])
         run = run_study(
             model,
             surfaces,

@@ -23,8 +23,9 @@ from swd_lens.base.panels import attention_heads, library
 from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
+from swd_lens.report.looks import looks_of
 from swd_lens.report.recipe import load_code, run_code
-from swd_lens.report.wording import controls_of, headline, main_replacement, pruned_of
+from swd_lens.report.wording import controls_of, headline, main_replacement, paper_of, pruned_of
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell, ReportSection
@@ -111,12 +112,14 @@ def _results(run: Run) -> Iterator[Section]:
 
 
 def _what(run: Run) -> Iterator[Section]:
-    yield Section("what", "What was done", {"controls": controls_of(run), "pruned": pruned_of(run)})
+    beside = {"controls": controls_of(run), "paper": paper_of(run), "pruned": pruned_of(run)}
+    yield Section("what", "What was done", {**beside, "left_out": run.settings.get("controls left out", [])})
 
 
 def _fidelity(run: Run) -> Iterator[Section]:
     """Per surface: its replacements, and a figure of relMSE by site."""
     by_surface: dict[str, list[Replacement]] = {}
+    looks = looks_of(run)
     for r in run.replacements:
         by_surface.setdefault(r.surface, []).append(r)
     surfaces = []
@@ -124,7 +127,7 @@ def _fidelity(run: Run) -> Iterator[Section]:
         errors = [list(r.fidelity.relmse.values()) or [float("nan")] for r in replacements]
         means = [sum(of_sites) / len(of_sites) for of_sites in errors]
         exact = [max(r.fidelity.relmse.values(), default=0.0) <= plots.EXACT for r in replacements]
-        figure = plots.relmse_dots(replacements)
+        figure = plots.relmse_dots(replacements, looks)
         title = f"relMSE of every site of {surface}"
         words = "; ".join(f"{r.method}: mean {wording.tiny(m)}" for r, m in zip(replacements, means, strict=True))
         surfaces.append(
@@ -136,7 +139,7 @@ def _fidelity(run: Run) -> Iterator[Section]:
                 ],
                 "figure": figure and Markup(plots.inline_svg(figure, f"relmse-{i}", title, words)),
                 "legend": [
-                    (r.method, Markup(plots.swatch(k, f"relmse-{i}-key-{k}", marker=True)))
+                    (r.method, Markup(plots.swatch(looks[r.method], f"relmse-{i}-key-{k}", marker=True)))
                     for k, r in enumerate(replacements)
                     if not exact[k]
                 ],
@@ -185,6 +188,7 @@ def _screen(run: Run) -> Iterator[Section]:
 
 def _circuits(run: Run) -> Iterator[Section]:
     """Per surface and intervention: one figure column and one block of table rows per task."""
+    looks = looks_of(run)
     surfaces = [
         _circuits_of(f"{surface}: {wording.intervention_words(*intervention)}" if comparison.others else surface, each)
         for surface, comparison in run.comparisons.items()
@@ -196,7 +200,7 @@ def _circuits(run: Run) -> Iterator[Section]:
             column["svgs"] = {
                 cost: Markup(
                     plots.inline_svg(
-                        plots.circuit_column(comparison.curves, SUFFICIENCY, cost),
+                        plots.circuit_column(comparison.curves, looks, SUFFICIENCY, cost),
                         f"circuit-{i}-{j}-{cost}",
                         f"{title}: sufficiency and necessity drop against {wording.COSTS[cost]}",
                         _in_words(comparison, cost),
@@ -205,7 +209,8 @@ def _circuits(run: Run) -> Iterator[Section]:
                 for cost in wording.COSTS
             }
         surface["legend"] = [
-            (label, Markup(plots.swatch(k, f"circuit-{i}-key-{k}"))) for k, label in enumerate(surface["legend"])
+            (label, Markup(plots.swatch(looks[name], f"circuit-{i}-key-{k}")))
+            for k, (name, label) in enumerate(surface["legend"].items())
         ]
     thresholds = {"sufficiency": SUFFICIENCY, "necessity": NECESSITY, "faint_drop": FAINT_DROP}
     yield Section("circuits", "Circuits", {"surfaces": surfaces, "costs": wording.COSTS, **thresholds})
@@ -219,7 +224,7 @@ def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
         if of_task.curves
     ]
     names = dict.fromkeys(name for of_task in by_task.values() for name in of_task.curves)
-    legend = [by_task.label(name) if name in by_task.methods else name for name in names]
+    legend = {name: by_task.label(name) if name in by_task.methods else name for name in names}
     return {"surface": title, "columns": columns, "legend": legend}
 
 

@@ -25,15 +25,15 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from swd_lens.base.errors import error, visible, visible_token
-from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, style, svg
+from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, svg
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.plots import SUFFICIENCY_RANGE, cost_axis, draw_curves
+from swd_lens.report.looks import Look
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView
 
 FONT_STACK = "system-ui, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 EXACT = 1e-9  # relMSE below this is float32 rounding of an exact factorization; on a log axis it would push the rest together
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # Of `pattern_grid`: heads in a row; sizes in points; how many token labels there is room for, and of how many characters.
 _ACROSS = 4
 _SIDE, _GAP, _TITLE = 120.0, 12.0, 14.0
@@ -41,14 +41,16 @@ _LABELS, _LABELLED = 72.0, 24
 _LONGEST = 12
 
 
-def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9, cost: str = "edges") -> Figure:
+def circuit_column(
+    curves: Mapping[str, CostCurve], looks: Mapping[str, Look], threshold: float | int = 0.9, cost: str = "edges"
+) -> Figure:
     """Sufficiency (above) and necessity drop (below) against active edges or units, for one task."""
     figure, axes = new_figure(2, 1, width=2.5, height=1.75)
     figure.set_layout_engine(None)  # the same margins in every column, so that columns align in the page
     figure.subplots_adjust(left=0.25, right=0.97, top=0.98, bottom=0.12, hspace=0.1)
     above, below = axes[:, 0]
     for ax, column in ((above, "sufficiency"), (below, "necessity drop")):
-        _draw(ax, curves, column, cost)
+        _draw(ax, curves, looks, column, cost)
         cost_axis(ax.xaxis, pd.concat([curve.rows[cost] for curve in curves.values()]))
     above.set_xlabel("")
     above.tick_params(labelbottom=False)
@@ -61,10 +63,10 @@ def circuit_column(curves: Mapping[str, CostCurve], threshold: float | int = 0.9
     return figure
 
 
-def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str, cost: str) -> None:
+def _draw(ax: Axes, curves: Mapping[str, CostCurve], looks: Mapping[str, Look], column: str, cost: str) -> None:
     values = pd.concat([curve.rows[column] for curve in curves.values()]).dropna()
     if any((curve.rows[cost] > 0).any() for curve in curves.values()):
-        draw_curves(ax, curves, column, cost)
+        draw_curves(ax, curves, column, cost, styles={name: looks[name].line for name in curves})
     if values.empty:
         ax.text(
             0.5,
@@ -84,25 +86,26 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], column: str, cost: str) -> 
         ax.set_ylim(max(low, min(-0.05, values.min() - 0.05)), min(high, max(1.1, values.max() + 0.05)))
 
 
-def relmse_dots(replacements: Sequence[Replacement]) -> Figure | None:
+def relmse_dots(replacements: Sequence[Replacement], looks: Mapping[str, Look]) -> Figure | None:
     """relMSE of every site, one dot per method; None if there is a single site or every method is exact (nothing to see).
 
     An error that is not finite has no place on the axis; the table says it.
     """
     sites = list(dict.fromkeys(site for r in replacements for site in r.fidelity.relmse))
     drawn = [{site: e for site, e in r.fidelity.relmse.items() if math.isfinite(e)} for r in replacements]
-    shown = [(i, errors) for i, errors in enumerate(drawn) if max(errors.values(), default=0.0) > EXACT]
+    named = zip((looks[r.method] for r in replacements), drawn, strict=True)
+    shown = [(look, errors) for look, errors in named if max(errors.values(), default=0.0) > EXACT]
     if not shown or len(sites) < 2:
         return None
     figure, axes = new_figure(1, 1, width=4.8, height=0.62 + 0.24 * len(sites))
     ax = axes[0, 0]
-    for index, its in shown:
+    for look, its in shown:
         points = [(max(error, EXACT), sites.index(site)) for site, error in its.items()]
         ax.scatter(
             *zip(*points, strict=True),
             s=26,
-            color=style(index)["color"],
-            marker=_MARKERS[index % len(_MARKERS)],
+            color=look.line["color"],
+            marker=look.marker,
             zorder=3,
         )
     ax.set_yticks(range(len(sites)), [literal(site) for site in sites])
@@ -162,15 +165,15 @@ def _pixels(values: np.ndarray, signed: bool) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def swatch(index: int, prefix: str, marker: bool = False) -> str:
-    """A small line (or marker, for dots) in the style of the index-th curve, for legends in the page; ids as `inline_svg`."""
+def swatch(look: Look, prefix: str, marker: bool = False) -> str:
+    """A small line (or marker, for dots) as a method is drawn, for legends in the page; ids as `inline_svg`."""
     figure, axes = new_figure(1, 1, width=0.42, height=0.16)
     ax = axes[0, 0]
     ax.axis("off")
     if marker:
-        ax.scatter([0.5], [0.5], s=26, color=style(index)["color"], marker=_MARKERS[index % len(_MARKERS)])
+        ax.scatter([0.5], [0.5], s=26, color=look.line["color"], marker=look.marker)
     else:
-        ax.plot([0, 0.5, 1], [0, 0, 0], marker="o", markersize=3, markevery=[1], linewidth=1.6, **style(index))
+        ax.plot([0, 0.5, 1], [0, 0, 0], marker="o", markersize=3, markevery=[1], linewidth=1.6, **look.line)
     return _page_svg(svg(figure), prefix, 'aria-hidden="true" class="swatch"')
 
 

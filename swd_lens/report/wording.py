@@ -3,19 +3,21 @@
 1. Numbers: digits that a reader can use (`fixed`, `signed`, `tiny`, `percent`, `count`), a dash for what is undefined.
 2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
 3. `headline`: what a run found, in a few sentences made from its numbers alone. The subject is the sparsest replacement of the
-   surface with most matrices; the controls are the exact ones that were run, and pruned ones of its sparsity. It says how far
-   the subject moves held-out cross-entropy and how often it agrees with the dense host; over all surfaces and tasks, how often a
-   circuit is needed at all and whose is cheaper in active edges; and the smallest circuit that is not empty.
+   surface with most matrices; the controls are the exact ones that were run, and of its sparsity the paper's SWD and pruned ones.
+   It says how far the subject moves held-out cross-entropy and how often it agrees with the dense host; over all surfaces and
+   tasks, how often a circuit is needed at all, whose is cheaper in active edges, where the control's is, and where the two differ
+   in cross-entropy; and the smallest circuit that is not empty.
 """
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from swd_lens.circuits import Comparison
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 
@@ -26,6 +28,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 COSTS = {"edges": "active edges", "units": "units"}
 # Sparsities that are this close were asked for as the same: K is a whole number, and some solvers leave an edge or two out.
 _SAME_SPARSITY = 0.01
+_FEW = 4  # cases that a sentence names one by one
 # What a family of tasks asks; tasks that are not listed speak for themselves by name.
 TASK_QUESTIONS = {
     "ioi": "Indirect object identification: “When Mary and John went out, John gave a book to” – is it Mary?",
@@ -153,8 +156,14 @@ def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
         for task, comparison in by_task.items()
         for method, curve in comparison.curves.items()
     ]
-    controls = () if subject.control else [*controls_of(run), *_pruned_beside(run, subject)]
-    return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, controls, sufficiency)]
+    controls = () if subject.control else [*_solved_beside(run, subject), *controls_of(run)]
+    apart = {
+        (surface, control)
+        for surface, comparison in run.comparisons.items()
+        for control in controls
+        if _ce_apart(comparison, subject.method, control)
+    }
+    return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, controls, sufficiency, apart)]
 
 
 def main_replacement(run: Run) -> Replacement | None:
@@ -173,10 +182,22 @@ def pruned_of(run: Run) -> list[str]:
     return list(dict.fromkeys(r.method for r in run.replacements if r.pruned))
 
 
-def _pruned_beside(run: Run, subject: Replacement) -> list[str]:
-    """The methods of the pruned controls with as many edges as the subject has."""
+def paper_of(run: Run) -> list[str]:
+    """The methods of the controls that the paper's solver made."""
+    return list(dict.fromkeys(r.method for r in run.replacements if r.paper))
+
+
+def _solved_beside(run: Run, subject: Replacement) -> list[str]:
+    """The methods of the controls with as many edges as the subject has."""
     of_sparsity = (r for r in run.replacements if abs(r.factors.sparsity - subject.factors.sparsity) < _SAME_SPARSITY)
-    return list(dict.fromkeys(r.method for r in of_sparsity if r.pruned))
+    return list(dict.fromkeys(r.method for r in of_sparsity if r.pruned or r.paper))
+
+
+def _ce_apart(comparison: Comparison, method: str, control: str) -> bool:
+    """Whether the two are known to differ in cross-entropy by more than the comparison's tolerance."""
+    measured = comparison.fidelities
+    known = method in measured and control in measured
+    return known and abs(measured[method].ce - measured[control].ce) > comparison.tolerance
 
 
 def _fidelity_sentence(r: Replacement) -> str:
@@ -191,17 +212,32 @@ def _fidelity_sentence(r: Replacement) -> str:
     )
 
 
-def cost_sentences(costs: Sequence[Cost], method: str, controls: Sequence[str], sufficiency: float) -> Iterator[str]:
-    """What circuits of the method cost, beside those of each control."""
+def cost_sentences(
+    costs: Sequence[Cost],
+    method: str,
+    controls: Sequence[str],
+    sufficiency: float,
+    apart: Collection[tuple[str, str]] = (),
+) -> Iterator[str]:
+    """What circuits of the method cost, beside those of each control.
+
+    Args:
+        apart: (surface, control) where the two differ in cross-entropy, so that their circuits are no fair match.
+    """
     own = {(c.surface, c.task): c for c in costs if c.method == method}
     cases = plural(len(own), "case")
+    told = False
     for control in controls:
         exact = {(c.surface, c.task): c for c in costs if c.method == control}
         # Where both need some edges: those of the control over the method's.
         both = [(c, exact[key].edges or 0) for key, c in own.items() if key in exact]
         contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
         if contested:
-            yield _contest(contested, method, control, sufficiency, cases)
+            of_cases = f"{len(contested)} of {cases}"
+            opening = f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({of_cases} of surface "
+            opening = "" if told else f"{opening}and task), "
+            told = True
+            yield f"{opening}{_contest(contested, method, control, of_cases if not opening else '', apart)}"
     empty = [f"{readable(c.task)} ({c.surface})" for c in own.values() if c.edges == 0]
     if empty:
         whom = f"For {conjunction(empty)}" if len(empty) <= 3 else f"In {len(empty)} of {cases}"
@@ -222,18 +258,31 @@ def cost_sentences(costs: Sequence[Cost], method: str, controls: Sequence[str], 
         )
 
 
-def _contest(contested: Sequence[tuple[Cost, float]], method: str, control: str, sufficiency: float, cases: str) -> str:
-    """The method's costs beside a control's, whose edges over the method's stand beside each."""
+def _contest(
+    contested: Sequence[tuple[Cost, float]],
+    method: str,
+    control: str,
+    cases: str,
+    apart: Collection[tuple[str, str]],
+) -> str:
+    """The method's costs beside a control's, whose edges over the method's stand beside each.
+
+    Args:
+        cases: how many these are of all, where nothing before has said it.
+    """
     ratios = [ratio for _, ratio in contested]
     n, fewer = len(ratios), sum(ratio > 1 for ratio in ratios)
-    more = f" in the median, and fewer in {fewer} of {n}" if n > 1 else ""
+    among = f" ({cases})" if cases else ""
+    more = f" in the median{among}, and fewer in {fewer} of {n}" if n > 1 else among
     # Then the ratio is that of the whole factorizations and says nothing about circuits.
     whole = sum(c.units == c.all_units for c, _ in contested)
-    caveat = f" (in {whole} of {n}, {method} takes every unit it has)" if whole else ""
-    return (
-        f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({n} of {cases} of surface and "
-        f"task), {method} needs {_ratio(statistics.median(ratios))} active edges than {control}{more}{caveat}."
-    )
+    caveats = [f"in {whole} of {n}, {method} takes every unit it has"] if whole else []
+    if unlike := sum((c.surface, control) in apart for c, _ in contested):
+        caveats.append(f"in {unlike} of {n}, cross-entropy differs: no fair match")
+    caveat = f" ({'; '.join(caveats)})" if caveats else ""
+    dearer = [f"{readable(c.task)} ({c.surface})" for c, ratio in contested if ratio < 1]
+    lost = f"; more for {conjunction(dearer)}" if n > 1 and 0 < len(dearer) <= _FEW else ""
+    return f"{method} needs {_ratio(statistics.median(ratios))} active edges than {control}{more}{lost}{caveat}."
 
 
 def _ratio(ratio: float) -> str:

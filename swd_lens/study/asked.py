@@ -26,7 +26,7 @@ from swd_lens.factorization.estimate import estimate
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, side_of_units, split_name
-from swd_lens.study.controls import DEFAULT_CONTROLS, PRUNED, pruned_options
+from swd_lens.study.controls import SOLVED, controls_of, solved_controls
 from swd_lens.study.run_file import NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task, TaskSplit
@@ -127,7 +127,7 @@ def memory_of(
     *,
     sparsities: Sequence[float | int] = (),
     factors: Mapping[str, Any] | None = None,
-    controls: Sequence[str] = DEFAULT_CONTROLS,
+    controls: Sequence[str] | None = None,
     n_beside: int = 0,
     calibration_tokens: Any = None,
     heldout_length: int = 1024,
@@ -143,9 +143,11 @@ def memory_of(
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
     # Replacements whose units are neurons, and those with as many as were estimated.
-    n_sparsities, exact = len(sparsities), [control for control in controls if control not in PRUNED]
+    controls = controls_of(controls, sparsities, solver)
+    n_sparsities, exact = len(sparsities), [control for control in controls if control not in SOLVED]
     of_neurons = ("neurons" in exact) + ("pruned" in controls) * n_sparsities
-    of_width = n_sparsities * (1 + ("svd_pruned" in controls)) + len(exact) - ("neurons" in exact) + n_beside
+    as_wide = 1 + ("svd_pruned" in controls) + ("paper" in controls)
+    of_width = n_sparsities * as_wide + len(exact) - ("neurons" in exact) + n_beside
     most_units = max(
         sum(max(row.units, (of_neurons > 0) * _neurons(row)) for row in estimate.rows)
         for estimate in estimates.values()
@@ -156,10 +158,10 @@ def memory_of(
     largest = max(*pairs.values(), *wide.values())
 
     solved = [*estimates.values()]
-    for control in PRUNED:
-        if control in controls:
-            how = pruned_options(control, solver)
-            solved += [_estimate(model, surface, calibration_tokens, how) for surface in sites.values()]
+    for how in solved_controls(controls, sparsities, solver).values():
+        made = [surface for surface in sites.values() if how.without_edges(surface) is None]
+        options = {**how.options, "sparsity": how.sparsity}
+        solved += [_estimate(model, surface, calibration_tokens, options) for surface in made]
     parts = {"factorize": max(each.peak_bytes for each in solved)} if sparsities else {}
     n_starts = of_width + of_neurons + len(factors or {}) + 2
     parts["fidelity"] = max(

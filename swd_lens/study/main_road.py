@@ -1,7 +1,7 @@
 """run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
 
-1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and exact factors
-   (neurons, SVD, Random-B) or pruned ones as controls (controls.py).
+1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and as controls
+   (controls.py) exact factors (neurons, SVD, Random-B), the paper's SWD, and pruned neurons or singular vectors.
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
@@ -47,15 +47,19 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, split_name
 from swd_lens.solver import resolve
+from swd_lens.solver.budget import edges
 from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.controls import (
-    DEFAULT_CONTROLS,
     EXACT,
+    PAPER,
     PRUNED,
     RANDOM_B,
     RANDOM_B_SEEDS,
-    check_controls,
-    pruned_methods,
+    SOLVED,
+    SolvedMethod,
+    controls_of,
+    edges_needed,
+    solved_controls,
 )
 from swd_lens.study.run import Run
 from swd_lens.study.run_file import Replacement, folders_named
@@ -84,7 +88,7 @@ def run_study(
     calibration_model: Any = None,
     positions: str | Sequence[str] = "scoring",
     ablation: str | Sequence[str] = "mean",
-    controls: Sequence[str] = DEFAULT_CONTROLS,
+    controls: Sequence[str] | None = None,
     random_b_seeds: int = RANDOM_B_SEEDS,
     beside: Mapping[str, Any] = MappingProxyType({}),
     cards_per_task: int = 3,
@@ -109,8 +113,11 @@ def run_study(
             do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
         controls: what stands beside SWD, any of "neurons" (the matrices' own inputs as units), "svd" and "random_b" (in the
-            circuits only), which are exact, and "pruned" and "svd_pruned" (see `baselines`), made at each of the sparsities from
-            the same calibration.
+            circuits only), which are exact; and, made at each of the sparsities from the same calibration, "paper" (SWD by the
+            paper's solver with the paper's settings), "pruned" and "svd_pruned" (see `baselines`). None: neurons, svd, pruned and
+            paper, as far as they can be made: those of a sparsity where there is one, and the paper's where its solver can do
+            with so few edges (`settings["controls left out"]` says where it cannot). With `preset="paper"` the study itself is
+            of the paper's solver, and the control is left out.
         random_b_seeds: how many (the paper has ten).
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
@@ -126,8 +133,9 @@ def run_study(
     Raises:
         ResumeError: `out` holds the parts of another study (every difference is named), or a run without its parts.
         OSError: (FolderInUseError) another call writes `out`; or it cannot be written.
-        ValueError: nothing to do (no surface, task, sparsity or factors), an unknown control, a pruned one without a sparsity,
-            `beside` of another surface, and whatever the steps raise.
+        ValueError: nothing to do (no surface, task, sparsity or factors), an unknown control, one of a sparsity where there is
+            none, `beside` of another surface, and whatever the steps raise.
+        BudgetError: "paper" was asked for, and its solver cannot do with so few edges.
         AttachError: `factors` of another model.
     """
     given_sites = {label: surface_of(model, given) for label, given in factors.items()}
@@ -137,14 +145,13 @@ def run_study(
             surfaces[_label(model, names)] = names
     if not surfaces or not tasks or not (sparsities or factors):
         raise error("study-of-nothing")
-    swd_methods = {f"SWD s={sparsity:g}": float(sparsity) for sparsity in sparsities}
-    pruned = pruned_methods(tuple(PRUNED), sparsities, solver)
-    own = [*swd_methods, *pruned, *EXACT.values(), RANDOM_B, *beside]
+    swd_methods = {f"SWD s={s:g}": SolvedMethod(float(s), solver) for s in sparsities}
+    own = [*swd_methods, *solved_controls(tuple(SOLVED), sparsities, solver), *EXACT.values(), RANDOM_B, *beside]
     if twice := [label for label in factors if label in own]:
         raise error("study-label-taken", labels=", ".join(map(repr, twice)))
     if random_b_seeds < 1:
         raise error("study-without-seeds", n_seeds=random_b_seeds)
-    check_controls(controls, sparsities)
+    usual, controls = controls is None, controls_of(controls, sparsities, solver)
     began = time.perf_counter()
     for pattern in surfaces.values():
         sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
@@ -155,6 +162,19 @@ def run_study(
             raise error("study-surface-without-factors", surface=", ".join(names))
 
     sites_of = {surface: [site.name for site in find_sites(model, pattern)] for surface, pattern in surfaces.items()}
+    solved_methods: dict[str, dict[str, SolvedMethod]] = {}
+    left_out: list[str] = []
+    for surface, names in sites_of.items():
+        solved_methods[surface] = dict(swd_methods)
+        for method, how in solved_controls(controls, sparsities, solver).items():
+            small = how.without_edges(find_sites(model, names))
+            if small is None:
+                solved_methods[surface][method] = how
+            elif usual:
+                left_out.append(f"{method} of {surface}: {_shortage(small, how.sparsity)}")
+            else:
+                shortage = _shortage(small, how.sparsity)
+                raise error("study-control-without-edges", method=method, surface=surface, shortage=shortage)
     positions, ablation = several(positions, "positions"), several(ablation, "ablation")
     solved_on = model if calibration_model is None else calibration_model
     text = None
@@ -162,12 +182,7 @@ def run_study(
         text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
         for names in sites_of.values():
             text.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
-    # Method -> sparsity and options of `factorize`.
-    solved_methods = {
-        **{method: (sparsity, solver) for method, sparsity in swd_methods.items()},
-        **pruned_methods(controls, sparsities, solver),
-    }
-    labels = [(surface, method) for surface in surfaces for method in solved_methods]
+    labels = [(surface, method) for surface, methods in solved_methods.items() for method in methods]
     folders = dict(zip(labels, folders_named(labels), strict=True))
 
     folder = None if out is None else Path(out)
@@ -189,19 +204,21 @@ def run_study(
         replacements: list[Replacement] = []
         comparisons: dict[str, Comparison] = {}
         dense = DenseRuns()
+        for line in left_out:
+            on_step(f"without {line}")
         for surface, names in sites_of.items():
             timed: dict[str, tuple[FactorSet, float]] = {}
-            for method, (sparsity, options) in solved_methods.items():
-                on_step(f"factorize {surface} {f'at s={sparsity:g}' if method in swd_methods else f'as {method}'}")
+            for method, how in solved_methods[surface].items():
+                on_step(f"factorize {surface} {f'at s={how.sparsity:g}' if how.control is None else f'as {method}'}")
                 start = time.perf_counter()
                 solved = factorize(
                     solved_on,
                     names,
-                    sparsity=sparsity,
+                    sparsity=how.sparsity,
                     tokens=text,
                     out=None if folder is None else folder / folders[surface, method],
                     progress=progress,
-                    **(options if text is not None else {**options, "calibration": "zero-data"}),
+                    **(how.options if text is not None else {**how.options, "calibration": "zero-data"}),
                 )
                 timed[method] = (
                     solved,
@@ -240,7 +257,8 @@ def run_study(
                 groups,
                 reference=next(iter(methods)),
             )
-            measured = comparisons[surface].fidelities
+            measured, solved_by = comparisons[surface].fidelities, solved_methods[surface]
+            by_control = {method: solved_by[method].control if method in solved_by else None for method in timed}
             replacements += [
                 Replacement(
                     surface,
@@ -249,7 +267,8 @@ def run_study(
                     measured[method],
                     seconds,
                     exact=method in EXACT.values(),
-                    pruned=method in pruned,
+                    pruned=by_control[method] in PRUNED,
+                    paper=by_control[method] in PAPER,
                 )
                 for method, (solved, seconds) in timed.items()
             ]
@@ -257,6 +276,7 @@ def run_study(
         settings["calibration dtype"] = str(next(solved_on.parameters()).dtype).removeprefix("torch.")
         settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None)
         settings |= {"controls": list(controls), "beside": list(beside)}
+        settings |= {"controls left out": left_out} if left_out else {}
         settings |= {"factors": list(factors)} if factors else {}
         settings |= standing_hooks(model)
         # As run.json gives it back: lists for tuples, text for names.
@@ -288,8 +308,8 @@ def run_study(
 
 def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:
     """The first words of the steps that `run_study` says."""
-    n_pruned, n_exact = (len(set(controls) & set(known)) for known in (PRUNED, EXACT))
-    of_surface = ["factorize"] * n_sparsities * (1 + n_pruned) + ["exact"] * n_exact + ["measure"]
+    n_solved, n_exact = (len(set(controls) & set(known)) for known in (SOLVED, EXACT))
+    of_surface = ["factorize"] * n_sparsities * (1 + n_solved) + ["exact"] * n_exact + ["measure"]
     return [*of_surface * n_surfaces, "top", "attention", *["save"] * saved]
 
 
@@ -304,6 +324,15 @@ def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site])
             sites=", ".join(sorted(replaced)),
             surface=", ".join(site.name for site in surface),
         )
+
+
+def _shortage(site: Site, sparsity: float) -> str:
+    """What the paper's solver lacks at a matrix."""
+    k = edges(site.d_in, site.d_out, sparsity)
+    return (
+        f"{site.name} ({site.d_in}, {site.d_out}) keeps {k:,} edges at s={sparsity:g}, and the paper's solver needs "
+        f"{edges_needed(site):,}"
+    )
 
 
 def surface_of(model: Any, factors: Any) -> list[str]:

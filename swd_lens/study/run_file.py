@@ -68,6 +68,7 @@ _SETTINGS: Mapping[str, Any] = {
     "sparsities": list[float],
 }
 _ROW = {"surface": str, "method": str, "edges": int, "units": int, "sparsity": float, "seconds": float}
+_KINDS = ("pruned", "paper")  # of controls; true where it is there
 _COMPARISON = {"tasks": list[str], "groups": Mapping[str, list[str]], "reference": str, "tolerance": float}
 
 
@@ -108,6 +109,7 @@ class Replacement:
         seconds: that the factors took.
         exact: a control: every matrix written as a product without an error.
         pruned: a control: neurons or singular vectors with as few edges as SWD has.
+        paper: a control: SWD by the paper's solver, beside that of the study.
     """
 
     surface: str
@@ -117,11 +119,12 @@ class Replacement:
     seconds: float
     exact: bool = False
     pruned: bool = False
+    paper: bool = False
 
     @property
     def control(self) -> bool:
         """Whether it stands beside what the run is about."""
-        return self.exact or self.pruned
+        return self.exact or self.pruned or self.paper
 
     def as_dict(self, folder: str) -> dict[str, Any]:
         """Plain values; sparse factors are in `folder`."""
@@ -129,7 +132,7 @@ class Replacement:
         row = {"surface": self.surface, "method": self.method, "edges": f.edges, "units": f.n_units}
         row |= {"sparsity": f.sparsity, "seconds": self.seconds, **self.fidelity.as_dict()}
         described = {"sites": dict(f.summary()), "provenance": dict(f.provenance)}
-        row |= {"pruned": True} if self.pruned else {}
+        row |= {name: True for name in _KINDS if getattr(self, name)}
         return row | ({"factors": described} if self.exact else {"folder": folder})
 
     @classmethod
@@ -149,8 +152,9 @@ class Replacement:
             split_name(site)
             _Site.from_dict(known)
         record = FactorsRecord(described["sites"], row["edges"], row["units"], row["sparsity"], described["provenance"])
-        pruned = checked("Replacement", row, {"pruned": bool}, optional=True).get("pruned", False)
-        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact, pruned)
+        kinds = checked("Replacement", row, dict.fromkeys(_KINDS, bool), optional=True)
+        kinds = {name: kinds.get(name, False) for name in _KINDS}
+        return cls(row["surface"], row["method"], record, measured, row["seconds"], exact, **kinds)
 
 
 def folders_of(replacements: Sequence[Replacement]) -> list[str]:

@@ -75,7 +75,9 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     assert {k: v for k, v in printed.items() if k != "report"} == {k: saved[k] for k in list(saved)[:-2]}
     assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "docstring"}
     assert saved["settings"]["host"] == "HookedTransformer"
-    assert {curve["method"] for curve in saved["circuits"]} == {"SWD s=0.5", "neurons", "SVD"}
+    assert {curve["method"] for curve in saved["circuits"]} == {
+        *("SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "neurons", "SVD")
+    }
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     assert len(swd.FactorSet.load(tmp_path / "factors" / "mlp_out-SWD_s=0.5")) == 4
     screened = swd.Run.load(tmp_path).screen
@@ -125,6 +127,7 @@ def test_tables_are_printed_without_json(tmp_path):
     [
         ("svd,random_b", ["SWD s=0.5", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]),
         ("pruned,svd_pruned", ["SWD s=0.5", "Neurons pruned s=0.5", "SVD pruned s=0.5"]),
+        ("paper,pruned", ["SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5"]),
         ("none", ["SWD s=0.5"]),
     ],
 )

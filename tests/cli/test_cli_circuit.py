@@ -110,7 +110,7 @@ SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s"
 def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     said = run("circuit", "--out", tmp_path, *SMALLEST).stderr
     numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
-    assert numbers == [(i, 12) for i in range(1, 13)]
+    assert numbers == [(i, 16) for i in range(1, 17)]
     assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
     (most, unit), (peak, peak_unit) = (
         re.search(rf"{words} ([\d.]+) (MB|GB)", said).groups() for words in ("memory: at most", "peak memory")
@@ -131,7 +131,7 @@ def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, monkeypa
     assert stopped.exit_code == 130 and "Traceback" not in stopped.output
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("interrupted")]
     assert line.startswith(
-        "interrupted in step 8 of 12 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 7 finished"
+        "interrupted in step 12 of 16 (measure blocks.[23].mlp_out: fidelity, circuits of ioi), 11 finished"
     )
     command = line.rpartition("goes on from there: ")[2]
     assert shlex.split(command) == ["swd-lens", *words]
@@ -192,12 +192,13 @@ def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
         how = {"sparsities": (0.5, 0.6)[:n_sparsities], "controls": controls}
         return memory_of(default_model, sites, [task], **how)["attribution of ioi"]
 
-    # Every pruned control is one more set of factors per sparsity; units of "pruned" are inputs, as those of neurons.
+    # Every solved control is one more set of factors per sparsity; units of "pruned" are inputs, as those of neurons.
     d_in, d_out = 512, 128
     pairs = {units: 4 * 4 * (units * (d_in + d_out) + d_in * d_out) for units in (d_in, d_out)}  # four layers
     for n in (1, 2):
         plain = bytes_of(n, "neurons", "svd")
         assert bytes_of(n, "neurons", "svd", "svd_pruned") - plain == n * pairs[d_out]
+        assert bytes_of(n, "neurons", "svd", "paper") - plain == n * pairs[d_out]
         assert bytes_of(n, "neurons", "svd", "pruned") - plain == n * pairs[d_in]
 
 

@@ -40,7 +40,7 @@ def test_a_default_that_changes_does_not_change_what_the_code_does(run: Run) -> 
         "preset='best'",
         "calibration='sequential'",
         "ablation='mean'",
-        "controls=['neurons', 'svd']",
+        "controls=['neurons', 'svd', 'pruned', 'paper']",
         "shrinkage='auto'",
     ):
         assert part in code

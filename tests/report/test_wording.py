@@ -69,12 +69,31 @@ def test_cost_sentences() -> None:
     # ratios 3 and 1/2: median 1.75
     assert (
         "2 of 4 cases" in contest
-        and "1.8 times fewer active edges than SVD in the median, and fewer in 1 of 2" in contest
+        and "1.8 times fewer active edges than SVD in the median, and fewer in 1 of 2; more for b (mlp)" in contest
     )
     assert "(in 1 of 2, S takes every unit it has)" in contest
     assert empty.startswith("For c d (mlp) the empty circuit")
     assert undefined.startswith("In 1 of 4 cases")
     assert "4 of the 64 units of mlp, with 100 active edges, keep 90% of the margin of a." in least
+
+
+def test_cost_sentences_say_where_cross_entropy_differs() -> None:
+    costs = [_cost("a", "S", 100, 4), _cost("a", "SVD", 300, 3)]
+    (sentence, _) = cost_sentences(costs, "S", ["SVD"], 0.9, {("mlp", "SVD")})
+    assert sentence.endswith("than SVD (in 1 of 1, cross-entropy differs: no fair match).")
+    assert "cross-entropy" not in next(cost_sentences(costs, "S", ["SVD"], 0.9, {("attention", "SVD")}))
+
+
+def test_of_several_controls_the_first_sentence_says_what_is_compared() -> None:
+    costs = [_cost(task, method, edges, 4) for task in "ab" for method, edges in (("S", 200), ("P", 100), ("SVD", 300))]
+    first, second, _ = cost_sentences(costs, "S", ["SVD", "P"], 0.9)
+    assert first.startswith(
+        "Where both need a circuit to keep 90% of the task margin (2 of 2 cases of surface and task), S needs"
+    )
+    assert second == (
+        "S needs 2.0 times more active edges than P in the median (2 of 2 cases), and fewer in 0 of 2; more for a (mlp) and "
+        "b (mlp)."
+    )
 
 
 def test_cost_sentences_admit_a_loss_and_need_a_control() -> None:

@@ -8,8 +8,11 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.files import plain
+from swd_lens.report.looks import looks_of
 from swd_lens.report.page import render_report
+from swd_lens.report.recipe import run_code
 from swd_lens.report.wording import headline
+from swd_lens.study.controls import control_options
 
 SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "attn_o"}
 
@@ -34,12 +37,14 @@ def run(default_model, tasks):
 
 
 def test_every_surface_method_and_task_is_there(run):
-    methods = ["SWD s=0.5", "SWD s=0.75", "neurons", "SVD"]
+    solved = [f"{name} s={s}" for name in ("SWD", "SWD (paper)", "Neurons pruned") for s in (0.5, 0.75)]
+    methods = [*solved, "neurons", "SVD"]
     assert [(r.surface, r.method) for r in run.replacements] == [(s, m) for s in SURFACES for m in methods]
     assert run.fidelity_table()["method"].tolist() == methods * 2
-    assert len(run.circuit_table()) == 2 * 2 * 4
+    assert len(run.circuit_table()) == 2 * 2 * 8
     as_json = json.loads(json.dumps(plain(run.as_dict()), allow_nan=False))
-    assert len(as_json["circuits"]) == 16
+    assert len(as_json["circuits"]) == 32
+    assert as_json["settings"]["controls"] == ["neurons", "svd", "pruned", "paper"]
     assert as_json["settings"]["tasks"]["ioi"]["example"].endswith("to")
     assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 4}
 
@@ -193,6 +198,115 @@ def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, t
     assert headline(loaded) == headline(with_pruned)
 
 
+def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
+    """By the paper's solver with the paper's settings, whatever the study's are, from the same text; SWD stays the subject."""
+    for surface in SURFACES:
+        sites = run.settings["surfaces"][surface]
+        how = {"tokens": swd.text_tokens(1024, split="train"), "precision": "auto", "progress": False}
+        alone = swd.factorize(default_model, sites, sparsity=0.75, preset="paper", **how)
+        (made,) = (r for r in run.replacements if (r.surface, r.method) == (surface, "SWD (paper) s=0.75"))
+        assert made.paper and made.control and not made.pruned and not made.exact
+        for site in sites:
+            assert torch.equal(made.factors[site].read, alone[site].read)
+            assert torch.equal(made.factors[site].write, alone[site].write)
+            # The same supports on any machine, as SWD's; a number of iterations for SWD is none for the paper's.
+            settings = made.factors[site].settings
+            assert (settings["preset"], settings["precision"], settings["outer_iterations"]) == ("paper", "float64", 40)
+        assert run.sparsest(surface).method == "SWD s=0.75"
+        assert run.comparisons[surface].reference == "SWD s=0.5"
+    assert [r.method for r in run.replacements if r.paper] == ["SWD (paper) s=0.5", "SWD (paper) s=0.75"] * 2
+    sentences = " ".join(headline(run))
+    assert "SWD s=0.75 needs" in sentences and "than SWD (paper) s=0.75" in sentences
+    assert "(paper) s=0.5" not in sentences
+    page = render_report(run)
+    assert "By the paper&#39;s own solver" in page or "By the paper's own solver" in page
+    run.save(tmp_path)
+    loaded = swd.study.Run.load(tmp_path)
+    assert [r.paper for r in loaded.replacements] == [r.paper for r in run.replacements]
+    assert headline(loaded) == headline(run) and looks_of(loaded) == looks_of(run)
+
+
+@pytest.mark.parametrize("asked", [None, ("paper", "svd")])
+def test_a_study_of_the_papers_solver_has_it_once(default_model, tasks, asked):
+    with_paper = swd.run_study(
+        default_model,
+        {"last": "blocks.3.mlp_out"},
+        tasks[1:],
+        sparsities=(0.5,),
+        calibration_tokens=swd.text_tokens(512, split="train"),
+        heldout_tokens=swd.text_tokens(512, split="test"),
+        controls=asked,
+        preset="paper",
+        outer_iterations=4,
+        cards_per_task=0,
+    )
+    methods = [r.method for r in with_paper.replacements]
+    assert methods == ["SWD s=0.5", *(["Neurons pruned s=0.5", "neurons"] if asked is None else []), "SVD"]
+    assert not any(r.paper for r in with_paper.replacements) and "paper" not in with_paper.settings["controls"]
+
+
+def test_controls_that_need_a_sparsity_are_left_out_where_there_is_none(default_model, tasks, run):
+    finished = swd.run_study(
+        default_model,
+        {},
+        tasks[1:],
+        factors={"mine": run.replacements[0].factors},
+        heldout_tokens=swd.text_tokens(512, split="test"),
+        cards_per_task=0,
+    )
+    assert [r.method for r in finished.replacements] == ["mine", "neurons", "SVD"]
+    assert finished.settings["controls"] == ["neurons", "svd"]
+
+
+def test_where_the_papers_solver_has_too_few_edges(default_model, tasks):
+    """By default it is left out there, and the run says so; asked for, it is refused before any work."""
+    steps = []
+
+    def study(controls):
+        return swd.run_study(
+            default_model,
+            {"attention": "blocks.3.attn_o"},
+            tasks[1:],
+            sparsities=(0.5, 0.9),
+            calibration_tokens=swd.text_tokens(512, split="train"),
+            heldout_tokens=swd.text_tokens(512, split="test"),
+            controls=controls,
+            outer_iterations=4,
+            cards_per_task=0,
+            on_step=steps.append,
+        )
+
+    with pytest.raises(
+        swd.BudgetError, match=r"SWD \(paper\) s=0\.9 of attention: .*needs 2,750; leave control 'paper' out"
+    ):
+        study(("paper",))
+    assert steps == []
+    left = study(None)
+    solved = ["SWD s=0.5", "SWD s=0.9", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "Neurons pruned s=0.9"]
+    assert [r.method for r in left.replacements] == [*solved, "neurons", "SVD"]
+    (said,) = left.settings["controls left out"]
+    assert said.startswith(
+        "SWD (paper) s=0.9 of attention: blocks.3.attn_o (128, 128) keeps 1,638 edges at s=0.9, and the paper"
+    )
+    assert any(said in step for step in steps)
+    assert "too few edges for the paper" in render_report(left) and "controls=" not in run_code(left)
+
+
+def test_options_of_a_control_are_those_that_its_solver_has():
+    of_swd = {
+        "outer_iterations": 9,
+        "basis": "auto",
+        "units": "2x",
+        "shrinkage": 0.1,
+        "batch_size": 8,
+        "calibration": "dense",
+    }
+    others = {"batch_size": 8, "calibration": "dense"}
+    assert control_options("paper", of_swd) == {**others, "preset": "paper", "precision": "auto"}
+    assert control_options("paper", {"precision": "float32"}) == {"preset": "paper", "precision": "float32"}
+    assert control_options("pruned", of_swd) == {**others, "preset": "pruned", "shrinkage": 0.1, "basis": "auto"}
+
+
 def test_factors_that_do_not_fit_are_refused_before_any_work(default_model, tasks, run):
     made, steps = run.replacements[0].factors, []
     data = {"heldout_tokens": swd.text_tokens(256, split="test"), "on_step": steps.append}
@@ -220,7 +334,9 @@ def test_what_it_refuses(default_model, tasks):
     for surfaces, chosen, sparsities in (({}, tasks, (0.5,)), (SURFACES, [], (0.5,)), (SURFACES, tasks, ())):
         with pytest.raises(ValueError, match="at least one surface, one task and one sparsity"):
             swd.run_study(default_model, surfaces, chosen, sparsities=sparsities, **data)
-    with pytest.raises(ValueError, match="no control 'pca'; there are neurons, svd, pruned, svd_pruned, random_b"):
+    with pytest.raises(
+        ValueError, match="no control 'pca'; there are neurons, svd, pruned, svd_pruned, paper, random_b"
+    ):
         swd.run_study(default_model, SURFACES, tasks, sparsities=(0.5,), controls=["svd", "pca"], **data)
     steps = []
     with pytest.raises(swd.UnknownSiteError):
