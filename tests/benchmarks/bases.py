@@ -12,7 +12,9 @@
    carry half of the effect on a next token (`concentration`, on the calibration text); units and edges of the cheapest circuit at
    sufficiency .9 and at half the drop; how many units read or write a single coordinate.
 4. How well the concentration foretells circuits: Spearman's correlation over the methods of a cell, with edges at half the drop.
-5. Every method's row is written to `--folder` when it is there; all rows that are there go to results/bases.json with --record.
+5. What is fair: beside each SWD the fewest edges that units from neurons, and pruned neurons, need at no worse CE, whatever their
+   own sparsity.
+6. Every method's row is written to `--folder` when it is there; all rows that are there go to results/bases.json with --record.
 """
 
 import argparse
@@ -50,10 +52,12 @@ CELLS = {
 }
 SPARSITIES = (0.5, 0.75)
 # Of pruned neurons, and of units that start as neurons, so that some have the CE of a factorization.
-PRUNED = (0.25, 0.375, 0.5, 0.625, 0.75)
-FROM_NEURONS = (0.375, 0.5, 0.625, 0.75)
+PRUNED = (0.25, 0.375, 0.4375, 0.5, 0.625, 0.75)
+FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.75)
 SHARES = (0.01, 0.03, 0.05, 0.15)
 PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
+# Nats by which the CE of what stands beside SWD may be above SWD's own.
+TOLERANCE = 0.001
 COLUMNS = [
     "task",
     "site",
@@ -115,6 +119,15 @@ def main() -> None:
         title = "SmolLM2-135M" if name == "smollm2" else "The embedded model"
         tables.append(Table(f"{title}: circuits by where units start", COLUMNS, rows, aligned))
         print("\n" + tables[-1].markdown())
+        fair = [
+            row
+            for cell, place in CELLS[name]
+            for row in matched_rows(cell, place, _kept(args.folder, name, cell, place))
+        ]
+        tables.append(
+            Table(f"{title}: fewest edges at no worse CE than SWD's", MATCHED, fair, ["left"] * 3 + ["right"] * 6)
+        )
+        print("\n" + tables[-1].markdown())
     if args.record:
         about = [
             "150 training and 50 test prompts, 8,192 calibration and 4,096 held-out tokens: presidents' addresses for SmolLM2, "
@@ -155,6 +168,45 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
             yield row
         if measured:
             yield [cell, place, f"text foretells circuits: {_foretold(measured)}", *[""] * (len(COLUMNS) - 3)]
+
+
+MATCHED = ["task", "site", "SWD"]
+MATCHED += [f"{of}: {who}" for of in ("suff. 0.9", "half drop") for who in ("SWD", "from neurons", "pruned")]
+
+
+def _kept(folder: Path, model: str, cell: str, place: str) -> dict[str, dict[str, Any]]:
+    """Method -> what was measured of it, of those that are there."""
+    files = {method: folder / f"{model} {cell} {place} {method}.json" for method in methods()}
+    return {method: json.loads(file.read_text()) for method, file in files.items() if file.exists()}
+
+
+def matched_rows(cell: str, place: str, measured: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A row per SWD: its edges, and the fewest of each rival whose CE is at most TOLERANCE above, with the rival's name.
+
+    Args:
+        measured: method -> its `ce_delta`, and (units, edges) of its cheapest circuits: `sufficiency`, `drop`.
+    """
+    rows = []
+    for s in SPARSITIES:
+        swd_row = measured.get(f"SWD s={s}")
+        if swd_row is None:
+            continue
+        row = [cell, place, f"s={s}, CE {swd_row['ce_delta']:+.4f}"]
+        for of in ("sufficiency", "drop"):
+            row.append("" if swd_row[of][1] is None else f"{swd_row[of][1]:,}")
+            for rival in ("from neurons", "pruned"):
+                fair = {
+                    method: values[of][1]
+                    for method, values in measured.items()
+                    if method.startswith(rival)
+                    and values[of][1] is not None
+                    and values["ce_delta"] <= swd_row["ce_delta"] + TOLERANCE
+                }
+                least = min(fair, key=fair.__getitem__, default=None)
+                words = None if least is None else least.removeprefix(rival).strip(", ").replace(" of K", "")
+                row.append("" if least is None else f"{fair[least]:,} ({words})")
+        rows.append(row)
+    return rows
 
 
 def _foretold(measured: Sequence[dict[str, Any]]) -> str:
