@@ -77,14 +77,14 @@ def circuit_table(runs: Sequence[Run], of: str) -> Table:
         [surface, task, *(agreed(cells[surface, task, method], lambda c: costs(c, of)) for method in methods)]
         for surface, task in dict.fromkeys((surface, task) for surface, task, _ in cells)
     ]
-    title = f"{of.capitalize()} of a circuit, at {SHARES[0]} / at {SHARES[1]} that ablating every unit causes"
+    title = f"{of.capitalize()} of a circuit, at {SHARES[0]} and, behind the slash, at {SHARES[1]} that ablating every unit causes"
     return Table(title, ["surface", "task", *methods], body, ["left"] * 2 + ["right"] * len(methods))
 
 
 def costs(circuit: Run, of: str) -> str:
     """Units or edges at both shares; a dash where no prefix reaches one."""
     each = [cost(circuit, share, of) for share in SHARES]
-    return " / ".join("–" if number is None else f"{number:,}" for number in each)
+    return "/".join("–" if number is None else f"{number:,}" for number in each)
 
 
 def cost(circuit: Run, share: str, of: str) -> int | None:
