@@ -77,7 +77,7 @@ def circuit_table(runs: Sequence[Run], of: str) -> Table:
         [surface, task, *(agreed(cells[surface, task, method], lambda c: costs(c, of)) for method in methods)]
         for surface, task in dict.fromkeys((surface, task) for surface, task, _ in cells)
     ]
-    title = f"{of.capitalize()} of a circuit, at {SHARES[0]} and, behind the slash, at {SHARES[1]} that ablating every unit causes"
+    title = f"{of.capitalize()} of a circuit, at {SHARES[0]} and, behind the slash, {SHARES[1]} that ablating every unit causes"
     return Table(title, ["surface", "task", *methods], body, ["left"] * 2 + ["right"] * len(methods))
 
 
