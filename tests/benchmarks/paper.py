@@ -36,9 +36,9 @@ REMARKS = {
         "through 262,144 tokens, the narrow ones twice."
     ),
     "full-model": (
-        "37 minutes on two cores (another single-threaded run beside it for three of them), 8.3 GB: 15 of factors, 7 of tuning, 6 of "
-        "fidelity and prompts, 8 of circuits. With 65,536 tuning tokens (32 steps, 17 minutes) the CE difference after tuning was "
-        "+0.1377 +- .0133; ioi then needed none of SWD-FT's mlp_out units to keep 90 %."
+        "37 minutes on two cores (another single-threaded run beside it for three of them), 8.3 GB: 15 of factors, 7 of tuning, "
+        "6 of fidelity and prompts, 8 of circuits. With 65,536 tuning tokens (32 steps, 17 minutes) the CE difference after "
+        "tuning was +0.1377 +- .0133; ioi then needed none of SWD-FT's mlp_out units to keep 90 %."
     ),
     "mlp": (
         "27 minutes on a quiet machine, 3.5 GB; 5 more for neurons and pruned neurons, as their units had been coordinates of "
