@@ -7,7 +7,7 @@
 4. Such a road is verified, not trusted: the first row of tokens is kept in memory beside the file and advanced as the batches
    are; at every advance it is also run whole, from its tokens, and everything that the block's sites read must be the same to
    the bit. Where it is not, or the disk is too small, nothing is kept any more and runs are whole. (One row, not a batch: the
-   whole run passes through all the blocks before. With 16 rows of 16 it took half of the time of SmolLM2's calibration.)
+   whole run passes through all the blocks before. Of a batch of 16 rows it took half of the time of SmolLM2's calibration.)
 """
 
 import hashlib

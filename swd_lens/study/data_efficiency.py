@@ -49,7 +49,7 @@ TOKEN_COUNTS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 # Arguments of `factorize` that data_efficiency sets itself, or that would mix the fits of several counts.
 _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 # Points of a method that are measured in one pass of the dense host.
-_TOGETHER = 12
+_TOGETHER = 4
 # Those that change where and how fast, not what: `estimate` does not know them.
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 

@@ -71,6 +71,9 @@ COLUMNS = [
     "half drop: units / edges",
 ]
 COLUMNS += ["units of one neuron", "seconds"]
+# Of the fair table.
+MATCHED = ["task", "site", "SWD"]
+MATCHED += [f"{of}: {who}" for of in ("suff. 0.9", "half drop") for who in ("SWD", "from neurons", "pruned")]
 
 Make = Callable[[Any, Site, torch.Tensor, torch.Tensor], Any]
 
@@ -184,10 +187,6 @@ def _measure(name: str, args: Any) -> None:
 
 def _file(folder: Path, model: str, cell: str, place: str, method: str) -> Path:
     return folder / f"{model} {cell} {place} {method}.json"
-
-
-MATCHED = ["task", "site", "SWD"]
-MATCHED += [f"{of}: {who}" for of in ("suff. 0.9", "half drop") for who in ("SWD", "from neurons", "pruned")]
 
 
 def _kept(folder: Path, model: str, cell: str, place: str) -> dict[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ class Replacements(Sources):
 
     @property
     def workers(self) -> int:
-        """Matrices that are solved at a time where there are many of them: no bit depends on it."""
+        """Matrices that are solved at a time where there are many of them; last bits depend on the threads that each has then."""
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         return min(_MOST_WORKERS, torch.get_num_threads()) if on_cpu else 1
 
