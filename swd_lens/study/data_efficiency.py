@@ -63,6 +63,7 @@ def data_efficiency(
     heldout: Any,
     tokens: Any = None,
     token_counts: Iterable[int] = TOKEN_COUNTS,
+    checkpoints: Iterable[int] | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     progress: bool = False,
@@ -81,6 +82,7 @@ def data_efficiency(
         heldout: (rows, pos) ids that nothing was fitted on.
         tokens: (rows, pos) calibration ids for SWD; its fits take the first rows of them.
         token_counts: for SWD, rounded up to whole rows; counts beyond `tokens` become one fit on all of them.
+        checkpoints: of a run of training, those that are measured where they were kept, and its last. None: all that were kept.
         out: a JSON file that gets every point as soon as it is measured; `DataEfficiency.load` reads it at every moment. The
             same call again takes over what is there. Other methods and counts may be added: points that this call does
             not ask for stay in the file and are no part of its result. Single points are measured anew: nobody can say
@@ -104,7 +106,6 @@ def data_efficiency(
     if len(sites) != 1:
         raise error("efficiency-of-several-sites", pattern=site, n_sites=len(sites))
     fits = None if out is None else Path(out).with_suffix(".fits")
-    surface = Surface(model, sites[0], fits)
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
         raise error("efficiency-on-single-tokens")
@@ -112,7 +113,8 @@ def data_efficiency(
     require_free(host_of(model), sites)
     if not methods:
         raise error("efficiency-of-nothing")
-    counts = list(token_counts)
+    counts, measured_of_a_run = list(token_counts), None if checkpoints is None else frozenset(checkpoints)
+    surface = Surface(model, sites[0], fits, measured_of_a_run)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
     settings |= {"heldout_tokens": held.numel(), **standing_hooks(model)}
@@ -184,12 +186,14 @@ class Surface:
 
     Attributes:
         fits: the folder of fits that are not measured yet; None: they are not kept.
+        checkpoints: tokens of a training's checkpoints that are measured, beside the last; None: all.
         texts: how many rows -> those rows, with what was collected of them.
     """
 
     model: Any
     site: Site
     fits: Path | None = None
+    checkpoints: frozenset[int] | None = None
     texts: dict[int, CalibrationText] = field(default_factory=dict)
 
     @property
@@ -236,7 +240,9 @@ def _checkpoints(name: str, units: LearnedUnits, surface: Surface) -> Series:
     about = {"method": units.provenance["method"], "settings": units.provenance["settings"]}
     # The same recipe on the same text gives the same bits; the file says which text.
     identity = {**about, "tokens_sha256": units.provenance["tokens_sha256"]}
-    return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: units.at(n)) for n in units.checkpoints)
+    asked = set(units.checkpoints) if surface.checkpoints is None else {*surface.checkpoints, max(units.checkpoints)}
+    counts = [n for n in units.checkpoints if n in asked]
+    return lambda: (Candidate(n, CHECKPOINT, about, identity, lambda n=n: units.at(n)) for n in counts)
 
 
 def _single(name: str, given: Any, tokens: Any, surface: Surface) -> Series:

@@ -64,6 +64,13 @@ def test_points_are_what_the_parts_give_alone(model, found):
     assert len(made.as_dict()["points"]) == 7 and "TC" in made._repr_html_()
 
 
+def test_of_a_run_those_checkpoints_that_are_asked_for_and_its_last(model, found):
+    made, units = found
+    few = data_efficiency(model, SITE, {"TC": units}, heldout=HELD, checkpoints=[100, 150])  # 150 was not kept
+    assert few.points == [point for point in made.points if point.method == "TC" and point.tokens in (100, 200)]
+    assert data_efficiency(model, SITE, {"TC": units}, heldout=HELD, checkpoints=[]).points == few.points[-1:]
+
+
 def test_nothing_is_run_twice(model, found):
     """Rows that enter the block before the replaced one."""
     counts = {"heldout": HELD, "tokens": TEXT, "token_counts": (100, 240)}

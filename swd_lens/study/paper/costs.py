@@ -82,7 +82,8 @@ def works_of(settings: ItemSettings, shape: Shape) -> Iterator[Work]:
             for count in settings["token_counts"]:
                 yield from _solving(settings, shape, settings["site"], s, ("SWD (paper)", "SWD"), count)
             yield from _training(settings, shape, settings["site"], trained)
-            points = 4 * len(settings["token_counts"]) + sum(_checkpoints(spec) for spec in trained)
+            of_runs = sum(_checkpoints(spec, settings["checkpoints"]) for spec in trained)
+            points = 4 * len(settings["token_counts"]) + of_runs
             yield _fidelity(settings, shape, settings["site"], points)
         case "single-matrix" | "controls" | "mlp":
             methods = len(s) * (len(SOLVERS) + 2) + 1 + len(trained) + settings.get("random_b_seeds", 0)
@@ -180,8 +181,10 @@ def _training(settings: ItemSettings, shape: Shape, site: str, trained: Sequence
         yield Work("activations", shape.forward(kept, settings["context"], layer + 1), on_disk, on_disk)
 
 
-def _checkpoints(spec: Mapping[str, Any]) -> int:
-    """Steps 1, 2, 4, ... and the last."""
+def _checkpoints(spec: Mapping[str, Any], asked: Sequence[int] = ()) -> int:
+    """Those asked for and the last; of none asked for, steps 1, 2, 4, ... and the last."""
+    if asked:
+        return len({n for n in asked if n < spec["n_tokens"]}) + 1
     steps = max(1, spec["n_tokens"] // spec.get("tokens_per_step", 4096))
     return steps.bit_length() + (steps & (steps - 1) > 0)
 

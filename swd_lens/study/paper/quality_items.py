@@ -39,6 +39,7 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
         heldout=materials.heldout,
         tokens=materials.fitted_on(max(counts)),
         token_counts=counts,
+        checkpoints=settings["checkpoints"] or None,
         out=materials.folder / "data-efficiency" / "points.json",
         progress=materials.progress,
     )
