@@ -1,8 +1,8 @@
 """Grams: the second moments of what each site reads, and the targets of corrected calibration, streamed over the tokens.
 
 1. Take the tokens as a stream (tasks/streams.py), or what is kept of them at a later block (residuals.py). Run them in batches,
-   no further than the last wanted layer. Each site must have read one vector per token: one that was silent, or read twice, is
-   an error, not a wrong Gram.
+   no further than the last wanted layer, or, from what is kept, than the last wanted matrix. Each site must have read one
+   vector per token: one that was silent, or read twice, is an error, not a wrong Gram.
 2. `collect_grams`: G = mean over tokens of h^T h. At every site h^T h is added to a running float64 sum. Memory is one
    (d_in, d_in) float64 sum per site, whatever the number of tokens, and one Gram while sums become Grams. Sites that read the
    very same vectors (attn_q, attn_k, attn_v; mlp_gate, mlp_in) share one.
@@ -34,9 +34,9 @@ from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.residuals import Residuals
-from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.recording import record, require_one_per_token
+from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 
 # Wider sums grow tile by tile, so that no product of their own size lies beside them. Up to here a product takes 64 MB, and
@@ -103,20 +103,18 @@ def collect_grams(
     if before := [site.name for site in sites if site.layer < residuals.layer]:
         raise error("site-before-the-residuals", sites=", ".join(before), layer=residuals.layer)
     double, n_tokens = dtype == "float64", residuals.stream.n_tokens
-    sums = _pass(host_of(model), sites, residuals, _Sums(double, share=True), progress)
+    sums = _pass(sites, residuals, _Sums(double, share=True), progress)
     if sums.parted:
-        sums = _pass(host_of(model), sites, residuals, _Sums(double, share=False), progress)
+        sums = _pass(sites, residuals, _Sums(double, share=False), progress)
     return Grams(sums.means(n_tokens), n_tokens)
 
 
-def _pass(host: Host, sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
+def _pass(sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
     """The sums over all tokens, or up to the batch in which they parted."""
-    stop = max(site.layer for site in sites) + 1
-    fused = fused_attention(host, residuals.stream.first_row()[None])
-    with torch.no_grad(), fused, host.inputs(sites, sums.add):
+    with torch.no_grad(), fused_attention(residuals.host, residuals.stream.first_row()[None]):
         for tokens, start in _shown(residuals.batches(), residuals, progress):
             sums.begin()
-            host.run_blocks(tokens, stop, **({} if start is None else {"start": start}))
+            residuals.run(tokens, start, sites, sums.add)
             if sums.parted:
                 break
             require_one_per_token(sites, sums.vectors, tokens.numel())
@@ -259,8 +257,8 @@ def collect_pairs(
     with fused_attention(replaced.host, replaced.stream.first_row()[None]):
         for (tokens, start), (_, dense_start) in _shown(both, replaced, progress):
             with as_dense():
-                dense_inputs = _inputs(dense.host, sites, tokens, dense_start, dtype)
-            inputs = _inputs(replaced.host, sites, tokens, start, dtype)
+                dense_inputs = _inputs(dense, sites, tokens, dense_start, dtype)
+            inputs = _inputs(replaced, sites, tokens, start, dtype)
             for name, (gram, cross) in sums.items():
                 h, g = inputs[name], dense_inputs[name]
                 gram += (h.T @ h).to(gram)
@@ -273,12 +271,20 @@ def collect_pairs(
 
 
 def _inputs(
-    host: Host, sites: Sequence[Site], tokens: Tensor, start: Start | None, dtype: str
+    residuals: Residuals, sites: Sequence[Site], tokens: Tensor, start: Start | None, dtype: str
 ) -> dict[str, Float[Tensor, "vector _d_in"]]:
     """What every site reads, one vector per row."""
-    seen = record(host, tokens, inputs=sites, start=start, keep=lambda h: _vectors(h, dtype == "float64").clone())
-    require_one_per_token(sites, seen.vectors, tokens.numel())
-    return seen.inputs
+    inputs: dict[str, Tensor] = {}
+    vectors: Counter[str] = Counter()
+
+    def keep(site: Site, h: Tensor) -> None:
+        inputs[site.name] = _vectors(h, dtype == "float64").clone()
+        vectors[site.name] += h.numel() // site.d_in
+
+    with torch.no_grad():
+        residuals.run(tokens, start, sites, keep)
+    require_one_per_token(sites, vectors, tokens.numel())
+    return inputs
 
 
 def corrected(

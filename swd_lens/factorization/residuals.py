@@ -8,6 +8,8 @@
    are; at every advance it is also run whole, from its tokens, and everything that the block's sites read must be the same to
    the bit. Where it is not, or the disk is too small, nothing is kept any more and runs are whole. (One row, not a batch: the
    whole run passes through all the blocks before. Of a batch of 16 rows it took half of the time of SmolLM2's calibration.)
+5. `run` shows what sites read in a batch. Sites of the block where runs take up, each of which that row has shown once, are all
+   that is run for: behind the last of them the forward is left, for what follows is thrown away.
 """
 
 import hashlib
@@ -15,13 +17,14 @@ import itertools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import callers_level, error, warning
@@ -33,6 +36,10 @@ from swd_lens.tasks.streams import TokenStream, as_stream
 
 _NAME = "swd-lens-residuals"  # of the temporary folder
 _SPARE = 1 << 28  # bytes of the disk that are left alone
+
+
+class _AllHaveRead(Exception):
+    """Leaves a forward behind the last matrix whose input is wanted."""
 
 
 class Residuals:
@@ -55,6 +62,7 @@ class Residuals:
         self.why_not: str | None = None
         self._parent, self._folder, self._kept = folder, None, None
         self._row: Start | None = None  # of the first row alone, which is checked
+        self._once: frozenset[str] = frozenset()  # sites of block `layer` that it has shown once, and no more
 
     @property
     def kept(self) -> bool:
@@ -69,7 +77,7 @@ class Residuals:
 
     def close(self) -> None:
         """Remove the files; nothing is kept any more, as at the start."""
-        self.layer, self._kept, self._row = 0, None, None
+        self.layer, self._kept, self._row, self._once = 0, None, None, frozenset()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -79,6 +87,28 @@ class Residuals:
         residuals = itertools.repeat(None) if self._kept is None else self._kept.read()
         for tokens, residual in zip(self.stream.batches(self.batch_size), residuals, strict=False):
             yield tokens, None if residual is None else Start(self.layer, residual)
+
+    def run(
+        self,
+        tokens: Int[Tensor, "_rows pos"],
+        start: Start | None,
+        sites: Sequence[Site],
+        use: Callable[[Site, Float[Tensor, "_rows pos _d_in"]], None],
+    ) -> None:
+        """Run one of the batches for what sites read: use(site, h) of each, as often as the host shows it."""
+        ends = start is not None and self._once.issuperset(site.name for site in sites)
+        left = {site.name for site in sites}
+
+        def used(site: Site, h: Tensor) -> None:
+            use(site, h)
+            left.discard(site.name)
+            if ends and not left:
+                raise _AllHaveRead
+
+        with suppress(_AllHaveRead), self.host.inputs(sites, used):
+            n_blocks = max(site.layer for site in sites) + 1
+            # Without a start not even the argument: hosts that take none are hosts, too.
+            self.host.run_blocks(tokens, n_blocks, **({} if start is None else {"start": start}))
 
     def advance(self, layer: int) -> None:
         """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before.
@@ -97,7 +127,7 @@ class Residuals:
                 self.close()
                 return
         old, self.layer = self._kept, layer
-        self._kept, self._row = written
+        self._kept, self._row, self._once = written
         if old is not None:
             old.path.unlink(missing_ok=True)
 
@@ -107,9 +137,13 @@ class Residuals:
             tokens, layer, start=Start(0, self.host.residual(tokens, 0)) if start is None else start
         )
 
-    def _written(self, layer: int, stack: ExitStack) -> "tuple[_Kept, Start] | None":
-        """What enters `layer`, of all batches in a new file and of the first row; None where it cannot be kept."""
+    def _written(self, layer: int, stack: ExitStack) -> "tuple[_Kept, Start, frozenset[str]] | None":
+        """What enters `layer`, of all batches in a new file and of the first row, and the sites that the row has shown once.
+
+        None where it cannot be kept.
+        """
         new = row = None
+        once: frozenset[str] = frozenset()
         try:
             for tokens, start in self.batches():
                 if new is None:
@@ -117,9 +151,11 @@ class Residuals:
                 residual = self._advanced(tokens, start, layer)
                 if new is None:
                     row = Start(layer, self._advanced(tokens[:1], self._row, layer))
-                    self.why_not = self._objection(tokens[:1], row)
+                    shown = self._inputs(tokens[:1], layer, row)
+                    self.why_not = self._objection(tokens[:1], row, shown)
                     if self.why_not is not None:
                         return None
+                    once = _shown_once(shown, tokens[:1].numel())
                     new = _Kept(self._temporary_folder() / f"layer-{layer}", residual)
                 if not self._has_room_for(new, residual):
                     new.path.unlink(missing_ok=True)
@@ -128,7 +164,7 @@ class Residuals:
             if new is not None:
                 new.path.unlink(missing_ok=True)
             raise
-        return None if new is None or row is None else (new, row)
+        return None if new is None or row is None else (new, row, once)
 
     def _temporary_folder(self) -> Path:
         if self._folder is None:
@@ -139,15 +175,15 @@ class Residuals:
             self._folder.mkdir(mode=0o700)
         return self._folder
 
-    def _objection(self, row: Int[Tensor, "1 pos"], start: Start) -> str | None:
-        """Why the residuals of this host cannot be kept, as seen on the first row, whose run takes up at `start`."""
+    def _objection(self, row: Int[Tensor, "1 pos"], start: Start, resumed: "_Shown") -> str | None:
+        """Why the residuals of this host cannot be kept, as seen on the first row: its run from `start` has shown `resumed`."""
         residual = start.residual
         needed = self.stream.n_tokens * residual.shape[-1] * residual.element_size()
         free = shutil.disk_usage(self._temporary_folder()).free
         if needed + _SPARE > free:
             return self._disk_too_small(needed, free)
         # A run from the residual must show the sites of its block what a whole run shows them.
-        whole, resumed = self._inputs(row, start.layer, None), self._inputs(row, start.layer, start)
+        whole = self._inputs(row, start.layer, None)
         same = [site for site, _ in whole] == [site for site, _ in resumed]
         if not same or not all(torch.equal(h, again) for (_, h), (_, again) in zip(whole, resumed, strict=True)):
             return f"this host's runs from block {start.layer} are not those from the tokens, to the bit"
@@ -171,13 +207,23 @@ class Residuals:
         )
         return f"residuals of {n_tokens} tokens need {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
 
-    def _inputs(self, tokens: Tensor, layer: int, start: Start | None) -> list[tuple[Site, Tensor]]:
+    def _inputs(self, tokens: Tensor, layer: int, start: Start | None) -> "_Shown":
         """What the sites of a block read, in the order of the run; sites that it does not show are missing."""
-        inputs: list[tuple[Site, Tensor]] = []
+        inputs: _Shown = []
         sites = [site for site in self.host.sites() if site.layer == layer]
         with self.host.inputs(sites, lambda site, h: inputs.append((site, h.clone()))):
             self.host.run_blocks(tokens, layer + 1, **({} if start is None else {"start": start}))
         return inputs
+
+
+# Sites and what they read, in the order of a run; a site that reads twice is there twice.
+_Shown = list[tuple[Site, Tensor]]
+
+
+def _shown_once(shown: _Shown, n_tokens: int) -> frozenset[str]:
+    """Names of the sites that read one vector per token, in one call."""
+    calls = Counter(site.name for site, _ in shown)
+    return frozenset(site.name for site, h in shown if calls[site.name] == 1 and h.numel() == n_tokens * site.d_in)
 
 
 class _Kept:

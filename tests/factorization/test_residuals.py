@@ -14,7 +14,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.errors import TokenError
+from swd_lens.base.errors import TokenError, UnsupportedHostError
 from swd_lens.base.files import workplace_beside
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.residuals import Residuals
@@ -81,6 +81,41 @@ def test_blocks_before_are_not_run_again(model):
         residuals.advance(3)
         # Block 2 once per batch and for the first row, which is run once more from its tokens, and through block 3 both ways.
         assert runs == {0: 1, 1: 1, 2: 3 + 1 + 1, 3: 1 + 1}
+
+
+@pytest.mark.parametrize("stage", [["attn_qkv"], ["attn_o"], ["mlp_in"], ["mlp_out"]])
+def test_behind_the_last_wanted_matrix_nothing_is_run(model, stage):
+    """As sequential calibration asks, stage by stage."""
+    sites = find_sites(model, [f"blocks.2.{kind}" for kind in stage])
+    in_order = sites_of(model, 2)
+    behind, shown, ends = in_order[in_order.index(sites[-1]) + 1 :], [], []
+    with Residuals(model, TOKENS, ROWS) as residuals, ExitStack() as stack:
+        residuals.advance(2)
+        whole = collect_grams(model, sites, TOKENS, batch_size=ROWS)
+        stack.enter_context(host_of(model).inputs(behind, lambda site, h: shown.append(site)))
+        stack.callback(model.blocks[2].register_forward_hook(lambda *_: ends.append(1)).remove)
+        kept = collect_grams(model, sites, None, residuals=residuals)
+    assert shown == [] and ends == []
+    assert all(torch.equal(whole[site.name], kept[site.name]) for site in sites)
+
+
+def test_a_site_that_reads_twice_is_an_error_from_residuals_too(model, monkeypatch):
+    host, (site,) = host_of(model), find_sites(model, "blocks.2.mlp_in")
+    inputs = type(host).inputs
+
+    def twice(self, sites, use):
+        def use_twice(site, h):
+            use(site, h)
+            use(site, h)
+
+        return inputs(self, sites, use_twice)
+
+    monkeypatch.setattr(type(host), "inputs", twice)
+    with Residuals(model, TOKENS, ROWS) as residuals:
+        residuals.advance(2)
+        assert residuals.kept
+        with pytest.raises(UnsupportedHostError, match=r"blocks\.2\.mlp_in"):
+            collect_grams(model, [site], None, residuals=residuals)
 
 
 def test_stages_may_be_left_out_and_repeated_but_do_not_go_back(model):
