@@ -31,10 +31,11 @@ REMARKS = {
         "s=.75. In attn_o, basis auto is the paper's, so that SWD from neurons is SWD there."
     ),
     "data-efficiency": (
-        "Transcoders: of two penalties the lesser was chosen on validation text at both widths (CE delta there .0140 and .0520 of "
-        "the narrow, .0103 and .0558 of the wide; a third, 8e-4, gave .0990 and .0996 before), the edge of what was tried; rates "
-        "were not tuned. They go through 262,144 tokens, the narrow ones twice. A run that was killed three times (twice while SWD "
-        "was fitted, once in a training) gave every one of its 44 points, 28 of them checkpoints, in the digits of one that was not."
+        "Transcoders: of two penalties the lesser was chosen on validation text at both widths (CE delta there .0140 and .0520 "
+        "of the narrow, .0103 and .0558 of the wide; a third, 8e-4, gave .0990 and .0996 before), the edge of what was tried; "
+        "rates were not tuned. They go through 262,144 tokens, the narrow ones twice. A run that was killed three times (twice "
+        "while SWD was fitted, once in a training) gave each of its 44 points, 28 of them checkpoints, in the digits of one that "
+        "was not."
     ),
     "full-model": (
         "37 minutes on two cores (another single-threaded run beside it for three of them), 8.3 GB: 15 of factors, 7 of tuning, "
