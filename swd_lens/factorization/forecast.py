@@ -3,7 +3,7 @@
 1. The matrices are cut into stages, each calibrated in one pass over the tokens (stages.py).
 2. A pass costs a forward of the stage's own blocks, and, once per block, one that brings what is kept of the residual stream
    up to them; then h^T h for every input that is read. The first matrix's row bears what several need. Blocks are counted
-   whole, though a pass from what is kept ends behind the last matrix that it is for: a third to a half of a stage's forward.
+   whole, though a pass from what is kept ends behind the last matrix that it is for.
    Corrected calibration runs every pass twice, as the dense host and as the replaced one (grams.py).
 3. Held meanwhile: the Grams that the rest of the stage waits for, and everything that is finished.
 
