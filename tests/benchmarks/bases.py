@@ -152,7 +152,7 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
             continue
         measured = {m: row for m, row in _kept(args.folder, name, cell, place).items() if m in args.methods}
         for method, row in measured.items():
-            yield [cell, place, method, *_cells(row)]
+            yield [cell, place, method, *cells_of(row)]
         if measured:
             foretold = _foretold(list(measured.values()))
             yield [cell, place, f"text foretells circuits: {foretold}", *[""] * (len(COLUMNS) - 3)]
@@ -180,9 +180,9 @@ def _measure(name: str, args: Any) -> None:
                 continue
             if gram is None:
                 gram = collect_grams(model, [site], tokens).by_site[place]
-            row = _row(model, task, site, weight, gram, (tokens, heldout), makers[method])
+            row = measured_row(model, task, site, weight, gram, (tokens, heldout), makers[method])
             file.write_text(json.dumps(row))
-            print(" | ".join([cell, place, method, *_cells(row)]), flush=True)
+            print(" | ".join([cell, place, method, *cells_of(row)]), flush=True)
 
 
 def _file(folder: Path, model: str, cell: str, place: str, method: str) -> Path:
@@ -232,7 +232,7 @@ def _foretold(measured: Sequence[dict[str, Any]]) -> str:
     return f"{pd.DataFrame(pairs).corr(method='spearman').iloc[0, 1]:.2f} of {len(pairs)}"
 
 
-def _row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any, make: Make) -> dict[str, Any]:
+def measured_row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any, make: Make) -> dict[str, Any]:
     site = matrix.name
     began = time.perf_counter()
     made = make(model, matrix, weight, gram)
@@ -266,7 +266,7 @@ def _of_one_neuron(f: Any, side: str) -> int:
     return int(nonzeros.eq(1).sum())
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def cells_of(row: dict[str, Any]) -> list[str]:
     def cost(of: str) -> str:
         units, edges = row[of]
         return "" if units is None else f"{units:,} / {edges:,}"
