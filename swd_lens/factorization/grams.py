@@ -19,7 +19,6 @@ A host in float64 gives Grams that are the same to the last bit of float32, what
 threads it has; those of a float32 host differ in the last places, which choosing supports amplifies.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
-from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 
 # Wider sums grow tile by tile, so that no product of their own size lies beside them. Up to here a product takes 64 MB, and
@@ -117,7 +115,6 @@ def _pass(sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: 
             residuals.run(tokens, start, sites, sums.add)
             if sums.parted:
                 break
-            require_one_per_token(sites, sums.vectors, tokens.numel())
     return sums
 
 
@@ -142,20 +139,17 @@ class _Sums:
     share: bool
     by_site: dict[str, Tensor] = field(default_factory=dict)
     owner: dict[str, str] = field(default_factory=dict)
-    vectors: Counter[str] = field(default_factory=Counter)  # of the present batch
     previous: tuple[Site, Tensor, int] | None = None  # that owns a sum: what it read, and that tensor's version then
     first: bool = True
     parted: bool = False
 
     def begin(self) -> None:
         """A batch begins."""
-        self.first = not self.vectors
-        self.vectors.clear()
+        self.first = not self.by_site
         self.previous = None
 
     def add(self, site: Site, h: Tensor) -> None:
         h = h.detach()
-        self.vectors[site.name] += h.numel() // site.d_in
         same = self._reads_as_before(site, h)
         if self.first and same is not None and site.name not in self.by_site:
             self.owner[site.name] = same
@@ -275,15 +269,12 @@ def _inputs(
 ) -> dict[str, Float[Tensor, "vector _d_in"]]:
     """What every site reads, one vector per row."""
     inputs: dict[str, Tensor] = {}
-    vectors: Counter[str] = Counter()
 
     def keep(site: Site, h: Tensor) -> None:
         inputs[site.name] = _vectors(h, dtype == "float64").clone()
-        vectors[site.name] += h.numel() // site.d_in
 
     with torch.no_grad():
         residuals.run(tokens, start, sites, keep)
-    require_one_per_token(sites, vectors, tokens.numel())
     return inputs
 
 

@@ -31,6 +31,7 @@ from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.files import remove_remains, workplace_beside
 from swd_lens.hosts import Host, Start, host_of
 from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.recording import require_one_per_token
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.streams import TokenStream, as_stream
 
@@ -95,20 +96,26 @@ class Residuals:
         sites: Sequence[Site],
         use: Callable[[Site, Float[Tensor, "_rows pos _d_in"]], None],
     ) -> None:
-        """Run one of the batches for what sites read: use(site, h) of each, as often as the host shows it."""
-        ends = start is not None and self._once.issuperset(site.name for site in sites)
-        left = {site.name for site in sites}
+        """Run one of the batches for what sites read: use(site, h) of each.
+
+        Raises:
+            UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
+        """
+        wanted = {site.name for site in sites}
+        ends = start is not None and wanted <= self._once
+        vectors: Counter[str] = Counter()
 
         def used(site: Site, h: Tensor) -> None:
+            vectors[site.name] += h.numel() // site.d_in
             use(site, h)
-            left.discard(site.name)
-            if ends and not left:
+            if ends and len(vectors) == len(wanted):
                 raise _AllHaveRead
 
         with suppress(_AllHaveRead), self.host.inputs(sites, used):
             n_blocks = max(site.layer for site in sites) + 1
             # Without a start not even the argument: hosts that take none are hosts, too.
             self.host.run_blocks(tokens, n_blocks, **({} if start is None else {"start": start}))
+        require_one_per_token(sites, vectors, tokens.numel())
 
     def advance(self, layer: int) -> None:
         """Keep what enters block `layer` from now on, of the host as it is now. Interrupted, all is as before.

@@ -14,7 +14,7 @@ Tokens are data used; they equate neither optimization steps nor FLOPs.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -92,8 +92,8 @@ def data_efficiency(
 
     Raises:
         TypeError: a method that is none of these.
-        ValueError: no method, not one site, units of another site, no or bad token counts, or bad options for SWD; before any
-            work, but for methods that are functions.
+        ValueError: no method, not one site, units of another site, no or bad token counts, bad checkpoints, or bad options for
+            SWD; before any work, but for methods that are functions.
         TokenError, AttachError, UnknownSiteError, UnitSourceError, TrainError: bad text, host, site, units or folder.
             Also an `out` that is a file of something else.
         OSError: `out` is a folder or cannot be written (a FolderInUseError: another call writes it); before any work.
@@ -113,8 +113,10 @@ def data_efficiency(
     require_free(host_of(model), sites)
     if not methods:
         raise error("efficiency-of-nothing")
-    counts, measured_of_a_run = list(token_counts), None if checkpoints is None else frozenset(checkpoints)
-    surface = Surface(model, sites[0], fits, measured_of_a_run)
+    counts, of_runs = list(token_counts), None if checkpoints is None else list(checkpoints)
+    if of_runs is not None and not _are_counts(of_runs):
+        raise error("efficiency-checkpoints", counts=of_runs)
+    surface = Surface(model, sites[0], fits, of_runs)
     series = {name: _series(name, given, surface, tokens, counts) for name, given in methods.items()}
     settings = {"model": str(model.cfg.model_name), "site": sites[0].name, "swd_lens": __version__}
     settings |= {"heldout_tokens": held.numel(), **standing_hooks(model)}
@@ -193,7 +195,7 @@ class Surface:
     model: Any
     site: Site
     fits: Path | None = None
-    checkpoints: frozenset[int] | None = None
+    checkpoints: Sequence[int] | None = None
     texts: dict[int, CalibrationText] = field(default_factory=dict)
 
     @property
@@ -263,7 +265,7 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
     if tokens is None:
         raise error("efficiency-without-tokens", name=name)
     rows = as_rows(tokens, surface.model)
-    if not counts or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in counts):
+    if not counts or not _are_counts(counts):
         raise error("efficiency-token-counts", counts=counts)
     length = rows.shape[1]
     n_rows = sorted({min(-(-count // length), len(rows)) for count in counts})
@@ -290,6 +292,11 @@ def _fits(name: str, options: Mapping[str, Any], surface: Surface, tokens: Any, 
             )
 
     return fits
+
+
+def _are_counts(counts: Iterable[Any]) -> bool:
+    """Whether all are whole numbers above 0."""
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts)
 
 
 def _fit_folder(surface: Surface, identity: Mapping[str, Any]) -> Path | None:

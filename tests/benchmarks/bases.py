@@ -233,6 +233,7 @@ def _foretold(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def measured_row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any, make: Make) -> dict[str, Any]:
+    """What is measured of one method at one matrix; texts: that the Gram is of, and held-out."""
     site = matrix.name
     began = time.perf_counter()
     made = make(model, matrix, weight, gram)
@@ -267,6 +268,8 @@ def _of_one_neuron(f: Any, side: str) -> int:
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
+    """A measured row as the table shows it, from COLUMNS[3] on."""
+
     def cost(of: str) -> str:
         units, edges = row[of]
         return "" if units is None else f"{units:,} / {edges:,}"

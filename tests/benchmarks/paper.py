@@ -33,9 +33,10 @@ REMARKS = {
     "data-efficiency": (
         "Transcoders: of two penalties the lesser was chosen on validation text at both widths (CE delta there .0140 and .0520 "
         "of the narrow, .0103 and .0558 of the wide; a third, 8e-4, gave .0990 and .0996 before), the edge of what was tried; "
-        "rates were not tuned. They go through 262,144 tokens, the narrow ones twice. 38 minutes, small tests beside it; 4.1 GB. "
-        "It was killed once on the way (34 minutes, then 6), and an earlier run three times: every point is that of a run "
-        "which was not, in every digit here, of the earlier one 28 checkpoints and 16 fits."
+        "rates were not tuned. They go through 262,144 tokens, the narrow ones twice. It took 34 minutes to a kill and 6 after "
+        "it, some 38 without what was run twice, with small tests beside it. Its points are those of a run that was not killed, "
+        "in every digit here; so were the 44 of a run with more checkpoints that was interrupted three times, two of them kills "
+        "(4.1 GB)."
     ),
     "single-matrix": (
         "10 minutes where data-efficiency has trained the baselines, in a run that was killed before and after it: the tables "
