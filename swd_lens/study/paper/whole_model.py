@@ -31,6 +31,7 @@ from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import described
 
 SWD_FT = "SWD-FT"
+_CHECKPOINT_EVERY = 100  # steps of the fine-tuning at most
 
 
 def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
@@ -80,11 +81,7 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
 
 
 def _replaced(materials: Materials, settings: ItemSettings, folder: Path) -> ModelReplacement:
-    heldout, rows = materials.heldout, settings["finetune_batch"]
-    steps = settings["finetune_steps"] or settings["finetune_tokens"] // (rows * settings["context"])
-    tuning: dict[str, Any] = {"batch_size": rows, "heldout": heldout[: max(2, len(heldout) // 4)]}
-    tuning |= {"steps": settings["finetune_steps"]} if settings["finetune_steps"] else {}
-    tuning |= {"eval_every": max(1, steps // settings["finetune_evaluations"])}
+    heldout = materials.heldout
     return replace_model(
         materials.model,
         settings["sites"],
@@ -97,12 +94,22 @@ def _replaced(materials: Materials, settings: ItemSettings, folder: Path) -> Mod
         workers=materials.workers,
         finetune=settings["finetune"],
         finetune_tokens=materials.fitted_on(settings["finetune_tokens"]),
-        finetune_options=tuning,
+        finetune_options={"heldout": heldout[: max(2, len(heldout) // 4)], **tuning_steps(settings)},
         prompts=settings["prompts"],
         out=folder,
         on_step=materials.on_step,
         progress=materials.progress,
     )
+
+
+def tuning_steps(settings: ItemSettings) -> dict[str, int]:
+    """Of the fine-tuning: rows in a step, the steps where they are set, and how many lie between evaluations and checkpoints."""
+    rows, steps = settings["finetune_batch"], settings["finetune_steps"]
+    n_steps = steps or settings["finetune_tokens"] // (rows * settings["context"])
+    between = max(1, n_steps // settings["finetune_evaluations"])
+    # A step of a whole model takes a quarter of a minute on two cores: a short run that is killed must not begin anew.
+    often = {"eval_every": between, "checkpoint_every": min(_CHECKPOINT_EVERY, between)}
+    return {"batch_size": rows, **({"steps": steps} if steps else {}), **often}
 
 
 def _trained_sparse(materials: Materials, settings: ItemSettings, folder: Path) -> SparsePretrained | None:

@@ -5,7 +5,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import UnsupportedHostError
-from swd_lens.study.paper.whole_model import tuned_host, units_of
+from swd_lens.study.paper.settings import settings_of
+from swd_lens.study.paper.whole_model import tuned_host, tuning_steps, units_of
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +37,14 @@ def test_candidates_must_write_to_the_residual_stream(replaced):
     model, tuned = replaced
     with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.mlp_in"):
         tuned_host(model, tuned, "mlp_in")
+
+
+def test_a_short_tuning_is_checkpointed_on_the_way():
+    """32,768 tokens in steps of 4 x 256: 32 steps, and two evaluations; the paper's 2,000 steps and ten."""
+    assert tuning_steps(settings_of("full-model", "small")) == {
+        "batch_size": 4,
+        "eval_every": 16,
+        "checkpoint_every": 16,
+    }
+    paper = {"batch_size": 8, "steps": 2_000, "eval_every": 200, "checkpoint_every": 100}
+    assert tuning_steps(settings_of("full-model", "paper")) == paper
