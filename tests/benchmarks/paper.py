@@ -45,10 +45,10 @@ REMARKS = {
     "full-model": (
         "6.2 GB, in batches of four rows; killed twice, at matrix 195 of 210 and at step 28 of 32 of the tuning, which began "
         "anew (now it has a checkpoint at step 16): 49 minutes, some 38 without what was run twice (15 of factors, 7 of tuning, "
-        "17 of fidelity, prompts and circuits, for most of them beside the test suite). Rows of the factors before tuning are those of a run that was not killed, in "
-        "every digit here. In batches of eight (37 minutes, 8.3 GB) the CE difference after tuning was +0.2050 +- .0130, and "
-        "with 65,536 tuning tokens (32 steps, 17 minutes) +0.1377 +- .0133; ioi then needed none of SWD-FT's mlp_out units to "
-        "keep 90 %."
+        "17 of fidelity, prompts and circuits, for most of them beside the test suite). Rows of the factors before tuning are "
+        "those of a run that was not killed, in every digit here. In batches of eight (37 minutes, 8.3 GB) the CE difference "
+        "after tuning was +0.2050 +- .0130, and with 65,536 tuning tokens (32 steps, 17 minutes) +0.1377 +- .0133; ioi then "
+        "needed none of SWD-FT's mlp_out units to keep 90 %."
     ),
     "mlp": (
         "27 minutes on a quiet machine, 3.5 GB; 5 more for neurons and pruned neurons, as their units had been coordinates of "
