@@ -232,7 +232,7 @@ TRIGGERS |= {
     "efficiency-of-another-kind": lambda *_: efficiency({"Transcoder": 3}),
     "efficiency-of-another-site": lambda *_: efficiency({"Transcoder": units()}, "blocks.1.mlp_out"),
     "efficiency-without-tokens": lambda *_: efficiency({"SWD": {"sparsity": 0.5}}),
-    "efficiency-checkpoints": lambda *_: efficiency({"SWD": {"sparsity": 0.5}}, tokens=tokens(), checkpoints=["last"]),
+    "efficiency-checkpoints": lambda *_: efficiency({"SWD": {"sparsity": 0.5}}, tokens=tokens(), checkpoints=[0]),
     "efficiency-token-counts": lambda *_: efficiency({"SWD": {"sparsity": 0.5}}, tokens=tokens(), token_counts=[0]),
 }
 
