@@ -52,9 +52,10 @@ CELLS = {
 }
 SPARSITIES = (0.5, 0.75)
 # Of pruned neurons, and of units that start as neurons, so that some have the CE of a factorization.
-PRUNED = (0.25, 0.375, 0.4375, 0.5, 0.625, 0.75)
-FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.75)
-SHARES = (0.01, 0.03, 0.05, 0.15)
+PRUNED = (0.25, 0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
+FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
+# Of K; 0 stands for one edge between each unit and a neuron: pruned neurons whose support the solver chooses.
+SHARES = (0, 0.01, 0.03, 0.05, 0.15)
 PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
 # Nats by which the CE of what stands beside SWD may be above SWD's own.
 TOLERANCE = 0.001
@@ -99,7 +100,7 @@ def methods() -> dict[str, Make]:
         makers[f"SWD 2x s={s}"] = solved(sparsity=s, units="2x")
     for s in FROM_NEURONS:
         for share in SHARES:
-            makers[f"from neurons, {share} of K, s={s}"] = solved(True, sparsity=s, square_share=share)
+            makers[f"from neurons, {share} of K, s={s}"] = solved(True, sparsity=s, square_share=share or 1e-9)
     return makers
 
 
