@@ -54,7 +54,8 @@ SPARSITIES = (0.5, 0.75)
 # Of pruned neurons, and of units that start as neurons, so that some have the CE of a factorization.
 PRUNED = (0.25, 0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
 FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
-# Of K; 0 stands for one edge between each unit and a neuron: pruned neurons whose support the solver chooses.
+# Of K, for what stands between units and neurons. The solver refuses 0, and gives every unit one edge however small the share:
+# by 0 we mean that, pruned neurons whose support the solver chooses.
 SHARES = (0, 0.01, 0.03, 0.05, 0.15)
 PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
 # Nats by which the CE of what stands beside SWD may be above SWD's own.
