@@ -208,12 +208,16 @@ class SolverOptions:
     outer_iterations: Annotated[
         int | None, Option("--outer-iterations", help="Of the solver; default the preset's.", min=4)
     ] = None
+    weigh_outputs: Annotated[
+        bool, Option("--weigh-outputs", help="Refit the values so that errors count as the loss sees them (ours).")
+    ] = False
 
     def arguments(self) -> dict[str, Any]:
         """What was asked for; what was not stays with the solver's defaults."""
         units = None if self.units is None else number_or_word(self.units)
         asked = {"units": units, "basis": self.basis, "outer_iterations": self.outer_iterations}
-        preset = {} if self.preset == DEFAULT_PRESET else {"preset": self.preset}
+        preset: dict[str, Any] = {} if self.preset == DEFAULT_PRESET else {"preset": self.preset}
+        preset |= {"weigh_outputs": True} if self.weigh_outputs else {}
         return {**preset, **{name: value for name, value in asked.items() if value is not None}}
 
 

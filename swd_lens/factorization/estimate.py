@@ -156,6 +156,7 @@ def estimate(
     units: int | float | str | None = None,
     batch_size: int = 16,
     gram_dtype: str = "auto",
+    weigh_outputs: bool = False,
     **options: Any,
 ) -> Estimate:
     """Memory and time that `factorize` with these arguments will take, without starting it.
@@ -167,7 +168,7 @@ def estimate(
         sites: as for `factorize`; shapes are taken all.
         sparsity: as for `factorize`; with shapes a mapping's keys are their names, or globs.
         tokens: as for `factorize`, or just their number.
-        calibration, preset, units, batch_size, gram_dtype, options: as for `factorize`.
+        calibration, preset, units, batch_size, gram_dtype, weigh_outputs, options: as for `factorize`.
 
     Raises:
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
@@ -184,6 +185,7 @@ def estimate(
         units=units,
         batch_size=batch_size,
         gram_dtype=gram_dtype,
+        weigh_outputs=weigh_outputs,
         options=options,
     )
     device = torch.empty(0).device if shapes_only else next(model.parameters()).device

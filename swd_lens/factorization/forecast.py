@@ -4,7 +4,8 @@
 2. A pass costs a forward of the stage's own blocks, and, once per block, one that brings what is kept of the residual stream
    up to them; then h^T h for every input that is read. The first matrix's row bears what several need. Blocks are counted
    whole, though a pass from what is kept ends behind the last matrix that it is for.
-   Corrected calibration runs every pass twice, as the dense host and as the replaced one (grams.py).
+   Corrected calibration runs every pass twice, as the dense host and as the replaced one (grams.py). Where outputs are weighed,
+   a pass forward and back through the whole host comes before the first of the matrices that share it (output_grams.py).
 3. Held meanwhile: the Grams that the rest of the stage waits for, and everything that is finished.
 
 Bytes are those beyond what is in use before the call (the host among it). They are upper bounds by design where exact
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.record import Record
 from swd_lens.factorization.job import Job, options_of
+from swd_lens.factorization.output_grams import TOKENS
 from swd_lens.factorization.solve import naming
-from swd_lens.factorization.stages import stages_of
+from swd_lens.factorization.stages import stages_of, with_room
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import Cost, cost
@@ -65,20 +68,24 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
                 units=job.units,
                 preset=job.preset,
                 calibrated=plan.calibrated,
+                outputs_weighed=job.weigh_outputs,
                 **options_of(site, job.options),
             )
     kept = {site.name: plan.kept_bytes(site, widths[site.name]) for site in job.sites}
     held = sum(kept[name] for name in finished)
     unfinished = [[site for site in stage if site.name not in finished] for stage in stages_of(job.sites, job.kind)]
     stages = [stage for stage in unfinished if stage]
+    output_passes = plan.output_passes([site for stage in stages for site in stage])
     rows: list[SiteEstimate] = []
     for stage, forward in zip(stages, plan.forward_flops(stages), strict=True):
         for i, site in enumerate(stage):
-            waiting = plan.waiting_bytes(stage, i)
+            outputs = output_passes[site.name]
+            waiting = plan.waiting_bytes(stage, i) + outputs.waiting_bytes
             peak = plan.solving_bytes(site, widths[site.name], costs[site.name])
             if plan.calibrated and i == 0:
                 peak = max(peak, plan.collecting_bytes(stage) - waiting)
-            calibrating = plan.product_flops(stage, i) + (forward if i == 0 else 0.0)
+            peak = max(peak, outputs.collecting_bytes - waiting)
+            calibrating = plan.product_flops(stage, i) + (forward if i == 0 else 0.0) + outputs.flops
             sizes = (site.name, site.d_in, site.d_out, widths[site.name])
             rows.append(SiteEstimate(*sizes, costs[site.name].flops, calibrating, peak, held + waiting))
             held += kept[site.name]
@@ -92,6 +99,16 @@ def residual_bytes(job: Job) -> int:
     files = min(len({site.layer for site in job.sites} - {0}), 2)
     hosts = 2 if job.calibration == "corrected" else 1
     return hosts * files * job.n_tokens * job.model.cfg.d_model * _entry_size(job.model)
+
+
+@dataclass(frozen=True)
+class _OutputPass:
+    """What output Grams take at one matrix: operations and bytes of the pass that begins with it (0 if none does), and bytes of
+    the Grams that wait for later matrices while it is solved."""
+
+    flops: float = 0.0
+    collecting_bytes: int = 0
+    waiting_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ class _Plan:
         and Gram in float64, W by tiles."""
         error = _DOUBLE * (site.d_in * units + self.calibrated * site.d_in**2)
         gram = self.gram_entry + _FLOAT * (self.gram_entry != _FLOAT)
-        weights = _FLOAT * site.numel * (1 + self.corrected)
+        weights = _FLOAT * (site.numel * (1 + self.corrected) + self.job.weigh_outputs * site.d_out**2)
         return weights + self.calibrated * gram * site.d_in**2 + max(solving.peak_bytes, error)
 
     def waiting_bytes(self, stage: Sequence[Site], i: int) -> int:
@@ -161,6 +178,43 @@ class _Plan:
         size = _entry_size(self.job.model)
         copied = self.gram_entry * widest if size != self.gram_entry else 0
         return min(rows, self.job.batch_size) * pos * (size * _activation_entries(self.job.model, pos) + copied)
+
+    # ------------------------------------------------------------------ output Grams
+
+    def output_passes(self, sites: Sequence[Site]) -> dict[str, _OutputPass]:
+        """Site name -> what its output Gram takes; `sites` are all that will be solved, in order."""
+        if not self.job.weigh_outputs:
+            return {site.name: _OutputPass() for site in sites}
+        passes: dict[str, _OutputPass] = {}
+        rest = list(sites)
+        while rest:
+            together = with_room(rest[:1], rest[1:])
+            for i, site in enumerate(together):
+                waiting = sum(_FLOAT * later.d_out**2 for later in together[i + 1 :])
+                begins = (self._way_back_flops(together), self._way_back_bytes(together)) if i == 0 else (0.0, 0)
+                passes[site.name] = _OutputPass(*begins, waiting)
+            rest = rest[len(together) :]
+        return passes
+
+    def _way_back_flops(self, sites: Sequence[Site]) -> float:
+        """Forward and back through the whole host (back is two products for one), and g^T g."""
+        forward, model = 0.0, self.job.model
+        if model is not None:
+            forward = (
+                sum(2.0 * site.numel for site in host_of(model).sites()) + 2.0 * model.cfg.d_model * model.cfg.d_vocab
+            )
+        return self.job.n_tokens * (3 * forward + sum(2.0 * site.d_out**2 for site in sites))
+
+    def _way_back_bytes(self, sites: Sequence[Site]) -> int:
+        """float64 sums, one product beside its float64 copy, logits, and the activations of all blocks on a few rows."""
+        sums = (
+            _DOUBLE * sum(site.d_out**2 for site in sites) + (_FLOAT + _DOUBLE) * max(site.d_out for site in sites) ** 2
+        )
+        if self.job.token_shape is None or self.job.model is None:
+            return sums
+        pos = self.job.token_shape[1]
+        kept = _activation_entries(self.job.model, pos) * self.job.model.cfg.n_layers
+        return sums + 4 * CHUNK_BYTES + max(TOKENS, pos) * _entry_size(self.job.model) * kept
 
     # ------------------------------------------------------------------ operations
 

@@ -21,6 +21,7 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
+from swd_lens.factorization.output_grams import require_loss
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
@@ -58,7 +59,7 @@ class Job:
         sites: in execution order.
         tokens: calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data.
         sparsities: site name -> s.
-        calibration, preset, units, batch_size, device, options: as for `factorize`.
+        calibration, preset, units, batch_size, device, options, weigh_outputs: as for `factorize`.
         gram_dtype: of the Grams.
         shard: the part of a larger job that this one is.
     """
@@ -75,6 +76,7 @@ class Job:
     options: Mapping[str, Any]
     device: str | torch.device | None = None
     shard: Shard | None = None
+    weigh_outputs: bool = False
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class Job:
         batch_size: int = 16,
         gram_dtype: str = "auto",
         device: str | torch.device | None = None,
+        weigh_outputs: bool = False,
     ) -> "Job":
         """The job of these arguments; `model` is a host, or shapes as `estimate` takes them.
 
@@ -110,6 +113,10 @@ class Job:
             raise error("no-rows-per-forward", batch_size=batch_size)
         if gram_dtype not in ("auto", "float32", "float64"):
             raise error("unknown-gram-dtype", gram_dtype=gram_dtype)
+        if weigh_outputs and tokens is None:
+            raise error("outputs-weighed-without-tokens")
+        if weigh_outputs and isinstance(tokens, TokenStream) and not shapes_only:
+            require_loss(model, tokens)
         if device is not None:
             _check_device(device)  # before anything is calibrated, not after
         sparsities = sparsity_of_each(matrices, sparsity)
@@ -133,6 +140,7 @@ class Job:
             "float64" if double else "float32",
             dict(options),
             device,
+            weigh_outputs=weigh_outputs,
         )
 
     def spec(self, site: Site) -> AnySpec:
@@ -209,6 +217,7 @@ class Job:
             "preset": self.preset,
             "calibration": self.kind,
             "tokens": self.n_tokens,
+            **self._weighing(),
             **standing_hooks(self.model),
         }
         if self.shard is not None:  # what enters its sites depends on other shards' factors
@@ -218,7 +227,7 @@ class Job:
     def recipes(self) -> dict[str, Recipe]:
         """What decides each site's factors, but for the factors before it (see checkpoint.py)."""
         shared: dict[str, Any] = {"swd_lens": __version__, "preset": self.preset}
-        shared |= {"units": self.units, "calibration": self.kind}
+        shared |= {"units": self.units, "calibration": self.kind, **self._weighing()}
         if self.stream is not None:
             shared["tokens_sha256"] = self.stream.fingerprint()
             shared["batch_size"] = self.batch_size  # the order of a sum
@@ -237,6 +246,10 @@ class Job:
             for site in self.sites
         }
 
+    def _weighing(self) -> dict[str, bool]:
+        """Said only where outputs are weighed: what was made before knows no such word."""
+        return {"weigh_outputs": True} if self.weigh_outputs else {}
+
     def file_bytes(self) -> dict[str, int]:
         """Site -> bytes of its file: 8 an edge, and about ten vectors of its width (passport.py)."""
         return {
@@ -246,7 +259,9 @@ class Job:
 
     def task(self, site: Site, calibrated: Calibrated | None, peak_bytes: int) -> SolveTask:
         """The solve of one matrix, or of its target."""
-        gram, target = (None, None) if calibrated is None else (calibrated.gram, calibrated.target)
+        gram, target, outputs = (
+            (None, None, None) if calibrated is None else (calibrated.gram, calibrated.target, calibrated.output_gram)
+        )
         weight = host_of(self.model).weight(site) if target is None else target
         return SolveTask(
             site=site.name,
@@ -258,6 +273,7 @@ class Job:
             tokens=None if gram is None else self.n_tokens,
             options=options_of(site, self.options),
             bytes=peak_bytes,
+            output_gram=outputs if outputs is None or self.device is None else outputs.to(self.device),
         )
 
     def remembering(self, site: Site, f: Factors) -> Factors:

@@ -36,19 +36,29 @@ def solve(
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     tokens: int | None = None,
+    output_gram: Tensor | None = None,
     on_iteration: OnIteration | None = None,
     **overrides: Any,
 ) -> Factors:
     """Sparse factors W ≈ read @ write of a matrix with K = (1 - sparsity) numel(W) nonzeros.
 
     Args and errors are those of `swd_lens.solver.solve`: weight (d_in, d_out), gram (d_in, d_in) or None for zero-data,
-    preset "best", "quick", "thorough", "deep", "paper", "pruned" or "svd_pruned".
+    output_gram (d_out, d_out) of the loss's gradients at the outputs or None (all outputs count the same), preset "best",
+    "quick", "thorough", "deep", "paper", "pruned" or "svd_pruned".
 
     Returns:
         Factors on the weight's device; `settings` holds every value used and the entries kept, `weight` the float32 W.
     """
     solution = solver.solve(
-        weight, gram, sparsity, preset=preset, units=units, tokens=tokens, on_iteration=on_iteration, **overrides
+        weight,
+        gram,
+        sparsity,
+        preset=preset,
+        units=units,
+        tokens=tokens,
+        output_gram=output_gram,
+        on_iteration=on_iteration,
+        **overrides,
     )
     try:
         version = metadata.version("swd-lens")
@@ -66,6 +76,7 @@ class SolveTask:
         site: its name; errors carry it.
         weight: (d_in, d_out), any floating dtype; it travels in its own and is solved in float32, on its own device.
         gram: (d_in, d_in), or None for zero-data.
+        output_gram: (d_out, d_out), or None: all outputs count the same.
         sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
         bytes: working memory that the solve will need, see `swd_lens.solver.budget`; 0 if unknown. Schedulers go by it.
     """
@@ -79,6 +90,7 @@ class SolveTask:
     tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes: int = 0
+    output_gram: Float[Tensor, "d_out d_out"] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,9 @@ def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solv
         ValueError: what `swd_lens.solve` raises, with the site's name and shape in front.
     """
     weight = _laid_out(task.weight.detach(), torch.float32)
-    gram = None if task.gram is None else _laid_out(task.gram.detach(), task.gram.dtype)
+    gram, output_gram = (
+        None if each is None else _laid_out(each.detach(), each.dtype) for each in (task.gram, task.output_gram)
+    )
     with naming(f"{task.site} {tuple(task.weight.shape)}"):
         f = solve(
             weight,
@@ -113,6 +127,7 @@ def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solv
             preset=task.preset,
             units=task.units,
             tokens=task.tokens,
+            output_gram=output_gram,
             on_iteration=on_iteration,
             **task.options,
         )

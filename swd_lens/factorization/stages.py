@@ -5,14 +5,15 @@
      per_block: a block; dense: as many as have room for their Grams; zero-data: all, nothing is run.
 2. `ReplacedHost` is the host while that goes on: finished matrices are attached one by one and stay until the end; `calibrate`
    collects a stage's Grams, from the host as it stands (or, for dense calibration, from its own matrices), and, corrected, what
-   each matrix should compute there (grams.py). Grams that do not depend on factors may be known (calibration_text.py).
+   each matrix should compute there (grams.py); with them, where outputs are weighed, output Grams of the dense host. Grams
+   that do not depend on factors may be known (calibration_text.py).
    With several stages, what enters the present block is kept on disk (residuals.py), so that a block's forward is run a few
    times and not once per later stage.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from torch import Tensor
 from swd_lens.base.surroundings import Undo
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.grams import collect_grams, collect_pairs, corrected
+from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
@@ -37,10 +39,12 @@ _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration says of one matrix: gram (d_in, d_in), and target (d_in, d_out), to be factorized in W's place or None."""
+    """What calibration says of one matrix: gram (d_in, d_in); target (d_in, d_out), to be factorized in W's place, or None; and
+    output_gram (d_out, d_out), or None where all outputs count the same."""
 
     gram: Tensor
     target: Tensor | None
+    output_gram: Tensor | None = None
 
 
 def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) -> list[tuple[Site, ...]]:
@@ -62,6 +66,17 @@ def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) ->
     return [tuple(stage) for stage in stages]
 
 
+def with_room(sites: Sequence[Site], later: Sequence[Site]) -> list[Site]:
+    """The sites, and as many of the later ones as have room for their output Grams beside theirs."""
+    together, room = list(sites), GRAM_BYTES - sum(4 * site.d_out**2 for site in sites)
+    for site in later:
+        room -= 4 * site.d_out**2
+        if room < 0:
+            break
+        together.append(site)
+    return together
+
+
 def _input_of(site: Site) -> tuple[int, str]:
     """The same for sites of which none can change what another reads."""
     for shared in (READS_ATTENTION_INPUT, _READS_MLP_INPUT):
@@ -81,6 +96,7 @@ class ReplacedHost:
         keep: whether several stages follow, so that it pays to keep what enters the present block.
         dtype: of the Grams, "float32" or "float64".
         scratch: folder for what is kept; None: the system's temporary one.
+        weighed: matrices that will be calibrated and whose outputs are weighed, in order.
     """
 
     def __init__(
@@ -93,6 +109,7 @@ class ReplacedHost:
         keep: bool,
         dtype: Literal["float32", "float64"] = "float32",
         scratch: Path | None = None,
+        weighed: Sequence[Site] = (),
     ):
         self.model, self.stream, self.kind = model, stream, kind
         self.batch_size, self.scratch = batch_size, scratch
@@ -103,6 +120,7 @@ class ReplacedHost:
         self._undo = Undo()
         # Of the host without factors: what it is now.
         text = stream if isinstance(stream, CalibrationText) else None
+        self._weighed, self._output_grams = list(weighed), dict[str, Tensor]()
         self._known = None if text is None else text.of_host(model, batch_size, dtype)
 
     def __enter__(self) -> "ReplacedHost":
@@ -120,6 +138,22 @@ class ReplacedHost:
         self._attachments.append(attachment)
 
     def calibrate(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
+        """What calibration says of the sites: see `_inputs` and `_outputs`."""
+        calibrated = self._inputs(sites, progress)
+        if not self._weighed:
+            return calibrated
+        outputs = self._outputs(sites, progress)
+        return {name: replace(of_site, output_gram=outputs[name]) for name, of_site in calibrated.items()}
+
+    def _outputs(self, sites: Sequence[Site], progress: bool) -> dict[str, Tensor]:
+        """The sites' output Grams, of the dense host; those of later matrices, as many as have room, are collected with them."""
+        if missing := [site for site in sites if site.name not in self._output_grams]:
+            together = with_room(missing, self._weighed[self._weighed.index(missing[-1]) + 1 :])
+            with self._dense():
+                self._output_grams |= collect_output_grams(self.model, together, self.stream, progress=progress)
+        return {site.name: self._output_grams.pop(site.name) for site in sites}
+
+    def _inputs(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Calibrated]:
         """The sites' Grams, in one pass: behind what has been replaced, or, with dense calibration, in the dense host.
 
         With corrected calibration also their targets, once something is replaced.

@@ -23,6 +23,7 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.solver.births import STARTS, STEPS
+from swd_lens.solver.outputs import REFIT_ROUNDS, REFIT_STEPS
 from swd_lens.solver.spec import DEFAULT_PRESET, NAMED_SIDE_SHARE, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
@@ -173,9 +174,11 @@ def cost(
     units: int | float | str | None = None,
     preset: str = DEFAULT_PRESET,
     calibrated: bool = True,
+    outputs_weighed: bool = False,
     **overrides: Any,
 ) -> Cost:
-    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, ...); the sparsity itself hardly matters.
+    """Cost of solve(weight (d_in, d_out), gram if calibrated, sparsity, output_gram if outputs_weighed, ...); the sparsity itself
+    hardly matters.
 
     Raises:
         SpecError, SparsityError, UnitsError: as `solve`.
@@ -194,8 +197,11 @@ def cost(
         flops, entries = _prune_flops(d_in, d_out, calibrated, spec), _prune_entries(d_in, d_out, calibrated)
     else:
         flops, entries = _svd_prune_flops(d_in, d_out, calibrated, spec), _svd_prune_entries(d_in, d_out, calibrated)
+    if outputs_weighed:
+        flops += _refit_flops(d_in, d_out, width, calibrated)
+        entries = max(entries, _refit_entries(d_in, d_out, width, calibrated))
     if spec.precision_for(d_in, d_out) == "float64":
-        copies = d_in * d_out + calibrated * d_in**2  # of weight and Gram
+        copies = d_in * d_out + calibrated * d_in**2 + outputs_weighed * d_out**2  # of weight and Grams
         return Cost(2 * flops, int(8 * (entries + copies)))
     return Cost(flops, int(4 * entries))
 
@@ -231,6 +237,19 @@ def _anneal_entries(d_in: int, d_out: int, m: int, calibrated: bool) -> float:
     refinement = weights + 2 * factors + 7 * largest + 2 * m * m
     gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace
     return 1.1 * (max(alternation, refinement) + gram)
+
+
+def _refit_flops(d_in: int, d_out: int, m: int, calibrated: bool) -> float:
+    # A step of the write factor is weighed on both sides, one of the read factor by C alone: H is in its normal matrix.
+    per_step = 2.0 * m * (m * (d_in + d_out) + d_out * d_out + calibrated * d_in * d_in)
+    per_round = 2 * m * (2 * d_in * d_out + (m + d_out) * d_out + m * d_in + 2 * calibrated * d_in * d_in)
+    return REFIT_ROUNDS * (REFIT_STEPS * per_step + per_round)
+
+
+def _refit_entries(d_in: int, d_out: int, m: int, calibrated: bool) -> float:
+    # Target; given and refined factors, and supports; conjugate gradients' seven; H, scaled and as correlations.
+    factors = 5 * (d_in + d_out) * m + 7 * max(d_in, d_out) * m + 2 * m * m
+    return 1.1 * (2 * d_in * d_out + factors + 3 * d_out * d_out + 3 * d_in * d_in * calibrated)
 
 
 def _dsf_flops(d_in: int, d_out: int, calibrated: bool, spec: DsfSpec) -> float:

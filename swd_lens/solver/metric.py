@@ -104,12 +104,12 @@ def correlations(gram: Float[Tensor, "d_in d_in"]) -> tuple[Float[Tensor, "d_in 
     return matrix, scale
 
 
-def require_positive(matrix: Float[Tensor, "d_in d_in"]) -> None:
-    """Raise GramError unless C is positive semi-definite up to rounding."""
+def require_positive(matrix: Float[Tensor, "d_in d_in"], name: str = "gram") -> None:
+    """Raise GramError unless C, of the Gram of this name, is positive semi-definite up to rounding."""
     shifted = matrix.clone()
     shifted.diagonal().add_(NEGATIVE_ROUNDING)
     if int(torch.linalg.cholesky_ex(shifted).info) != 0:
-        raise error("gram-not-positive")
+        raise error("gram-not-positive", name=name)
 
 
 def power_of_two(values: Float[Tensor, "*shape"]) -> float:

@@ -6,6 +6,11 @@ the other held:
 1. write factor:  (A^T C A) B = A^T C M  on B's support;
 2. read factor:   C A (B B^T) = C M B^T  on A's support.
 
+With H, a metric of the outputs beside C, that of the inputs, the error is tr((M - AB)^T C (M - AB) H), and the same turns solve
+
+1. write factor:  (A^T C A) B H = A^T C M H;
+2. read factor:   C A (B H B^T) = C M H B^T.
+
 The gradient is masked by the support; the preconditioner is the diagonal (Jacobi). Conjugate gradients descend at every
 step, so that the error never rises. The alternation itself converges slowly: a few rounds give most of the gain
 (solver.md, "Refinement on fixed supports").
@@ -34,19 +39,35 @@ def refine(
     metric: Metric,
     rounds: int,
     steps: int,
+    outputs: Float[Tensor, "d_out d_out"] | None = None,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Both factors after `rounds` turns of `steps` conjugate-gradient steps each; nonzeros stay where they were."""
+    """Both factors after `rounds` turns of `steps` conjugate-gradient steps each; nonzeros stay where they were.
+
+    Args:
+        outputs: H, positive semi-definite; None = the identity.
+    """
+
+    def weighed(rows: Matrix) -> Matrix:  # X H
+        return rows if outputs is None else rows @ outputs
+
     read_support, write_support = read != 0, write != 0
+    output_norms = 1.0 if outputs is None else outputs.diagonal()[None]
     for _ in range(rounds):
         weighted = metric.weigh(read)
         normal = read.T @ weighted
         write = conjugate_gradient(
-            write, weighted.T @ target, write_support, lambda p, n=normal: n @ p, normal.diagonal()[:, None], steps
+            write,
+            weighed(weighted.T @ target),
+            write_support,
+            lambda p, n=normal: weighed(n @ p),
+            normal.diagonal()[:, None] * output_norms,
+            steps,
         )
-        normal = write @ write.T
+        of_outputs = weighed(write)
+        normal = of_outputs @ write.T
         read = conjugate_gradient(
             read,
-            metric.weigh(target @ write.T),
+            metric.weigh(target @ of_outputs.T),
             read_support,
             lambda p, n=normal: metric.weigh(p @ n),
             normal.diagonal()[None, :],

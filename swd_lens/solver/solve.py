@@ -5,14 +5,15 @@
 3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
    solver (anneal.py, then refine.py), by the paper's (dsf.py), or by pruning alone, of W (prune.py) or of its singular vectors
    (svd_prune.py).
-4. Bring the factors into canonical form, and to float32. A S and S^-1 B are the same product for any diagonal S, so a rule is
+4. With `output_gram`, refit both factors to what the loss sees, on their supports (outputs.py).
+5. Bring the factors into canonical form, and to float32. A S and S^-1 B are the same product for any diagonal S, so a rule is
    needed (`canonical`):
      scale: each unit's read and write vector have the same Euclidean norm;
      sign: the entry of largest magnitude in each write vector is positive (of those that tie the first, see support.py);
      order: the solver's own. Unit i started as coordinate i of the side that the spec's basis names, the short one if none
      (start.py, dsf.py); it keeps that place, so that units of two runs on the same matrix can be compared by index. A product
      of sparse factors may start elsewhere (span.py).
-5. Return read and write factor with the settings that were used and the entries really kept.
+6. Return read and write factor with the settings that were used and the entries really kept.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.solver import anneal, dsf, prune, svd_prune
+from swd_lens.solver import anneal, dsf, outputs, prune, svd_prune
 from swd_lens.solver.budget import Budget, plan_budget, plan_pruned, plan_shares
-from swd_lens.solver.spec import DEFAULT_PRESET, AnnealSpec, DsfSpec, OnIteration, PruneSpec, resolve
+from swd_lens.solver.spec import (
+    AUTO,
+    DEFAULT_PRESET,
+    AnnealSpec,
+    DsfSpec,
+    OnIteration,
+    PruneSpec,
+    automatic_shrinkage,
+    resolve,
+)
 from swd_lens.solver.support import first_largest
 from swd_lens.solver.validate import check_gram, check_sparsity, check_tokens, check_weight, resolve_units
 
@@ -56,6 +66,7 @@ def solve(
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
     tokens: int | None = None,
+    output_gram: Tensor | None = None,
     on_iteration: OnIteration | None = None,
     **overrides: Any,
 ) -> Solution:
@@ -80,6 +91,9 @@ def solve(
             lower the error and cost time. The paper's solver and pruning know None only.
         tokens: how many tokens the Gram is the mean of, if known. The annealed solver then shrinks the Gram towards the
             identity by d_in / tokens, at most `MOST_SHRINKAGE` (spec.py); `settings["shrinkage"]` says by how much.
+        output_gram: (d_out, d_out), E[g^T g] of the loss's gradients g at the outputs, at any scale and over the same tokens:
+            errors that the loss does not see cost less. Supports are chosen without it; then the values are refitted (outputs.py;
+            ours, for every preset). `settings["output_gram"]` says that it was given.
         on_iteration: called with a `Step` after each outer iteration, for progress bars.
         **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8 or
             precision="float64".
@@ -91,7 +105,7 @@ def solve(
     Raises:
         SpecError: unknown preset or setting (the nearest names are given), or a setting outside its range.
         WeightError: not two-dimensional, not finite (the first entry is named), or all zeros.
-        GramError: wrong size, not finite, not symmetric, negative diagonal, or not positive semi-definite.
+        GramError: (either Gram) wrong size, not finite, not symmetric, negative diagonal, or not positive semi-definite.
         SparsityError: outside (0, 1).
         UnitsError: not a width, or one the preset cannot make.
         BudgetError: too few edges; the largest feasible sparsity is named.
@@ -102,6 +116,8 @@ def solve(
     d_in, d_out = weight.shape
     if gram is not None:
         check_gram(gram, d_in)
+    if output_gram is not None:
+        check_gram(output_gram, d_out, "output_gram")
     check_sparsity(sparsity)
     check_tokens(tokens)
     width = resolve_units(units, d_in, d_out, spec)
@@ -125,6 +141,10 @@ def solve(
                 read, write = prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
             else:
                 read, write = svd_prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
+        if output_gram is not None:
+            of_outputs = output_gram.detach().to(device=dense.device, dtype=dtype)
+            shares = automatic_shrinkage(AUTO, tokens, d_in), automatic_shrinkage(AUTO, tokens, d_out)
+            read, write = outputs.refit(read, write, target, metric, of_outputs, shares)
         del target
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
     if budget is None or (isinstance(spec, AnnealSpec) and spec.balance):  # it was not settled beforehand
@@ -144,6 +164,8 @@ def solve(
         "nonzeros_read": int(read.count_nonzero()),
         "nonzeros_write": int(write.count_nonzero()),
     }
+    if output_gram is not None:
+        settings["output_gram"] = True
     return Solution(read, write, settings, spec.solver, dense)
 
 

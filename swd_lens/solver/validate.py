@@ -1,7 +1,7 @@
 """What the solver refuses, each with its own error that names the value and the way out.
 
 1. `check_weight`: a dense tensor with values, two-dimensional, floating point, finite, not all zeros.
-2. `check_gram`: the same, (d_in, d_in), symmetric, no negative diagonal.
+2. `check_gram`: the same, (d_in, d_in), or (d_out, d_out) of gradients at the outputs, symmetric, no negative diagonal.
 3. `check_sparsity`: a number inside (0, 1).
 4. `resolve_units`: a number of units, None, or "2x".
 
@@ -39,33 +39,38 @@ def check_weight(weight: Any) -> None:
         raise error("weight-all-zeros", shape=tuple(weight.shape))
 
 
-def check_gram(gram: Any, d_in: int) -> None:
-    """Raise GramError unless gram can be E[h^T h] of d_in-dimensional inputs h (that it is positive semi-definite is
-    checked where it is scaled, metric.py)."""
-    _check_dense("gram", gram, GramError)
+def check_gram(gram: Any, size: int, name: str = "gram") -> None:
+    """Raise GramError unless gram can be E[h^T h] of h with `size` entries: the inputs or (name "output_gram") the loss's
+    gradients at the outputs. That it is positive semi-definite is checked where it is scaled (metric.py)."""
+    of_inputs = name == "gram"
+    _check_dense(name, gram, GramError)
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
-        raise error("gram-not-square", shape=tuple(gram.shape), d_in=d_in)
-    if gram.shape[0] != d_in:
-        raise error("gram-of-another-size", size=gram.shape[0], d_in=d_in)
+        moment = "E[h^T h]" if of_inputs else "E[g^T g]"
+        raise error("gram-not-square", name=name, shape=tuple(gram.shape), moment=moment, size=size)
+    if gram.shape[0] != size:
+        if of_inputs:
+            raise error("gram-of-another-size", size=gram.shape[0], d_in=size)
+        raise error("output-gram-of-another-size", size=gram.shape[0], d_out=size)
     if not gram.is_floating_point():
-        raise error("gram-not-floating", dtype=gram.dtype)
+        raise error("gram-not-floating", name=name, dtype=gram.dtype)
     if (bad := _first_non_finite(gram)) is not None:
-        raise error("gram-not-finite", entry=bad)
-    _check_symmetric(gram)
+        raise error("gram-not-finite", name=name, entry=bad)
+    _check_symmetric(gram, name)
     negative = (gram.diagonal() < 0).nonzero()
     if len(negative):
         j = int(negative[0])
-        raise error("gram-diagonal-negative", j=j, value=float(gram[j, j]))
+        raise error("gram-diagonal-negative", name=name, j=j, value=float(gram[j, j]))
     if not bool(gram.diagonal().any()):
-        raise error("gram-diagonal-zero")
+        raise error("gram-diagonal-zero") if of_inputs else error("output-gram-diagonal-zero")
 
 
-def _check_symmetric(gram: Tensor) -> None:
+def _check_symmetric(gram: Tensor, name: str) -> None:
     asymmetry = (gram - gram.T).abs()
     worst = int(asymmetry.argmax())
     i, j = divmod(worst, gram.shape[1])
     if float(asymmetry[i, j]) > SYMMETRY_TOLERANCE * float(gram.abs().max()):
-        raise error("gram-not-symmetric", i=i, j=j, value=float(gram[i, j]), mirrored=float(gram[j, i]))
+        value, mirrored = float(gram[i, j]), float(gram[j, i])
+        raise error("gram-not-symmetric", name=name, i=i, j=j, value=value, mirrored=mirrored)
 
 
 def _check_dense(name: str, matrix: Any, raised_as: type[Exception]) -> None:

@@ -103,5 +103,7 @@ def control_options(control: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kept = {
         name: value for name, value in options.items() if name not in _OF_SWD and (name not in _COMMON or name in known)
     }
+    if control in PAPER:
+        kept.pop("weigh_outputs", None)  # the paper's SWD is what it was
     own = {"pruned": {"basis": AUTO}, "paper": {"precision": options.get("precision", AUTO)}}
     return {**kept, "preset": control, **own.get(control, {})}

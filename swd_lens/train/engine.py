@@ -9,18 +9,16 @@ A `Fit` says what is trained and what a batch's gradients are; `Engine` does the
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import Undo
-from swd_lens.hosts import Host
 from swd_lens.train.folder import Checkpoint, TrainingFolder
 from swd_lens.train.rows import Processes, Rows
 
@@ -227,30 +225,6 @@ class Engine:
 
 
 # ---------------------------------------------------------------------------------------------- what fits share
-
-
-@contextmanager
-def frozen(host: Host, reason: str) -> Iterator[Undo]:
-    """A host whose parameters ask for no gradients and whose weights are not rewritten; afterwards it is what it was.
-
-    Args:
-        reason: ends the message of a refused rewriting: "fold_layer_norm was called ...".
-
-    Yields:
-        Undo: for what else is changed about the host.
-    """
-    # Flags of inference tensors cannot be set back, and no gradient comes to them anyway.
-    asking = [p for p in host.model.parameters() if p.requires_grad and not p.is_inference()]
-    with Undo() as undo:
-        host.guard(reason, undo.push)
-        undo.push(lambda: _require_gradients(asking, True))
-        _require_gradients(asking, False)
-        yield undo
-
-
-def _require_gradients(parameters: list[nn.Parameter], required: bool) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(required)
 
 
 def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[Any]:

@@ -56,6 +56,7 @@ def count_solves(monkeypatch, stop_at: int | None = None, error: type[BaseExcept
 HOW = {
     "sequential": {"tokens": TOKENS},
     "dense": {"tokens": TOKENS, "calibration": "dense"},
+    "weighed": {"tokens": TOKENS, "weigh_outputs": True},
     "zero-data": {},
 }
 
@@ -166,6 +167,7 @@ def half_done(model, tmp_path, monkeypatch):
         ({"tokens": TOKENS.flip(0)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
         ({"tokens": TOKENS.view(9, 12)}, r"made otherwise: calibration tokens \w{8} then, \w{8} now\. Call"),
         ({"tokens": None}, r"calibration tokens \w{8} then, None now"),
+        ({"weigh_outputs": True}, r"made otherwise: weigh_outputs None then, True now\. Call"),
         ({"preset": "quick"}, r"preset 'paper' then, 'quick' now"),
         ({"sparsity": 0.25, "outer_iterations": 5}, r"sparsity 0\.5 then, 0\.25 now; outer_iterations 4 then, 5 now"),
     ],
@@ -372,7 +374,7 @@ def test_the_bar_counts_operations(model, bar, monkeypatch, how):
     made = swd.factorize(model, "mlp_*", **{**named, "progress": True})
     (shown,) = bar.made
     expected = swd.estimate(model, "mlp_*", **{key: value for key, value in named.items() if key != "progress"})
-    calibrating = sum(row.calibration_flops for row in expected.rows) if how == "sequential" else 0.0
+    calibrating = sum(row.calibration_flops for row in expected.rows) if how in ("sequential", "weighed") else 0.0
     assert shown.total == pytest.approx(sum(row.flops for row in expected.rows) + calibrating)
     assert shown.done == pytest.approx(shown.total) and shown.closed
     assert "blocks.1.mlp_in (3/4)" in shown.texts

@@ -21,6 +21,7 @@ import struct
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -74,14 +75,18 @@ class PackedFactor:
 
 def pack_task(task: SolveTask) -> Parcel:
     """A view of the task where it lies in row order on the CPU; keep the task as long as the parcel."""
-    gram = None if task.gram is None else _pack(task.gram)
-    return {**vars(task), "weight": _pack(task.weight), "gram": gram, "options": dict(task.options)}
+    grams = {name: None if gram is None else _pack(gram) for name, gram in _grams_of(vars(task)).items()}
+    return {**vars(task), "weight": _pack(task.weight), **grams, "options": dict(task.options)}
 
 
 def unpack_task(parcel: Parcel, device: str | None = None) -> SolveTask:
     """The task, its matrices on `device`; None: on those that they came from."""
-    gram = None if parcel["gram"] is None else _unpack(parcel["gram"], device)
-    return SolveTask(**{**parcel, "weight": _unpack(parcel["weight"], device), "gram": gram})
+    grams = {name: None if packed is None else _unpack(packed, device) for name, packed in _grams_of(parcel).items()}
+    return SolveTask(**{**parcel, "weight": _unpack(parcel["weight"], device), **grams})
+
+
+def _grams_of(task: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: task[name] for name in ("gram", "output_gram")}
 
 
 def pack_solved(solved: Solved) -> Parcel:

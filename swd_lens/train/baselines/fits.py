@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from swd_lens.base.divergence import kl, log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.hosts import Host, Start
+from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import record, require_seen
 from swd_lens.hosts.sites import Site
@@ -30,7 +31,7 @@ from swd_lens.train.baselines.coders import Coder
 from swd_lens.train.baselines.masks import Draws, Masking, adversary_of
 from swd_lens.train.baselines.units import Trajectory
 from swd_lens.train.baselines.vpd import Vpd, clip_components, reconstruct, total_loss
-from swd_lens.train.engine import Fit, Logged, autocast, frozen
+from swd_lens.train.engine import Fit, Logged, autocast
 from swd_lens.train.folder import TrainingFolder
 from swd_lens.units.projection import UnitHookPoint
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error
+from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
-from swd_lens.train.engine import frozen
 from swd_lens.units import Projection, UnitSet, attach
 from swd_lens.units.factors import Factors
 from swd_lens.units.projection import UnitHookPoint, bypassed, watch_block

@@ -8,8 +8,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import FinetuneError
+from swd_lens.hosts import frozen as freezing
 from swd_lens.tasks.streams import TokenStream
-from swd_lens.train import engine
 from swd_lens.train.finetune import finetune
 from swd_lens.train.finetune import fit as fit_module
 from swd_lens.train.finetune.fit import FinetuneFit
@@ -305,7 +305,7 @@ def test_where_the_caller_has_switched_gradients_off(toy, off):
 def test_interrupted_while_the_host_is_given_back(toy, monkeypatch):
     model, factors = toy
     before = everything(model)
-    require, once = engine._require_gradients, iter([KeyboardInterrupt])
+    require, once = freezing._require_gradients, iter([KeyboardInterrupt])
 
     def interrupted(parameters, gradients):
         if gradients:
@@ -313,7 +313,7 @@ def test_interrupted_while_the_host_is_given_back(toy, monkeypatch):
                 raise error
         require(parameters, gradients)
 
-    monkeypatch.setattr(engine, "_require_gradients", interrupted)
+    monkeypatch.setattr(freezing, "_require_gradients", interrupted)
     with pytest.raises(KeyboardInterrupt):
         finetune(model, factors, ROWS, **QUICK)
     assert everything(model) == before
