@@ -206,10 +206,8 @@ class _Plan:
         return self.job.n_tokens * (3 * forward + sum(2.0 * site.d_out**2 for site in sites))
 
     def _way_back_bytes(self, sites: Sequence[Site]) -> int:
-        """float64 sums, one product beside its float64 copy, logits, and the activations of all blocks on a few rows."""
-        sums = (
-            _DOUBLE * sum(site.d_out**2 for site in sites) + (_FLOAT + _DOUBLE) * max(site.d_out for site in sites) ** 2
-        )
+        """Sums, logits, and the activations of all blocks on a few rows."""
+        sums = _FLOAT * sum(site.d_out**2 for site in sites)
         if self.job.token_shape is None or self.job.model is None:
             return sums
         pos = self.job.token_shape[1]

@@ -4,7 +4,7 @@
    site writes, of every kind of host, packed or not, and computes what the host computes.
 2. The text is run a few rows at a time, as the dense host. The loss is the cross-entropy of its own next tokens; autograd gives
    the gradient g of each output. No parameter's gradient is computed, and no tensor of logits is whole (hosts/predictions.py).
-3. H = mean over tokens of g^T g, products in float32, sums in float64.
+3. H = mean over tokens of g^T g, in float32: no support is chosen by it, so that last digits do not grow.
 
 What a factorization does with them: solver/outputs.py.
 """
@@ -72,13 +72,12 @@ def collect_output_grams(
         for rows in tqdm(batches, desc="gradients", total=total, unit="batch", disable=not progress, leave=False):
             for name, g in shown.gradients(predictions, rows, sites).items():
                 flat = g.float().flatten(0, -2)
-                product = (flat.T @ flat).double()
-                sums[name] = sums[name].add_(product) if name in sums else product
+                sums[name] = sums[name].addmm_(flat.T, flat) if name in sums else flat.T @ flat
     for name, total_of_site in sums.items():
         if not bool(total_of_site.isfinite().all()):
             raise error("gradients-not-finite", site=name)
     n_tokens = stream.n_rows * stream.row_length
-    return {name: sums[name].div_(n_tokens).float() for name in list(sums)}
+    return {name: total_of_site.div_(n_tokens) for name, total_of_site in sums.items()}
 
 
 def require_loss(model: Any, stream: TokenStream) -> None:
