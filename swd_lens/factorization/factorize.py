@@ -84,7 +84,8 @@ def factorize(
             small enough to be solved in float64, so that factors do not depend on the processor. Sums are float64 anyway.
         weigh_outputs: refit the values of each matrix so that errors of its outputs count as the loss sees them, by the second
             moment of its gradients there on the same tokens (ours; solver/outputs.py): one pass forward and back for all
-            matrices. Supports, and so edges, are the same; KL to the dense model falls by 10 to 50 %, relMSE rises.
+            matrices. Supports, and so edges, are the same; KL to the dense model falls, by 40 % in the mean of single matrices
+            of the embedded model (tests/benchmarks/RESULTS.md), while relMSE mostly rises.
         device: where to solve, one matrix at a time; None: where the host's matrix is.
         workers: solve this many matrices at a time in processes of their own, or "ray" for the Ray cluster (see
             `swd_lens.factorization.workers`). Sequential calibration has few matrices that do not wait for each other.

@@ -11,8 +11,9 @@ gradients taken for independent that is
 1. The inputs' metric C is that of the solver (metric.py); H is brought to a mean diagonal of 1 and shrunk towards the identity.
 2. Both factors are refined on their supports against both metrics (refine.py). Edges and units stay what they were.
 
-Of the embedded model's matrices it takes 10 to 50 % off KL(dense || replaced), whatever solver chose the supports
-(tests/benchmarks/RESULTS.md). Weighing outputs while supports are chosen, by the diagonal of H, was no better in trials.
+KL(dense || replaced) of single matrices of the embedded model is .60 of what it was, geometric mean of 32 factorizations by four
+solvers (.30 to .95); of all 16 replaced .82 and .86 (tests/benchmarks/RESULTS.md). Weighing outputs while supports are chosen,
+by the diagonal of H, was no better in trials.
 """
 
 import torch
