@@ -12,8 +12,8 @@ gradients taken for independent that is
 2. Both factors are refined on their supports against both metrics (refine.py). Edges and units stay what they were.
 
 KL(dense || replaced) of single matrices of the embedded model is .60 of what it was, geometric mean of 32 factorizations by four
-solvers (.30 to .95); of all 16 replaced .82 and .86 (tests/benchmarks/RESULTS.md). Weighing outputs while supports are chosen,
-by the diagonal of H, was no better in trials.
+solvers (.30 to .95); of all 16 replaced .82 and .86; of a matrix of SmolLM2 .87 (tests/benchmarks/RESULTS.md). Weighing outputs
+while supports are chosen, by the diagonal of H, was no better in trials.
 """
 
 import torch
