@@ -216,8 +216,8 @@ class SolverOptions:
         """What was asked for; what was not stays with the solver's defaults."""
         units = None if self.units is None else number_or_word(self.units)
         asked = {"units": units, "basis": self.basis, "outer_iterations": self.outer_iterations}
-        preset: dict[str, Any] = {} if self.preset == DEFAULT_PRESET else {"preset": self.preset}
-        preset |= {"weigh_outputs": True} if self.weigh_outputs else {}
+        asked["weigh_outputs"] = self.weigh_outputs or None
+        preset = {} if self.preset == DEFAULT_PRESET else {"preset": self.preset}
         return {**preset, **{name: value for name, value in asked.items() if value is not None}}
 
 

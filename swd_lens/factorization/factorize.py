@@ -242,7 +242,7 @@ def _stamped(job: Job, site: Site, solved: Solved) -> Factors:
     f = replace(solved.factors, weight=None).to(home)
     # Corrected, the solver saw the target, not W.
     error = f.relative_frobenius(weight.to(home)) if job.kind == "corrected" else solved.relative_frobenius
-    calibration: dict[str, Any] = {"calibration": job.kind, "tokens": job.n_tokens}
+    calibration = {"calibration": job.kind, "tokens": job.n_tokens}
     return stamp(f, job.model, site, {**calibration, "relmse": solved.relmse, "relative_frobenius": error})
 
 

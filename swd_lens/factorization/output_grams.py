@@ -21,7 +21,7 @@ from swd_lens.base.divergence import cross_entropy, log_probabilities
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.hosts import Host, host_of, require_gradients, require_no_dropout
+from swd_lens.hosts import host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.fused import fused_attention
@@ -29,7 +29,7 @@ from swd_lens.hosts.predictions import Predictions
 from swd_lens.hosts.recording import require_seen
 from swd_lens.hosts.sites import Site, overlapping
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.units import Attachment, attach
+from swd_lens.units import Attachment, attach, attached_at
 from swd_lens.units.factors import Factors
 
 TOKENS = 1_024  # of a forward and its way back
@@ -61,7 +61,7 @@ def collect_output_grams(
     first_row = stream.first_row()[None]
     host, size = host_of(model), max(1, TOKENS // first_row.shape[1])
     sums: dict[str, Tensor] = {}
-    with frozen(host, _WHILE_COLLECTING), _seen_through(model, sites) as attachment, ExitStack() as stack:
+    with frozen(host, _WHILE_COLLECTING), _dense_with_projections(model, sites) as attachment, ExitStack() as stack:
         stack.enter_context(fused_attention(host, first_row))
         predictions, shown = Predictions(host), _Outputs()
         for site in sites:
@@ -73,11 +73,11 @@ def collect_output_grams(
             for name, g in shown.gradients(predictions, rows, sites).items():
                 flat = g.float().flatten(0, -2)
                 sums[name] = sums[name].addmm_(flat.T, flat) if name in sums else flat.T @ flat
-    for name, total_of_site in sums.items():
-        if not bool(total_of_site.isfinite().all()):
+    for name, gradient_sum in sums.items():
+        if not bool(gradient_sum.isfinite().all()):
             raise error("gradients-not-finite", site=name)
     n_tokens = stream.n_rows * stream.row_length
-    return {name: total_of_site.div_(n_tokens) for name, total_of_site in sums.items()}
+    return {name: gradient_sum.div_(n_tokens) for name, gradient_sum in sums.items()}
 
 
 def require_loss(model: Any, stream: TokenStream) -> None:
@@ -97,22 +97,15 @@ def require_loss(model: Any, stream: TokenStream) -> None:
 
 
 @contextmanager
-def _seen_through(model: Any, sites: Sequence[Site]) -> Iterator[Attachment]:
+def _dense_with_projections(model: Any, sites: Sequence[Site]) -> Iterator[Attachment]:
     """The dense host, with a projection in front of each site's product; and of every other one, whatever `sites` are: a packed
     product adds up gradients in another order than its parts, so that a call for fewer sites would give other last bits."""
     host, named = host_of(model), {site.name for site in sites}
-    taken = named.union(*(overlapping(name) for name in named))
-    others = [site for site in host.sites() if site.name not in taken and not _is_taken(host, site)]
+    held = named.union(*(overlapping(name) for name in named))
+    others = [site for site in host.sites() if site.name not in held and attached_at(host, site) is None]
     empty = {site.name: Factors(torch.zeros(site.d_in, 1), torch.zeros(1, site.d_out)) for site in (*sites, *others)}
     with attach(model, empty) as attachment, attachment.dense():
         yield attachment
-
-
-def _is_taken(host: Host, site: Site) -> bool:
-    """Whether units stand at the site, or at one that shares its weights."""
-    everywhere = {each.name: each for each in (*host.sites(), *host.alternatives())}
-    names = (site.name, *overlapping(site.name))
-    return any(host.is_swapped(everywhere[name]) for name in names if name in everywhere)
 
 
 class _Outputs:

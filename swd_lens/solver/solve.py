@@ -93,7 +93,8 @@ def solve(
             identity by d_in / tokens, at most `MOST_SHRINKAGE` (spec.py); `settings["shrinkage"]` says by how much.
         output_gram: (d_out, d_out), E[g^T g] of the loss's gradients g at the outputs, at any scale and over the same tokens:
             errors that the loss does not see cost less. Supports are chosen without it; then the values are refitted (outputs.py;
-            ours, for every preset). `settings["output_gram"]` says that it was given.
+            ours, for every preset). `settings["output_gram"]` says that it was given, `settings["refit_shrinkage"]` how far both
+            Grams were shrunk for it.
         on_iteration: called with a `Step` after each outer iteration, for progress bars.
         **overrides: fields of the preset's spec (`AnnealSpec`, or `DsfSpec` for "paper"), e.g. outer_iterations=8 or
             precision="float64".
@@ -122,6 +123,9 @@ def solve(
     check_tokens(tokens)
     width = resolve_units(units, d_in, d_out, spec)
     shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
+    # The paper's solver knows no shrinkage; the refit behind it needs some, as it sees all of both Grams.
+    of_inputs = automatic_shrinkage(AUTO, tokens, d_in) if isinstance(spec, DsfSpec) else shrinkage
+    refit_shrinkage = of_inputs, automatic_shrinkage(AUTO, tokens, d_out)
 
     dense = weight.detach().to(torch.float32)
     precision = spec.precision_for(d_in, d_out) if dense.device.type != "mps" else "float32"  # which has no float64
@@ -143,8 +147,7 @@ def solve(
                 read, write = svd_prune.factorize(target, metric, kept, spec, shrinkage, on_iteration)
         if output_gram is not None:
             of_outputs = output_gram.detach().to(device=dense.device, dtype=dtype)
-            shares = automatic_shrinkage(AUTO, tokens, d_in), automatic_shrinkage(AUTO, tokens, d_out)
-            read, write = outputs.refit(read, write, target, metric, of_outputs, shares)
+            read, write = outputs.refit(read, write, target, metric, of_outputs, refit_shrinkage)
         del target
         read, write = (factor.to(torch.float32) for factor in canonical(read, write))
     if budget is None or (isinstance(spec, AnnealSpec) and spec.balance):  # it was not settled beforehand
@@ -165,7 +168,7 @@ def solve(
         "nonzeros_write": int(write.count_nonzero()),
     }
     if output_gram is not None:
-        settings["output_gram"] = True
+        settings |= {"output_gram": True, "refit_shrinkage": list(refit_shrinkage)}
     return Solution(read, write, settings, spec.solver, dense)
 
 

@@ -1,7 +1,16 @@
 """Injection: units become hooked modules inside a host, and leave again without a trace."""
 
 from swd_lens.base.errors import AttachError, SiteDidNotRunWarning, UnitSourceError
-from swd_lens.units.attach import Attachment, add_probe, attach, is_bare, probe_tokens, require_detached, require_free
+from swd_lens.units.attach import (
+    Attachment,
+    add_probe,
+    attach,
+    attached_at,
+    is_bare,
+    probe_tokens,
+    require_detached,
+    require_free,
+)
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.folders import load_coders
 from swd_lens.units.match import described, matrices_of, origin_of, transport_set, weight_fingerprint
@@ -22,6 +31,7 @@ __all__ = [
     "add_probe",
     "as_units",
     "attach",
+    "attached_at",
     "described",
     "from_saelens",
     "is_bare",

@@ -199,12 +199,18 @@ def attach(model: Any, factors: Any) -> Attachment:
 
 def require_free(host: Host, sites: Sequence[Site]) -> None:
     """Raises AttachError where one of these sites, or one that shares its weights, is attached already."""
-    everywhere = {site.name: site for site in (*host.sites(), *host.alternatives())}
     for site in sites:
-        for name in (site.name, *overlapping(site.name)):
-            if name in everywhere and host.is_swapped(everywhere[name]):
-                shared = "" if name == site.name else f", which shares weights with {site.name},"
-                raise error("attached-already", name=name, shared=shared)
+        name = attached_at(host, site)
+        if name is not None:
+            shared = "" if name == site.name else f", which shares weights with {site.name},"
+            raise error("attached-already", name=name, shared=shared)
+
+
+def attached_at(host: Host, site: Site) -> str | None:
+    """The attached site that is this one or shares its weights; None where there is none."""
+    everywhere = {each.name: each for each in (*host.sites(), *host.alternatives())}
+    names = (site.name, *overlapping(site.name))
+    return next((name for name in names if name in everywhere and host.is_swapped(everywhere[name])), None)
 
 
 def require_detached(model: Any, call: str) -> None:

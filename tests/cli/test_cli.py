@@ -38,6 +38,17 @@ def test_factorize_saves_factors_that_load_and_attach(tmp_path, default_model):
     assert printed["fidelity"]["ce_delta"] == pytest.approx(again.ce_delta, abs=1e-9)
 
 
+def test_factorize_weighs_outputs(tmp_path):
+    arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", *SMALL]
+    result = run(*arguments, "--weigh-outputs")
+    assert result.exit_code == 0, result.output
+    factors = swd.FactorSet.load(tmp_path / "f")
+    assert factors.provenance["weigh_outputs"] is True
+    assert factors["blocks.1.mlp_out"].settings["output_gram"] is True
+    refused = run(*arguments)
+    assert refused.exit_code != 0 and "weigh_outputs True then, None now" in unwrapped(refused)
+
+
 def test_factorize_takes_over_what_the_folder_holds_and_refuses_what_was_made_otherwise(tmp_path):
     arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", *SMALL, "--tokens", "0"]
     assert run(*arguments, "--preset", "quick", "--units", "2x").exit_code == 0

@@ -37,6 +37,9 @@ CASES = [
 # 1:4, as the issue's (768, 3072).
 BAR = [("best", (192, 768), None, True), ("paper", (192, 768), None, True)]
 
+# With the outputs weighed.
+WEIGHED = [("best", (128, 512), None, True), ("best", (512, 128), "2x", False), ("svd_pruned", (128, 512), None, True)]
+
 # Most bytes alive at once that a solve allocated. In a process of its own: the tests' type checks hold on to arguments
 # that the solver lets go of.
 MEASURE = """
@@ -46,13 +49,15 @@ from torch.profiler import ProfilerActivity, profile
 from swd_lens.solver import solve
 torch.set_num_threads(1)
 peaks = []
-for preset, shape, units, calibrated, options in json.load(sys.stdin):
+for weighed, preset, shape, units, calibrated, options in json.load(sys.stdin):
     g = torch.Generator().manual_seed(0)
     weight, inputs = torch.randn(shape, generator=g), torch.randn(4 * shape[0], shape[0], generator=g)
     gram = inputs.T @ inputs if calibrated else None
+    gradients = torch.randn(4 * shape[1], shape[1], generator=g)
+    output_gram = gradients.T @ gradients if weighed else None
     for _ in range(2):  # the first time torch also allocates what it keeps
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-            solve(weight, gram, preset=preset, units=units, **options)
+            solve(weight, gram, preset=preset, units=units, output_gram=output_gram, **options)
     alive = most = 0
     for event in measured.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -65,24 +70,25 @@ print("peaks", json.dumps(peaks))
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[tuple, int]:
-    cases = CASES + BAR
-    asked = json.dumps([(*case, OPTIONS[case[0]]) for case in cases])
+    cases = [(False, *case) for case in CASES + BAR] + [(True, *case) for case in WEIGHED]
+    asked = json.dumps([(*case, OPTIONS[case[1]]) for case in cases])
     done = subprocess.run([sys.executable, "-c", MEASURE], input=asked, capture_output=True, text=True, check=True)
     found = re.search(r"peaks (\[.*\])", done.stdout)
     assert found is not None
     return dict(zip(cases, json.loads(found[1]), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [(False, *case) for case in CASES] + [(True, *case) for case in WEIGHED], ids=str)
 def test_peak_is_bounded_and_not_far_off(peaks: dict[tuple, int], case: tuple):
-    preset, shape, units, calibrated = case
-    estimate = cost(*shape, calibrated=calibrated, preset=preset, units=units, **OPTIONS[preset]).peak_bytes
+    weighed, preset, shape, units, calibrated = case
+    options = {"preset": preset, "units": units, "outputs_weighed": weighed, **OPTIONS[preset]}
+    estimate = cost(*shape, calibrated=calibrated, **options).peak_bytes
     assert peaks[case] <= estimate <= 2.5 * peaks[case]
 
 
 @pytest.mark.parametrize("case", BAR, ids=lambda case: case[0])
 def test_at_most_twelve_buffers_of_the_weights_size(peaks: dict[tuple, int], case: tuple):
-    assert 5 < peaks[case] / (4 * 192 * 768) <= 12
+    assert 5 < peaks[(False, *case)] / (4 * 192 * 768) <= 12
 
 
 @pytest.mark.parametrize(("preset", "shape", "units", "calibrated"), CASES)
@@ -95,6 +101,21 @@ def test_products_are_counted(preset: str, shape: tuple[int, int], units: str | 
     # the products on matrices as small as these.
     real = counter.get_total_flops()
     assert real <= cost(*shape, calibrated=calibrated, **options).flops <= 12 * real
+
+
+@pytest.mark.parametrize(("preset", "shape", "units", "calibrated"), WEIGHED)
+def test_products_of_the_refit_are_counted(preset: str, shape: tuple[int, int], units: str | None, calibrated: bool):
+    options = {"preset": preset, "units": units, **OPTIONS[preset]}
+    weight, gram = weight_of(shape), gram_of(shape[0]) if calibrated else None
+    products, estimates = [], []
+    for output_gram in (None, gram_of(shape[1])):
+        with FlopCounterMode(display=False) as counter:
+            solve(weight, gram, output_gram=output_gram, **options)
+        products.append(counter.get_total_flops())
+        weighed = output_gram is not None
+        estimates.append(cost(*shape, calibrated=calibrated, outputs_weighed=weighed, **options).flops)
+    # In float64 an operation counts as two.
+    assert products[1] - products[0] <= estimates[1] - estimates[0] <= 4 * (products[1] - products[0])
 
 
 def test_costs_grow_with_the_work():

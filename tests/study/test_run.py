@@ -300,11 +300,13 @@ def test_options_of_a_control_are_those_that_its_solver_has():
         "shrinkage": 0.1,
         "batch_size": 8,
         "calibration": "dense",
+        "weigh_outputs": True,
     }
     others = {"batch_size": 8, "calibration": "dense"}
     assert control_options("paper", of_swd) == {**others, "preset": "paper", "precision": "auto"}
     assert control_options("paper", {"precision": "float32"}) == {"preset": "paper", "precision": "float32"}
-    assert control_options("pruned", of_swd) == {**others, "preset": "pruned", "shrinkage": 0.1, "basis": "auto"}
+    pruned = {**others, "weigh_outputs": True, "preset": "pruned", "shrinkage": 0.1, "basis": "auto"}
+    assert control_options("pruned", of_swd) == pruned
 
 
 def test_factors_that_do_not_fit_are_refused_before_any_work(default_model, tasks, run):
