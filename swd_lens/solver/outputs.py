@@ -23,7 +23,7 @@ from torch import Tensor
 from swd_lens.solver.metric import Metric, correlations, power_of_two, require_positive
 from swd_lens.solver.refine import refine
 
-REFIT_ROUNDS, REFIT_STEPS = 6, 8  # half of the rounds have nine tenths of the gain, twice as many no more
+REFIT_ROUNDS, REFIT_STEPS = 6, 8  # half as many have nine tenths of the gain, twice as many hardly more
 
 
 def refit(
