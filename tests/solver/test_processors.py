@@ -3,7 +3,8 @@
 ATEN_CPU_CAPABILITY=default makes torch round as a processor without vector instructions does; with one and two threads that is
 four machines. Each runs a small study of the embedded model in a process of its own: calibrate in the host's float32, solve,
 fidelity, and the edges of a circuit. Solved in float64, the default for matrices of this size, supports are the same on all
-four; in float32 the solutions are other ones of about the same error.
+four; in float32 the solutions are other ones of about the same error. Their CE deltas are compared on 32,768 held-out tokens: on 4,096
+the text alone sets two solutions a thousandth apart, which is the bound.
 """
 
 import json
@@ -22,7 +23,7 @@ import swd_lens as swd
 
 torch.set_num_threads(int(sys.argv[1]))
 model = swd.load_default_model()
-tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(4096, split="test")
+tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(32768, split="test")
 task = swd.load_task("gendered_pronoun", model, n_train=60, n_test=60)
 
 def study(precision):
