@@ -2,15 +2,17 @@
 
 1. `log_probabilities` of logits, in float32 whatever the host's dtype.
 2. `kl` and `cross_entropy` per prediction, with gradient where the logits have one.
-3. `divergence` sums all of them over the predictions of a batch, without gradient, a few positions at a time, in memory that
-   is kept from one to the next (`Buffers`): beside the two tensors of logits it never holds more than four times
-   `_PART_BYTES`, however large batch and vocabulary are, and does not have the system map it anew for every tensor.
+3. `DensePredictions` sums all of them over the predictions of a batch, without gradient, a few positions at a time, in memory
+   that is kept from one to the next (`Buffers`): beside the two tensors of logits it holds one of log-probabilities and never
+   more than four times `_PART_BYTES`, and does not have the system map it anew for every tensor. The dense host's side is
+   computed once, however many hosts are compared with it; `divergence` compares one.
    `kl_per_prediction` keeps each one's KL instead, in float64 throughout: of small changes it goes down to 1e-9.
 
 All values are in nats. Sums are float64: a KL of 1e-6 is the sum of terms a thousand times larger.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -79,6 +81,61 @@ def cross_entropy(log_q: Float[Tensor, "*shape vocab"], targets: Int[Tensor, "*s
     return -log_q.gather(-1, targets.to(log_q.device)[..., None]).squeeze(-1)
 
 
+class DensePredictions:
+    """The dense host's next-token predictions of whole rows, to which any number of replaced hosts are compared.
+
+    Its log-probabilities and its most likely tokens are computed once; position t predicts token t + 1.
+
+    Args:
+        logits: of the dense host; they are not written to and not kept.
+        tokens: the rows.
+        buffers: of several calls; None: of this one. The log-probabilities lie in them until the next dense predictions do.
+    """
+
+    def __init__(
+        self,
+        logits: Float[Tensor, "batch pos vocab"],
+        tokens: Int[Tensor, "batch pos"],
+        buffers: Buffers | None = None,
+    ):
+        self.buffers = buffers or Buffers()
+        with torch.no_grad():
+            self.log_p = _log_probabilities_in(self.buffers, "dense", logits[:, :-1])
+            self.targets = tokens[:, 1:].to(logits.device)
+            self.most_likely = self.log_p.argmax(-1)
+            self.ce = cross_entropy(self.log_p, self.targets).double()
+
+    def divergence(
+        self, replaced: Float[Tensor, "batch pos vocab"], ce_deltas: Float[Tensor, " batch"] | None = None
+    ) -> Divergence:
+        """Sums over the predictions of a replaced host on the same rows.
+
+        Args:
+            replaced: its logits.
+            ce_deltas: float64, on the CPU; what each row adds to the cross-entropy is added to it.
+        """
+        total = Divergence()
+        with torch.no_grad():
+            for rows, positions in self._parts():
+                log_q = _log_probabilities_in(self.buffers, "q", replaced[rows, positions])
+                ce_dense, ce = self.ce[rows, positions], cross_entropy(log_q, self.targets[rows, positions]).double()
+                if ce_deltas is not None:
+                    ce_deltas[rows] += (ce - ce_dense).sum(1).cpu()
+                same = float((self.most_likely[rows, positions] == log_q.argmax(-1)).sum())
+                kl = float(_kl_sum_over(self.buffers, self.log_p[rows, positions], log_q))  # writes over log_q
+                total += Divergence(float(ce_dense.sum()), float(ce.sum()), kl, same, ce.numel())
+        return total
+
+    def _parts(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and positions of `_PART_BYTES`: whole rows, or a piece of one, whose logits lie side by side."""
+        n_rows, n_positions, vocab = self.log_p.shape
+        most = max(1, _PART_BYTES // (4 * vocab))
+        rows_at_once, at_once = max(1, most // n_positions), min(most, n_positions)
+        for row in range(0, n_rows, rows_at_once):
+            for start in range(0, n_positions, at_once):
+                yield slice(row, row + rows_at_once), slice(start, min(start + at_once, n_positions))
+
+
 def divergence(
     dense: Float[Tensor, "batch pos vocab"],
     replaced: Float[Tensor, "batch pos vocab"],
@@ -86,32 +143,8 @@ def divergence(
     ce_deltas: Float[Tensor, " batch"] | None = None,
     buffers: Buffers | None = None,
 ) -> Divergence:
-    """Sums over the next-token predictions of whole rows: position t predicts token t + 1.
-
-    Args:
-        dense, replaced: logits of the two hosts on the same rows.
-        tokens: the rows.
-        ce_deltas: float64, on the CPU; what each row adds to the cross-entropy is added to it.
-        buffers: of several calls; None: of this one.
-    """
-    rows, vocab = tokens.shape[0], dense.shape[-1]
-    positions = max(1, _PART_BYTES // (4 * vocab * max(rows, 1)))
-    total, buffers = Divergence(), buffers or Buffers()
-    with torch.no_grad():
-        for start in range(0, tokens.shape[1] - 1, positions):
-            chunk = slice(start, min(start + positions, tokens.shape[1] - 1))
-            targets = tokens[:, chunk.start + 1 : chunk.stop + 1].to(dense.device)
-            log_p, log_q = (
-                _log_probabilities_in(buffers, name, logits[:, chunk])
-                for name, logits in (("p", dense), ("q", replaced))
-            )
-            ce_dense, ce = (cross_entropy(log, targets).double() for log in (log_p, log_q))
-            if ce_deltas is not None:
-                ce_deltas += (ce - ce_dense).sum(1).cpu()
-            same = float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-            kl = float(_kl_sum_over(buffers, log_p, log_q))  # writes over both
-            total += Divergence(float(ce_dense.sum()), float(ce.sum()), kl, same, targets.numel())
-    return total
+    """`DensePredictions.divergence` of one replaced host."""
+    return DensePredictions(dense, tokens, buffers).divergence(replaced, ce_deltas)
 
 
 def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*shape vocab"]) -> Tensor:
@@ -124,9 +157,9 @@ def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*s
 def _kl_sum_over(
     buffers: Buffers, log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]
 ) -> Float[Tensor, ""]:
-    """`kl_sum`, to the bit, in the memory of its arguments."""
-    torch.sub(log_p, log_q, out=log_q)
-    products = log_p.exp_().mul_(log_q)
+    """`kl_sum`, to the bit, in buffers and the memory of log_q."""
+    p = torch.exp(log_p, out=buffers.take("p", tuple(log_p.shape), log_p.dtype, log_p.device))
+    products = p.mul_(torch.sub(log_p, log_q, out=log_q))
     # What sum(dtype=torch.float64) does in memory of its own.
     return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum()
 

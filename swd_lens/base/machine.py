@@ -2,9 +2,11 @@
 
 1. `available_bytes`: free memory on a device, inside a container's limit; `held_bytes`, `peak_bytes`: what this process has, and
    the most that it has had.
-2. `product_speed`: operations per second of a float32 product now, at the present number of threads.
+2. `keep_freed_memory`: what a command frees stays its own, for the next tensor of the size.
+3. `product_speed`: operations per second of a float32 product now, at the present number of threads.
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -15,6 +17,9 @@ import torch
 from swd_lens.base.surroundings import in_plain_surroundings
 
 _MEASURE_SECONDS = 0.05
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _MAPPED_BYTES = 2**30, 2**28
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -42,6 +47,20 @@ def peak_bytes() -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def keep_freed_memory() -> bool:
+    """Have this process's allocator keep what is freed, up to 1 GB; true where it can be told so (glibc).
+
+    It gives every block of some megabytes back to the system at once, which maps the next one page by page, with zeros in it:
+    a tenth of the time of a forward of 2,048 tokens of SmolLM2. Blocks above 256 MB are still given back. It is the process's
+    own setting, so commands call it, and no function of the package does.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # macOS, Windows, musl
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
 def peak_gpu_bytes() -> int:

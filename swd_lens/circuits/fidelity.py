@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.divergence import CHUNK_BYTES, Buffers, Divergence, divergence
+from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions, Divergence
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
@@ -212,17 +212,10 @@ class _Sums:
     errors: dict[str, Tensor] = field(default_factory=dict)
     norms: dict[str, Tensor] = field(default_factory=dict)
     ce_deltas: list[Tensor] = field(default_factory=list)  # of each batch, (row,)
-    buffers: Buffers = field(default_factory=Buffers)
 
-    def add_predictions(
-        self,
-        dense: Float[Tensor, "batch pos vocab"],
-        replaced: Float[Tensor, "batch pos vocab"],
-        tokens: Int[Tensor, "batch pos"],
-        rows: slice = slice(None),
-    ):
+    def add_predictions(self, dense: DensePredictions, replaced: Float[Tensor, "batch pos vocab"], rows: slice):
         """Of these rows of the batch that `ce_deltas` was begun for last."""
-        self.total += divergence(dense, replaced, tokens, self.ce_deltas[-1][rows], self.buffers)
+        self.total += dense.divergence(replaced, self.ce_deltas[-1][rows])
 
     def add_output(
         self, name: str, replaced: Float[Tensor, "*batch_pos d_out"], dense: Float[Tensor, "*batch_pos d_out"]
@@ -265,6 +258,7 @@ class _Runs(ABC):
 
     def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
         self.host, self.units, self.alone = host, units, alone
+        self.buffers = Buffers()
         self.sites = list({site.name: site for of_name in units.values() for site in of_name.sites}.values())
 
     def add(
@@ -320,8 +314,11 @@ class _Whole(_Runs):
         return self.host.run(batch)
 
     def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
-        for name, logits in replaced.items():
-            sums[name].add_predictions(dense.float(), logits.float(), batch)
+        for row in range(len(batch)):  # one at a time: the log-probabilities of all would be as large as the logits
+            rows = slice(row, row + 1)
+            predictions = DensePredictions(dense[rows], batch[rows], self.buffers)
+            for name, logits in replaced.items():
+                sums[name].add_predictions(predictions, logits[rows], rows)
 
 
 class _Staged(_Runs):
@@ -346,10 +343,10 @@ class _Staged(_Runs):
     def compare(self, batch: Tensor, dense: Tensor, replaced: Mapping[str, Tensor], sums: Mapping[str, _Sums]) -> None:
         for rows, chunk in self._chunks(batch):
             tokens = batch[rows, chunk]
-            logits = self.host.unembed(tokens, dense[rows, chunk]).float()
+            predictions = DensePredictions(self.host.unembed(tokens, dense[rows, chunk]), tokens, self.buffers)
             for name, residual in replaced.items():
-                of_name = self.host.unembed(tokens, residual[rows, chunk]).float()
-                sums[name].add_predictions(logits, of_name, tokens, rows)
+                logits = self.host.unembed(tokens, residual[rows, chunk])
+                sums[name].add_predictions(predictions, logits, rows)
 
     def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:
         """Rows and positions, as many at a time as CHUNK_BYTES allow; the last position of a chunk predicts nothing and begins

@@ -1,6 +1,7 @@
 """swd-lens: the command line. Each command walks part of the same road and prints tables, or JSON with --json.
 
-1. `main` prints help and version from COMMANDS, without loading torch; for a command it loads the modules that have it.
+1. `main` prints help and version from COMMANDS, without loading torch; for a command it loads the modules that have it, and has
+   the allocator keep what is freed.
 2. Options (options.py) become a host, token rows and arguments of the solver.
 3. The commands (circuits.py, graph.py, matrices.py, baselines.py, paper.py) call functions; progress goes to stderr, results
    to stdout.
@@ -49,6 +50,7 @@ def _run() -> None:
     words = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if words and words[0] in COMMANDS:
         app = _all_commands()
+        import_module("swd_lens.base.machine").keep_freed_memory()
     else:  # help, version, and the answer to a command that there is not
         app = new_app()
         for name, line in COMMANDS.items():

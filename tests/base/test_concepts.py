@@ -154,6 +154,12 @@ def test_sums_are_those_of_the_definitions_whatever_the_chunks(monkeypatch):
         assert total.n_predictions == 18
         for name, value in total.means().items():
             assert value == pytest.approx(float(expected[name]), abs=1e-6), name
+        # The dense side is computed once, and comparing one host leaves it as it was for the next.
+        predictions, rows = div.DensePredictions(dense, tokens), torch.zeros(3, dtype=torch.float64)
+        assert [predictions.divergence(other) for other in (replaced, dense, replaced)][::2] == [total, total]
+        predictions.divergence(replaced, rows)
+        ce = [-x[:, :-1].double().log_softmax(-1).gather(-1, targets).squeeze(-1).sum(1) for x in (replaced, dense)]
+        torch.testing.assert_close(rows, ce[0] - ce[1], atol=1e-5, rtol=0)
     assert (total + total).means() == pytest.approx(total.means())
 
 

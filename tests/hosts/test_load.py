@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from swd_lens.base.errors import UnsupportedHostError
+from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.load import load_host
 from tests import families
@@ -85,3 +86,21 @@ def test_a_host_laid_over_devices_is_a_bridge():
         load_host(folder, device="cpu", device_map="auto")
     with pytest.raises(ValueError, match="dtype='int8': give a floating dtype"):
         load_host(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_mlp_lies_as_its_forward_reads_it_and_computes_the_same_bits(dtype):
+    model = load_host(str(families.checkpoint("llama")), kind="hooked", dtype=dtype)
+    plain = load_host(str(families.checkpoint("llama")), kind="hooked", dtype=dtype)
+    matrices = ("W_gate", "W_in", "W_out")
+    for block, of_plain in zip(model.blocks, plain.blocks, strict=True):
+        for name in matrices:
+            assert getattr(block.mlp, name).T.is_contiguous()
+            matrix = getattr(of_plain.mlp, name)
+            matrix.data = matrix.data.contiguous()  # as TransformerLens keeps it
+            assert torch.equal(matrix, getattr(block.mlp, name))
+    tokens = families.some_tokens()
+    for n_rows in (1, 2):
+        assert torch.equal(model(tokens[:n_rows]), plain(tokens[:n_rows]))
+    assert host_fingerprint(model, model.cfg) == host_fingerprint(plain, plain.cfg)
+    assert all(torch.equal(host_of(model).weight(site), host_of(plain).weight(site)) for site in find_sites(model))

@@ -3,8 +3,8 @@
 ATEN_CPU_CAPABILITY=default makes torch round as a processor without vector instructions does; with one and two threads that is
 four machines. Each runs a small study of the embedded model in a process of its own: calibrate in the host's float32, solve,
 fidelity, and the edges of a circuit. Solved in float64, the default for matrices of this size, supports are the same on all
-four; in float32 the solutions are other ones of about the same error. Their CE deltas are compared on 32,768 held-out tokens: on 4,096
-the text alone sets two solutions a thousandth apart, which is the bound.
+four; in float32 the solutions are other ones of about the same error. Their CE deltas are compared on 32,768 held-out tokens: on
+4,096 the text alone sets two solutions a thousandth apart, which is the bound.
 """
 
 import json
