@@ -5,6 +5,7 @@ Bridges of every family: tests/bridge/test_load.py, which also runs on transform
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.factorization.checkpoint import host_fingerprint
@@ -89,18 +90,31 @@ def test_a_host_laid_over_devices_is_a_bridge():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gated_mlp_lies_as_its_forward_reads_it_and_computes_the_same_bits(dtype):
-    model = load_host(str(families.checkpoint("llama")), kind="hooked", dtype=dtype)
-    plain = load_host(str(families.checkpoint("llama")), kind="hooked", dtype=dtype)
-    matrices = ("W_gate", "W_in", "W_out")
-    for block, of_plain in zip(model.blocks, plain.blocks, strict=True):
-        for name in matrices:
-            assert getattr(block.mlp, name).T.is_contiguous()
-            matrix = getattr(of_plain.mlp, name)
-            matrix.data = matrix.data.contiguous()  # as TransformerLens keeps it
-            assert torch.equal(matrix, getattr(block.mlp, name))
+@pytest.mark.parametrize("family", families.HOOKED)
+def test_weights_lie_as_the_forward_reads_them_and_give_the_same_bits(family, dtype):
+    model, plain = (load_host(str(families.checkpoint(family)), kind="hooked", dtype=dtype) for _ in range(2))
+    moved = set()
+    for (name, parameter), of_plain in zip(model.named_parameters(), plain.parameters(), strict=True):
+        of_plain.data = of_plain.data.contiguous()  # as TransformerLens keeps it
+        assert torch.equal(parameter, of_plain)
+        if parameter.stride() != of_plain.stride():
+            moved.add(name.rpartition(".")[2])
+    gated = {"W_gate", "W_in", "W_out"} if model.cfg.gated_mlp else set()
+    grouped = {"_W_K", "_W_V"} if model.cfg.n_key_value_heads else {"W_K", "W_V"}
+    assert moved == {"W_Q", "W_O"} | grouped | gated
     tokens = families.some_tokens()
     for n_rows in (1, 2):
         assert torch.equal(model(tokens[:n_rows]), plain(tokens[:n_rows]))
     assert host_fingerprint(model, model.cfg) == host_fingerprint(plain, plain.cfg)
     assert all(torch.equal(host_of(model).weight(site), host_of(plain).weight(site)) for site in find_sites(model))
+
+
+def test_the_copies_that_are_left_are_of_no_matrix():
+    model = families.hooked("llama")
+    of_matrices = {tuple(p.shape) for p in model.blocks.parameters() if p.ndim > 1}
+    of_matrices |= {shape[::-1] for shape in of_matrices} | {(shape[0], *shape[:0:-1]) for shape in of_matrices}
+    # Seven rows of eleven positions: no activation has the shape of a matrix.
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        model(families.some_tokens(7, 11), return_type=None)
+    copied = [tuple(event.input_shapes[0]) for event in seen.events() if event.name == "aten::copy_"]
+    assert copied and not of_matrices & set(copied)
