@@ -101,7 +101,7 @@ def test_weights_lie_as_the_forward_reads_them_and_give_the_same_bits(family, dt
             moved.add(name.rpartition(".")[2])
     gated = {"W_gate", "W_in", "W_out"} if model.cfg.gated_mlp else set()
     grouped = {"_W_K", "_W_V"} if model.cfg.n_key_value_heads else {"W_K", "W_V"}
-    assert moved == {"W_Q", "W_O"} | grouped | gated
+    assert moved == {"W_Q", "W_O", "W_U"} | grouped | gated
     tokens = families.some_tokens()
     for n_rows in (1, 2):
         assert torch.equal(model(tokens[:n_rows]), plain(tokens[:n_rows]))
@@ -111,10 +111,10 @@ def test_weights_lie_as_the_forward_reads_them_and_give_the_same_bits(family, dt
 
 def test_the_copies_that_are_left_are_of_no_matrix():
     model = families.hooked("llama")
-    of_matrices = {tuple(p.shape) for p in model.blocks.parameters() if p.ndim > 1}
+    of_matrices = {tuple(p.shape) for p in [*model.blocks.parameters(), model.unembed.W_U] if p.ndim > 1}
     of_matrices |= {shape[::-1] for shape in of_matrices} | {(shape[0], *shape[:0:-1]) for shape in of_matrices}
     # Seven rows of eleven positions: no activation has the shape of a matrix.
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        model(families.some_tokens(7, 11), return_type=None)
+        model(families.some_tokens(7, 11))
     copied = [tuple(event.input_shapes[0]) for event in seen.events() if event.name == "aten::copy_"]
     assert copied and not of_matrices & set(copied)
