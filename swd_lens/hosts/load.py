@@ -39,6 +39,9 @@ def load_host(
 ) -> Any:
     """Load a model as it was trained: no LayerNorm folding, no centring, so that factors are of the published weights.
 
+    A HookedTransformer's large matrices lie transposed in memory, as its forward reads them: `.view` and
+    `safetensors.save_file` want `.contiguous()` of them.
+
     Args:
         name: a model name ("gpt2"); a folder with config.json, weights and tokenizer; a GGUF file that transformers reads, which
             is dequantized to `dtype` and kept in the cache folder ($SWD_LENS_CACHE or ~/.cache/swd_lens); or "smollm2",
