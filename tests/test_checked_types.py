@@ -65,4 +65,4 @@ def test_the_packages_own_functions_are_checked():
     with pytest.raises(TypeCheckError):
         divergence.kl(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(TypeCheckError):
-        divergence.divergence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 3, dtype=torch.int64))
+        divergence.DensePredictions(torch.zeros(1, 2, 3), torch.zeros(1, 3, dtype=torch.int64))

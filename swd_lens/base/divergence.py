@@ -5,7 +5,7 @@
 3. `DensePredictions` sums all of them over the predictions of a batch, without gradient, a few positions at a time, in memory
    that is kept from one to the next (`Buffers`): beside the two tensors of logits it holds one of log-probabilities and never
    more than four times `_PART_BYTES`, and does not have the system map it anew for every tensor. The dense host's side is
-   computed once, however many hosts are compared with it; `divergence` compares one.
+   computed once, however many hosts are compared with it.
    `kl_per_prediction` keeps each one's KL instead, in float64 throughout: of small changes it goes down to 1e-9.
 
 All values are in nats. Sums are float64: a KL of 1e-6 is the sum of terms a thousand times larger.
@@ -134,17 +134,6 @@ class DensePredictions:
         for row in range(0, n_rows, rows_at_once):
             for start in range(0, n_positions, at_once):
                 yield slice(row, row + rows_at_once), slice(start, min(start + at_once, n_positions))
-
-
-def divergence(
-    dense: Float[Tensor, "batch pos vocab"],
-    replaced: Float[Tensor, "batch pos vocab"],
-    tokens: Int[Tensor, "batch pos"],
-    ce_deltas: Float[Tensor, " batch"] | None = None,
-    buffers: Buffers | None = None,
-) -> Divergence:
-    """`DensePredictions.divergence` of one replaced host."""
-    return DensePredictions(dense, tokens, buffers).divergence(replaced, ce_deltas)
 
 
 def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*shape vocab"]) -> Tensor:

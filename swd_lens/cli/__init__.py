@@ -50,7 +50,9 @@ def _run() -> None:
     words = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if words and words[0] in COMMANDS:
         app = _all_commands()
-        import_module("swd_lens.base.machine").keep_freed_memory()
+        from swd_lens.base.machine import keep_freed_memory  # not sooner: it loads torch
+
+        keep_freed_memory()
     else:  # help, version, and the answer to a command that there is not
         app = new_app()
         for name, line in COMMANDS.items():

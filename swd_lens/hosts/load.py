@@ -128,30 +128,10 @@ def _hooked(name: str, folder: Path | None, label: str | None, device: str | Non
         model = HookedTransformer.from_pretrained_no_processing(name, device=device, dtype=dtype).eval()
     else:
         model = _load_folder(folder, label, config, HookedTransformer)
-    _lay_out(model)
+    from swd_lens.hosts.hooked.layout import lay_out
+
+    lay_out(model)
     return model
-
-
-def _lay_out(model: Any) -> None:
-    """Keep the matrices of attention, of gated MLPs and of the unembedding as their forwards multiply them, (d_out, d_in).
-
-    TransformerLens has them as (d_in, d_out) and makes a transposed copy of each at every run: a tenth of a forward of 2,048
-    tokens of SmolLM2, more of a shorter one. Of a matrix that lies transposed it copies nothing. Shapes and numbers stay, and
-    so do the results, to the bit.
-    """
-    from transformer_lens.components import GatedMLP
-
-    model.unembed.W_U.data = model.unembed.W_U.data.T.contiguous().T
-    for block in model.blocks:
-        for module in (block.attn, block._modules.get("mlp")):
-            gated = isinstance(module, GatedMLP)
-            for name, matrix in module.named_parameters(recurse=False) if module is not None else ():
-                if gated and name in ("W_gate", "W_in", "W_out"):
-                    matrix.data = matrix.data.T.contiguous().T
-                elif name == "W_O" and matrix.ndim == 3:  # (head, d_head, d_model)
-                    matrix.data = matrix.data.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-                elif name in ("W_Q", "W_K", "W_V", "_W_K", "_W_V") and matrix.ndim == 3:  # (head, d_model, d_head)
-                    matrix.data = matrix.data.mT.contiguous().mT
 
 
 def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dtype) -> Any:

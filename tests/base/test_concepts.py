@@ -150,7 +150,7 @@ def test_sums_are_those_of_the_definitions_whatever_the_chunks(monkeypatch):
     }
     for chunk_bytes in (1, 3 * 11 * 4 * 2, 2**28):
         monkeypatch.setattr(div, "_PART_BYTES", chunk_bytes)
-        total = div.divergence(dense, replaced, tokens)
+        total = div.DensePredictions(dense, tokens).divergence(replaced)
         assert total.n_predictions == 18
         for name, value in total.means().items():
             assert value == pytest.approx(float(expected[name]), abs=1e-6), name

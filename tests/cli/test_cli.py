@@ -385,6 +385,16 @@ def test_the_help_is_the_whole_apps_and_loads_no_torch():
         assert name in done.stdout
 
 
+@pytest.mark.parametrize(("words", "times"), [(["report", "nowhere"], 1), (["--help"], 0)])
+def test_a_command_has_the_allocator_keep_what_it_frees(words, times, monkeypatch):
+    calls = []
+    monkeypatch.setattr("swd_lens.base.machine.keep_freed_memory", lambda: calls.append(None))
+    monkeypatch.setattr(sys, "argv", ["swd-lens", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert len(calls) == times
+
+
 def test_an_unknown_command_is_refused_with_the_known_ones():
     done = subprocess.run([sys.executable, "-c", program("circuits")], capture_output=True, text=True)
     assert done.returncode == 2 and "No such command 'circuits'" in done.stderr and "circuit" in done.stderr

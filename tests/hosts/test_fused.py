@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.base.divergence import CHUNK_BYTES, Buffers, divergence
+from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions
 from swd_lens.hosts import fused, host_of
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import record
@@ -298,12 +298,12 @@ def test_buffers_change_no_bit_of_a_divergence(dtype):
     p, q = (x[:, :-1].to(torch.float64 if dtype == torch.float64 else torch.float32).log_softmax(-1) for x in kept)
     buffers = Buffers()
     for _ in range(2):
-        total = divergence(dense, replaced, tokens, None, buffers)
+        total = DensePredictions(dense, tokens, buffers).divergence(replaced)
         assert total.kl == float((p.exp() * (p - q)).sum(dtype=torch.float64))
         assert total.ce == float(-q.gather(-1, tokens[:, 1:, None]).squeeze(-1).double().sum())
     assert torch.equal(dense, kept[0]) and torch.equal(replaced, kept[1])  # the caller's logits are not written to
-    short = divergence(dense[:, :4], replaced[:, :4], tokens[:, :4], None, buffers)
-    assert short == divergence(dense[:, :4], replaced[:, :4], tokens[:, :4])
+    short = DensePredictions(dense[:, :4], tokens[:, :4], buffers).divergence(replaced[:, :4])
+    assert short == DensePredictions(dense[:, :4], tokens[:, :4]).divergence(replaced[:, :4])
     assert CHUNK_BYTES == 2**26
 
 
