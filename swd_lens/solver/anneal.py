@@ -7,7 +7,8 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
 2. Start: each unit owns a coordinate of the short side (its factor is the identity there), or of the side that `basis` names;
    the other factor is M pruned to half its budget. Where units outnumber coordinates, M's entries are dealt at random to a
    coordinate's copies. Below, "short" is the side that units start on.
-   A small matrix that is a product of sparse factors starts as the sparsest basis of its span instead (span.py).
+   A small matrix that is a product of sparse factors starts as its pieces (pieces.py) or as the sparsest basis of its span
+   (span.py) instead, and the alternation begins late, or not at all, or again (`restarts`).
 3. Alternate T times, short-side factor first. The penalty rho and the blend g of the full metric C_g = (1-g) I + g C
    rise, a small ridge falls. One block update, X dense, Z its sparse copy, D the dual:
      a. The held factor's rows are scaled to unit norm. X solves the ridge regression with + rho ||X - (Z - D)||^2.
@@ -42,7 +43,7 @@ from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
 from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec, OnIteration, Step
-from swd_lens.solver.start import Block, start, start_from_span
+from swd_lens.solver.start import Block, start, start_from_product
 from swd_lens.solver.support import (
     first_largest,
     keep_exactly,
@@ -103,15 +104,32 @@ def factorize(
     metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
     target = (weight / scale).mul_(metric.scale)
     read, write = start(target, units, budget, spec)
-    first = start_from_span(read, write, target, spec)
+    first = start_from_product(read, write, target, metric, spec)
+    again = 0 if first is None or first == spec.outer_iterations else spec.restarts
+    dearer = [spec.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
+    ends = [solved(read.copy(), write.copy(), target, metric, each, None, first or 0) for each in dearer]
+    ends.append(solved(read, write, target, metric, spec, on_iteration, first or 0))
+    a, b = ends[0] if len(ends) == 1 else min(ends, key=lambda end: metric.error(target, *end))
+    return metric.undo(a), b * scale
+
+
+def solved(
+    read: Block,
+    write: Block,
+    target: Float[Tensor, "d_in d_out"],
+    metric: Metric,
+    spec: AnnealSpec,
+    on_iteration: OnIteration | None,
+    first: int,
+) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    """Steps 3 to 5; the blocks are used up."""
     alternate(read, write, target, metric, spec, on_iteration, first)
-    a, b = read.factor, write.factor
-    del read, write  # their duals
+    a, b = read.used_up(), write.used_up()
     a, b = refine(a, b, target, metric, spec.refine_rounds, spec.refine_steps)
     if spec.rotations and target.numel() <= DOUBLE_UP_TO:
         a, b = rotated(a, b, target, metric, spec.rotations, spec.seed)
         a, b = refine(a, b, target, metric, spec.refine_rounds, spec.refine_steps)
-    return metric.undo(a), b * scale
+    return a, b
 
 
 # ---------------------------------------------------------------------------------------------------- alternation
@@ -132,7 +150,11 @@ def alternate(
     blocks.append((write, lambda phase, goal: update_write(write, read.factor, goal, metric, phase)))
     if spec.starts_at_output(*target.shape):  # short side first
         blocks.reverse()
-    rho_before, births = Phase.at(first, metric, spec).rho, births_at(spec)
+
+    def reached() -> float:
+        return metric.error(target, read.factor, write.factor)
+
+    rho_before, births = Phase.at(min(first, spec.outer_iterations - 1), metric, spec).rho, births_at(spec)
     for t in range(first, spec.outer_iterations):
         phase = Phase.at(t, metric, spec)
         goal = torch.lerp(target, weighted, phase.blend) if phase.blend > 0 else target  # C_g M
@@ -148,7 +170,9 @@ def alternate(
             read.dual[:, born], write.dual[born] = 0.0, 0.0
         rho_before = phase.rho
         if on_iteration is not None:
-            on_iteration(Step(t + 1, spec.outer_iterations, lambda: metric.error(target, read.factor, write.factor)))
+            on_iteration(Step(t + 1, spec.outer_iterations, reached))
+    if first == spec.outer_iterations and on_iteration is not None:
+        on_iteration(Step(first, first, reached))
 
 
 def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) -> None:

@@ -24,7 +24,7 @@ from swd_lens.solver.span import SMALL, cut, main_directions, sparsest_basis
 # Units in one trial.
 FEWEST, MOST = 2, 10
 # Trials in vain, in a row, after which it ends: before the first success, and after it.
-FIRST_PATIENCE, PATIENCE = 15, 60
+FIRST_PATIENCE, PATIENCE = 40, 150
 # A trial that lowers the squared error by less than this share of it is rounding.
 GAIN = 1e-6
 

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.solver.support import first_largest
+from swd_lens.solver.support import first_largest, keep_exactly
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ def cut(
     read_worth, write_worth = read.abs() * write.norm(dim=1), write.abs() * read.norm(dim=0)[:, None]
     for worth, dim in ((read_worth, 0), (write_worth, 1)):
         worth.scatter_(dim, first_largest(worth, dim), float("inf"))
-    worth = torch.cat([read_worth.flatten(), write_worth.flatten()])
-    kept = torch.zeros_like(worth)
-    kept[worth.argsort(descending=True, stable=True)[:edges]] = 1.0
-    return read * kept[: read.numel()].view_as(read), write * kept[read.numel() :].view_as(write)
+    kept = keep_exactly(torch.cat([read_worth.flatten(), write_worth.flatten()])[None], edges)
+    of_read, of_write = kept.to(read).flatten().split([read.numel(), write.numel()])
+    return read * of_read.view_as(read), write * of_write.view_as(write)
 
 
 def share_of_entries(basis: Float[Tensor, "coordinate rank"]) -> float:

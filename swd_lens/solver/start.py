@@ -2,8 +2,8 @@
 
 1. `start`: each unit owns a coordinate of the short side, or of the side that the spec's basis names; the other factor is the
    target pruned to a share of its budget, dealt at random among a coordinate's copies.
-2. `start_from_span`: a small matrix that is a product of sparse factors starts as the sparsest basis of its span, if that comes
-   much nearer to it (span.py).
+2. `start_from_product`: a small matrix that is a product of sparse factors starts as its pieces, where it is sparse itself
+   (pieces.py), or as the sparsest basis of its span (span.py), if that comes much nearer to it.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.solver.budget import Budget
+from swd_lens.solver.metric import Metric
+from swd_lens.solver.pieces import from_pieces
 from swd_lens.solver.refine import Matrix
 from swd_lens.solver.span import from_span
 from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec
 from swd_lens.solver.support import kth_largest, tie_floor
+from swd_lens.solver.swaps import EXACT
 
-# Units start from the weight's span if its product, cut to K, has at most this share of the coordinates' error; below the smaller
-# share the alternation begins this late.
-MUCH_NEARER, AT_ONCE, LATE = 0.5, 0.05, 0.7
+# Units start from pieces or a span if their product has at most this share of the coordinates' error; below the smaller share the
+# alternation begins late (AnnealSpec.late), and of EXACT factors it does not begin.
+MUCH_NEARER, NEAR = 0.5, 0.2
 
 
 @dataclass
@@ -39,6 +42,16 @@ class Block:
     budget: int
     worth: Float[Tensor, " sample"] | None = None
 
+    def copy(self) -> "Block":
+        """One that can be solved for on its own."""
+        return Block(self.factor.clone(), self.dual.clone(), self.budget, self.worth)
+
+    def used_up(self) -> Matrix:
+        """The factor, which the block keeps no more, nor its dual: at 17408 x 5120 each is a third of a gigabyte."""
+        factor = self.factor
+        self.factor = self.dual = factor.new_zeros(0, 0)
+        return factor
+
 
 def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec: AnnealSpec) -> tuple[Block, Block]:
     """Step 2: read and write block."""
@@ -56,23 +69,28 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     return (long, short) if at_output else (short, long)
 
 
-def start_from_span(read: Block, write: Block, target: Float[Tensor, "d_in d_out"], spec: AnnealSpec) -> int:
-    """Step 2 for a product of sparse factors, in place where it comes much nearer the target; the alternation to begin with."""
+def start_from_product(
+    read: Block, write: Block, target: Float[Tensor, "d_in d_out"], metric: Metric, spec: AnnealSpec
+) -> int | None:
+    """Step 2 for a product of sparse factors, in place, and the alternation to begin with; None where nothing is much nearer."""
     if spec.start == "coordinates" or spec.basis != "paper" or target.numel() > DOUBLE_UP_TO:
-        return 0
-    units = len(write.factor)
-    total = read.budget + write.budget
-    factors = from_span(target, units, total)
-    if factors is None:
-        return 0
-    of_span, of_coordinates = (float((target - a @ b).norm()) for a, b in (factors, (read.factor, write.factor)))
-    if of_span > MUCH_NEARER * of_coordinates:
-        return 0
-    read.factor.copy_(factors[0])
-    write.factor.copy_(factors[1])
-    read.budget = min(max(int(factors[0].count_nonzero()), units), total - units)
-    write.budget = total - read.budget
-    return round(LATE * spec.outer_iterations) if of_span < AT_ONCE * of_coordinates else 0
+        return None
+    units, total = len(write.factor), read.budget + write.budget
+    for propose in (lambda: from_pieces(target, units, total, metric), lambda: from_span(target, units, total)):
+        factors = propose()
+        if factors is None:
+            continue
+        of_coordinates, of_these = (metric.error(target, a, b) for a, b in ((read.factor, write.factor), factors))
+        if of_these > MUCH_NEARER**2 * of_coordinates:
+            continue
+        read.factor.copy_(factors[0])
+        write.factor.copy_(factors[1])
+        read.budget = min(max(int(factors[0].count_nonzero()), units), total - units)
+        write.budget = total - read.budget
+        if of_these < EXACT:
+            return spec.outer_iterations
+        return round(spec.late * spec.outer_iterations) if of_these < NEAR**2 * of_coordinates else 0
+    return None
 
 
 def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:

@@ -104,12 +104,12 @@ def test_nothing_is_sparse_in_a_random_span_and_a_planted_one_shows():
 
 
 def test_best_finds_what_it_missed_from_coordinates():
-    row = Row(128, 64, 32, 8, 8)
-    truth = planted(row, 0)
+    row = Row(128, 64, 64, 16, 8)  # too dense for its pieces to be seen
+    truth = planted(row, 1)
     sparsity = 1 - truth.edges / truth.weight.numel()
     steps: list[int] = []
-    found = solve(truth.weight, None, sparsity, units=32, on_iteration=lambda step: steps.append(step.iteration))
-    plain = solve(truth.weight, None, sparsity, units=32, start="coordinates")
+    found = solve(truth.weight, None, sparsity, units=64, on_iteration=lambda step: steps.append(step.iteration))
+    plain = solve(truth.weight, None, sparsity, units=64, start="coordinates")
     assert support_f1(truth, found.read, found.write) > 0.97 > 0.95 > support_f1(truth, plain.read, plain.write)
     assert error(truth, found.read, found.write) < 0.1 * error(truth, plain.read, plain.write)
     assert steps == list(range(40, 57))  # it stands nearly there, and begins late

@@ -1,0 +1,267 @@
+"""Pieces of a sparse weight (pieces.py) and swaps of entries (swaps.py): planted blocks are read off, others left alone."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from swd_lens.solver import pieces, solve
+from swd_lens.solver.anneal import factorize
+from swd_lens.solver.budget import plan_shares
+from swd_lens.solver.metric import Metric
+from swd_lens.solver.pieces import (
+    LARGE,
+    LEAST,
+    SPARSE,
+    agreeing,
+    apart,
+    from_pieces,
+    peeled,
+    share_of_weight,
+    visible_pieces,
+)
+from swd_lens.solver.spec import PRESETS, AnnealSpec
+from swd_lens.solver.swaps import filled, swapped
+from tests.benchmarks.planted import Planted, Row, error, planted, support_f1
+from tests.solver.matrices import weight_of
+
+ROW = Row(128, 64, 64, 4, 4)
+IDENTITY = Metric.of(None, torch.zeros(1, 1), 0.0)
+
+
+def block(
+    shape: tuple[int, int], rows: list[int], columns: list[int], reads: list[float], writes: list[float]
+) -> Tensor:
+    weight = torch.zeros(shape)
+    weight[torch.tensor(rows)[:, None], torch.tensor(columns)] = torch.outer(torch.tensor(reads), torch.tensor(writes))
+    return weight
+
+
+def product_of(read: Tensor, write: Tensor) -> Tensor:
+    return read @ write
+
+
+# ---------------------------------------------------------------------------------------------------- pieces
+
+
+def test_two_blocks_that_overlap_in_an_entry_are_read_off():
+    """Rows 0 to 3 by columns 0 to 3 and rows 3 to 6 by columns 3 to 6 share (3, 3), which agrees with neither."""
+    first = block((12, 10), [0, 1, 2, 3], [0, 1, 2, 3], [1.0, -2.0, 0.5, 1.5], [2.0, 1.0, -1.0, 0.7])
+    second = block((12, 10), [3, 4, 5, 6], [3, 4, 5, 6], [0.8, 1.0, -1.2, 2.0], [-1.0, 0.6, 1.1, 0.9])
+    read, write = visible_pieces(first + second, LARGE, 1e-6)
+    assert len(write) == 2
+    for piece, true in zip(range(2), (first, second), strict=True):  # the larger first
+        assert torch.allclose(torch.outer(read[:, piece], write[piece]), true, atol=1e-5)
+
+
+def test_small_pieces_are_seen_only_where_they_may_be():
+    weight = block((8, 8), [1, 2], [4, 5], [1.0, 2.0], [3.0, -1.0])
+    assert visible_pieces(weight, LARGE, 1e-6)[1].shape == (0, 8)
+    read, write = visible_pieces(weight, LEAST[-1], 1e-6)
+    assert torch.allclose(read @ write, weight)
+    single = torch.zeros(8, 8)
+    single[3, 3] = 1.0
+    assert len(visible_pieces(single, LEAST[-1], 1e-6)[1]) == 0  # an entry foretells nothing
+
+
+def test_of_pieces_that_share_an_entry_the_better_is_taken():
+    """Piece 1 shares entry 5 with piece 0, piece 2 shares entry 9 with piece 1 only; piece 3 shares 0 with piece 0."""
+    places = torch.tensor([[[0, 5]], [[5, 9]], [[9, 12]], [[0, 20]]])
+    everything = torch.ones(4, 1, 2, dtype=torch.bool)
+    assert apart(places, everything, 30).tolist() == [0, 2]
+    inside = everything.clone()
+    inside[1, 0, 0] = inside[3, 0, 0] = False  # what is outside does not count
+    assert apart(places, inside, 30).tolist() == [0, 1, 3]
+    assert apart(places[:0], everything[:0], 30).tolist() == []
+
+
+def test_a_row_that_enough_columns_agree_on_is_read():
+    """A unit of writes 2, 1, -1: row 0 is half of it; of row 1 a column is of something else; row 2 is another's."""
+    write = torch.tensor([[2.0, 1.0, -1.0, 0.0]])
+    rest = torch.zeros(9, 4)
+    rest[:4] = torch.tensor([[1.0, 0.5, -0.5, 0.0], [4.0, 2.0, 7.0, 3.0], [2.0, 3.0, 4.0, 0.0], [0.0, 0.0, 0.0, 5.0]])
+    found = agreeing(rest, write, 1e-6).squeeze(1)
+    assert found.tolist() == pytest.approx([0.5, 2.0] + [0.0] * 7)
+    assert agreeing(rest, write[:0], 1e-6).shape == (9, 0)
+    assert not agreeing(rest, torch.tensor([[2.0, 0.0, 0.0, 0.0]]), 1e-6).any()  # one column says nothing
+
+
+@pytest.mark.parametrize("row", [ROW, Row(128, 64, 64, 8, 8), Row(64, 128, 64, 8, 8), Row(128, 64, 32, 8, 8)])
+def test_planted_factors_are_peeled(row: Row):
+    truth = planted(row, 0)
+    assert share_of_weight(truth.weight) < SPARSE
+    found = peeled(truth.weight, row.units)
+    assert found is not None
+    assert support_f1(truth, *found) > 0.99 and error(truth, *found) < 0.1
+
+
+def test_peeling_stops_before_it_makes_things_worse():
+    """Of units with a single input, which are no blocks, what is taken for one leaves more than there was."""
+    truth = planted(Row(128, 64, 64, 8, 8, "single inputs"), 0)
+    found = peeled(truth.weight, 64)
+    assert found is not None
+    blocks = (truth.read != 0).sum(0) > 1
+    alone = Planted(truth.read[:, blocks], truth.write[blocks], truth.weight, None)
+    assert support_f1(alone, *found) > 0.97
+    assert float((truth.weight - found[0] @ found[1]).norm()) < float(truth.weight.norm())
+    # The others start as rows of what is left, so that the product is whole.
+    whole = from_pieces(truth.weight.double(), 64, truth.edges, IDENTITY)
+    assert whole is not None and error(truth, whole[0].float(), whole[1].float()) < 0.02
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (48, 48)])
+def test_ordinary_weights_have_no_pieces(shape: tuple[int, int]):
+    weight = weight_of(shape)
+    assert share_of_weight(weight) > 2 * SPARSE
+    assert from_pieces(weight.double(), min(shape), 900, IDENTITY) is None
+
+
+def test_weights_without_blocks_have_no_pieces():
+    diagonal = torch.diag(torch.arange(1.0, 25.0)).double()  # sparse, and no two entries in a row
+    assert share_of_weight(diagonal) < SPARSE and from_pieces(diagonal, 24, 60, IDENTITY) is None
+    truth = planted(Row(40, 20, 10, 2, 2), 0)
+    assert (
+        from_pieces(truth.weight.double(), 200, 900, IDENTITY) is None
+    )  # more units than there are rows to start them
+    solve(truth.weight, None, 0.4, units=200)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
+def test_scale_changes_nothing(scale: float):
+    truth = planted(Row(64, 48, 32, 4, 4), 0)
+    ours, scaled = (peeled(truth.weight * factor, 32) for factor in (1.0, scale))
+    assert ours is not None and scaled is not None
+    assert torch.equal(ours[0], scaled[0]) and torch.equal(ours[1] * scale, scaled[1])
+
+
+# ---------------------------------------------------------------------------------------------------- swaps
+
+
+def test_what_is_missing_is_filled_with_what_lowers_the_loss_most():
+    """Of reads (1, 2) by writes (3, 1) without the read 2 and the write 1: at first 2 is worth (2*3)^2 and 1 is worth (1*1)^2."""
+    target = torch.outer(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))
+    read, write = torch.tensor([[1.0], [0.0]]), torch.tensor([[3.0, 0.0]])
+    one = filled(read, write, target, IDENTITY, 3)
+    assert one[0].flatten().tolist() == [1.0, 2.0] and torch.equal(one[1], write)
+    two = filled(read, write, target, IDENTITY, 4)
+    assert two[0].flatten().tolist() == [1.0, 2.0] and two[1].flatten().tolist() == [3.0, 1.0]
+    assert all(torch.equal(*pair) for pair in zip(filled(*one, target, IDENTITY, 3), one, strict=True))
+
+
+def test_gains_are_in_the_metric():
+    """With inputs that correlate, a read's best value alone is the projection under C, and its gain what the loss falls by."""
+    g = torch.Generator().manual_seed(0)
+    samples = torch.randn(200, 6, generator=g, dtype=torch.float64) @ torch.randn(
+        6, 6, generator=g, dtype=torch.float64
+    )
+    gram = samples.T @ samples / 200
+    weight = torch.randn(6, 5, generator=g, dtype=torch.float64)
+    metric = Metric.of(gram, weight, 0.0)
+    target = weight * metric.scale
+    read = torch.zeros(6, 2, dtype=torch.float64)
+    read[0, 0] = read[3, 1] = 1.0
+    write = torch.randn(2, 5, generator=g, dtype=torch.float64)
+    before = metric.error(target, read, write)
+    found = filled(read, write, target, metric, int(read.count_nonzero() + write.count_nonzero()) + 1)
+    assert int(found[0].count_nonzero()) == 3 and torch.equal(found[1], write)
+    reached = metric.error(target, *found)
+    new = ((found[0] != 0) & (read == 0)).nonzero()[0]
+    for i, j in (read == 0).nonzero().tolist():  # no other single read, at any value, is better
+        trial = read.clone()
+        trial[i, j] = 1.0
+        change = trial - read
+        weighed = metric.weigh(change @ write)
+        step = float((weighed * (target - read @ write)).sum() / (weighed * (change @ write)).sum())
+        assert metric.error(target, read + step * change, write) >= reached - 1e-12
+        if [i, j] == new.tolist():
+            assert step == pytest.approx(float(found[0][i, j]))
+    assert reached < before
+
+
+def test_swaps_repair_factors_with_wrong_entries():
+    truth = planted(Row(64, 48, 24, 4, 4), 0)
+    target = truth.weight.double()
+    read, write = truth.read.double(), truth.write.double()
+    g = torch.Generator().manual_seed(1)
+    for unit in range(0, 24, 4):  # an entry of every fourth unit is lost, and another one put in its place
+        lost = int(read[:, unit].abs().argmax())
+        read[lost, unit] = 0.0
+        free = (read[:, unit] == 0).nonzero().flatten()
+        read[free[torch.randint(len(free), (1,), generator=g)], unit] = 0.01
+    before = support_f1(truth, read, write), error(truth, read.float(), write.float())
+    found = swapped(read, write, target, IDENTITY, truth.edges)
+    assert int(found[0].count_nonzero() + found[1].count_nonzero()) <= truth.edges
+    assert support_f1(truth, *found) > before[0] and error(truth, found[0].float(), found[1].float()) < 0.1 * before[1]
+
+
+def test_every_unit_keeps_an_entry_on_either_side():
+    target = torch.diag(torch.arange(1.0, 9.0)).double()
+    eye = torch.eye(8, dtype=torch.float64)
+    read, write = swapped(eye, target, target, IDENTITY, 16)  # nothing to spare
+    assert torch.equal(read, eye) and torch.equal(write, target)
+
+
+# ---------------------------------------------------------------------------------------------------- solve
+
+
+@pytest.mark.parametrize("preset", ["best", "quick", "thorough", "deep"])
+def test_planted_factors_are_found_exactly(preset: str):
+    truth = planted(ROW, 0)
+    steps: list[tuple[int, int, float]] = []
+    found = solve(
+        truth.weight,
+        None,
+        1 - truth.edges / truth.weight.numel(),
+        preset=preset,
+        on_iteration=lambda step: steps.append((step.iteration, step.total, step.relmse())),
+    )
+    total = found.settings["outer_iterations"]
+    assert [step[:2] for step in steps] == [(total, total)] and steps[0][2] < 1e-10  # nothing is left to alternate for
+    assert support_f1(truth, found.read, found.write) == 1.0 and error(truth, found.read, found.write) < 1e-5
+    plain = solve(truth.weight, None, 1 - truth.edges / truth.weight.numel(), start="coordinates")
+    assert support_f1(truth, plain.read, plain.write) < 0.75
+
+
+def test_noise_is_told_from_entries():
+    truth = planted(Row(128, 64, 64, 4, 4, "noise 0.05"), 3)
+    sparsity = 1 - truth.edges / truth.weight.numel()
+    steps: list[int] = []
+    found = solve(truth.weight, None, sparsity, on_iteration=lambda step: steps.append(step.iteration))
+    assert steps == list(range(40, 57))
+    assert support_f1(truth, found.read, found.write) > 0.9
+    assert error(truth, found.read, found.write) < 1.1 * error(truth, truth.read, truth.write)
+
+
+def test_correlated_inputs_hide_no_piece():
+    truth = planted(Row(128, 64, 64, 8, 8, "correlated"), 0)
+    found = solve(truth.weight, truth.gram, 1 - truth.edges / truth.weight.numel())
+    assert support_f1(truth, found.read, found.write) > 0.99 and error(truth, found.read, found.write) < 0.01
+
+
+def test_of_several_starts_the_lowest_error_counts():
+    truth = planted(Row(64, 32, 32, 4, 4, "noise 0.05"), 0)
+    weight, sparsity = truth.weight.double(), 1 - truth.edges / truth.weight.numel()
+    changes = {"late": 0.0, "outer_iterations": 12, "refine_rounds": 1}
+    spec = PRESETS["best"].changed(changes)
+    assert isinstance(spec, AnnealSpec)
+    budget = plan_shares(64, 32, sparsity, 32, spec)
+    dearer = [spec.changed({"rho_start": spec.rho_start * 2**n}) for n in range(3)]
+    alone = [factorize(weight, None, 32, budget, each, 0.0) for each in dearer]
+    errors = [float((weight - product_of(*each)).norm()) for each in alone]
+    assert len(set(errors)) == 3
+    for restarts in range(3):
+        found = factorize(weight, None, 32, budget, spec.changed({"restarts": restarts}), 0.0)
+        assert math.isclose(float((weight - product_of(*found)).norm()), min(errors[: restarts + 1]), rel_tol=1e-9)
+
+
+def test_the_search_can_be_left_out(monkeypatch):
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(pieces, "peeled", fail)
+    truth = planted(Row(64, 32, 32, 4, 4), 0)
+    solve(truth.weight, None, 0.6, start="coordinates", outer_iterations=4)
+    solve(truth.weight, None, 0.6, basis="input", outer_iterations=4)
+    with pytest.raises(AssertionError):
+        solve(truth.weight, None, 0.6, outer_iterations=4)
