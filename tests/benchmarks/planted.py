@@ -29,9 +29,9 @@ from swd_lens.solver import solve
 from tests.benchmarks.results import Table, record
 
 BEFORE = (
-    "From coordinates (`start='coordinates'`), as every unit started at first, best finds F1 .69, .80, .87, .86, .69 and .87 in the "
-    "first six rows; from the span of rows or columns alone, as before pieces were read off, .69, .98, .96, .99, .69 and .97, and "
-    "deep .98, .99, .99, .99, .93 and .99. The last column is the time of the same preset from coordinates, in turns."
+    "From coordinates (`start='coordinates'`), as every unit started at first, best finds F1 .69, .80, .87, .86, .69 and .87 in "
+    "the first six rows; from the span of rows or columns alone, as before pieces were read off, .69, .98, .96, .99, .69 and "
+    ".97, and deep .98, .99, .99, .99, .93 and .99. The last column is the time of the same preset from coordinates, in turns."
 )
 COLUMNS = [
     "d_in x d_out, units, read + write",
