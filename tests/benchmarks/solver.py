@@ -29,6 +29,7 @@ from torch import Tensor
 
 from swd_lens.factorization.solve import solve
 from swd_lens.units.factors import Factors
+from tests.benchmarks.results import Table, record
 
 MATRICES = ("mlp_out", "mlp_in", "attn_qkv", "attn_out")
 SPARSITIES = (0.5, 0.75)
@@ -41,7 +42,13 @@ CALIBRATED = {
     "best, 2x units": {"units": "2x"},
     "thorough, 2x units": {"preset": "thorough", "units": "2x"},
 }
-ZERO_DATA = {"best, zero-data": {}, "best, 2x units, zero-data": {"units": "2x"}}
+ZERO_DATA = {
+    "best, zero-data": {},
+    "thorough, zero-data": {"preset": "thorough"},
+    "best, 2x units, zero-data": {"units": "2x"},
+    "best, 2x units, 108 alternations, zero-data": {"units": "2x", "outer_iterations": 108},
+}
+COLUMNS = ["setting", "error, ours / reference", "worst row", "time, ours / reference", "worst row"]
 Ratios = dict[str, list[tuple[float, float]]]  # setting -> (error ratio, time ratio) of each row
 
 
@@ -54,17 +61,21 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="also 768 x 3072")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--record", action="store_true", help="write the table to results/solver.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     reference = _load_reference(args.reference)
     print(f"torch {torch.__version__}, {args.threads} threads, {args.repeats} turns\n")
-    print(
-        "| setting | error, ours / reference | worst row | time, ours / reference | worst row |\n|---|---|---|---|---|"
-    )
+    print(f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|---|")
+    rows: list[list[str]] = []
     for settings, calibrated in ((CALIBRATED, True), (ZERO_DATA, False)):
-        _print_table(_against_reference(reference, args.golden, settings, calibrated, args.repeats))
+        rows += _rows_of(_against_reference(reference, args.golden, settings, calibrated, args.repeats))
     if args.large:
-        _print_table(_large(reference, args.repeats))
+        rows += _rows_of(_large(reference, args.repeats))
+    if args.record:
+        table = Table("Error and time, ours over the reference's", COLUMNS, rows, ["left"] + ["right"] * 4)
+        command = "python -m tests.benchmarks.solver --reference double_sparse/doublesparse.py --golden FOLDER"
+        record("solver", [table], threads=[args.threads], command=command + " --large" * args.large + " --record")
     if args.encoder is not None:
         _few_tokens(args.encoder, args.text)
 
@@ -140,13 +151,15 @@ def _add_row(
         rows[name].append((errors[name], statistics.median(times[name])))
 
 
-def _print_table(rows: Ratios) -> None:
-    for name, ratios in rows.items():
-        errors, times = [e for e, _ in ratios], [t for _, t in ratios]
-        print(
-            f"| {name} | {_geometric(errors):.3f} | {max(errors):.3f} | {_geometric(times):.2f} | {max(times):.2f} |",
-            flush=True,
-        )
+def _rows_of(ratios: Ratios) -> list[list[str]]:
+    """The table's rows, printed as well."""
+    rows = []
+    for name, of_rows in ratios.items():
+        errors, times = [e for e, _ in of_rows], [t for _, t in of_rows]
+        figures = f"{_geometric(errors):.3f}", f"{max(errors):.3f}", f"{_geometric(times):.2f}", f"{max(times):.2f}"
+        rows.append([name, *figures])
+        print(f"| {' | '.join(rows[-1])} |", flush=True)
+    return rows
 
 
 def _geometric(values: Iterable[float]) -> float:
