@@ -312,10 +312,10 @@ PRESETS: Mapping[str, AnySpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
-    # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to a hundred and fifty times (2 to
-    # 11 s), unless their pieces are exact. Golden rows: .43 of the reference's error (400 alternations .45, 640 .428). With 30
+    # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to a hundred and fifty times (2
+    # to 11 s), unless their pieces are exact. Golden rows: .43 of the reference's error (400 alternations .45, 640 .428). With 30
     # births .46 in place of .45, and planted factors are no longer found better with them. inner_iterations=3 is 6 % worse on
-    # attn_out, rho_end=.3 2 % better there, but 8 % worse on the golden rows of s = .75 that are largest.
+    # attn_out, rho_end=.35 2 % better there and 9 % worse on mlp_in at s = .75.
     "deep": AnnealSpec(
         outer_iterations=560,
         rho_start=0.05,
