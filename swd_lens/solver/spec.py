@@ -167,9 +167,9 @@ class AnnealSpec(SolveSpec):
     solver: ClassVar[str] = "anneal"
     any_width: ClassVar[bool] = True
 
-    # Alternations T. Each doubling lowers the error by 8 to 15 %. Golden rows: 56, as it was at first, have .575 of the
-    # reference's error in .25 of its time, 72 .550 in .31; with twice the units .39 in .72 and .36 in .90.
-    outer_iterations: int = setting(72, at_least=2)
+    # Alternations T. Each doubling lowers the error by 8 to 15 %. Golden rows: 56 have .575 of the reference's error in .25 of
+    # its time, 72 .550 in .31; with twice the units .39 in .72 and .36 in .90.
+    outer_iterations: int = setting(56, at_least=2)
 
     # ADMM steps per block update; the support is chosen in the first. Golden rows, 56 alternations: one .66 of the reference's
     # error, two .576, three .581. Choosing the support again in the second was about 50 % worse in trials.
@@ -312,12 +312,12 @@ PRESETS: Mapping[str, AnySpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
-    # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to a hundred and fifty times (2
-    # to 11 s), unless their pieces are exact. Golden rows: .43 of the reference's error (400 alternations .45, 640 .428). With 30
-    # births .46 in place of .45, and planted factors are no longer found better with them. inner_iterations=3 is 6 % worse on
+    # Ten times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to 11 s),
+    # unless their pieces are exact. Golden rows: 400 alternations have .447 of the reference's error, 640 .428. 30 births have
+    # .464 in place of .447, and planted factors are no longer found better with them. inner_iterations=3 is 6 % worse on
     # attn_out, rho_end=.35 2 % better there and 9 % worse on mlp_in at s = .75.
     "deep": AnnealSpec(
-        outer_iterations=560,
+        outer_iterations=480,
         rho_start=0.05,
         balance=0.5,
         late=0.0,

@@ -91,7 +91,7 @@ class Gallery:
     def factors(self) -> Any:
         """Random factors with the settings and the provenance of true ones, and values long enough to be folded."""
         made = sparse_factors(self.model, [LATE, INNER, QKV, "blocks.24.attn_o"], units=16)
-        settings = {"preset": "best", "sparsity": 0.75, "outer_iterations": 72, "seed": 0}
+        settings = {"preset": "best", "sparsity": 0.75, "outer_iterations": 56, "seed": 0}
         origin = {"model": self.model.cfg.model_name, "tokens_sha256": "5f2b" * 16, "n_calibration_tokens": 16_384}
         return swd.FactorSet(
             {n: replace(f, settings=settings, provenance={"site": n, **origin}) for n, f in made.items()},

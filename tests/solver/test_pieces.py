@@ -228,7 +228,7 @@ def test_noise_is_told_from_entries():
     sparsity = 1 - truth.edges / truth.weight.numel()
     steps: list[int] = []
     found = solve(truth.weight, None, sparsity, on_iteration=lambda step: steps.append(step.iteration))
-    assert steps == list(range(51, 73))
+    assert steps == list(range(40, 57))
     assert support_f1(truth, found.read, found.write) > 0.9
     assert error(truth, found.read, found.write) < 1.1 * error(truth, truth.read, truth.write)
 
