@@ -7,7 +7,7 @@ so do the results, to the bit. A model that somebody else has loaded stays as it
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 from transformer_lens.components import Attention, GatedMLP, GroupedQueryAttention
 
 from swd_lens.hosts.hooked.components import matrices
@@ -28,5 +28,5 @@ def lay_out(model: Any) -> None:
                 _transpose(matrix)
 
 
-def _transpose(matrix: nn.Parameter) -> None:
+def _transpose(matrix: Tensor) -> None:
     matrix.data = matrix.data.mT.contiguous().mT
