@@ -10,8 +10,7 @@ born takes part in it:
 
 Planted factors of 4 + 4 entries (128 x 64, 64 units): without births F1 .80 and .82, error .07 and .06, after 300 and 600
 alternations; with 30 times of birth .91 and .02 after 400. Births at the end alone, 40 alternations after each, gave .74. On a
-matrix of a real model (golden attn_out) the error is 1 and 4 % larger with them (s = .5 and .75), and since planted factors start
-as their pieces (pieces.py) "deep" finds them as well without: no preset has births.
+matrix of a real model (golden attn_out) the error is 1 and 4 % larger with them (s = .5 and .75).
 """
 
 import torch
