@@ -12,7 +12,7 @@
      sign: the entry of largest magnitude in each write vector is positive (of those that tie the first, see support.py);
      order: the solver's own. Unit i started as coordinate i of the side that the spec's basis names, the short one if none
      (start.py, dsf.py); it keeps that place, so that units of two runs on the same matrix can be compared by index. A product
-     of sparse factors may start elsewhere (span.py).
+     of sparse factors may start elsewhere (pieces.py, span.py).
 6. Return read and write factor with the settings that were used and the entries really kept.
 """
 

@@ -313,7 +313,7 @@ PRESETS: Mapping[str, AnySpec] = {
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
     # Ten times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to 11 s),
-    # unless their pieces are exact. Golden rows, without births: .436 of the reference's error; 400 alternations .447 (with .464),
+    # unless their pieces are exact. Golden rows, without births: .436 of the reference's error; 400 alternations .447 (.464),
     # 640 .428. A small matrix (test_anneal.py) and some planted factors want the births. inner_iterations=3 is 6 % worse
     # on attn_out, rho_end=.35 2 % better there and 9 % worse on mlp_in at s = .75.
     "deep": AnnealSpec(
