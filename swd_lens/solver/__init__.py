@@ -1,9 +1,8 @@
 """The sparse two-factor solver: tensors in, a `Solution` out.
 
 1. spec.py, validate.py, budget.py: settings, arguments and budgets, checked.
-2. anneal.py: the solver of presets best, quick, thorough and deep, with start.py, span.py, metric.py, support.py, births.py,
-   pieces.py, swaps.py,
-   refine.py and rotate.py; dsf.py: the paper's; prune.py, svd_prune.py: pruning alone.
+2. anneal.py: the solver of presets best, quick, thorough and deep, with start.py, pieces.py, swaps.py, span.py, metric.py,
+   support.py, births.py, refine.py and rotate.py; dsf.py: the paper's; prune.py, svd_prune.py: pruning alone.
 3. solve.py: the call that goes through these.
 4. budget.py: how many operations and bytes a call takes.
 """

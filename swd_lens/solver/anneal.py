@@ -43,7 +43,7 @@ from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
 from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec, OnIteration, Step
-from swd_lens.solver.start import Block, start, start_from_product
+from swd_lens.solver.start import Block, share_out, start, start_from_product
 from swd_lens.solver.support import (
     first_largest,
     keep_exactly,
@@ -106,10 +106,10 @@ def factorize(
     read, write = start(target, units, budget, spec)
     first = start_from_product(read, write, target, metric, spec)
     again = 0 if first is None or first == spec.outer_iterations else spec.restarts
-    dearer = [spec.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
-    ends = [solved(read.copy(), write.copy(), target, metric, each, None, first or 0) for each in dearer]
-    ends.append(solved(read, write, target, metric, spec, on_iteration, first or 0))
-    a, b = ends[0] if len(ends) == 1 else min(ends, key=lambda end: metric.error(target, *end))
+    restarts = [spec.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
+    solutions = [solved(read.copy(), write.copy(), target, metric, restart, None, first or 0) for restart in restarts]
+    solutions.append(solved(read, write, target, metric, spec, on_iteration, first or 0))
+    a, b = solutions[0] if again == 0 else min(solutions, key=lambda factors: metric.error(target, *factors))
     return metric.undo(a), b * scale
 
 
@@ -154,7 +154,11 @@ def alternate(
     def reached() -> float:
         return metric.error(target, read.factor, write.factor)
 
-    rho_before, births = Phase.at(min(first, spec.outer_iterations - 1), metric, spec).rho, births_at(spec)
+    if first == spec.outer_iterations:  # the start is exact
+        if on_iteration is not None:
+            on_iteration(Step(first, first, reached))
+        return
+    rho_before, births = Phase.at(first, metric, spec).rho, births_at(spec)
     for t in range(first, spec.outer_iterations):
         phase = Phase.at(t, metric, spec)
         goal = torch.lerp(target, weighted, phase.blend) if phase.blend > 0 else target  # C_g M
@@ -171,8 +175,6 @@ def alternate(
         rho_before = phase.rho
         if on_iteration is not None:
             on_iteration(Step(t + 1, spec.outer_iterations, reached))
-    if first == spec.outer_iterations and on_iteration is not None:
-        on_iteration(Step(first, first, reached))
 
 
 def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) -> None:
@@ -199,17 +201,14 @@ def births_at(spec: AnnealSpec) -> frozenset[int]:
 def rebalance(read: Block, write: Block, step: float) -> None:
     """Move the budgets a step towards where one threshold cuts both factors; the total stays, and an entry per unit in each."""
     assert read.worth is not None and write.worth is not None
-    total, units = read.budget + write.budget, len(write.factor)
+    total = read.budget + write.budget
     samples = (read, read.worth), (write, write.worth)
     worth = torch.cat([sample for _, sample in samples])
     stands_for = torch.cat([torch.full_like(sample, block.factor.numel() / len(sample)) for block, sample in samples])
     order = worth.argsort(descending=True, stable=True)
     above = order[stands_for[order].cumsum(0) <= total]
     wanted = float(stands_for[above[above < len(read.worth)]].sum())
-    moved = round(read.budget + step * (wanted - read.budget))
-    least, most = max(units, total - write.factor.numel()), min(total - units, read.factor.numel())
-    read.budget = min(max(moved, least), most)
-    write.budget = total - read.budget
+    share_out(read, write, round(read.budget + step * (wanted - read.budget)))
 
 
 def update_write(

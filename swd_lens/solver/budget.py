@@ -12,7 +12,7 @@
 5. `cost`, operations: the matrix products of every step, 2 a b c for an (a, b) by (b, c) product; eigenvalues, inverses and
    selections are counted in equivalent operations, measured against products (eigenvalues run at a few percent of a
    product's speed, so that their 9 n^3 count as 60 n^3). In float64 an operation counts as two, and an entry has eight bytes.
-   What is done to small matrices alone (span.py, rotate.py) is not counted: how long it goes on depends on the numbers.
+   What is done to small matrices alone (pieces.py, span.py, rotate.py) is not counted: how long that is depends on the numbers.
 6. `cost`, bytes: the buffers alive at the worst moment, beyond the float32 weight and Gram. The counts are of the algorithm as
    written in anneal.py, refine.py and dsf.py; tests/solver/test_cost.py compares the bytes with what torch really allocates.
 """

@@ -14,7 +14,7 @@ rows or columns, as in span.py: of 64 units with 4 entries each and 64 outputs, 
 4. `agreeing`: a row in which enough of a unit's columns ask for the same read is one that the unit reads; columns likewise.
 
 Planted factors (128 x 64, 64 units, preset "best"), F1 and error from coordinates and from pieces: 4 + 4 entries .69, .09 and
-1.00, .000; with noise .05 .69, .106 and .92, .051; 8 + 8 entries .80, .088 and 1.00, .000 (from the span .98, .004, in three
+1.00, .000; with noise .05 .69, .106 and .91, .053; 8 + 8 entries .80, .088 and 1.00, .000 (from the span .98, .004, in three
 times the time). The search is in float32: it only says where units start.
 """
 
@@ -60,7 +60,7 @@ def from_pieces(
     if missing > len(target):
         return None
     largest = rest.norm(dim=1).argsort(descending=True, stable=True)[:missing]
-    single = torch.zeros_like(target[:, :1]).repeat(1, len(largest))
+    single = target.new_zeros(len(target), len(largest))
     single[largest, torch.arange(len(largest), device=target.device)] = 1.0
     read, write = torch.cat([read, single], 1), torch.cat([write, rest[largest]])
     return swapped(*cut(read, write, edges), target, metric, edges)
@@ -78,7 +78,7 @@ def peeled(
     rounding = ROUNDING * float(weight.abs().max())
     rest, nothing = weight, ROUNDING * float(weight.norm())
     read, write = weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1])
-    found, left = None, float(weight.norm())
+    units, left = None, float(weight.norm())
     for least in LEAST:
         reads, writes = visible_pieces(rest, least, rounding)
         missing = most - len(write)
@@ -91,10 +91,10 @@ def peeled(
             rest = weight - read @ write
         if not float(rest.norm()) < left:
             break
-        found, left = (read, write), float(rest.norm())
+        units, left = (read, write), float(rest.norm())
         if left <= nothing:
             break
-    return found
+    return units
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def visible_pieces(
     blocks = Blocks.at_corners(rest, noise)
     reads, writes, off = blocks.by_corner()
     inside = blocks.inside(reads, writes, noise * off, least)
-    found = inside.any(2).any(1).nonzero()[:, 0]
-    blocks = blocks[found]
-    reads, writes = blocks.by_majority(inside[found], reads[found], writes[found])
+    visible = inside.any(2).any(1).nonzero()[:, 0]
+    blocks = blocks[visible]
+    reads, writes = blocks.by_majority(inside[visible], reads[visible], writes[visible])
     inside = blocks.inside(reads, writes, reads.new_full((1, 1, 1), noise), least)
     size = (inside * blocks.entries.square()).sum((1, 2))
     order = size.argsort(descending=True, stable=True)[: int(size.count_nonzero())]
@@ -239,10 +239,10 @@ def agreeing(
     rest: Float[Tensor, "d_in d_out"], write: Float[Tensor, "unit d_out"], rounding: float
 ) -> Float[Tensor, "d_in unit"]:
     """Reads, by least squares, where enough of a unit's columns ask for the same; else 0."""
-    found = rest.new_zeros(len(rest), len(write))
+    reads = rest.new_zeros(len(rest), len(write))
     asked = min(int((write != 0).sum(1).max()) if len(write) else 0, ASKED)
     if asked < 2:
-        return found
+        return reads
     columns = write.abs().topk(asked, dim=1).indices
     noise = _noise(rest, rounding)
     entries, writes = rest[:, columns], write.gather(1, columns)
@@ -252,12 +252,12 @@ def agreeing(
     ratios = writes[:, None, :] / writes.where(writes != 0, torch.inf)[:, :, None]
     agrees, _ = _agree(entries[:, None, :], entries[:, :, None] * ratios, noise * (1 + ratios.square()).sqrt())
     squares, count = writes.square(), agrees.sum(2)
-    agreed, spokesman = (agrees * squares[:, None, :]).sum(2).where(count >= 2, 0.0).max(1)
-    enough = (agreed >= BELONGS * squares.sum(1)) | (count.gather(1, spokesman[:, None]).squeeze(1) >= ENOUGH)
-    known = agrees[torch.arange(len(row), device=row.device), spokesman]
-    reads = (known * entries * writes).sum(1) / (known * squares).sum(1).clamp_min(_TINY)
-    found[row[enough], unit[enough]] = reads[enough]
-    return found
+    agreed, best = (agrees * squares[:, None, :]).sum(2).where(count >= 2, 0.0).max(1)
+    enough = (agreed >= BELONGS * squares.sum(1)) | (count.gather(1, best[:, None]).squeeze(1) >= ENOUGH)
+    agreeing_columns = agrees[torch.arange(len(row), device=row.device), best]
+    values = (agreeing_columns * entries * writes).sum(1) / (agreeing_columns * squares).sum(1).clamp_min(_TINY)
+    reads[row[enough], unit[enough]] = values[enough]
+    return reads
 
 
 def _noise(rest: Float[Tensor, "d_in d_out"], rounding: float) -> float:

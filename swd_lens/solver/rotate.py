@@ -9,8 +9,8 @@ single entries does not part them; the span of all of them together, with the re
    of their rows (span.py); the other side is least squares.
 3. All factors are cut to K and refined a little; what lowers the error is kept.
 
-Planted factors by "deep" without it and with it: 4 + 4 entries (128 x 64, 64 units) F1 .91 and .98, error .016 and .002;
-single inputs among 8 + 8 entries .86 and .92, .014 and .004. Matrices of trained models gain nothing, and it ends soon.
+Planted factors by "deep", from coordinates, without it and with it: 4 + 4 entries (128 x 64, 64 units) F1 .91 and .98, error .016
+and .002; single inputs among 8 + 8 entries .86 and .92, .014 and .004. Matrices of trained models gain nothing, and it ends soon.
 """
 
 import torch

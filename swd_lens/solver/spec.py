@@ -202,7 +202,8 @@ class AnnealSpec(SolveSpec):
     start: str = setting("auto", one_of=("auto", "coordinates"))
 
     # The share of the alternations that is left out where such a start is near. Planted factors with noise (4 + 4 entries, six
-    # seeds): all of them F1 .93, error .051; .7 the same; none .935, .050, for half as much time again. With 400: .957 with none.
+    # seeds), "best": 1 has F1 .927 and error .0514, .7 .930 and .0508, 0 .935 and .0497 in half as much time again. "deep" has
+    # .951 with .7, .953 with 0.
     late: float | int = setting(0.7, at_least=0, at_most=1)
 
     # Share of K that the factor between units and the coordinates that they start as gets. "auto": n^2 / (2 (n^2 + K)) for

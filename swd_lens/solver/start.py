@@ -80,17 +80,24 @@ def start_from_product(
         factors = propose()
         if factors is None:
             continue
-        of_coordinates, of_these = (metric.error(target, a, b) for a, b in ((read.factor, write.factor), factors))
-        if of_these > MUCH_NEARER**2 * of_coordinates:
+        of_coordinates, error = (metric.error(target, a, b) for a, b in ((read.factor, write.factor), factors))
+        if error > MUCH_NEARER**2 * of_coordinates:
             continue
         read.factor.copy_(factors[0])
         write.factor.copy_(factors[1])
-        read.budget = min(max(int(factors[0].count_nonzero()), units), total - units)
-        write.budget = total - read.budget
-        if of_these < EXACT:
+        share_out(read, write, int(factors[0].count_nonzero()))
+        if error < EXACT:
             return spec.outer_iterations
-        return round(spec.late * spec.outer_iterations) if of_these < NEAR**2 * of_coordinates else 0
+        return round(spec.late * spec.outer_iterations) if error < NEAR**2 * of_coordinates else 0
     return None
+
+
+def share_out(read: Block, write: Block, reads: int) -> None:
+    """Give the read factor so many of both budgets' entries, or as near as leaves every unit one in each and neither too many."""
+    units, total = len(write.factor), read.budget + write.budget
+    least, most = max(units, total - write.factor.numel()), min(total - units, read.factor.numel())
+    read.budget = min(max(reads, least), most)
+    write.budget = total - read.budget
 
 
 def owners(short_long: Float[Tensor, "short long"], units: int) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:

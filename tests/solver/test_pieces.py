@@ -38,10 +38,6 @@ def block(
     return weight
 
 
-def product_of(read: Tensor, write: Tensor) -> Tensor:
-    return read @ write
-
-
 # ---------------------------------------------------------------------------------------------------- pieces
 
 
@@ -125,6 +121,17 @@ def test_weights_without_blocks_have_no_pieces():
         from_pieces(truth.weight.double(), 200, 900, IDENTITY) is None
     )  # more units than there are rows to start them
     solve(truth.weight, None, 0.4, units=200)
+
+
+@pytest.mark.parametrize(("sparsity", "units"), [(0.1, 4), (0.1, 8), (0.1, 20), (0.3, 8)])
+def test_budgets_hold_no_more_entries_than_the_factors(sparsity: float, units: int):
+    """K is larger than what the few units of a sparse weight have room for."""
+    weight = planted(Row(40, 20, 10, 2, 2), 0).weight
+    found = solve(weight, None, sparsity, units=units)
+    plain = solve(weight, None, sparsity, units=units, start="coordinates")
+    assert found.read.shape == (40, units) and found.settings["nonzeros_write"] <= units * 20
+    residuals = [float((weight - s.read @ s.write).norm()) for s in (found, plain)]
+    assert residuals[0] <= 1.01 * residuals[1] + 1e-5
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
@@ -248,11 +255,11 @@ def test_of_several_starts_the_lowest_error_counts():
     budget = plan_shares(64, 32, sparsity, 32, spec)
     dearer = [spec.changed({"rho_start": spec.rho_start * 2**n}) for n in range(3)]
     alone = [factorize(weight, None, 32, budget, each, 0.0) for each in dearer]
-    errors = [float((weight - product_of(*each)).norm()) for each in alone]
+    errors = [float((weight - torch.matmul(*each)).norm()) for each in alone]
     assert len(set(errors)) == 3
     for restarts in range(3):
         found = factorize(weight, None, 32, budget, spec.changed({"restarts": restarts}), 0.0)
-        assert math.isclose(float((weight - product_of(*found)).norm()), min(errors[: restarts + 1]), rel_tol=1e-9)
+        assert math.isclose(float((weight - torch.matmul(*found)).norm()), min(errors[: restarts + 1]), rel_tol=1e-9)
 
 
 def test_the_search_can_be_left_out(monkeypatch):
