@@ -314,9 +314,9 @@ PRESETS: Mapping[str, AnySpec] = {
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
     # Ten times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to 11 s),
-    # unless their pieces are exact. Golden rows, without births: .436 of the reference's error; 400 alternations .447 (.464),
-    # 640 .428. A small matrix (test_anneal.py) and some planted factors want the births. inner_iterations=3 is 6 % worse
-    # on attn_out, rho_end=.35 2 % better there and 9 % worse on mlp_in at s = .75.
+    # unless their pieces are exact. Golden rows: .436 of the reference's error, with births and without (without, 400
+    # alternations have .447, 640 .428); small matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without.
+    # inner_iterations=3 is 6 % worse on attn_out, rho_end=.35 2 % better there and 9 % worse on mlp_in at s = .75.
     "deep": AnnealSpec(
         outer_iterations=480,
         rho_start=0.05,
