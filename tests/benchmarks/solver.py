@@ -75,7 +75,12 @@ def main() -> None:
     if args.record:
         table = Table("Error and time, ours over the reference's", COLUMNS, rows, ["left"] + ["right"] * 4)
         command = "python -m tests.benchmarks.solver --reference double_sparse/doublesparse.py --golden FOLDER"
-        record("solver", [table], threads=[args.threads], command=command + " --large" * args.large + " --record")
+        record(
+            "solver",
+            [table],
+            threads=[args.threads],
+            command=f"{command}{' --large' * args.large} --repeats {args.repeats} --record",
+        )
     if args.encoder is not None:
         _few_tokens(args.encoder, args.text)
 
