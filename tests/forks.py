@@ -22,6 +22,8 @@ import torch
 from tqdm import tqdm
 from tqdm.auto import tqdm as auto_tqdm
 
+_LENGTH = 8  # bytes before an answer, which say how long it is
+
 
 class Hang(Exception):
     """A child did not answer in time; it was killed."""
@@ -61,7 +63,7 @@ class Child:
                 shown = f"{type(raised).__name__}: {raised}"
                 answer = pickle.dumps((False, (type(raised).__mro__, shown, traceback.format_exc()[-3000:])))
             with os.fdopen(write, "wb") as file:
-                file.write(answer)
+                file.write(len(answer).to_bytes(_LENGTH, "big") + answer)
         finally:
             os._exit(0)
 
@@ -92,9 +94,11 @@ class Child:
         finally:
             os.close(self._read)
             _, status = os.waitpid(self.pid, 0)
-        if not self._data:
+        # One that was killed while it answered has sent a part of it.
+        n_bytes, sent = int.from_bytes(self._data[:_LENGTH], "big"), self._data[_LENGTH:]
+        if not sent or len(sent) < n_bytes:
             raise Died(f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {status}")
-        returned, answer = pickle.loads(self._data)
+        returned, answer = pickle.loads(sent)
         if returned:
             return answer
         raise Raised(*answer)
