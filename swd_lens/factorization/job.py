@@ -145,7 +145,7 @@ class Job:
 
     def spec(self, site: Site) -> AnySpec:
         """The solver's settings for one matrix."""
-        return resolve(self.preset, options_of(site, self.options))
+        return resolve(self.preset, options_of(site, self.options)).for_matrix(site.d_in, site.d_out)
 
     @property
     def kind(self) -> str:

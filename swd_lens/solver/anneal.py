@@ -74,7 +74,7 @@ class Phase:
     @classmethod
     def at(cls, t: int, metric: Metric, spec: AnnealSpec) -> "Phase":
         """Alternation t, counted from 0."""
-        progress = t / (spec.outer_iterations - 1)
+        progress = t / (spec.alternations - 1)
         calibrated = metric.matrix is not None
         return cls(
             blend=spec.gram_blend(progress) if calibrated else 0.0,
@@ -82,7 +82,7 @@ class Phase:
             ridge=spec.ridge(progress),
             steps=spec.inner_iterations,
             balance=float(spec.balance) if progress < BALANCED else 0.0,
-            last=t + 1 == spec.outer_iterations,
+            last=t + 1 == spec.alternations,
         )
 
 
@@ -105,7 +105,7 @@ def factorize(
     target = (weight / scale).mul_(metric.scale)
     read, write = start(target, units, budget, spec)
     first = start_from_product(read, write, target, metric, spec)
-    again = 0 if first is None or first == spec.outer_iterations else spec.restarts
+    again = 0 if first is None or first == spec.alternations else spec.restarts
     restarts = [spec.changed({"rho_start": spec.rho_start * 2.0**n}) for n in range(1, again + 1)]
     solutions = [solved(read.copy(), write.copy(), target, metric, restart, None, first or 0) for restart in restarts]
     solutions.append(solved(read, write, target, metric, spec, on_iteration, first or 0))
@@ -154,12 +154,12 @@ def alternate(
     def reached() -> float:
         return metric.error(target, read.factor, write.factor)
 
-    if first == spec.outer_iterations:  # the start is exact
+    if first == spec.alternations:  # the start is exact
         if on_iteration is not None:
             on_iteration(Step(first, first, reached))
         return
     rho_before, births = Phase.at(first, metric, spec).rho, births_at(spec)
-    for t in range(first, spec.outer_iterations):
+    for t in range(first, spec.alternations):
         phase = Phase.at(t, metric, spec)
         goal = torch.lerp(target, weighted, phase.blend) if phase.blend > 0 else target  # C_g M
         for block, update in blocks:
@@ -174,7 +174,7 @@ def alternate(
             read.dual[:, born], write.dual[born] = 0.0, 0.0
         rho_before = phase.rho
         if on_iteration is not None:
-            on_iteration(Step(t + 1, spec.outer_iterations, reached))
+            on_iteration(Step(t + 1, spec.alternations, reached))
 
 
 def level(read: Float[Tensor, "d_in unit"], write: Float[Tensor, "unit d_out"]) -> None:
@@ -195,7 +195,7 @@ def births_at(spec: AnnealSpec) -> frozenset[int]:
     """Alternations, counted from 0, after which units are born."""
     first, last = BORN
     shares = (first + (last - first) * i / spec.births for i in range(spec.births))
-    return frozenset(int(share * spec.outer_iterations) for share in shares)
+    return frozenset(int(share * spec.alternations) for share in shares)
 
 
 def rebalance(read: Block, write: Block, step: float) -> None:

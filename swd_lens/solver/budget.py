@@ -183,7 +183,7 @@ def cost(
     Raises:
         SpecError, SparsityError, UnitsError: as `solve`.
     """
-    spec = resolve(preset, overrides)
+    spec = resolve(preset, overrides).for_matrix(d_in, d_out)
     check_sparsity(sparsity)
     width = resolve_units(units, d_in, d_out, spec)
     if isinstance(spec, AnnealSpec):
@@ -212,7 +212,7 @@ def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealS
     solves = 2 * m * m * (d_in + d_out) * steps + 2 * INVERSE * m**3
     plain = products + solves + PER_ENTRY * m * (d_in + d_out)
     in_gram = 2 * d_in * d_in * m * (1 + 2 * steps) + 2 * m * m * d_in * steps + EIGEN * m**3
-    with_gram = sum(spec.gram_blend(t / (spec.outer_iterations - 1)) > 0 for t in range(spec.outer_iterations))
+    with_gram = sum(spec.gram_blend(t / (spec.alternations - 1)) > 0 for t in range(spec.alternations))
     refining = spec.refine_rounds * (
         4 * d_in * d_out * m + spec.refine_steps * 2 * m * (m * (d_in + d_out) + calibrated * d_in * d_in)
     )
@@ -221,10 +221,7 @@ def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealS
     pieces = BORN_SHARE * m * STARTS * STEPS * 2 * 2 * d_in * d_out
     once = EIGEN * d_in**3 * (with_gram > 0) + 2 * d_in * d_in * d_out
     return (
-        spec.outer_iterations * plain
-        + spec.births * (use + pieces)
-        + refining
-        + calibrated * (with_gram * in_gram + once)
+        spec.alternations * plain + spec.births * (use + pieces) + refining + calibrated * (with_gram * in_gram + once)
     )
 
 

@@ -1,6 +1,6 @@
 """solve: tensors in, a `Solution` out.
 
-1. `resolve` the preset and overrides to a spec (spec.py).
+1. `resolve` the preset and overrides to a spec, and it to the matrix's shape (spec.py).
 2. Validate weight, Gram, sparsity and units (validate.py); split the budget (budget.py).
 3. Solve, small matrices in float64, large ones in float32 without TF32 or autocast (`precision`, spec.py): by the annealed
    solver (anneal.py, then refine.py), by the paper's (dsf.py), or by pruning alone, of W (prune.py) or of its singular vectors
@@ -115,6 +115,7 @@ def solve(
     spec = resolve(preset, overrides)
     check_weight(weight)
     d_in, d_out = weight.shape
+    spec = spec.for_matrix(d_in, d_out)
     if gram is not None:
         check_gram(gram, d_in)
     if output_gram is not None:

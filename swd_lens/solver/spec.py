@@ -8,11 +8,11 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from swd_lens.base.errors import SpecError, error
-from swd_lens.base.settings import AUTO, Bounds, Settings, nearest, setting
+from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, nearest, setting
 
 # Shrinkage "auto" is d_in / tokens, at most this (solver.md, point 6). Real text through an encoder layer, d_in 384 and
 # 1,536: at 1,024, 4,096 and 16,384 tokens it lowers the held-out error by 23, 7 and 1 % (geometric means).
@@ -33,6 +33,11 @@ DOUBLE_UP_TO = 2**17
 # is in tests/benchmarks/RESULTS.md (bases): more lowers the error and makes a task's circuit dearer.
 NAMED_SIDE_SHARE = 0.03
 
+# Alternations "auto", in float32 and in float64, where each takes about twice the time. Each doubling lowers the error by 8 to
+# 15 %. Golden rows (float32): 56 have .575 of the reference's error in .25 of its time, 72 .550 in .31; with twice the units .39
+# in .72 and .36 in .90. The embedded model's matrices (float64): 72 have a tenth less error than 56, and circuits no smaller.
+ALTERNATIONS = {"float32": 72, "float64": 56}
+
 RHO_END_CALIBRATED = 0.5
 RHO_END_ZERO_DATA = 0.8
 
@@ -50,6 +55,10 @@ class SolveSpec(Settings):
         if self.precision != AUTO:
             return self.precision
         return "float64" if d_in * d_out <= DOUBLE_UP_TO else "float32"
+
+    def for_matrix(self: AnySettings, d_in: int, d_out: int) -> AnySettings:
+        """The same settings with the number of alternations decided for a matrix of this shape."""
+        return self
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
         """How far the Gram of `tokens` tokens is shrunk towards the identity; 0 where a solver knows no shrinkage."""
@@ -167,9 +176,8 @@ class AnnealSpec(SolveSpec):
     solver: ClassVar[str] = "anneal"
     any_width: ClassVar[bool] = True
 
-    # Alternations T. Each doubling lowers the error by 8 to 15 %. Golden rows: 56 have .575 of the reference's error in .25 of
-    # its time, 72 .550 in .31; with twice the units .39 in .72 and .36 in .90.
-    outer_iterations: int = setting(56, at_least=2)
+    # Alternations T. "auto": ALTERNATIONS of the precision in which the matrix is solved.
+    outer_iterations: int | str = setting(AUTO, at_least=2)
 
     # ADMM steps per block update; the support is chosen in the first. Golden rows, 56 alternations: one .66 of the reference's
     # error, two .576, three .581. Choosing the support again in the second was about 50 % worse in trials.
@@ -240,6 +248,17 @@ class AnnealSpec(SolveSpec):
     # "float32", "float64" (twice the time, the same supports on any processor), or "auto": float64 for small matrices
     # (DOUBLE_UP_TO).
     precision: str = setting(AUTO, one_of=PRECISIONS)
+
+    def for_matrix(self, d_in: int, d_out: int) -> "AnnealSpec":
+        if self.outer_iterations != AUTO:
+            return self
+        return replace(self, outer_iterations=ALTERNATIONS[self.precision_for(d_in, d_out)])
+
+    @property
+    def alternations(self) -> int:
+        """T, which `for_matrix` has decided."""
+        assert not isinstance(self.outer_iterations, str), "for_matrix decides it"
+        return self.outer_iterations
 
     def rho(self, progress: float, *, calibrated: bool) -> float:
         """Penalty at `progress` (0 at the first alternation, 1 at the last), with a Gram or without."""

@@ -87,8 +87,8 @@ def start_from_product(
         write.factor.copy_(factors[1])
         share_out(read, write, int(factors[0].count_nonzero()))
         if error < EXACT:
-            return spec.outer_iterations
-        return round(spec.late * spec.outer_iterations) if error < NEAR**2 * of_coordinates else 0
+            return spec.alternations
+        return round(spec.late * spec.alternations) if error < NEAR**2 * of_coordinates else 0
     return None
 
 

@@ -18,7 +18,7 @@ from swd_lens.base.errors import (
 )
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec
-from swd_lens.solver.spec import MOST_SHRINKAGE, RHO_END_CALIBRATED, RHO_END_ZERO_DATA
+from swd_lens.solver.spec import MOST_SHRINKAGE, RHO_END_CALIBRATED, RHO_END_ZERO_DATA, resolve
 from swd_lens.solver.validate import check_tokens
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
@@ -334,10 +334,35 @@ def test_paper_values():
 
 def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
     assert DEFAULT_PRESET in PRESETS and PRESETS["best"] == AnnealSpec()
-    iterations = [PRESETS[name].outer_iterations for name in ("quick", "best", "thorough")]
-    assert iterations == sorted(iterations) and len(set(iterations)) == 3
-    for name, outer in zip(("quick", "best", "thorough"), iterations, strict=True):
-        assert PRESETS[name] == AnnealSpec(outer_iterations=outer)
+    for shape in ((256, 512), (512, 512)):  # solved in float64, in float32
+        specs = [resolve(name, {}).for_matrix(*shape) for name in ("quick", "best", "thorough")]
+        iterations = [spec.outer_iterations for spec in specs]
+        assert iterations == sorted(iterations) and len(set(iterations)) == 3
+        for spec, outer in zip(specs, iterations, strict=True):
+            assert spec == AnnealSpec(outer_iterations=outer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "alternations"),
+    [
+        ((256, 512), {}, 56),
+        ((256, 513), {}, 72),
+        ((8, 12), {"precision": "float32"}, 72),
+        ((512, 512), {"precision": "float64"}, 56),
+        ((8, 12), {"outer_iterations": 9}, 9),
+    ],
+)
+def test_alternations_where_none_are_named(shape: tuple[int, int], options: dict, alternations: int):
+    """In float64, which takes twice the time, fewer; a number that is given stays."""
+    assert resolve("best", options).for_matrix(*shape).outer_iterations == alternations
+    if shape == WEIGHT.shape:
+        assert solve(WEIGHT, **options).settings["outer_iterations"] == alternations
+
+
+def test_alternations_auto_are_those_that_are_not_named():
+    assert resolve("quick", {"outer_iterations": "auto"}) == PRESETS["best"]
+    with pytest.raises(SpecError, match='outer_iterations=.some.: give a number, or "auto"'):
+        resolve("best", {"outer_iterations": "some"})
 
 
 def test_schedules_by_hand():
