@@ -31,7 +31,7 @@ setting was measured against is in spec.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -42,7 +42,7 @@ from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
-from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec, OnIteration, Step
+from swd_lens.solver.spec import AUTO, DOUBLE_UP_TO, AnnealSpec, OnIteration, Step, automatic_rho_end
 from swd_lens.solver.start import Block, share_out, start, start_from_product
 from swd_lens.solver.support import (
     first_largest,
@@ -78,7 +78,7 @@ class Phase:
         calibrated = metric.matrix is not None
         return cls(
             blend=spec.gram_blend(progress) if calibrated else 0.0,
-            rho=spec.rho(progress, calibrated=calibrated),
+            rho=spec.rho(progress),
             ridge=spec.ridge(progress),
             steps=spec.inner_iterations,
             balance=float(spec.balance) if progress < BALANCED else 0.0,
@@ -103,6 +103,10 @@ def factorize(
     scale = power_of_two(weight)
     metric = Metric.of(None if gram is None else gram / power_of_two(gram.diagonal()), weight, shrinkage)
     target = (weight / scale).mul_(metric.scale)
+    if spec.rho_end == AUTO:
+        sparsity, least_share = 1 - budget.total / target.numel(), min(budget.square, budget.other) / budget.total
+        calibrated = metric.matrix is not None
+        spec = replace(spec, rho_end=automatic_rho_end(sparsity, least_share, shrinkage, calibrated=calibrated))
     read, write = start(target, units, budget, spec)
     first = start_from_product(read, write, target, metric, spec)
     again = 0 if first is None or first == spec.alternations else spec.restarts

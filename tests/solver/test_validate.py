@@ -18,7 +18,7 @@ from swd_lens.base.errors import (
 )
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec
-from swd_lens.solver.spec import MOST_SHRINKAGE, RHO_END_CALIBRATED, RHO_END_ZERO_DATA, resolve
+from swd_lens.solver.spec import MOST_SHRINKAGE, automatic_rho_end, resolve
 from swd_lens.solver.validate import check_tokens
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
@@ -361,24 +361,39 @@ def test_alternations_where_none_are_named(shape: tuple[int, int], options: dict
 
 def test_alternations_auto_are_those_that_are_not_named():
     assert resolve("quick", {"outer_iterations": "auto"}) == PRESETS["best"]
-    with pytest.raises(SpecError, match='outer_iterations=.some.: give a number, or "auto"'):
+    with pytest.raises(SpecError, match=r'outer_iterations=.some.: give a number, or "auto"'):
         resolve("best", {"outer_iterations": "some"})
 
 
 def test_schedules_by_hand():
     spec = AnnealSpec(rho_start=0.1, ridge_start=1e-2, ridge_end=1e-4, gram_from=0.5)
-    # Geometric: half way the penalty is sqrt(.1 * .9), the ridge sqrt(1e-2 * 1e-4). The end "auto" has two values.
-    assert [replace(spec, rho_end=0.9).rho(p, calibrated=True) for p in (0.0, 0.5, 1.0)] == pytest.approx(
-        [0.1, 0.3, 0.9]
-    )
-    for calibrated, end in ((True, RHO_END_CALIBRATED), (False, RHO_END_ZERO_DATA)):
-        assert spec.rho(1.0, calibrated=calibrated) == pytest.approx(end)
-        assert spec.rho(0.5, calibrated=calibrated) == pytest.approx((0.1 * end) ** 0.5)
+    # Geometric: half way the penalty is sqrt(.1 * .9), the ridge sqrt(1e-2 * 1e-4).
+    to_end = replace(spec, rho_end=0.9)
+    assert [to_end.rho(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.3, 0.9])
     assert [spec.ridge(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1e-2, 1e-3, 1e-4])
     # Linear from .5 on: at .75 half of the Gram. 1 leaves it out, 0 starts at once.
     assert [spec.gram_blend(p) for p in (0.0, 0.5, 0.75, 1.0)] == [0, 0, 0.5, 1]
     assert [AnnealSpec(gram_from=1).gram_blend(p) for p in (0.0, 0.99, 1.0)] == [0, 0, 0]
     assert [AnnealSpec(gram_from=0).gram_blend(p) for p in (0.0, 0.25, 1.0)] == [0, 0.25, 1]
+
+
+@pytest.mark.parametrize(("calibrated", "lower", "upper"), [(True, 0.4, 0.5), (False, 0.7, 0.8)])
+def test_the_penaltys_end_by_hand(calibrated: bool, lower: float, upper: float):
+    half = (lower + upper) / 2
+    ends = {
+        (0.1, 0.2, 0.0): lower,
+        (0.5, 0.2, 0.0): lower,
+        (0.625, 0.2, 0.0): half,
+        (0.75, 0.2, 0.0): upper,
+        (0.99, 0.2, 0.0): upper,
+        (0.5, 0.2, 0.15): half if calibrated else lower,  # half of the most shrinkage
+        (0.625, 0.2, 0.15): half,
+        (0.5, 0.2, 1.0): upper if calibrated else lower,
+        (0.5, 0.04, 0.0): upper,  # nearly all entries in one factor
+    }
+    for case, end in ends.items():
+        assert automatic_rho_end(*case, calibrated=calibrated) == pytest.approx(end)
+    assert automatic_rho_end(0.75, 0.2, 0.01, calibrated=calibrated) == upper
 
 
 def test_shrinkage_by_hand():
