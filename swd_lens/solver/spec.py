@@ -332,10 +332,13 @@ PRESETS: Mapping[str, AnySpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
-    # Ten times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to 11 s),
-    # unless their pieces are exact. Golden rows: .436 of the reference's error, with births and without (without, 400
-    # alternations have .447, 640 .428); small matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without.
-    # inner_iterations=3 is 6 % worse on attn_out, rho_end=.35 2 % better there and 9 % worse on mlp_in at s = .75.
+    # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to
+    # 11 s), unless their pieces are exact. Golden rows: .434 of the reference's error, with twice the units .219. With the
+    # penalty's end at .5 for every s it is .436, with births and without; without, 400 alternations have .447, 640 .428. Small
+    # matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. inner_iterations=3 is 6 % worse on attn_out,
+    # rho_end=.35 8 % worse on mlp_in at s = .75 and 2 % better on others. Entries exchanged at the end (those that would lower
+    # the error most enter, the least leave, values refitted, 30 turns) take off 3 % of attn_out at s = .5, .2 % at s = .75, 1 %
+    # of mlp_in at s = .75, .3 % of mlp_out at s = .5: too little for what it costs.
     "deep": AnnealSpec(
         outer_iterations=480,
         rho_start=0.05,
