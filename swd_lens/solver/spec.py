@@ -34,8 +34,9 @@ DOUBLE_UP_TO = 2**17
 NAMED_SIDE_SHARE = 0.03
 
 # Alternations "auto", in float32 and in float64, where each takes about twice the time. Each doubling lowers the error by 8 to
-# 15 %. Golden rows (float32): 56 have .575 of the reference's error in .25 of its time, 72 .550 in .31; with twice the units .39
-# in .72 and .36 in .90. The embedded model's attn_o at s = .5 (float64): 72 have .89 of the error of 56.
+# 15 %. Golden rows (float32), with the penalty's end at .5: 56 have .575 of the reference's error in .25 of its time, 72 .550 in
+# .31; with twice the units .39 in .72 and .36 in .90. With today's end 72 have .542 and .348. The embedded model's attn_o at
+# s = .5 (float64): 72 have .89 of the error of 56.
 ALTERNATIONS = {"float32": 72, "float64": 56}
 
 # The penalty's end "auto": `automatic_rho_end`, between these two, with a Gram and without one.
