@@ -137,10 +137,10 @@ def test_best_beats_the_reference(row: dict):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ROWS, reason=MISSING)
-def test_best_has_three_fifths_of_the_references_error():
-    """The bar is .60; measured .56."""
+def test_best_has_eleven_twentieths_of_the_references_error():
+    """The bar is .55; measured .542. In float32 another processor ends elsewhere, a percent off at most so far."""
     ratios = [best_ratio(row) for row in ROWS if is_barred(row)]
-    assert len(ratios) == 8 and max(ratios) < 1 and geometric_mean(ratios) <= 0.60
+    assert len(ratios) == 8 and max(ratios) < 1 and geometric_mean(ratios) <= 0.56
 
 
 @pytest.mark.skipif(not ROWS, reason=MISSING)
