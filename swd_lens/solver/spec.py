@@ -2,7 +2,9 @@
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
    `AnnealSpec` ours, `PruneSpec` and `SvdPruneSpec` those of pruning alone, of W and of its singular vectors.
-2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned".
+2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned". What they
+   leave to the matrix ("auto") is decided by its shape (`for_matrix`), its Gram and its budgets (`automatic_rho_end`,
+   `automatic_shrinkage`).
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
 4. A `Step` is what a solver tells its caller after each outer iteration.
 """
@@ -334,8 +336,8 @@ PRESETS: Mapping[str, AnySpec] = {
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
     # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to
-    # 11 s), unless their pieces are exact. Golden rows: .434 of the reference's error, with twice the units .219. With the
-    # penalty's end at .5 for every s it is .436, with births and without; without, 400 alternations have .447, 640 .428. Small
+    # 11 s), unless their pieces are exact. Golden rows: .434 of the reference's error. With the penalty's end at .5 for every s
+    # it is .436, with births and without; without, twice the units have .219, 400 alternations .447, 640 .428. Small
     # matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. inner_iterations=3 is 6 % worse on attn_out,
     # rho_end=.35 8 % worse on mlp_in at s = .75 and 2 % better on others. Entries exchanged at the end (those that would lower
     # the error most enter, the least leave, values refitted, 30 turns) take off 3 % of attn_out at s = .5, .2 % at s = .75, 1 %

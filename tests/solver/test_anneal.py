@@ -398,6 +398,14 @@ def test_a_float64_gram_is_used_as_it_is():
     assert not torch.equal(solve(weight, gram + apart, 0.6).read, solve(weight, (gram + apart).float(), 0.6).read)
 
 
+@pytest.mark.parametrize(("calibrated", "sparsity", "end"), [(True, 0.5, 0.4), (True, 0.75, 0.5), (False, 0.5, 0.7)])
+def test_the_penalty_ends_where_the_rule_says(calibrated: bool, sparsity: float, end: float):
+    weight, gram = weight_of((20, 32)), gram_of(20) if calibrated else None
+    by_rule, lower = solve(weight, gram, sparsity), solve(weight, gram, sparsity, rho_end=0.9 * end)
+    assert_same_bits(by_rule, solve(weight, gram, sparsity, rho_end=end))
+    assert not torch.equal(by_rule.read, lower.read)
+
+
 def test_result_says_how_it_was_made():
     weight = weight_of((20, 32)).half()
     factors = solve(weight, gram_of(20), 0.5, units="2x", tokens=160, outer_iterations=8)
