@@ -2,8 +2,8 @@
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
    `AnnealSpec` ours, `PruneSpec` and `SvdPruneSpec` those of pruning alone, of W and of its singular vectors.
-2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned". What they
-   leave to the matrix ("auto") is decided by its shape (`for_matrix`), its Gram and its budgets (`automatic_rho_end`,
+2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned". What
+   they leave to the matrix ("auto") is decided by its shape (`for_matrix`), its Gram and its budgets (`automatic_rho_end`,
    `automatic_shrinkage`).
 3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
 4. A `Step` is what a solver tells its caller after each outer iteration.
