@@ -110,6 +110,7 @@ TYPES = {
     "Attachment": "units.attach",
     "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
+    "BasisChoice": "factorization.basis",
     "CircuitNull": "circuits.null",
     "Comparison": "circuits.comparison",
     "Concentration": "circuits.concentration",
@@ -145,6 +146,7 @@ TYPES = {
 }
 # Names of the namespaces that stand at the top as well: most did before there were namespaces, and go on working.
 ALIASES = {
+    "choose_basis": "factorization.basis",
     "circuit_null": "circuits.null",
     "collect_grams": "factorization.grams",
     "compare_edits": "analysis.edit.compare",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.record import Record
+from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import Means
 from swd_lens.circuits.attribution import TrainingPass, first_order
@@ -150,10 +151,5 @@ def _costs(model: Any, factors: Any, split: TaskSplit, share: float) -> Float[Te
         for bucket in split.buckets(_BATCH):
             of_site = contributions(bucket)
             positive = torch.cat([of_site[site.name] for site in sites], 1).clamp(min=0)
-            ranked, order = positive.sort(dim=1, descending=True, stable=True)
-            # The first units whose sum reaches the share; the last of them is counted.
-            needed = (ranked.cumsum(1) < share * positive.sum(1, keepdim=True)).sum(1, keepdim=True)
-            n_units = (needed + 1) * (positive.sum(1, keepdim=True) > 0)
-            n_edges = edges[order].cumsum(1).gather(1, needed.clamp(max=len(edges) - 1)) * (n_units > 0)
-            costs.append(torch.cat([n_edges, n_units], 1).double())
+            costs.append(fewest_with(share, positive, edges).double())
     return torch.cat(costs)

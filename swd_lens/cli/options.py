@@ -202,7 +202,8 @@ class SolverOptions:
         str | None,
         Option(
             "--basis",
-            help=f"Whose coordinates units start as: {', '.join(BASES)} (paper: the short side), or auto (an MLP's neurons).",
+            help=f"Whose coordinates units start as: {', '.join(BASES)} (paper: the short side), neurons (an MLP's), or auto "
+            "(the side that the text's next tokens need less of).",
         ),
     ] = None
     outer_iterations: Annotated[

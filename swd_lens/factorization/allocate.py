@@ -24,10 +24,11 @@ from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
+from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.forecast import forecast
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.job import Job, options_of
+from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
@@ -114,6 +115,7 @@ def allocate(
         model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options
     )
     forecast(job)  # refuses what the solver would refuse, before anything is run
+    job = with_chosen_bases(job, options.get("basis"), progress=progress)
     host, rows = host_of(model), _judged(judge, stream, model) if by == "kl" else None
     judged = None
     if rows is not None:
@@ -130,13 +132,14 @@ def allocate(
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
                 with naming(site):
-                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **options_of(site, options)))
+                    trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.options_of(site)))
                 bar.update()
             losses = [f.relmse(gram) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
     allocated = spend(curves, sum(uniform.values()))
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
-    settings |= {"units": units, "tokens": job.n_tokens, "options": dict(options)}
+    settings |= {"units": units, "tokens": job.n_tokens, "options": plain}
     settings |= {"judged": 0 if rows is None else rows.numel(), **standing_hooks(model)}
     site_budgets = {
         site.name: SiteBudget(site.numel, uniform[site.name], allocated[site.name], curves[site.name])

@@ -19,7 +19,8 @@ from swd_lens.base.machine import available_bytes, product_speed
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
-from swd_lens.factorization.job import SITE_NAME, Job
+from swd_lens.factorization.job import Job
+from swd_lens.factorization.matrices import SITE_NAME
 from swd_lens.hosts.sites import Pattern
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.tasks.streams import as_stream

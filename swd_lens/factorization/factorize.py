@@ -27,6 +27,7 @@ from swd_lens.base.errors import AttachError, callers_level, error, warning
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate
 from swd_lens.factorization.forecast import SiteEstimate, forecast
@@ -140,6 +141,7 @@ def factorize(
         if out is None:
             raise error("shard-without-folder", shard=part)
         out = part.folder(Path(out))
+    job = with_chosen_bases(job, options.get("basis"), progress=progress)
 
     # 2. to 4., with the folder held.
     if out is None:

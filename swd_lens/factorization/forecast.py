@@ -19,8 +19,8 @@ from typing import Any
 
 from swd_lens.base.divergence import CHUNK_BYTES
 from swd_lens.base.record import Record
-from swd_lens.factorization.job import Job, options_of
-from swd_lens.factorization.output_grams import TOKENS
+from swd_lens.factorization.gradients import TOKENS
+from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming
 from swd_lens.factorization.stages import stages_of, with_room
 from swd_lens.hosts import host_of
@@ -69,7 +69,7 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
                 preset=job.preset,
                 calibrated=plan.calibrated,
                 outputs_weighed=job.weigh_outputs,
-                **options_of(site, job.options),
+                **job.options_of(site),
             )
     kept = {site.name: plan.kept_bytes(site, widths[site.name]) for site in job.sites}
     held = sum(kept[name] for name in finished)

@@ -1,17 +1,15 @@
 """Job: what is to be factorized and how, checked once: the arguments of `factorize`, `estimate` and `allocate`.
 
-1. `Job.of` takes the sites of a host; or, where the model is not loaded, matrices known by their shapes only (`Shape`).
-2. It refuses what no factorization can be made with, and settles what depends on the matrices: a sparsity for each, and the
-   precision of Grams.
+1. `Job.of` takes the matrices (matrices.py), refuses what no factorization can be made with, and settles what depends on them: a
+   sparsity and a basis for each, and the precision of Grams.
+2. `with_bases` changes the bases, once text has been looked at (basis.py).
 3. A job says what follows from its arguments: the provenance of the set, the recipe of each matrix (checkpoint.py) and the task
    that its solve is (solve.py).
 """
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,35 +17,22 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning
-from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
-from swd_lens.factorization.output_grams import require_loss
+from swd_lens.factorization.gradients import require_loss
+from swd_lens.factorization.matrices import basis_of_each, matrices_of, sparsity_of_each
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import KINDS, NEURON_SIDE, PACKED, Pattern, Site, select_sites
+from swd_lens.hosts.sites import PACKED, Pattern, Site
 from swd_lens.solver import AnySpec, resolve
 from swd_lens.solver.budget import edges
-from swd_lens.solver.validate import is_number
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors
 from swd_lens.units.match import weight_fingerprint
 
-SITE_NAME = re.compile(rf"blocks\.(\d+)\.({'|'.join(KINDS)})")
 CALIBRATIONS = ("sequential", "corrected", "per_block", "dense")
-
-
-@dataclass(frozen=True)
-class Shape(Site):
-    """A matrix of which no more is known than a label and its shape: a block of its own, with an input of its own."""
-
-    label: str
-
-    @property
-    def name(self) -> str:
-        return self.label
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,9 @@ class Job:
         sites: in execution order.
         tokens: calibration tokens, or (rows, pos) of tokens that are not there yet; None for zero-data.
         sparsities: site name -> s.
-        calibration, preset, units, batch_size, device, options, weigh_outputs: as for `factorize`.
+        calibration, preset, units, batch_size, device, weigh_outputs: as for `factorize`.
+        options: the solver's, the same for all matrices.
+        bases: site name -> basis, of those that are not solved with the preset's own.
         gram_dtype: of the Grams.
         shard: the part of a larger job that this one is.
     """
@@ -74,6 +61,7 @@ class Job:
     batch_size: int
     gram_dtype: Literal["float32", "float64"]
     options: Mapping[str, Any]
+    bases: Mapping[str, str]
     device: str | torch.device | None = None
     shard: Shard | None = None
     weigh_outputs: bool = False
@@ -103,7 +91,7 @@ class Job:
                 tokens can be made.
         """
         shapes_only = isinstance(model, Mapping | Sequence)
-        matrices = _matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
+        matrices = matrices_of(model, sites) if shapes_only else tuple(find_sites(model, sites))
         for site in matrices:
             if site.kind == "mlp":
                 raise error("whole-mlp-factorized", site=site.name, kinds=", ".join(PACKED["mlp"]))
@@ -120,10 +108,12 @@ class Job:
         if device is not None:
             _check_device(device)  # before anything is calibrated, not after
         sparsities = sparsity_of_each(matrices, sparsity)
+        own_options = {name: value for name, value in options.items() if name != "basis"}
+        bases = basis_of_each(matrices, options.get("basis"))
         # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
         # embedded model; of a float64 Gram none).
         with naming(matrices[0]):
-            specs = [resolve(preset, options_of(site, options)) for site in matrices]
+            specs = [resolve(preset, options_of(site, own_options, bases)) for site in matrices]
         solved_in_double = all(
             spec.precision_for(site.d_in, site.d_out) == "float64" for spec, site in zip(specs, matrices, strict=True)
         )
@@ -138,14 +128,24 @@ class Job:
             units,
             batch_size,
             "float64" if double else "float32",
-            dict(options),
+            own_options,
+            bases,
             device,
             weigh_outputs=weigh_outputs,
         )
 
+    def with_bases(self, bases: Mapping[str, str]) -> "Job":
+        """The same job with the bases that were chosen for its sites."""
+        return replace(self, bases=basis_of_each(self.sites, bases))
+
+    def options_of(self, site: Site) -> dict[str, Any]:
+        """The solver's options for one matrix."""
+        return options_of(site, self.options, self.bases)
+
     def spec(self, site: Site) -> AnySpec:
         """The solver's settings for one matrix."""
-        return resolve(self.preset, options_of(site, self.options)).for_matrix(site.d_in, site.d_out)
+        spec = resolve(self.preset, self.options_of(site))
+        return spec.for_matrix(site.d_in, site.d_out, calibrated=self.tokens is not None)
 
     @property
     def kind(self) -> str:
@@ -271,7 +271,7 @@ class Job:
             preset=self.preset,
             units=self.units,
             tokens=None if gram is None else self.n_tokens,
-            options=options_of(site, self.options),
+            options=self.options_of(site),
             bytes=peak_bytes,
             output_gram=outputs if outputs is None or self.device is None else outputs.to(self.device),
         )
@@ -282,38 +282,9 @@ class Job:
         return replace(f, weight=host_of(self.model).weight(site) if dtype == torch.float32 else None)
 
 
-# ---------------------------------------------------------------------------------------------- arguments
-
-
-def options_of(site: Site, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The solver's options for one matrix: a basis "auto" is that of its neurons, where it has some, else the preset's own."""
-    if options.get("basis") != AUTO:
-        return dict(options)
-    others = {name: value for name, value in options.items() if name != "basis"}
-    side = None if isinstance(site, Shape) else NEURON_SIDE.get(site.kind)
-    return others if side is None else {**others, "basis": side}
-
-
-def _matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
-    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names.
-
-    Raises:
-        ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
-    """
-    if sites != "all":
-        raise error("sites-beside-shapes", sites=sites)
-    named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
-    if not named:
-        raise error("no-shapes")
-    return tuple(_matrix(str(name), shape, number) for number, (name, shape) in enumerate(named.items()))
-
-
-def _matrix(name: str, shape: Any, number: int) -> Site:
-    pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
-    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
-        raise error("no-shape", name=name, shape=shape)
-    match = SITE_NAME.fullmatch(name)
-    return Shape(-1 - number, "mlp_out", *pair, label=name) if match is None else Site(int(match[1]), match[2], *pair)
+def options_of(site: Site, options: Mapping[str, Any], bases: Mapping[str, str]) -> dict[str, Any]:
+    """The solver's options for one matrix: those for all, and its basis where it has one of its own."""
+    return {**options, "basis": bases[site.name]} if site.name in bases else dict(options)
 
 
 def _check_device(device: str | torch.device) -> None:
@@ -322,34 +293,3 @@ def _check_device(device: str | torch.device) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as cause:
         why = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise error("unusable-device", device=str(device), reason=why) from cause
-
-
-def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
-    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
-
-    Raises:
-        UnknownSiteError: a key matches none of the sites.
-        SparsityError: a site without an s, or with two different ones; an s that is no number.
-    """
-    for s in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
-        if not is_number(s):
-            raise error("sparsity-outside", sparsity=s)
-    if not isinstance(sparsity, Mapping):
-        return {site.name: float(sparsity) for site in sites}
-    given: dict[str, float] = {}
-    for pattern, s in sparsity.items():
-        for site in _matching(sites, pattern):
-            if given.setdefault(site.name, float(s)) != float(s):
-                raise error("site-with-two-sparsities", site=site.name, first=given[site.name], second=float(s))
-    if missing := [site.name for site in sites if site.name not in given]:
-        raise error("site-without-sparsity", missing=", ".join(missing))
-    return given
-
-
-def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:
-    if not any(isinstance(site, Shape) for site in sites):
-        return select_sites(sites, pattern)
-    matching = [site for site in sites if pattern == "all" or fnmatchcase(site.name, pattern)]
-    if not matching:
-        raise error("sparsity-for-no-matrix", pattern=pattern, sites=", ".join(site.name for site in sites))
-    return matching

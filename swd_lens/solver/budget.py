@@ -183,7 +183,7 @@ def cost(
     Raises:
         SpecError, SparsityError, UnitsError: as `solve`.
     """
-    spec = resolve(preset, overrides).for_matrix(d_in, d_out)
+    spec = resolve(preset, overrides).for_matrix(d_in, d_out, calibrated=calibrated)
     check_sparsity(sparsity)
     width = resolve_units(units, d_in, d_out, spec)
     if isinstance(spec, AnnealSpec):

@@ -115,7 +115,7 @@ def solve(
     spec = resolve(preset, overrides)
     check_weight(weight)
     d_in, d_out = weight.shape
-    spec = spec.for_matrix(d_in, d_out)
+    spec = spec.for_matrix(d_in, d_out, calibrated=gram is not None)
     if gram is not None:
         check_gram(gram, d_in)
     if output_gram is not None:

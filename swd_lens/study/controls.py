@@ -105,5 +105,5 @@ def control_options(control: str, options: Mapping[str, Any]) -> dict[str, Any]:
     }
     if control in PAPER:
         kept.pop("weigh_outputs", None)  # the paper's SWD is what it was
-    own = {"pruned": {"basis": AUTO}, "paper": {"precision": options.get("precision", AUTO)}}
+    own = {"pruned": {"basis": "neurons"}, "paper": {"precision": options.get("precision", AUTO)}}
     return {**kept, "preset": control, **own.get(control, {})}

@@ -248,15 +248,31 @@ def _foretold(measured: Sequence[dict[str, Any]]) -> str:
     return f"{pd.DataFrame(pairs).corr(method='spearman').iloc[0, 1]:.2f} of {len(pairs)}"
 
 
-def measured_row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, texts: Any, make: Make) -> dict[str, Any]:
-    """What is measured of one method at one matrix; texts: that the Gram is of, and held-out."""
+def measured_row(
+    model: Any,
+    task: Any,
+    matrix: Site,
+    weight: Any,
+    gram: Any,
+    texts: Any,
+    make: Make,
+    positions: str = "scoring",
+    concentrated: bool = True,
+) -> dict[str, Any]:
+    """What is measured of one method at one matrix.
+
+    Args:
+        texts: that the Gram is of, and held-out.
+        positions: of interventions.
+        concentrated: whether the concentration is measured, too.
+    """
     site = matrix.name
     began = time.perf_counter()
     made = make(model, matrix, weight, gram)
     seconds = time.perf_counter() - began
     f = made[site] if isinstance(made, swd.FactorSet) else made
     measured = fidelity(model, {site: f}, texts[1])
-    curve = swd.evaluate(model, {site: f}, task, swd.attribute(model, {site: f}, task))
+    curve = swd.evaluate(model, {site: f}, task, swd.attribute(model, {site: f}, task, positions=positions))
     costs = {
         name: [curve.cost_at(**{key: share}, cost=cost) for cost in ("units", "edges")]
         for name, key, share in (("sufficiency", "sufficiency", 0.9), ("drop", "necessity", 0.5))
@@ -267,7 +283,7 @@ def measured_row(model: Any, task: Any, matrix: Site, weight: Any, gram: Any, te
         "ce_delta": measured.ce_delta,
         "ce_delta_se": measured.ce_delta_se,
         "kl": measured.kl,
-        "text": swd.concentration(model, {site: f}, texts[0]).edges,
+        "text": swd.concentration(model, {site: f}, texts[0]).edges if concentrated else None,
         "single": _of_one_neuron(f, side_of_units(matrix.kind)),
         "units": f.n_units,
         "margin": curve.q_dense,

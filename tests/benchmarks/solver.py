@@ -46,7 +46,6 @@ ZERO_DATA = {
     "best, zero-data": {},
     "thorough, zero-data": {"preset": "thorough"},
     "best, 2x units, zero-data": {"units": "2x"},
-    "best, 2x units, 108 alternations, zero-data": {"units": "2x", "outer_iterations": 108},
 }
 COLUMNS = ["setting", "error, ours / reference", "worst row", "time, ours / reference", "worst row"]
 Ratios = dict[str, list[tuple[float, float]]]  # setting -> (error ratio, time ratio) of each row

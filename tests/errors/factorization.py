@@ -12,7 +12,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.errors import WorkerLostError
-from swd_lens.factorization import output_grams
+from swd_lens.factorization import gradients
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.factorization.workers import SolveTask, open_workers
 from swd_lens.hosts import Start, find_sites, host_of
@@ -109,19 +109,29 @@ def no_rows_per_forward(*_):
 
 
 @trigger
-def outputs_weighed_without_next_tokens(*_):
+def loss_without_next_tokens(*_):
     swd.factorize(families.bridge("bert"), SITE, **QUICK, tokens=tokens(), weigh_outputs=True)
 
 
 @trigger
-def output_grams_of_single_tokens(*_):
+def loss_of_single_tokens(*_):
     factorized(tokens=tokens()[:, :1], weigh_outputs=True)
 
 
 @trigger
 def gradients_not_finite(_, patcher):
-    patcher.setattr(output_grams, "_cross_entropy", lambda targets, logits: logits.sum() * float("nan"))
+    patcher.setattr(gradients, "_cross_entropy", lambda targets, logits: logits.sum() * float("nan"))
     factorized(tokens=tokens(), weigh_outputs=True)
+
+
+@trigger
+def basis_without_tokens(*_):
+    swd.choose_basis(model(), SITE)
+
+
+@trigger
+def site_with_two_bases(*_):
+    factorized(tokens=tokens(), basis={"mlp_out": "input", SITE: "output"})
 
 
 @trigger

@@ -453,21 +453,21 @@ def test_bad_settings_fail_before_anything_is_run(model, changed, message, monke
 # ---------------------------------------------------------------------------------------------- basis by matrix
 
 
-def test_basis_auto_is_that_of_the_neurons_and_the_papers_elsewhere(model, tmp_path):
+def test_basis_neurons_is_their_side_and_the_papers_elsewhere(model, tmp_path):
     how = {"preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense", "progress": False}
-    auto = swd.factorize(model, "all", basis="auto", out=tmp_path, **how)
+    made = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)
     sides = {"mlp_in": "output", "mlp_out": "input"}
-    for site, f in auto.items():
+    for site, f in made.items():
         side = sides.get(site.rsplit(".", 1)[1], "paper")
         assert f.settings["basis"] == side
         if site.startswith("blocks.0."):
             assert_same(
                 FactorSet({site: f}), FactorSet(swd.factorize(model, site, basis=side, **how)), provenance=False
             )
-    assert auto["blocks.0.mlp_out"].n_units == auto["blocks.0.mlp_out"].d_in
+    assert made["blocks.0.mlp_out"].n_units == made["blocks.0.mlp_out"].d_in
     # Finished matrices are taken over: the recipe names the basis of each.
-    again = swd.factorize(model, "all", basis="auto", out=tmp_path, **how)
-    assert_same(auto, again)
+    again = swd.factorize(model, "all", basis="neurons", out=tmp_path, **how)
+    assert_same(made, again)
 
 
 def test_estimate_and_allocate_know_each_matrix_basis(model):

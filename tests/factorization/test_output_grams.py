@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.factorization import output_grams
+from swd_lens.factorization import gradients, output_grams
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.hosts import find_sites
 from swd_lens.tasks.streams import TokenStream
@@ -103,7 +103,7 @@ def test_streams_other_sites_and_parts_of_logits(model, monkeypatch):
     assert torch.equal(collect_output_grams(model, site, stream)[name], made)
     # A resumed run collects fewer sites in a pass: the same bits.
     assert torch.equal(collect_output_grams(model, find_sites(model), TOKENS)[name], made)
-    monkeypatch.setattr(output_grams, "TOKENS", 18)
+    monkeypatch.setattr(gradients, "TOKENS", 18)
     torch.testing.assert_close(collect_output_grams(model, site, TOKENS)[name], made)
     monkeypatch.setattr("swd_lens.hosts.predictions.CHUNK_BYTES", 4 * model.cfg.d_vocab * 5)
     torch.testing.assert_close(collect_output_grams(model, site, TOKENS)[name], made)
@@ -170,7 +170,7 @@ def test_bad_input(model, monkeypatch):
         swd.factorize(model, "mlp_out", **QUICK, weigh_outputs=True)
     with pytest.raises(swd.TokenError, match="rows of a single token"):
         swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS[:, :1], weigh_outputs=True)
-    monkeypatch.setattr(output_grams, "_cross_entropy", lambda targets, logits: logits.sum() * float("nan"))
+    monkeypatch.setattr(gradients, "_cross_entropy", lambda targets, logits: logits.sum() * float("nan"))
     logits = model(TOKENS)
     with pytest.raises(ValueError, match=r"gradients at blocks\.0\.mlp_out are not finite"):
         swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, weigh_outputs=True)

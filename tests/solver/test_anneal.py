@@ -198,7 +198,7 @@ def test_the_error_falls_and_k_is_only_met_at_the_end(shape: tuple[int, int], ca
     errors = []
     last = solve(weight, gram, refine_rounds=0, on_iteration=lambda step: errors.append(step.relmse()))
     total = len(errors)
-    assert total == PRESETS["best"].for_matrix(*shape).outer_iterations
+    assert total == PRESETS["best"].for_matrix(*shape, calibrated=calibrated).outer_iterations
     # ADMM is no descent method: single steps may rise by a tenth, means of seven may not.
     means = [sum(errors[i : i + 7]) / 7 for i in range(total // 2, total - 7, 7)]
     assert means == sorted(means, reverse=True)

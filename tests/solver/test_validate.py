@@ -335,7 +335,7 @@ def test_paper_values():
 def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
     assert DEFAULT_PRESET in PRESETS and PRESETS["best"] == AnnealSpec()
     for shape in ((256, 512), (512, 512)):  # solved in float64, in float32
-        specs = [resolve(name, {}).for_matrix(*shape) for name in ("quick", "best", "thorough")]
+        specs = [resolve(name, {}).for_matrix(*shape, calibrated=True) for name in ("quick", "best", "thorough")]
         iterations = [spec.outer_iterations for spec in specs]
         assert iterations == sorted(iterations) and len(set(iterations)) == 3
         for spec, outer in zip(specs, iterations, strict=True):
@@ -354,9 +354,14 @@ def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
 )
 def test_alternations_where_none_are_named(shape: tuple[int, int], options: dict, alternations: int):
     """In float64, which takes twice the time, fewer; a number that is given stays."""
-    assert resolve("best", options).for_matrix(*shape).outer_iterations == alternations
+    assert resolve("best", options).for_matrix(*shape, calibrated=True).outer_iterations == alternations
     if shape == WEIGHT.shape:
-        assert solve(WEIGHT, **options).settings["outer_iterations"] == alternations
+        assert solve(WEIGHT, torch.eye(8), **options).settings["outer_iterations"] == alternations
+
+
+@pytest.mark.parametrize(("precision", "alternations"), [("float32", 108), ("float64", 56)])
+def test_alternations_without_a_gram_are_more_in_float32(precision: str, alternations: int):
+    assert solve(WEIGHT, precision=precision).settings["outer_iterations"] == alternations
 
 
 def test_alternations_auto_are_those_that_are_not_named():

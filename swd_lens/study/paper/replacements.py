@@ -18,7 +18,6 @@ import torch
 
 from swd_lens.base.files import plain
 from swd_lens.base.record import checked
-from swd_lens.base.settings import AUTO
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.factorization.factorize import factorize
 from swd_lens.hosts import find_sites
@@ -40,7 +39,7 @@ _LOCAL = ("transcoder", "vpd_recon")  # trained on activations, not inside the h
 SOLVERS: Mapping[str, Mapping[str, Any]] = {
     "SWD (paper)": {"preset": "paper"},
     "SWD": {},
-    "SWD from neurons": {"basis": "auto"},
+    "SWD from neurons": {"basis": "neurons"},
 }
 
 
@@ -114,7 +113,7 @@ class Replacements(Sources):
     def pruned(self, sites: Any, sparsities: Sequence[float]) -> dict[str, Any]:
         """Method -> what makes factors of those pruned to the same number of edges."""
         presets = {
-            "Neurons pruned": {"preset": "pruned", "basis": AUTO},
+            "Neurons pruned": {"preset": "pruned", "basis": "neurons"},
             "SVD pruned": {"preset": "svd_pruned"},
         }
         return {

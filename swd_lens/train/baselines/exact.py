@@ -74,12 +74,12 @@ def neurons(model: Any, sites: Pattern, side: str = AUTO) -> FactorSet:
 def pruned(model: Any, sites: Pattern, *, sparsity: float | int, tokens: Any = None, **how: Any) -> FactorSet:
     """The same units with their weights pruned to K = (1 - sparsity) numel(W) edges: by |W_ij| sqrt(G_ii), then refitted.
 
-    `swd_lens.factorize` with preset="pruned" and basis="auto"; its arguments are taken, too (basis="output", out=, calibration=).
+    `swd_lens.factorize` with preset="pruned" and basis="neurons"; its arguments are taken, too (basis=, out=, calibration=).
 
     Raises:
         See `swd_lens.factorize`.
     """
-    return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **{"basis": AUTO, **how})
+    return factorize(model, sites, sparsity=sparsity, tokens=tokens, preset="pruned", **{"basis": "neurons", **how})
 
 
 @in_plain_surroundings

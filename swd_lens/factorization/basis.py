@@ -1,0 +1,221 @@
+"""choose_basis: whose coordinates a matrix's units should start as, its inputs or its outputs, told on text without a task.
+
+A coordinate alone is an exact unit: an input reads one thing and writes W's row, an output reads W's column and writes one
+thing. On the side where few of them carry what the matrix does to a prediction, units that stay near one coordinate make cheap
+circuits.
+
+1. The text goes forward and back through the dense host (gradients.py): x, what a matrix reads, and g, the gradient of the
+   next tokens' cross-entropy by what it writes, at every token.
+2. Of each token: what removing a coordinate would cost to first order, -x_i (g W^T)_i of an input, -y_j g_j of an output
+   y = x W, where it costs something; and the edges of the fewest coordinates, the strongest first, that together have `share`
+   of it all.
+3. The mean over tokens of the logarithms' difference says which side is cheaper; where it is not clear, neither is chosen.
+
+The result is a mapping site name -> "input", "output" or "paper", which `swd_lens.factorize(model, sites, basis=choice)` takes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.base import __version__
+from swd_lens.base.errors import error
+from swd_lens.base.progress import tqdm
+from swd_lens.base.record import Record
+from swd_lens.base.settings import AUTO
+from swd_lens.base.shares import fewest_with
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.factorization.gradients import AtSite, gradient_passes, require_loss, rows_per_pass
+from swd_lens.factorization.job import Job
+from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.recording import standing_hooks
+from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.tasks.streams import TokenStream, as_stream
+
+# A side is chosen where its edges are at most this share of the other's, and the difference is not chance. Tasks agree where the
+# difference is that large; below it they contradict at queries and keys, and the short side's lower error is worth as much as the
+# cheaper circuits (tests/benchmarks/RESULTS.md, "sides").
+CLEAR = 2 / 3
+STANDARD_ERRORS = 2.0
+
+SHARE = 0.5
+N_TOKENS = 2_048
+
+
+@dataclass(frozen=True)
+class SideCosts(Record):
+    """What an effect on a next token takes on either side of one matrix.
+
+    Attributes:
+        inputs, outputs: edges of the fewest coordinates that have the share; geometric means over tokens, NaN of none.
+        log_se: standard error of log(inputs / outputs), tokens being the observations; NaN of fewer than two.
+        n_predictions: tokens at which the matrix helps at all.
+    """
+
+    inputs: float
+    outputs: float
+    log_se: float
+    n_predictions: int
+
+    @property
+    def basis(self) -> str:
+        """The cheaper side, or "paper" where neither is clearly cheaper."""
+        if self.n_predictions < 2:
+            return "paper"
+        difference = math.log(self.inputs / self.outputs)
+        if abs(difference) < max(-math.log(CLEAR), STANDARD_ERRORS * self.log_se):
+            return "paper"
+        return "input" if difference < 0 else "output"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BasisChoice(Record, Mapping[str, str]):
+    """Basis per site: a mapping site name -> "input", "output" or "paper" in execution order, with the reasons.
+
+    Attributes:
+        share: of the effect.
+        settings: everything else that was used; plain JSON values.
+        sites: site name -> what was measured.
+    """
+
+    share: float
+    settings: Mapping[str, Any]
+    sites: Mapping[str, SideCosts]
+
+    def __getitem__(self, site: str) -> str:
+        return self.sites[site].basis
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def table(self) -> pd.DataFrame:
+        """One row per site: edges on either side, their ratio, the standard error of its logarithm, the basis."""
+        rows = [
+            {
+                "site": name,
+                "inputs": costs.inputs,
+                "outputs": costs.outputs,
+                "inputs / outputs": costs.inputs / costs.outputs,
+                "log se": costs.log_se,
+                "basis": costs.basis,
+            }
+            for name, costs in self.sites.items()
+        ]
+        return pd.DataFrame(rows)
+
+    def title(self) -> str:
+        counts = {side: sum(basis == side for basis in self.values()) for side in ("input", "output", "paper")}
+        chosen = ", ".join(f"{n} {side}" for side, n in counts.items() if n)
+        return f"Basis of {len(self)} matrices: {chosen}; by the edges that carry {self.share:.0%} of the effect on a next token."
+
+    def parts(self) -> tuple[pd.DataFrame]:
+        formats = {"site": "{}", "inputs": "{:,.0f}", "outputs": "{:,.0f}", "inputs / outputs": "{:.2f}"}
+        formats |= {"log se": "{:.2f}", "basis": "{}"}
+        table = self.table()
+        return (pd.DataFrame({name: table[name].map(form.format) for name, form in formats.items()}),)
+
+    def __repr__(self) -> str:
+        return f"{self.title()}\n{self.parts()[0].to_string(index=False)}"
+
+
+@in_plain_surroundings
+def choose_basis(
+    model: Any,
+    sites: Pattern = "all",
+    tokens: Any = None,
+    *,
+    share: float | int = SHARE,
+    n_tokens: int = N_TOKENS,
+    progress: bool = True,
+) -> BasisChoice:
+    """Which side's coordinates units of each matrix should start as, told on text (ours; tests/benchmarks/RESULTS.md).
+
+    One pass forward and back for all matrices; of each only its costs are kept.
+
+    Args:
+        model: the host, with nothing attached.
+        sites: a pattern or several, see `swd_lens.hosts.sites.select_sites`.
+        tokens: (rows, pos) ids, or a `TokenStream`; each row predicts its own tokens 1..pos-1.
+        share: of the effect on a next token, between 0 and 1.
+        n_tokens: as many whole rows as have so many tokens are taken; all where the text has fewer.
+        progress: show a bar over the tokens.
+
+    Raises:
+        UnknownSiteError: see `swd_lens.find_sites`.
+        TokenError: no tokens, or rows of a single one.
+        UnsupportedHostError: a model that does not predict next tokens, or through which no gradient passes.
+        AttachError: a site is attached.
+        ValueError: a share outside (0, 1), fewer tokens than 1, or a gradient that is not finite (site named).
+    """
+    if not 0 < share < 1:
+        raise error("basis-share-outside", share=share)
+    if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
+        raise error("basis-of-no-tokens", n_tokens=n_tokens)
+    if tokens is None:
+        raise error("basis-without-tokens")
+    return chosen(model, find_sites(model, sites), as_stream(tokens, model), float(share), n_tokens, progress)
+
+
+def chosen(
+    model: Any, sites: Sequence[Site], stream: TokenStream, share: float, n_tokens: int, progress: bool
+) -> BasisChoice:
+    """`choose_basis` of sites and tokens that are known."""
+    require_loss(model, stream)
+    host, size = host_of(model), rows_per_pass(stream)
+    n_rows = min(stream.n_rows, -(-n_tokens // stream.row_length))
+    logs: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    bar = tqdm(total=n_rows, desc="basis", unit="row", disable=not progress, leave=False)
+    with bar, gradient_passes(model, sites, stream.first_row()[None], reads=True) as gradients_of:
+        left = n_rows
+        for rows in stream.batches(size):
+            seen = gradients_of(rows[:left])
+            for site in sites:
+                logs[site.name].append(_log_costs(site, host.weight(site).float(), seen.pop(site.name), share))
+            bar.update(min(size, left))
+            left -= size
+            if left <= 0:
+                break
+    settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "rows": n_rows}
+    settings |= {"tokens": n_rows * stream.row_length, **standing_hooks(model)}
+    return BasisChoice(share, settings, {name: _side_costs(torch.cat(of_site)) for name, of_site in logs.items()})
+
+
+def _log_costs(
+    site: Site, weight: Float[Tensor, "d_in d_out"], at_site: AtSite, share: float
+) -> Float[Tensor, "prediction 2"]:
+    """Logarithms of the edges at each token that helps, on the sides of inputs and outputs."""
+    read, gradient = at_site
+    assert read is not None
+    # The last token of a row predicts nothing.
+    x, g = (values[:, :-1].float().flatten(0, -2) for values in (read, gradient))
+    if not bool(g.isfinite().all()):
+        raise error("gradients-not-finite", site=site.name)
+    entries = weight != 0
+    sides = (-x * (g @ weight.T), 1 + entries.sum(1)), (-(x @ weight) * g, 1 + entries.sum(0))
+    costs = torch.stack([fewest_with(share, gains.clamp_(min=0), edges)[:, 0] for gains, edges in sides], 1)
+    return costs[(costs > 0).all(1)].double().log().cpu()
+
+
+def _side_costs(logs: Float[Tensor, "prediction 2"]) -> SideCosts:
+    inputs, outputs = logs.mean(0).exp().tolist()
+    difference = logs[:, 0] - logs[:, 1]
+    se = float(difference.std() / len(logs) ** 0.5) if len(logs) > 1 else math.nan
+    return SideCosts(inputs, outputs, se, len(logs))
+
+
+def with_chosen_bases(job: Job, basis: Any, *, progress: bool) -> Job:
+    """The job, with what its text says where `basis` is "auto": of a host that predicts next tokens, and rows that hold some."""
+    stream = job.stream
+    if basis != AUTO or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
+        return job
+    return job.with_bases(chosen(job.model, job.sites, stream, SHARE, N_TOKENS, progress))

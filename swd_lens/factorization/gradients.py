@@ -1,0 +1,139 @@
+"""The loss's gradients at what each site writes: the dense host on text, forward and back, a few rows at a time.
+
+1. In front of each site stands a projection that hands over to the host's own product (`Attachment.dense`): it shows what the
+   site reads and writes, of every kind of host, packed or not, and computes what the host computes.
+2. The loss is the cross-entropy of the text's own next tokens; autograd gives the gradient of each output. No parameter's
+   gradient is computed, and no tensor of logits is whole (hosts/predictions.py).
+
+Output Grams (output_grams.py) and the choice of a basis (basis.py) are made of these.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from swd_lens.base.divergence import cross_entropy, log_probabilities
+from swd_lens.base.errors import error
+from swd_lens.hosts import host_of, require_gradients, require_no_dropout
+from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.frozen import frozen
+from swd_lens.hosts.fused import fused_attention
+from swd_lens.hosts.predictions import Predictions
+from swd_lens.hosts.recording import require_seen
+from swd_lens.hosts.sites import Site, overlapping
+from swd_lens.tasks.streams import TokenStream
+from swd_lens.units import Attachment, attach, attached_at
+from swd_lens.units.factors import Factors
+
+TOKENS = 1_024  # of a forward and its way back
+_WHILE_COLLECTING = "while gradients are taken at its matrices"
+
+
+class AtSite(NamedTuple):
+    """Of one site and a few rows: what it read, and the gradient of the loss by what it wrote.
+
+    Attributes:
+        read: the activations that enter it; None where they were not asked for.
+        gradient: of the rows' cross-entropy summed over predictions, in nats per output.
+    """
+
+    read: Float[Tensor, "rows pos d_in"] | None
+    gradient: Float[Tensor, "rows pos d_out"]
+
+
+Pass = Callable[[Int[Tensor, "rows pos"]], dict[str, AtSite]]
+
+
+def require_loss(model: Any, stream: TokenStream) -> None:
+    """Do nothing if the loss of the next tokens of this text can be differentiated.
+
+    Raises:
+        TokenError: rows of a single token, which predict nothing.
+        UnsupportedHostError: a model that does not predict next tokens, or through which no gradient passes.
+        ValueError: the host is in training mode and has dropout.
+    """
+    if not facts_of(model).causal:
+        raise error("loss-without-next-tokens", model=model.cfg.model_name)
+    if stream.row_length < 2:
+        raise error("loss-of-single-tokens")
+    require_no_dropout(model)
+    require_gradients(model)
+
+
+def rows_per_pass(stream: TokenStream) -> int:
+    """How many rows go forward and back together."""
+    return max(1, TOKENS // stream.row_length)
+
+
+@contextmanager
+def gradient_passes(
+    model: Any, sites: Sequence[Site], first_row: Int[Tensor, "1 pos"], *, reads: bool = False
+) -> Iterator[Pass]:
+    """Inside, a function that runs rows through the dense host and back; sites in its answer are in execution order.
+
+    Args:
+        first_row: of the text; it shows whether attention can be fused.
+        reads: whether what enters the sites is kept, too.
+
+    Raises:
+        AttachError: a site is attached.
+    """
+    host = host_of(model)
+    with frozen(host, _WHILE_COLLECTING), _dense_with_projections(model, sites) as attachment, ExitStack() as stack:
+        stack.enter_context(fused_attention(host, first_row))
+        shown = _Shown(Predictions(host), sites, reads)
+        for site in sites:
+            stack.callback(attachment.projection(site.name).register_forward_hook(shown.keeping(site)).remove)
+        yield shown.gradients
+
+
+@contextmanager
+def _dense_with_projections(model: Any, sites: Sequence[Site]) -> Iterator[Attachment]:
+    """The dense host, with a projection in front of each site's product; and of every other one, whatever `sites` are: a packed
+    product adds up gradients in another order than its parts, so that a call for fewer sites would give other last bits."""
+    host, named = host_of(model), {site.name for site in sites}
+    held = named.union(*(overlapping(name) for name in named))
+    others = [site for site in host.sites() if site.name not in held and attached_at(host, site) is None]
+    empty = {site.name: Factors(torch.zeros(site.d_in, 1), torch.zeros(1, site.d_out)) for site in (*sites, *others)}
+    with attach(model, empty) as attachment, attachment.dense():
+        yield attachment
+
+
+@dataclass
+class _Shown:
+    """What projections read and write in a forward, so that the loss can be differentiated by it."""
+
+    predictions: Predictions
+    sites: Sequence[Site]
+    reads: bool
+    read: dict[str, Tensor] = field(default_factory=dict)
+    written: dict[str, Tensor] = field(default_factory=dict)
+
+    def keeping(self, site: Site) -> Callable[..., Tensor]:
+        def keep(projection: Any, args: Any, y: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_out"]:
+            if self.reads:
+                self.read[site.name] = args[0].detach()
+            # In a frozen host nothing before the first site has a gradient.
+            self.written[site.name] = y if y.requires_grad else y.detach().requires_grad_(True)
+            return self.written[site.name]
+
+        return keep
+
+    def gradients(self, rows: Int[Tensor, "rows pos"]) -> dict[str, AtSite]:
+        with torch.enable_grad():
+            run = self.predictions.run(rows)
+            read, written = self.read, self.written
+            self.read, self.written = {}, {}
+            require_seen(self.sites, written, "output")
+            loss = self.predictions.total(_cross_entropy, rows, run)
+            gradients = torch.autograd.grad(loss, list(written.values()))
+        return {name: AtSite(read.get(name), g) for name, g in zip(written, gradients, strict=True)}
+
+
+def _cross_entropy(targets: Int[Tensor, "rows prediction"], logits: Tensor) -> Float[Tensor, ""]:
+    return cross_entropy(log_probabilities(logits), targets).sum()

@@ -1,0 +1,105 @@
+"""Which matrices a factorization is of, and what each of them gets: a sparsity, and where units start.
+
+1. Matrices are sites of a host; or, where the model is not loaded, known by their shapes only (`Shape`).
+2. A sparsity or a basis is one for all of them, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from swd_lens.base.errors import error
+from swd_lens.base.settings import AUTO
+from swd_lens.hosts.sites import KINDS, NEURON_SIDE, Pattern, Site, select_sites
+from swd_lens.solver.validate import is_number
+
+SITE_NAME = re.compile(rf"blocks\.(\d+)\.({'|'.join(KINDS)})")
+NEURONS = "neurons"  # the basis that is an MLP's neurons, whichever side they are
+
+
+@dataclass(frozen=True)
+class Shape(Site):
+    """A matrix of which no more is known than a label and its shape: a block of its own, with an input of its own."""
+
+    label: str
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+
+def matrices_of(shapes: Any, sites: Pattern) -> tuple[Site, ...]:
+    """Name -> (d_in, d_out), or one (d_in, d_out), as matrices: sites where the names are site names.
+
+    Raises:
+        ValueError: no shapes, one that is not a pair of whole numbers of at least 1, or a pattern beside them.
+    """
+    if sites != "all":
+        raise error("sites-beside-shapes", sites=sites)
+    named = dict(shapes) if isinstance(shapes, Mapping) else {"matrix": shapes}
+    if not named:
+        raise error("no-shapes")
+    return tuple(_matrix(str(name), shape, number) for number, (name, shape) in enumerate(named.items()))
+
+
+def _matrix(name: str, shape: Any, number: int) -> Site:
+    pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
+        raise error("no-shape", name=name, shape=shape)
+    match = SITE_NAME.fullmatch(name)
+    return Shape(-1 - number, "mlp_out", *pair, label=name) if match is None else Site(int(match[1]), match[2], *pair)
+
+
+def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
+    """Site name -> s: one for all, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
+
+    Raises:
+        UnknownSiteError: a key matches none of the sites.
+        SparsityError: a site without an s, or with two different ones; an s that is no number.
+    """
+    for s in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
+        if not is_number(s):
+            raise error("sparsity-outside", sparsity=s)
+    if not isinstance(sparsity, Mapping):
+        return {site.name: float(sparsity) for site in sites}
+    given: dict[str, float] = {}
+    for pattern, s in sparsity.items():
+        for site in _matching(sites, pattern):
+            if given.setdefault(site.name, float(s)) != float(s):
+                raise error("site-with-two-sparsities", site=site.name, first=given[site.name], second=float(s))
+    if missing := [site.name for site in sites if site.name not in given]:
+        raise error("site-without-sparsity", missing=", ".join(missing))
+    return given
+
+
+def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
+    """Site name -> basis, of those that get one: one for all, or a mapping whose keys are patterns, as for sparsities.
+
+    "neurons" is the side of an MLP's neurons, and nothing elsewhere; so is "auto", until text has said more (basis.py).
+
+    Raises:
+        UnknownSiteError: a key matches none of the sites.
+        SpecError: a site with two different ones.
+    """
+    if basis is None:
+        return {}
+    given: dict[str, str] = {}
+    for pattern, each in basis.items() if isinstance(basis, Mapping) else [("all", basis)]:
+        for site in _matching(sites, pattern):
+            if given.setdefault(site.name, each) != each:
+                raise error("site-with-two-bases", site=site.name, first=given[site.name], second=each)
+    neurons = {site.name: NEURON_SIDE.get(site.kind) for site in sites if not isinstance(site, Shape)}
+    by_kind = (NEURONS,) if isinstance(basis, Mapping) else (NEURONS, AUTO)
+    sides = {name: neurons.get(name) if each in by_kind else each for name, each in given.items()}
+    return {name: side for name, side in sides.items() if side is not None}
+
+
+def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:
+    if not any(isinstance(site, Shape) for site in sites):
+        return select_sites(sites, pattern)
+    matching = [site for site in sites if pattern == "all" or fnmatchcase(site.name, pattern)]
+    if not matching:
+        raise error("sparsity-for-no-matrix", pattern=pattern, sites=", ".join(site.name for site in sites))
+    return matching

@@ -1,0 +1,210 @@
+"""choose_basis: costs by plain loops and TransformerLens' own hooks, and what `factorize` and `allocate` make of the choice."""
+
+import math
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.base.shares import fewest_with
+from swd_lens.factorization.basis import SideCosts
+from tests import families
+from tests.factorization.test_factorize import QUICK, assert_same
+from tests.micro import random_tokens, toy_model
+
+TOKENS = random_tokens(12, 9)
+# Site -> hook points of what it reads and writes, and its weight.
+PLACES = {
+    "blocks.1.mlp_out": ("blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out", "mlp.W_out"),
+    "blocks.0.attn_o": ("blocks.0.attn.hook_z", "blocks.0.hook_attn_out", "attn.W_O"),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def by_loops(model, site: str, share: float) -> tuple[float, float]:
+    """Geometric means of the edges on both sides."""
+    shown: dict[str, torch.Tensor] = {}
+    read, written, name = PLACES[site]
+
+    def keep(value, hook):
+        shown[hook.name] = value
+
+    with model.hooks(fwd_hooks=[(read, keep), (written, keep)]):
+        log_probs = model(TOKENS).log_softmax(-1)
+    loss = -log_probs[:, :-1].gather(-1, TOKENS[:, 1:, None]).sum()
+    [gradient] = torch.autograd.grad(loss, [shown[written]])
+    weight = model.get_parameter(f"{site.rsplit('.', 1)[0]}.{name}").detach().flatten(0, -2)
+    logs: list[tuple[float, float]] = []
+    for row in range(TOKENS.shape[0]):
+        for pos in range(TOKENS.shape[1] - 1):
+            x, g = shown[read][row, pos].detach().flatten(), gradient[row, pos]
+            gains = (-x * (weight @ g)).tolist(), (-(x @ weight) * g).tolist()
+            counts = (weight != 0).sum(1).add(1).tolist(), (weight != 0).sum(0).add(1).tolist()
+            costs = [greedily(*side, share) for side in zip(gains, counts, strict=True)]
+            if all(costs):
+                logs.append((math.log(costs[0]), math.log(costs[1])))
+    means = torch.tensor(logs).mean(0).exp()
+    return float(means[0]), float(means[1])
+
+
+def greedily(gains: list[float], edges: list[int], share: float) -> int:
+    helping = sorted(((gain, n) for gain, n in zip(gains, edges, strict=True) if gain > 0), reverse=True)
+    total, reached, spent = sum(gain for gain, _ in helping), 0.0, 0
+    for gain, n in helping:
+        if reached >= share * total:
+            break
+        reached, spent = reached + gain, spent + n
+    return spent
+
+
+@pytest.mark.parametrize("site", PLACES)
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_costs_are_those_of_plain_loops(model, site: str, share: float):
+    choice = swd.choose_basis(model, site, TOKENS, share=share, progress=False)
+    costs = choice.sites[site]
+    assert (costs.inputs, costs.outputs) == pytest.approx(by_loops(model, site, share), rel=1e-4)
+    assert costs.n_predictions <= TOKENS.numel() - len(TOKENS)
+    assert choice[site] == costs.basis and choice.settings["tokens"] == TOKENS.numel()
+
+
+def test_the_fewest_with_a_share_by_hand():
+    gains, edges = torch.tensor([[1.0, 4.0, 3.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]]), torch.tensor([10, 20, 40])
+    assert fewest_with(0.5, gains, edges).tolist() == [[20, 1], [0, 0], [10, 1]]
+    assert fewest_with(0.6, gains, edges).tolist() == [[60, 2], [0, 0], [10, 1]]
+    assert fewest_with(0.99, gains, edges).tolist() == [[70, 3], [0, 0], [10, 1]]
+
+
+@pytest.mark.parametrize(
+    ("costs", "basis"),
+    [
+        (SideCosts(66.0, 100.0, 0.01, 9), "input"),
+        (SideCosts(100.0, 66.0, 0.01, 9), "output"),
+        (SideCosts(67.0, 100.0, 0.001, 9), "paper"),  # not clear
+        (SideCosts(60.0, 100.0, 0.3, 9), "paper"),  # may be chance
+        (SideCosts(60.0, 100.0, math.nan, 1), "paper"),
+        (SideCosts(math.nan, math.nan, math.nan, 0), "paper"),
+    ],
+)
+def test_neither_side_is_chosen_where_it_is_not_clear(costs: SideCosts, basis: str):
+    assert costs.basis == basis
+
+
+def test_a_matrix_without_effect_keeps_the_papers_basis():
+    model = toy_model()
+    model.blocks[0].mlp.W_out.data.zero_()
+    choice = swd.choose_basis(model, "blocks.0.mlp_out", TOKENS, progress=False)
+    assert choice.sites["blocks.0.mlp_out"].n_predictions == 0 and dict(choice) == {"blocks.0.mlp_out": "paper"}
+
+
+def test_it_takes_no_more_rows_than_it_needs_and_other_sites_change_nothing(model):
+    gone_through: list[int] = []
+
+    def rows():
+        for number, row in enumerate(TOKENS):
+            gone_through.append(number)
+            yield row
+
+    site = "blocks.1.mlp_out"
+    few = swd.choose_basis(model, site, TOKENS[:3], progress=False)
+    again = swd.choose_basis(model, "all", swd.TokenStream(rows, len(TOKENS)), n_tokens=25, progress=False)
+    assert again.settings["tokens"] == 27 and set(again.sites) > {site}
+    assert again.sites[site] == few.sites[site]
+
+
+@pytest.mark.parametrize("name", families.CAUSAL)
+def test_every_family_on_a_bridge(name: str):
+    model, tokens = families.bridge(name), families.some_tokens(4, 12)
+    logits = model(tokens)
+    choice = swd.choose_basis(model, "all", tokens, progress=False)
+    assert list(choice) == [site.name for site in swd.find_sites(model, "all")]
+    assert all(costs.inputs > 0 and costs.outputs > 0 for costs in choice.sites.values())
+    assert torch.equal(model(tokens), logits)
+
+
+def test_the_embedded_models_neurons_are_found():
+    model = swd.load_default_model()
+    choice = swd.choose_basis(model, ["mlp_in", "mlp_out"], swd.text_tokens(2_048, split="train"), progress=False)
+    assert {site: basis for site, basis in choice.items() if site.endswith("mlp_in")} == {
+        f"blocks.{layer}.mlp_in": "output" for layer in range(4)
+    }
+    assert all(choice[f"blocks.{layer}.mlp_out"] == "input" for layer in range(4))
+    # Of a neuron's effect a tenth of the coordinates on the other side.
+    assert choice.sites["blocks.3.mlp_out"].inputs < 0.3 * choice.sites["blocks.3.mlp_out"].outputs
+    shown = repr(choice)
+    assert "8 matrices: 4 input, 4 output" in shown and "blocks.3.mlp_out" in shown
+    assert list(choice.table()["basis"]) == list(choice.values())
+    assert type(choice).from_dict(choice.as_dict()).sites == choice.sites
+
+
+# ---------------------------------------------------------------------------------------------- in a factorization
+
+
+def test_basis_auto_is_what_the_text_says(model, tmp_path):
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense"}
+    auto = swd.factorize(model, "all", basis="auto", out=tmp_path, **how)
+    choice = swd.choose_basis(model, "all", TOKENS, progress=False)
+    assert {site: f.settings["basis"] for site, f in auto.items()} == dict(choice)
+    assert len(set(choice.values())) > 1
+    assert_same(swd.factorize(model, "all", basis=choice, **how), auto, provenance=False)
+    # Finished matrices are taken over: the recipe names the basis of each.
+    assert_same(swd.factorize(model, "all", basis="auto", out=tmp_path, **how), auto)
+
+
+def test_without_text_that_says_something_auto_is_the_neurons(model):
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5}
+    blind = swd.factorize(model, ["mlp_out", "attn_o"], basis="auto", calibration="zero-data", **how)
+    assert {site.rsplit(".", 1)[1]: f.settings["basis"] for site, f in blind.items()} == {
+        "attn_o": "paper",
+        "mlp_out": "input",
+    }
+    encoder, tokens = families.bridge("bert"), families.some_tokens(4, 12)
+    assert (
+        swd.factorize(encoder, "blocks.0.mlp_out", basis="auto", tokens=tokens, **how)["blocks.0.mlp_out"].settings[
+            "basis"
+        ]
+        == "input"
+    )
+
+
+def test_a_basis_for_some_matrices_by_pattern(model):
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense"}
+    made = swd.factorize(model, ["mlp_in", "mlp_out"], basis={"mlp_in": "output", "blocks.1.mlp_out": "neurons"}, **how)
+    assert {site: f.settings["basis"] for site, f in made.items()} == {
+        "blocks.0.mlp_in": "output",
+        "blocks.0.mlp_out": "paper",
+        "blocks.1.mlp_in": "output",
+        "blocks.1.mlp_out": "input",
+    }
+
+
+def test_allocate_takes_and_remembers_a_basis(model):
+    how = {"sparsity": 0.5, "tokens": TOKENS, "by": "error", "preset": "quick", "progress": False}
+    choice = swd.choose_basis(model, "mlp_out", TOKENS, progress=False)
+    by_word, by_choice = (swd.allocate(model, "mlp_out", basis=basis, **how) for basis in ("auto", choice))
+    assert by_word.curves == by_choice.curves
+    assert by_word.settings["options"] == {"basis": "auto"}
+    assert by_choice.settings["options"] == {"basis": dict(choice)}
+
+
+def test_bad_input(model):
+    how = {**QUICK, "preset": "quick", "tokens": TOKENS}
+    with pytest.raises(swd.SpecError, match=r"blocks\.0\.mlp_out is given two bases, 'input' and 'output'"):
+        swd.factorize(model, "mlp_out", basis={"mlp_out": "input", "blocks.0.mlp_out": "output"}, **how)
+    with pytest.raises(swd.UnknownSiteError, match="mlp_oot"):
+        swd.factorize(model, "mlp_out", basis={"mlp_oot": "input"}, **how)
+    with pytest.raises(swd.SpecError, match="basis"):
+        swd.factorize(model, "mlp_out", basis={"mlp_out": "auto"}, **how)
+    with pytest.raises(swd.TokenError, match="choose_basis needs tokens"):
+        swd.choose_basis(model, "mlp_out")
+    with pytest.raises(ValueError, match=r"share=1: a share of the effect"):
+        swd.choose_basis(model, "mlp_out", TOKENS, share=1)
+    with pytest.raises(ValueError, match="n_tokens=0"):
+        swd.choose_basis(model, "mlp_out", TOKENS, n_tokens=0)
+    with pytest.raises(swd.UnsupportedHostError, match="does not predict next tokens"):
+        swd.choose_basis(families.bridge("bert"), "mlp_out", families.some_tokens(4, 12))
+    with pytest.raises(swd.TokenError, match="rows of a single token"):
+        swd.choose_basis(model, "mlp_out", TOKENS[:, :1])
