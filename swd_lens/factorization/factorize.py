@@ -1,6 +1,7 @@
 """factorize: from a host and a pattern to a FactorSet.
 
-1. Check the arguments and find the sites, in execution order (job.py); forecast operations and memory (forecast.py).
+1. Check the arguments and find the sites, in execution order (job.py); forecast operations and memory (forecast.py); with
+   basis="auto", see what the text says of each (basis.py).
 2. With out=: hold the folder, or be refused at once; take over the matrices that an earlier, interrupted call finished there,
    if they are what this call would make; and what shards of it have finished (checkpoint.py). Refuse what does not fit into
    memory, before the host is touched.
@@ -79,7 +80,9 @@ def factorize(
             "corrected" is sequential and fits each matrix to what the dense host writes there (grams.py): not the paper's,
             and better where many matrices are replaced. With one site they are the same. "zero-data" says that no tokens are
             meant.
-        preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...).
+        preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...). `basis` may also map site names or
+            patterns to bases, or be "neurons", the side of an MLP's neurons and the preset's own elsewhere, or "auto", what
+            `choose_basis` (basis.py) says of these tokens ("neurons" without any).
         batch_size: rows per calibration forward.
         gram_dtype: of the products of one batch and of the Grams, "float32" or "float64"; "auto": float64 where every matrix is
             small enough to be solved in float64, so that factors do not depend on the processor. Sums are float64 anyway.

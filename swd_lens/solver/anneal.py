@@ -27,7 +27,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
 How it differs from the paper's solver (dsf.py): the penalty is annealed and the dual rescaled with it; the support is chosen
 once per block (about a third less error in trials); the full Gram takes part in the alternation (28 % less on the golden
 matrices) and in the refinement (6 % less). The sums are in tests/benchmarks/RESULTS.md; what each
-setting was measured against is in spec.py.
+setting was measured against is in spec.py, automatic.py and presets.py.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from swd_lens.solver.automatic import DOUBLE_UP_TO, automatic_rho_end
 from swd_lens.solver.births import born_again
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric, power_of_two
 from swd_lens.solver.refine import Matrix, refine
 from swd_lens.solver.rotate import rotated
-from swd_lens.solver.spec import AUTO, DOUBLE_UP_TO, AnnealSpec, OnIteration, Step, automatic_rho_end
+from swd_lens.solver.spec import AUTO, AnnealSpec, OnIteration, Step
 from swd_lens.solver.start import Block, share_out, start, start_from_product
 from swd_lens.solver.support import (
     first_largest,

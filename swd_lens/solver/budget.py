@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.solver.automatic import NAMED_SIDE_SHARE
 from swd_lens.solver.births import STARTS, STEPS
 from swd_lens.solver.outputs import REFIT_ROUNDS, REFIT_STEPS
-from swd_lens.solver.spec import DEFAULT_PRESET, NAMED_SIDE_SHARE, AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec, resolve
+from swd_lens.solver.presets import DEFAULT_PRESET, resolve
+from swd_lens.solver.spec import AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
 

@@ -1,54 +1,23 @@
-"""Solver settings with their bounds, the presets, and what a solver says of its progress.
+"""Solver settings with their bounds, and what a solver says of its progress.
 
 1. `SolveSpec` is what all solvers' settings share; `DsfSpec` holds the paper's solver's (its defaults are the paper's),
    `AnnealSpec` ours, `PruneSpec` and `SvdPruneSpec` those of pruning alone, of W and of its singular vectors.
-2. `PRESETS` names complete specs: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned". What
-   they leave to the matrix ("auto") is decided by its shape (`for_matrix`), its Gram and its budgets (`automatic_rho_end`,
-   `automatic_shrinkage`).
-3. `resolve(preset, overrides)` makes the spec of one call; an unknown name lists the nearest ones.
-4. A `Step` is what a solver tells its caller after each outer iteration.
+2. What they leave to the matrix ("auto") is decided by rule (automatic.py). Presets are complete settings (presets.py).
+3. A `Step` is what a solver tells its caller after each outer iteration.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from swd_lens.base.errors import SpecError, error
-from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, nearest, setting
-
-# Shrinkage "auto" is d_in / tokens, at most this (solver.md, point 6). Real text through an encoder layer, d_in 384 and
-# 1,536: at 1,024, 4,096 and 16,384 tokens it lowers the held-out error by 23, 7 and 1 % (geometric means).
-MOST_SHRINKAGE = 0.3
+from swd_lens.base.errors import SpecError
+from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, setting
+from swd_lens.solver.automatic import DOUBLE_UP_TO, automatic_alternations, automatic_shrinkage
 
 PRECISIONS = ("float32", "float64", AUTO)
 
 # Whose coordinates units start as: those of the matrix's short side, of its inputs (neurons, at mlp_out), or of its outputs.
 BASES = ("paper", "input", "output")
-
-# Precision "auto" is float64 for matrices of at most this many entries (256 x 512). Choosing supports amplifies rounding: in
-# float32 another processor or number of threads ends with half of the entries elsewhere, in float64 with the same ones (16
-# factorizations of the embedded model: no support entry differs, products differ by 1e-13). The price is 1.5 to 2 times the time,
-# and twice the memory.
-DOUBLE_UP_TO = 2**17
-
-# A unit that starts as one of a named side's coordinates keeps that one and a few more beside it. Of K; what it buys and costs
-# is in tests/benchmarks/RESULTS.md (bases): more lowers the error and makes a task's circuit dearer.
-NAMED_SIDE_SHARE = 0.03
-
-# Alternations "auto", in float32 and in float64, where each takes about twice the time. Each doubling lowers the error by 8 to
-# 15 %. Golden rows (float32), with the penalty's end at .5: 56 have .575 of the reference's error in .25 of its time, 72 .550 in
-# .31; with twice the units .39 in .72 and .36 in .90. With today's end 72 have .542 and .348. The embedded model's attn_o at
-# s = .5 (float64): 72 have .89 of the error of 56.
-ALTERNATIONS = {"float32": 72, "float64": 56}
-
-# Without a Gram one costs two thirds, so that these take the time of 72 with one. Golden rows with twice the units: 72 have .713
-# of the reference's error in .64 of its time, 108 .673 in .93.
-ALTERNATIONS_ZERO_DATA = 108  # in float32
-
-# The penalty's end "auto": `automatic_rho_end`, between these two, with a Gram and without one.
-RHO_END_CALIBRATED = (0.4, 0.5)
-RHO_END_ZERO_DATA = (0.7, 0.8)
-ONE_SIDED = 0.05  # the share of K that a factor has where nearly all entries are the other's
 
 
 class SolveSpec(Settings):
@@ -185,7 +154,7 @@ class AnnealSpec(SolveSpec):
     solver: ClassVar[str] = "anneal"
     any_width: ClassVar[bool] = True
 
-    # Alternations T. "auto": ALTERNATIONS of the precision in which the matrix is solved, or ALTERNATIONS_ZERO_DATA.
+    # Alternations T. "auto": `automatic_alternations`.
     outer_iterations: int | str = setting(AUTO, at_least=2)
 
     # ADMM steps per block update; the support is chosen in the first. Golden rows, 56 alternations: one .66 of the reference's
@@ -261,8 +230,7 @@ class AnnealSpec(SolveSpec):
         if self.outer_iterations != AUTO:
             return self
         precision = self.precision_for(d_in, d_out)
-        blind = precision == "float32" and not calibrated
-        return replace(self, outer_iterations=ALTERNATIONS_ZERO_DATA if blind else ALTERNATIONS[precision])
+        return replace(self, outer_iterations=automatic_alternations(precision, calibrated=calibrated))
 
     @property
     def alternations(self) -> int:
@@ -333,89 +301,6 @@ class SvdPruneSpec(SolveSpec):
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
         return automatic_shrinkage(self.shrinkage, tokens, d_in)
-
-
-AnySpec = DsfSpec | AnnealSpec | PruneSpec | SvdPruneSpec
-
-PRESETS: Mapping[str, AnySpec] = {
-    "best": AnnealSpec(),
-    "quick": AnnealSpec(outer_iterations=32),
-    "thorough": AnnealSpec(outer_iterations=200),
-    # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to
-    # 11 s), unless their pieces are exact. Golden rows: .434 of the reference's error. With the penalty's end at .5 for every s
-    # it is .436, with births and without; without, twice the units have .219, 400 alternations .447, 640 .428. Small
-    # matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. inner_iterations=3 is 6 % worse on attn_out,
-    # rho_end=.35 8 % worse on mlp_in at s = .75 and 2 % better on others. Entries exchanged at the end (those that would lower
-    # the error most enter, the least leave, values refitted, 30 turns) take off 3 % of attn_out at s = .5, .2 % at s = .75, 1 %
-    # of mlp_in at s = .75, .3 % of mlp_out at s = .5: too little for what it costs.
-    "deep": AnnealSpec(
-        outer_iterations=480,
-        rho_start=0.05,
-        balance=0.5,
-        late=0.0,
-        births=30,
-        restarts=1,
-        rotations=1600,
-        refine_rounds=12,
-    ),
-    "paper": DsfSpec(),
-    "pruned": PruneSpec(),
-    "svd_pruned": SvdPruneSpec(),
-}
-DEFAULT_PRESET = "best"
-
-
-def automatic_shrinkage(shrinkage: float | int | str, tokens: int | None, d_in: int) -> float:
-    """A share that is given, or "auto": d_in / tokens, at most MOST_SHRINKAGE; 0 where their number is not known."""
-    if not isinstance(shrinkage, str):
-        return float(shrinkage)
-    return 0.0 if tokens is None else min(MOST_SHRINKAGE, d_in / max(tokens, 1))
-
-
-def automatic_rho_end(sparsity: float, least_share: float, shrinkage: float, *, calibrated: bool) -> float:
-    """The penalty's end "auto", lower where factors are dense and the Gram is trusted.
-
-    Up to s = .5 the lower one, from s = .75 on the upper one, between them linearly; a Gram that is shrunk as far as it may be
-    (MOST_SHRINKAGE) has the upper one at every s, one that is shrunk less stands between; so has a factor with fewer than
-    ONE_SIDED of all entries.
-
-    Golden rows, 72 alternations, error over that of .5: s = .5 .973 with .4 and .998 with .3; s = .25 .984 with .4; s = .625 .996
-    with .4; s = .75 1.03 with .35, 1.02 with .6; s = .875 1.01 with .4, .995 with .6. Shrunk by .1, at s = .5: .993 with .4 and
-    with .45; by .3 1.03 with .4. mlp_out from its inputs (.03 of K) at s = .5: 1.03 with .4. Without a Gram .7 has .994 of the
-    error of .8 at s = .5, 1.001 of it at .75. The embedded model at s = .5: .973 with .4.
-
-    Args:
-        least_share: of K, that the factor of fewer entries has.
-        shrinkage: of the Gram; without one it does not matter.
-    """
-    lower, upper = RHO_END_CALIBRATED if calibrated else RHO_END_ZERO_DATA
-    trusted_less = shrinkage / MOST_SHRINKAGE if calibrated else 0.0
-    rise = min(max((sparsity - 0.5) / 0.25, trusted_less, 0.0), 1.0)
-    return lower + (upper - lower) * (1.0 if least_share < ONE_SIDED else rise)
-
-
-def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
-    """The spec of a preset with some fields replaced.
-
-    Args:
-        preset: a key of `PRESETS`.
-        overrides: fields of the preset's spec and their values.
-
-    Raises:
-        SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
-    """
-    if preset not in PRESETS:
-        raise error("solver-unknown-preset", preset=preset, hint=nearest(preset, sorted(PRESETS)))
-    spec = PRESETS[preset]
-    known = sorted(each.name for each in fields(spec))
-    for name in overrides:
-        if name not in known:
-            others = [repr(key) for key, other in PRESETS.items() if name in {each.name for each in fields(other)}]
-            elsewhere = f"; preset {' or '.join(others)} has it" if others else ""
-            raise error(
-                "solver-unknown-setting", preset=preset, name=name, hint=nearest(name, known), elsewhere=elsewhere
-            )
-    return spec.changed(overrides)
 
 
 @dataclass(frozen=True)

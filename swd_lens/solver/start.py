@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from swd_lens.solver.automatic import DOUBLE_UP_TO
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.pieces import from_pieces
 from swd_lens.solver.refine import Matrix
 from swd_lens.solver.span import from_span
-from swd_lens.solver.spec import DOUBLE_UP_TO, AnnealSpec
+from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.support import kth_largest, tie_floor
 from swd_lens.solver.swaps import EXACT
 

@@ -6,14 +6,16 @@
 
 1. A cell is a task and a matrix that it needs, of the embedded model or of SmolLM2: interventions at the scoring position, or,
    where the task needs the matrix elsewhere, at all positions.
-2. Methods: each side's own coordinates, exact and pruned; SWD from the short side ("paper"), from the inputs and from the
-   outputs; SVD. Measured as in bases.py, whose rows these are.
+2. Methods: each side's own coordinates and the singular vectors, exact and pruned; SWD from the short side ("paper"), from the
+   inputs and from the outputs. Measured as in bases.py, whose rows these are.
 3. What text says (`swd.choose_basis`, on the calibration text): edges of an effect on a next token on the side of inputs over
    those on the side of outputs. What tasks say: the same of a circuit's edges, at sufficiency .9 and at half the drop, for each
    pair of methods that differ in the side only.
-4. Both beside each other, a row for each cell; in how many they name the same side; and what the side that text chooses costs
-   over that which the task would have chosen.
-5. Beside SWD from the short side: the fewest edges of SWD from the chosen side whose CE is at most TOLERANCE above its own.
+4. Both beside each other, a row for each cell; in how many they name the same side; and what the side that text names costs over
+   the other one.
+5. Beside SWD from the short side: the fewest edges of SWD from the side that text names whose CE is at most TOLERANCE above its
+   own.
+6. Of each kind of matrix: edges of every other basis over those of SWD from the short side at s=.5, whatever its CE.
 """
 
 import argparse
@@ -23,11 +25,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.factorization.basis import CLEAR
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
 from tests.benchmarks.bases import CALIBRATION, COLUMNS, SPARSITIES, TOLERANCE, cells_of, measured_row
@@ -70,6 +72,7 @@ CELLS = {
 }
 PROMPTS = {"default": (150, 50), "smollm2": (100, 40)}
 HELDOUT = 4_096
+Cell = Mapping[str, Any]  # what text and tasks say of a cell
 SIDES = ("input", "output")
 OF = (("sufficiency", "suff. 0.9"), ("drop", "half drop"))
 # Of pairs of methods that differ in the side only: {} stands for the side.
@@ -79,6 +82,11 @@ PAIRS = {
     "SWD s=0.5": "SWD from {}s s=0.5",
     "SWD s=0.75": "SWD from {}s s=0.75",
 }
+# Beside SWD from the short side.
+BASES = (
+    *("SVD", "inputs", "outputs", "SVD pruned s=0.5", "inputs pruned s=0.5", "outputs pruned s=0.5"),
+    *("SWD from inputs s=0.5", "SWD from outputs s=0.5"),
+)
 
 
 def methods(model_name: str) -> dict[str, Callable[..., Any]]:
@@ -92,6 +100,7 @@ def methods(model_name: str) -> dict[str, Callable[..., Any]]:
         makers[f"{side}s"] = lambda model, site, weight, gram, side=side: baselines.neurons(model, site.name, side)
         makers[f"{side}s pruned s=0.5"] = solved(sparsity=0.5, preset="pruned", basis=side)
     for s in SPARSITIES:
+        makers[f"SVD pruned s={s}"] = solved(sparsity=s, preset="svd_pruned")
         makers[f"SWD s={s}"] = solved(sparsity=s)
         for side in SIDES:
             makers[f"SWD from {side}s s={s}"] = solved(sparsity=s, basis=side)
@@ -109,12 +118,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
     rows: list[list[str]] = []
-    cells: list[dict[str, Any]] = []
+    cells: list[Cell] = []
     for name in args.models:
         for task, place, text, measured in _cells(name, args.folder):
             rows += [[task, place, method, *_without_text(row)] for method, row in measured.items()]
             cells.append({"model": name, "task": task, "site": place, "text": text, **_told(text, measured)})
-    tables = [_sides_table(cells), _agreement_table(cells), _paper_table(cells)]
+    tables = [_sides_table(cells), _agreement_table(cells), _paper_table(cells), _basis_table(cells)]
     columns = [column for column in COLUMNS[:_LAST] if column != "text"]
     tables.append(Table("Circuits by side", columns, rows, ["left"] * 3 + ["right"] * (len(columns) - 3)))
     print(*(table.markdown() for table in tables[:-1]), sep="\n\n")
@@ -183,6 +192,10 @@ def _told(text: float, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, A
             ]
             least = min(filter(None, fair), default=None)
             told[f"paper s={s} {of}"] = least / paper if least and paper else None
+        plain = _edges(measured, "SWD s=0.5", of)
+        for label in BASES:
+            edges = _edges(measured, label, of)
+            told[f"{label} {of}"] = edges / plain if edges and plain else None
     return told
 
 
@@ -200,12 +213,12 @@ def _shown(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def _of_cell(cell: Mapping[str, Any], pair: str) -> float | None:
+def _of_cell(cell: Cell, pair: str) -> float | None:
     """Ratio of a pair of methods, over both thresholds."""
     return _mean([cell[f"{pair} {of}"] for of, _ in OF])
 
 
-def _sides_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+def _sides_table(cells: Sequence[Cell]) -> Table:
     rows = [
         [
             cell["model"],
@@ -220,42 +233,54 @@ def _sides_table(cells: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title, ["model", "task", "site", "text", *PAIRS], rows, ["left"] * 3 + ["right"] * (1 + len(PAIRS)))
 
 
-def _agreement_table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    """Of each kind of matrix: in how many cells text and task name the same side, and the cost of the other ones."""
-    kinds = {cell["site"].rsplit(".", 1)[1]: None for cell in cells}
+def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells of each kind of matrix, those where text is clear (as `swd.choose_basis` takes it) and not, and all."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell["site"].rsplit(".", 1)[1], []).append(cell)
+    clear = [cell for cell in cells if min(cell["text"], 1 / cell["text"]) <= CLEAR]
+    unclear = [cell for cell in cells if cell not in clear]
+    return {**groups, "where text is clear": clear, "where it is not": unclear, "all": list(cells)}
+
+
+def _agreement_table(cells: Sequence[Cell]) -> Table:
+    """In how many cells text and task name the same side, and what the side that text names costs over the other one."""
     rows = []
-    for kind in (*kinds, "all"):
-        of_kind = [cell for cell in cells if kind in ("all", cell["site"].rsplit(".", 1)[1])]
-        row = [kind, str(len(of_kind))]
+    for group, of_group in _groups(cells).items():
+        row = [group, str(len(of_group))]
         for pair in PAIRS:
-            ratios = [(cell["text"], _of_cell(cell, pair)) for cell in of_kind]
-            known = [(text, task) for text, task in ratios if task]
+            known = [(cell["text"], task) for cell in of_group if (task := _of_cell(cell, pair))]
             same = sum((text < 1) == (task < 1) for text, task in known)
-            # What the side that text chooses costs over the other one.
-            gained = _mean([task if text < 1 else 1 / task for text, task in known])
-            rank = pd.DataFrame(known).corr(method="spearman").iloc[0, 1] if len(known) > 3 else float("nan")
-            row += [f"{same} of {len(known)}", _shown(gained), "" if math.isnan(rank) else f"{rank:.2f}"]
+            row += [f"{same} of {len(known)}", _shown(_mean([task if text < 1 else 1 / task for text, task in known]))]
         rows.append(row)
-    columns = ["matrix", "cells", *(f"{pair}: {what}" for pair in PAIRS for what in ("same side", "edges", "rank"))]
-    title = "The side that text chooses: how often tasks would, its edges over the other's, rank correlation of ratios"
+    columns = ["cells", "", *(f"{pair}: {what}" for pair in PAIRS for what in ("same side", "edges"))]
+    title = "The side that text names: in how many cells the task does, and its edges over the other side's"
     return Table(title, columns, rows, ["left"] + ["right"] * (len(columns) - 1))
 
 
-def _paper_table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    kinds = {cell["site"].rsplit(".", 1)[1]: None for cell in cells}
+def _paper_table(cells: Sequence[Cell]) -> Table:
     rows = []
-    for kind in (*kinds, "all"):
-        of_kind = [cell for cell in cells if kind in ("all", cell["site"].rsplit(".", 1)[1])]
-        row = [kind]
+    for group, of_group in _groups(cells).items():
+        row = [group]
         for s in SPARSITIES:
             for of, _ in OF:
-                ratios = [cell[f"paper s={s} {of}"] for cell in of_kind]
-                known = [ratio for ratio in ratios if ratio]
-                row.append(f"{_shown(_mean(known))} ({sum(ratio < 1 for ratio in known)} of {len(known)} fewer)")
+                known = [ratio for cell in of_group if (ratio := cell[f"paper s={s} {of}"])]
+                fewer = sum(ratio < 1 for ratio in known)
+                row.append(f"{_shown(_mean(known))} ({fewer} of {len(known)} fewer)" if known else "")
         rows.append(row)
-    columns = ["matrix", *(f"s={s}, {name}" for s in SPARSITIES for _, name in OF)]
-    title = "Edges from the chosen side, at no worse CE, over SWD's from the short side"
+    columns = ["cells", *(f"s={s}, {name}" for s in SPARSITIES for _, name in OF)]
+    title = "Edges of SWD from the side that text names, at no worse CE, over those of SWD from the short side"
     return Table(title, columns, rows, ["left"] + ["right"] * (len(columns) - 1))
+
+
+def _basis_table(cells: Sequence[Cell]) -> Table:
+    rows = []
+    for group, of_group in _groups(cells).items():
+        rows.append([group, *(_shown(_mean([_of_cell(cell, label) for cell in of_group])) for label in BASES)])
+    title = (
+        "Edges over those of SWD from the short side at s=.5, whatever the CE (geometric means of cells and thresholds)"
+    )
+    return Table(title, ["cells", *BASES], rows, ["left"] + ["right"] * len(BASES))
 
 
 if __name__ == "__main__":

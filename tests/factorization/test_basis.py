@@ -7,7 +7,8 @@ import torch
 
 import swd_lens as swd
 from swd_lens.base.shares import fewest_with
-from swd_lens.factorization.basis import SideCosts
+from swd_lens.factorization import basis
+from swd_lens.factorization.basis import BasisChoice, SideCosts
 from tests import families
 from tests.factorization.test_factorize import QUICK, assert_same
 from tests.micro import random_tokens, toy_model
@@ -68,7 +69,7 @@ def test_costs_are_those_of_plain_loops(model, site: str, share: float):
     costs = choice.sites[site]
     assert (costs.inputs, costs.outputs) == pytest.approx(by_loops(model, site, share), rel=1e-4)
     assert costs.n_predictions <= TOKENS.numel() - len(TOKENS)
-    assert choice[site] == costs.basis and choice.settings["tokens"] == TOKENS.numel()
+    assert choice[site] == (costs.cheaper or "paper") and choice.settings["tokens"] == TOKENS.numel()
 
 
 def test_the_fewest_with_a_share_by_hand():
@@ -79,18 +80,20 @@ def test_the_fewest_with_a_share_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("costs", "basis"),
+    ("costs", "side"),
     [
         (SideCosts(66.0, 100.0, 0.01, 9), "input"),
         (SideCosts(100.0, 66.0, 0.01, 9), "output"),
-        (SideCosts(67.0, 100.0, 0.001, 9), "paper"),  # not clear
-        (SideCosts(60.0, 100.0, 0.3, 9), "paper"),  # may be chance
-        (SideCosts(60.0, 100.0, math.nan, 1), "paper"),
-        (SideCosts(math.nan, math.nan, math.nan, 0), "paper"),
+        (SideCosts(67.0, 100.0, 0.001, 9), None),  # not clear
+        (SideCosts(60.0, 100.0, 0.3, 9), None),  # may be chance
+        (SideCosts(60.0, 100.0, math.nan, 1), None),
+        (SideCosts(math.nan, math.nan, math.nan, 0), None),
     ],
 )
-def test_neither_side_is_chosen_where_it_is_not_clear(costs: SideCosts, basis: str):
-    assert costs.basis == basis
+def test_neither_side_is_chosen_where_it_is_not_clear(costs: SideCosts, side: str | None):
+    assert costs.cheaper == side
+    choice = BasisChoice(0.5, {}, {f"blocks.0.{kind}": costs for kind in ("mlp_out", "attn_q", "attn_qkv", "attn_k")})
+    assert list(choice.values()) == [side or "paper", "paper", "paper", side or "paper"]
 
 
 def test_a_matrix_without_effect_keeps_the_papers_basis():
@@ -113,6 +116,25 @@ def test_it_takes_no_more_rows_than_it_needs_and_other_sites_change_nothing(mode
     again = swd.choose_basis(model, "all", swd.TokenStream(rows, len(TOKENS)), n_tokens=25, progress=False)
     assert again.settings["tokens"] == 27 and set(again.sites) > {site}
     assert again.sites[site] == few.sites[site]
+
+
+def test_memory_is_bounded_by_more_passes(model, monkeypatch):
+    sites = swd.find_sites(model, "all")
+    together = swd.choose_basis(model, "all", TOKENS, progress=False)
+    monkeypatch.setattr(basis, "GROUP_BYTES", 4 * TOKENS.numel() * sum(site.d_in + site.d_out for site in sites[:2]))
+    groups: list[int] = []
+    monkeypatch.setattr(basis, "gradient_passes", counted(basis.gradient_passes, groups))
+    apart = swd.choose_basis(model, "all", TOKENS, progress=False)
+    assert groups[0] == 2 and len(groups) > 2 and sum(groups) == len(sites)
+    assert apart.sites == together.sites
+
+
+def counted(passes, groups: list[int]):
+    def counting(model, sites, *arguments, **named):
+        groups.append(len(sites))
+        return passes(model, sites, *arguments, **named)
+
+    return counting
 
 
 @pytest.mark.parametrize("name", families.CAUSAL)

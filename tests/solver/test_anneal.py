@@ -19,7 +19,7 @@ from torch import Tensor
 from swd_lens.base.errors import BudgetError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, Step, anneal, plan_shares, resolve
-from swd_lens.solver.spec import DOUBLE_UP_TO, MOST_SHRINKAGE
+from swd_lens.solver.automatic import DOUBLE_UP_TO, MOST_SHRINKAGE
 from swd_lens.units.factors import Factors
 from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 

@@ -21,7 +21,8 @@ from swd_lens.solver.pieces import (
     share_of_weight,
     visible_pieces,
 )
-from swd_lens.solver.spec import PRESETS, AnnealSpec
+from swd_lens.solver.presets import PRESETS
+from swd_lens.solver.spec import AnnealSpec
 from swd_lens.solver.swaps import filled, swapped
 from tests.benchmarks.planted import Planted, Row, error, planted, support_f1
 from tests.solver.matrices import weight_of

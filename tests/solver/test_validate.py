@@ -18,7 +18,8 @@ from swd_lens.base.errors import (
 )
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, AnnealSpec, DsfSpec
-from swd_lens.solver.spec import MOST_SHRINKAGE, automatic_rho_end, resolve
+from swd_lens.solver.automatic import MOST_SHRINKAGE, automatic_rho_end
+from swd_lens.solver.presets import resolve
 from swd_lens.solver.validate import check_tokens
 
 WEIGHT = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))

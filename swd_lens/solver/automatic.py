@@ -1,0 +1,68 @@
+"""What the settings leave to the matrix ("auto"), with what each rule was measured against.
+
+1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`).
+2. By its Gram and its budgets: how far the Gram is shrunk (`automatic_shrinkage`), where the penalty ends (`automatic_rho_end`).
+"""
+
+# Shrinkage "auto" is d_in / tokens, at most this (solver.md, point 6). Real text through an encoder layer, d_in 384 and
+# 1,536: at 1,024, 4,096 and 16,384 tokens it lowers the held-out error by 23, 7 and 1 % (geometric means).
+MOST_SHRINKAGE = 0.3
+
+# Precision "auto" is float64 for matrices of at most this many entries (256 x 512). Choosing supports amplifies rounding: in
+# float32 another processor or number of threads ends with half of the entries elsewhere, in float64 with the same ones (16
+# factorizations of the embedded model: no support entry differs, products differ by 1e-13). The price is 1.5 to 2 times the time,
+# and twice the memory.
+DOUBLE_UP_TO = 2**17
+
+# A unit that starts as one of a named side's coordinates keeps that one and a few more beside it. Of K; what it buys and costs
+# is in tests/benchmarks/RESULTS.md (bases): more lowers the error and makes a task's circuit dearer.
+NAMED_SIDE_SHARE = 0.03
+
+# Alternations "auto", in float32 and in float64, where each takes about twice the time. Each doubling lowers the error by 8 to
+# 15 %. Golden rows (float32), with the penalty's end at .5: 56 have .575 of the reference's error in .25 of its time, 72 .550 in
+# .31; with twice the units .39 in .72 and .36 in .90. With today's end 72 have .542 and .348. The embedded model's attn_o at
+# s = .5 (float64): 72 have .89 of the error of 56.
+ALTERNATIONS = {"float32": 72, "float64": 56}
+
+# Without a Gram one costs two thirds, so that these take the time of 72 with one. Golden rows with twice the units: 72 have .713
+# of the reference's error in .64 of its time, 108 .673 in .93.
+ALTERNATIONS_ZERO_DATA = 108  # in float32
+
+# The penalty's end "auto": `automatic_rho_end`, between these two, with a Gram and without one.
+RHO_END_CALIBRATED = (0.4, 0.5)
+RHO_END_ZERO_DATA = (0.7, 0.8)
+ONE_SIDED = 0.05  # the share of K that a factor has where nearly all entries are the other's
+
+
+def automatic_shrinkage(shrinkage: float | int | str, tokens: int | None, d_in: int) -> float:
+    """A share that is given, or "auto": d_in / tokens, at most MOST_SHRINKAGE; 0 where their number is not known."""
+    if not isinstance(shrinkage, str):
+        return float(shrinkage)
+    return 0.0 if tokens is None else min(MOST_SHRINKAGE, d_in / max(tokens, 1))
+
+
+def automatic_alternations(precision: str, *, calibrated: bool) -> int:
+    """The number of alternations "auto" of a matrix that is solved in this precision, with a Gram or without."""
+    return ALTERNATIONS_ZERO_DATA if precision == "float32" and not calibrated else ALTERNATIONS[precision]
+
+
+def automatic_rho_end(sparsity: float, least_share: float, shrinkage: float, *, calibrated: bool) -> float:
+    """The penalty's end "auto", lower where factors are dense and the Gram is trusted.
+
+    Up to s = .5 the lower one, from s = .75 on the upper one, between them linearly; a Gram that is shrunk as far as it may be
+    (MOST_SHRINKAGE) has the upper one at every s, one that is shrunk less stands between; so has a factor with fewer than
+    ONE_SIDED of all entries.
+
+    Golden rows, 72 alternations, error over that of .5: s = .5 .973 with .4 and .998 with .3; s = .25 .984 with .4; s = .625 .996
+    with .4; s = .75 1.03 with .35, 1.02 with .6; s = .875 1.01 with .4, .995 with .6. Shrunk by .1, at s = .5: .993 with .4 and
+    with .45; by .3 1.03 with .4. mlp_out from its inputs (.03 of K) at s = .5: 1.03 with .4. Without a Gram .7 has .994 of the
+    error of .8 at s = .5, 1.001 of it at .75. The embedded model at s = .5: .973 with .4.
+
+    Args:
+        least_share: of K, that the factor of fewer entries has.
+        shrinkage: of the Gram; without one it does not matter.
+    """
+    lower, upper = RHO_END_CALIBRATED if calibrated else RHO_END_ZERO_DATA
+    trusted_less = shrinkage / MOST_SHRINKAGE if calibrated else 0.0
+    rise = min(max((sparsity - 0.5) / 0.25, trusted_less, 0.0), 1.0)
+    return lower + (upper - lower) * (1.0 if least_share < ONE_SIDED else rise)

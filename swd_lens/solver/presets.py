@@ -1,0 +1,66 @@
+"""Presets of the solver: complete settings by name, and the settings of one call.
+
+1. `PRESETS` names them: "best" (the default), "quick", "thorough", "deep", "paper", "pruned" and "svd_pruned".
+2. `resolve(preset, overrides)` makes the settings of one call; an unknown name lists the nearest ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from swd_lens.base.errors import error
+from swd_lens.base.settings import nearest
+from swd_lens.solver.spec import AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec
+
+AnySpec = DsfSpec | AnnealSpec | PruneSpec | SvdPruneSpec
+
+PRESETS: Mapping[str, AnySpec] = {
+    "best": AnnealSpec(),
+    "quick": AnnealSpec(outer_iterations=32),
+    "thorough": AnnealSpec(outer_iterations=200),
+    # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to
+    # 11 s), unless their pieces are exact. Golden rows: .434 of the reference's error. With the penalty's end at .5 for every s
+    # it is .436, with births and without; without, twice the units have .219, 400 alternations .447, 640 .428. Small
+    # matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. inner_iterations=3 is 6 % worse on attn_out,
+    # rho_end=.35 8 % worse on mlp_in at s = .75 and 2 % better on others. Entries exchanged at the end (those that would lower
+    # the error most enter, the least leave, values refitted, 30 turns) take off 3 % of attn_out at s = .5, .2 % at s = .75, 1 %
+    # of mlp_in at s = .75, .3 % of mlp_out at s = .5: too little for what it costs.
+    "deep": AnnealSpec(
+        outer_iterations=480,
+        rho_start=0.05,
+        balance=0.5,
+        late=0.0,
+        births=30,
+        restarts=1,
+        rotations=1600,
+        refine_rounds=12,
+    ),
+    "paper": DsfSpec(),
+    "pruned": PruneSpec(),
+    "svd_pruned": SvdPruneSpec(),
+}
+DEFAULT_PRESET = "best"
+
+
+def resolve(preset: str, overrides: Mapping[str, Any]) -> AnySpec:
+    """The spec of a preset with some fields replaced.
+
+    Args:
+        preset: a key of `PRESETS`.
+        overrides: fields of the preset's spec and their values.
+
+    Raises:
+        SpecError: no such preset or field (the nearest and all valid names are listed), or a value outside its range.
+    """
+    if preset not in PRESETS:
+        raise error("solver-unknown-preset", preset=preset, hint=nearest(preset, sorted(PRESETS)))
+    spec = PRESETS[preset]
+    known = sorted(each.name for each in fields(spec))
+    for name in overrides:
+        if name not in known:
+            others = [repr(key) for key, other in PRESETS.items() if name in {each.name for each in fields(other)}]
+            elsewhere = f"; preset {' or '.join(others)} has it" if others else ""
+            raise error(
+                "solver-unknown-setting", preset=preset, name=name, hint=nearest(name, known), elsewhere=elsewhere
+            )
+    return spec.changed(overrides)
