@@ -32,6 +32,7 @@ from swd_lens.base.record import Record
 from swd_lens.base.settings import AUTO
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.gradients import AtSite, gradient_passes, require_loss, rows_per_pass
 from swd_lens.factorization.job import Job
 from swd_lens.hosts import find_sites, host_of
@@ -249,4 +250,8 @@ def with_chosen_bases(job: Job, basis: Any, *, progress: bool) -> Job:
     stream = job.stream
     if basis != AUTO or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
         return job
-    return job.with_bases(chosen(job.model, job.sites, stream, SHARE, N_TOKENS, progress))
+    known = stream.side_costs(job.model) if isinstance(stream, CalibrationText) else {}
+    unknown = [site for site in job.sites if site.name not in known]
+    if unknown:
+        known |= chosen(job.model, unknown, stream, SHARE, N_TOKENS, progress).sites
+    return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}))

@@ -5,7 +5,8 @@
    or preset. Of dense calibration these are all matrices, else those of the first stage (stages.py): they are collected by the
    first factorization that wants them, and handed to every later one. Behind replaced matrices each factorization runs its own.
 3. `expect` names sites that later calls will want: they are collected in the same pass.
-4. A host whose parameters, attached units or hooks have changed is another host. Grams of more than `n_bytes` are not kept.
+4. What the text says of the sides of a matrix (basis.py) is remembered in the same way.
+5. A host whose parameters, attached units or hooks have changed is another host. Grams of more than `n_bytes` are not kept.
 """
 
 import copy
@@ -48,6 +49,7 @@ class CalibrationText(TokenStream):
         # Shared with the copies that are bound to other hosts.
         self._kept: dict[Any, Tensor] = {}
         self._expected: dict[str, Site] = {}
+        self._side_costs: dict[Any, dict[str, Any]] = {}
 
     def bound_to(self, model: Any) -> "CalibrationText":
         bound = copy.copy(self)
@@ -64,6 +66,10 @@ class CalibrationText(TokenStream):
         """Collect these, too, when the first Gram is asked for: others will ask for them."""
         self._expected |= {site.name: site for site in sites}
 
+    def side_costs(self, model: Any) -> dict[str, Any]:
+        """Site name -> what is known of its sides in a host as it stands now; callers put in what they find out."""
+        return self._side_costs.setdefault(_as_it_stands(model), {})
+
     def of_host(self, model: Any, batch_size: int, dtype: Literal["float32", "float64"]) -> "KnownGrams":
         """The Grams of a host as it stands now, known or to be collected."""
         return KnownGrams(self, model, batch_size, dtype)
@@ -75,9 +81,7 @@ class KnownGrams:
     def __init__(self, text: CalibrationText, model: Any, batch_size: int, dtype: Literal["float32", "float64"]):
         self.text, self.model, self.batch_size = text, model, batch_size
         self.dtype: Literal["float32", "float64"] = dtype
-        device = str(next(model.parameters()).device)
-        hooks = str(standing_hooks(model))
-        self._key = (host_fingerprint(model, model.cfg), hooks, device, batch_size, dtype)
+        self._key = (*_as_it_stands(model), batch_size, dtype)
 
     def collect(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Float[Tensor, "_d_in _d_in"]] | None:
         """Site -> Gram, in one pass with what is expected beside them, if any is missing; None where they cannot be kept.
@@ -105,6 +109,11 @@ class KnownGrams:
 
     def _of(self, site: Site) -> Any:
         return (*self._key, site.name)
+
+
+def _as_it_stands(model: Any) -> tuple[str, str, str]:
+    """What differs between two states of a host: parameters and settings, hooks and units, device."""
+    return host_fingerprint(model, model.cfg), str(standing_hooks(model)), str(next(model.parameters()).device)
 
 
 def shared_sites(stages: Sequence[Sequence[Site]], kind: str) -> list[Site]:

@@ -9,6 +9,7 @@ import swd_lens as swd
 from swd_lens.base.shares import fewest_with
 from swd_lens.factorization import basis
 from swd_lens.factorization.basis import BasisChoice, SideCosts
+from swd_lens.factorization.calibration_text import CalibrationText
 from tests import families
 from tests.factorization.test_factorize import QUICK, assert_same
 from tests.micro import random_tokens, toy_model
@@ -174,6 +175,23 @@ def test_basis_auto_is_what_the_text_says(model, tmp_path):
     assert_same(swd.factorize(model, "all", basis=choice, **how), auto, provenance=False)
     # Finished matrices are taken over: the recipe names the basis of each.
     assert_same(swd.factorize(model, "all", basis="auto", out=tmp_path, **how), auto)
+
+
+def test_a_text_of_several_factorizations_is_asked_once(monkeypatch):
+    model = toy_model()
+    how = {**QUICK, "preset": "quick", "basis": "auto", "calibration": "dense"}
+    how.pop("sparsity")
+    plain = [swd.factorize(model, "all", tokens=TOKENS, sparsity=s, **how) for s in (0.25, 0.5)]
+    passes: list[int] = []
+    monkeypatch.setattr(basis, "gradient_passes", counted(basis.gradient_passes, passes))
+    text = CalibrationText(TOKENS, model)
+    for s, expected in zip((0.25, 0.5), plain, strict=True):
+        assert_same(swd.factorize(model, "all", tokens=text, sparsity=s, **how), expected)
+    assert passes == [len(plain[0])]
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out *= 1.01  # another host
+    swd.factorize(model, "mlp_out", tokens=text, sparsity=0.5, **how)
+    assert passes == [len(plain[0]), 2]
 
 
 def test_without_text_that_says_something_auto_is_the_neurons(model):
