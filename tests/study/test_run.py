@@ -305,7 +305,7 @@ def test_options_of_a_control_are_those_that_its_solver_has():
     others = {"batch_size": 8, "calibration": "dense"}
     assert control_options("paper", of_swd) == {**others, "preset": "paper", "precision": "auto"}
     assert control_options("paper", {"precision": "float32"}) == {"preset": "paper", "precision": "float32"}
-    pruned = {**others, "weigh_outputs": True, "preset": "pruned", "shrinkage": 0.1, "basis": "auto"}
+    pruned = {**others, "weigh_outputs": True, "preset": "pruned", "shrinkage": 0.1, "basis": "neurons"}
     assert control_options("pruned", of_swd) == pruned
 
 
