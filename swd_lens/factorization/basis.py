@@ -42,7 +42,7 @@ from swd_lens.hosts.sites import Pattern, Site, split_name
 from swd_lens.tasks.streams import TokenStream, as_stream
 
 # A side is chosen where its edges are at most this share of the other's, and the difference is not chance. Nearer to each other
-# text is no guide, and the short side's lower error is worth as much (tests/benchmarks/RESULTS.md, "What text says").
+# text is no guide, and the short side's lower error is worth as much (tests.benchmarks.sides).
 CLEAR = 2 / 3
 STANDARD_ERRORS = 2.0
 
