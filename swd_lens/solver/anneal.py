@@ -16,6 +16,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
      c. D belongs to its rho: when rho changes, D is rescaled by old / new.
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
+   The factor that is not square begins with fewer entries than its budget, which it has by and by (`held_back`).
    With `balance` the factors' budgets move after each alternation to where one more entry is worth as much in either: X is in
    units of the loss in both, so that is one threshold for both (`rebalance`).
    With `births` units of little use are replaced a few times on the way (births.py).
@@ -56,20 +57,29 @@ from swd_lens.solver.support import (
 # Norms of empty rows: divided by this they stay zero.
 NORM_FLOOR = 1e-18
 
-# Share of the alternations after which budgets stay, and between which units are born.
+# Share of the alternations after which budgets stay, after which all of them may be used, and between which units are born.
 BALANCED = 0.9
+GROWN = 0.8
 BORN = (0.1, 0.88)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What one alternation works with: blend g, penalty rho, ridge, ADMM steps, how far budgets move, whether it is the last."""
+    """What one alternation works with.
+
+    Attributes:
+        blend, rho, ridge, steps: g, the penalty, the ridge, ADMM steps.
+        balance: how far budgets move.
+        held_back: the share of its budget that a factor that grows has not yet.
+        last: whether it is the last.
+    """
 
     blend: float
     rho: float
     ridge: float
     steps: int
     balance: float
+    held_back: float
     last: bool
 
     @classmethod
@@ -83,6 +93,7 @@ class Phase:
             ridge=spec.ridge(progress),
             steps=spec.inner_iterations,
             balance=float(spec.balance) if progress < BALANCED else 0.0,
+            held_back=float(spec.held_back) * max(0.0, 1 - progress / GROWN),
             last=t + 1 == spec.alternations,
         )
 
@@ -285,7 +296,8 @@ def _admm(
         dense = solve(right).add_(dual)
         del right
         if step == 0:
-            mask = _support(dense, norm > NORM_FLOOR, block.budget, phase.last, unit_dim)
+            entries = round(block.budget * (1 - phase.held_back)) if block.grows else block.budget
+            mask = _support(dense, norm > NORM_FLOOR, max(entries, 1), phase.last, unit_dim)
             block.worth = magnitude_sample(dense) if phase.balance else None
         torch.mul(dense, mask, out=factor)
         torch.sub(dense, factor, out=dual)

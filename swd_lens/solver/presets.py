@@ -27,7 +27,6 @@ PRESETS: Mapping[str, AnySpec] = {
     # of mlp_in at s = .75, .3 % of mlp_out at s = .5: too little for what it costs.
     "deep": AnnealSpec(
         outer_iterations=480,
-        rho_start=0.05,
         balance=0.5,
         late=0.0,
         births=30,

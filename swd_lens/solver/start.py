@@ -6,7 +6,7 @@
    (pieces.py), or as the sparsest basis of its span (span.py), if that comes much nearer to it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +31,8 @@ MUCH_NEARER, NEAR = 0.5, 0.2
 class Block:
     """One factor while it is being solved for: Z = factor, D = dual, both of the factor's own shape, and its budget.
 
-    Where budgets move there is also a sample of the last X's magnitudes: what entries are worth.
+    Where budgets move there is also a sample of the last X's magnitudes: what entries are worth. One that grows has its budget
+    by and by (AnnealSpec.held_back).
 
     D is kept in the coordinates in which the held factor's rows have unit norm. It is a gradient there, and so does not
     grow with that norm; scaled along with Z, each factor's norm would drive the other's dual, and at K of a few entries
@@ -42,10 +43,11 @@ class Block:
     dual: Matrix
     budget: int
     worth: Float[Tensor, " sample"] | None = None
+    grows: bool = False
 
     def copy(self) -> "Block":
         """One that can be solved for on its own."""
-        return Block(self.factor.clone(), self.dual.clone(), self.budget, self.worth)
+        return replace(self, factor=self.factor.clone(), dual=self.dual.clone())
 
     def used_up(self) -> Matrix:
         """The factor, which the block keeps no more, nor its dual: at 17408 x 5120 each is a third of a gigabyte."""
@@ -67,6 +69,7 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
         Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
         for factor, kept in ((square, budget.square), (other, budget.other))
     )
+    long.grows, short.grows = spec.basis == "paper", spec.basis == "paper" and units > len(short_long)
     return (long, short) if at_output else (short, long)
 
 
@@ -87,6 +90,7 @@ def start_from_product(
         read.factor.copy_(factors[0])
         write.factor.copy_(factors[1])
         share_out(read, write, int(factors[0].count_nonzero()))
+        read.grows = write.grows = False
         if error < EXACT:
             return spec.alternations
         return round(spec.late * spec.alternations) if error < NEAR**2 * of_coordinates else 0
