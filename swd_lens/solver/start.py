@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.solver.automatic import DOUBLE_UP_TO
+from swd_lens.solver.automatic import DOUBLE_UP_TO, ONE_SIDED
 from swd_lens.solver.budget import Budget
 from swd_lens.solver.metric import Metric
 from swd_lens.solver.pieces import from_pieces
@@ -69,7 +69,8 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
         Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
         for factor, kept in ((square, budget.square), (other, budget.other))
     )
-    long.grows, short.grows = spec.basis == "paper", spec.basis == "paper" and units > len(short_long)
+    long.grows = budget.square >= ONE_SIDED * budget.total
+    short.grows = long.grows and units > len(short_long)
     return (long, short) if at_output else (short, long)
 
 

@@ -185,6 +185,39 @@ def test_calibration_helps_under_its_own_gram_and_costs_under_the_identity():
     assert blind.relmse() < calibrated.relmse()
 
 
+@pytest.mark.parametrize(
+    ("units", "share", "growing"), [(24, None, (False, True)), (48, None, (True, True)), (24, 0.03, (False, False))]
+)
+def test_budgets_grow_but_the_square_factors_and_beside_a_bare_one(
+    units: int, share: float | None, growing: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+):
+    """The entries of either factor, short side first, after each alternation: exactly K in the last."""
+    asked: list[int] = []
+    support = anneal._support
+
+    def noting(dense: Tensor, alive: Tensor, budget: int, exact: bool, unit_dim: int) -> Tensor:
+        asked.append(budget)
+        return support(dense, alive, budget, exact, unit_dim)
+
+    monkeypatch.setattr(anneal, "_support", noting)
+    how = {} if share is None else {"square_share": share}
+    solve(
+        weight_of((24, 80)),
+        gram_of(24),
+        0.5,
+        units=units,
+        outer_iterations=11,
+        held_back=0.4,
+        start="coordinates",
+        **how,
+    )
+    for factor, grows in zip((asked[0::2], asked[1::2]), growing, strict=True):
+        assert len(factor) == 11
+        expected = [factor[-1] * (1 - 0.4 * max(0.0, 1 - t / 8)) if grows else factor[-1] for t in range(11)]
+        assert all(abs(entries - wanted) <= 0.5 for entries, wanted in zip(factor, expected, strict=True))
+    assert asked[-2] + asked[-1] == 960
+
+
 def test_diagonal_weight_is_found_exactly():
     # One read and one write edge per unit represent a diagonal matrix, and K is larger than that.
     weight = torch.diag(torch.linspace(1, 2, 12))
