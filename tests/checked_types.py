@@ -8,8 +8,8 @@ Generators keep jaxtyping's wrapper, since beartype alone checks their arguments
 
 Checking all annotations on all calls takes half of the suite's time. So a function is checked if it takes or gives an array:
 shapes and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS`
-are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it,
-everything is checked on every call.
+are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it in a second
+run, everything is checked on every call.
 """
 
 import builtins
