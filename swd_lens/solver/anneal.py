@@ -16,7 +16,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
      c. D belongs to its rho: when rho changes, D is rescaled by old / new.
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
    solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
-   The factor that is not square begins with fewer entries than its budget, which it has by and by (`held_back`).
+   A factor that grows begins with fewer entries than its budget, and has all of them in the end (`held_back`).
    With `balance` the factors' budgets move after each alternation to where one more entry is worth as much in either: X is in
    units of the loss in both, so that is one threshold for both (`rebalance`).
    With `births` units of little use are replaced a few times on the way (births.py).
@@ -296,8 +296,7 @@ def _admm(
         dense = solve(right).add_(dual)
         del right
         if step == 0:
-            entries = round(block.budget * (1 - phase.held_back)) if block.grows else block.budget
-            mask = _support(dense, norm > NORM_FLOOR, max(entries, 1), phase.last, unit_dim)
+            mask = _support(dense, norm > NORM_FLOOR, block.entries(phase.held_back), phase.last, unit_dim)
             block.worth = magnitude_sample(dense) if phase.balance else None
         torch.mul(dense, mask, out=factor)
         torch.sub(dense, factor, out=dual)

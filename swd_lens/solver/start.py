@@ -49,6 +49,10 @@ class Block:
         """One that can be solved for on its own."""
         return replace(self, factor=self.factor.clone(), dual=self.dual.clone())
 
+    def entries(self, held_back: float | int) -> int:
+        """How many it may have while this share of a growing budget is held back."""
+        return max(round(self.budget * (1 - held_back)), 1) if self.grows else self.budget
+
     def used_up(self) -> Matrix:
         """The factor, which the block keeps no more, nor its dual: at 17408 x 5120 each is a third of a gigabyte."""
         factor = self.factor
@@ -69,8 +73,8 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
         Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
         for factor, kept in ((square, budget.square), (other, budget.other))
     )
-    long.grows = budget.square >= ONE_SIDED * budget.total
-    short.grows = long.grows and units > len(short_long)
+    if budget.square >= ONE_SIDED * budget.total:
+        long.grows, short.grows = True, units > len(short_long)
     return (long, short) if at_output else (short, long)
 
 
