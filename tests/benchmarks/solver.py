@@ -41,6 +41,8 @@ CALIBRATED = {
     "thorough": {"preset": "thorough"},
     "best, 2x units": {"units": "2x"},
     "thorough, 2x units": {"preset": "thorough", "units": "2x"},
+    "deep": {"preset": "deep"},
+    "deep, 2x units": {"preset": "deep", "units": "2x"},
 }
 ZERO_DATA = {
     "best, zero-data": {},
