@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from swd_lens.factorization.solve import solve
 from swd_lens.units.factors import Factors
@@ -149,7 +150,7 @@ def _add_row(
     for _ in range(repeats):
         approximation, seconds = reference(weight, torch.eye(len(weight)) if gram is None else gram, sparsity)
         base = _error(approximation, weight, heldout)
-        for name, options in settings.items():
+        for name, options in tqdm(settings.items(), f"{' x '.join(map(str, weight.shape))}, s = {sparsity}"):
             factors, ours = _ours(weight, gram, sparsity, **options)
             times[name].append(ours / seconds)
             errors[name] = _error(factors.product(), weight, heldout) / base
