@@ -20,8 +20,8 @@ NAMED_SIDE_SHARE = 0.03
 
 # Alternations "auto", in float32 and in float64, where each takes about twice the time. Each doubling lowers the error by 8 to
 # 15 %. Golden rows (float32), with the penalty's end at .5: 56 have .575 of the reference's error in .25 of its time, 72 .550 in
-# .31; with twice the units .39 in .72 and .36 in .90. With today's end 72 have .542 and .348. The embedded model's attn_o at
-# s = .5 (float64): 72 have .89 of the error of 56.
+# .31; with twice the units .39 in .72 and .36 in .90. With today's end 72 have .542 and .348; with budgets that grow, too,
+# .526 and .314, 60 .545 and .336. The embedded model's attn_o at s = .5 (float64): 72 have .89 of the error of 56.
 ALTERNATIONS = {"float32": 72, "float64": 56}
 
 # Without a Gram one costs two thirds. Golden rows without the MLP's, over 108 alternations before budgets grew: as many units

@@ -19,8 +19,8 @@ PRESETS: Mapping[str, AnySpec] = {
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
     # Nine times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to
-    # 11 s), unless their pieces are exact. Golden rows: .754 of the error that "best" had before budgets grew, by that .41 of the
-    # reference's, for .434 then (held_back=0, rho_start=.05). With rho_start=.07 attn_out has 2 % more, with .15 three rows 4 %.
+    # 11 s), unless their pieces are exact. Golden rows: .409 of the reference's error, for .526 of "best"; .434 with held_back=0
+    # and rho_start=.05. With rho_start=.07 attn_out has 2 % more, with .15 three rows 4 %.
     # Small matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. Before budgets grew: 400 alternations
     # .447 of the reference's error, 640 .428; inner_iterations=3 6 % worse on attn_out, rho_end=.35 8 % worse on mlp_in at
     # s = .75 and 2 % better on others; entries exchanged at the end (those that would lower the error most enter, the least
