@@ -3,8 +3,8 @@
 from tests.benchmarks.bases import MATCHED, matched_rows
 
 
-def measured(ce_delta, sufficiency, drop):
-    return {"ce_delta": ce_delta, "sufficiency": [1, sufficiency], "drop": [1, drop]}
+def measured(ce_delta, sufficiency, drop, kl=0.0):
+    return {"ce_delta": ce_delta, "kl": kl, "sufficiency": [1, sufficiency], "drop": [1, drop]}
 
 
 def test_the_fewest_edges_at_no_worse_ce_whatever_the_rivals_sparsity():
@@ -33,3 +33,27 @@ def test_the_fewest_edges_at_no_worse_ce_whatever_the_rivals_sparsity():
         "half drop: from neurons": "40 (0.15, s=0.5)",
         "half drop: pruned": "60 (s=0.25)",
     }
+
+
+def test_the_fewest_edges_at_no_worse_kl_whatever_the_ce():
+    """A KL .001 above SWD's counts, .0011 does not."""
+    [row] = matched_rows(
+        "agreement",
+        "blocks.0.mlp_out",
+        {
+            "SWD s=0.75": measured(-0.3, 900, 800, kl=0.0005),
+            "pruned s=0.5": measured(0.3, 10, 10, kl=0.0016),
+            "pruned s=0.25": measured(0.2, 70, 60, kl=0.0015),
+            "from neurons, 0.01 of K, s=0.75": measured(0.1, 50, 40, kl=0.0),
+        },
+        by="KL",
+    )
+    assert row[2:] == [
+        "s=0.75, KL +0.0005",
+        "900",
+        "50 (0.01, s=0.75)",
+        "70 (s=0.25)",
+        "800",
+        "40 (0.01, s=0.75)",
+        "60 (s=0.25)",
+    ]
