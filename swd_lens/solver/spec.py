@@ -198,9 +198,10 @@ class AnnealSpec(SolveSpec):
 
     # The share of its budget that a factor is without at first; it has all of it after GROWN of the alternations. The factor of
     # coordinates (both, where units outnumber them) grows so, but not beside one of fewer than ONE_SIDED of all entries (2 to 4 %
-    # worse). Golden rows without mlp_out, "best": .97 of the error of 0, twice the units .90, "thorough" .97, without a Gram .98
-    # and .92; the embedded model's 16 matrices .93 at s = .5, .97 at .75. More at first than in the end is worse: half as much
-    # again 10 %.
+    # worse), nor where units start as the long side's (the embedded model's MLP from neurons, .15 of K: 4 % worse; with a quarter
+    # more units 6 %). Golden rows without mlp_out, "best": .97 of the error of 0, twice the units .90, "thorough" .97, without a
+    # Gram .98 and .92; the embedded model's 16 matrices .93 at s = .5, .97 at .75. More at first than in the end is worse: half
+    # as much again 10 %.
     held_back: float | int = setting(0.3, at_least=0, below=1)
 
     # How far the budgets move, in each alternation, to where one more entry is worth as much in either factor; 0: they stay at

@@ -73,7 +73,8 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
         Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
         for factor, kept in ((square, budget.square), (other, budget.other))
     )
-    if budget.square >= ONE_SIDED * budget.total:
+    from_short_side = len(short_long) <= short_long.shape[1]
+    if from_short_side and budget.square >= ONE_SIDED * budget.total:
         long.grows, short.grows = True, units > len(short_long)
     return (long, short) if at_output else (short, long)
 

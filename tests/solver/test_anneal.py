@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from statistics import geometric_mean
+from typing import Any
 
 import pytest
 import torch
@@ -186,12 +187,19 @@ def test_calibration_helps_under_its_own_gram_and_costs_under_the_identity():
 
 
 @pytest.mark.parametrize(
-    ("units", "share", "growing"), [(24, None, (False, True)), (48, None, (True, True)), (24, 0.03, (False, False))]
+    ("units", "how", "growing"),
+    [
+        (24, {}, (False, True)),
+        (48, {}, (True, True)),
+        (24, {"square_share": 0.03}, (False, False)),
+        (80, {"basis": "output", "square_share": 0.15}, (False, False)),
+        (90, {"basis": "output", "square_share": 0.15}, (False, False)),
+    ],
 )
-def test_budgets_grow_but_the_square_factors_and_beside_a_bare_one(
-    units: int, share: float | None, growing: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+def test_budgets_grow_but_the_square_factors_and_beside_a_bare_one_and_from_the_long_side(
+    units: int, how: dict[str, Any], growing: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ):
-    """The entries of either factor, short side first, after each alternation: exactly K in the last."""
+    """The entries of either factor, that of the units' side first, after each alternation: exactly K in the last."""
     asked: list[int] = []
     support = anneal._support
 
@@ -200,7 +208,6 @@ def test_budgets_grow_but_the_square_factors_and_beside_a_bare_one(
         return support(dense, alive, budget, exact, unit_dim)
 
     monkeypatch.setattr(anneal, "_support", noting)
-    how = {} if share is None else {"square_share": share}
     solve(
         weight_of((24, 80)),
         gram_of(24),
