@@ -58,8 +58,8 @@ float64 (commit a36b20f), and those of larger matrices, hold for the machine and
 that means is under [Other machines](#other-machines). Preset "thorough" makes 200 alternations since commit 75b777d, 160
 before; "best" makes 72 on matrices that are solved in float32 since commit 1c354ae, 56 before, as still in float64. Since commit
 4ec4538 the penalty of all presets but "paper" ends lower below s = .75; since commit f1469b9 their factors' budgets grow
-(`held_back`; since 8fcee93 not where units start as the long side's coordinates), and matrices without a Gram take 90 alternations
-in float32, 108 before.
+(`held_back`; since 8fcee93 not where units start as the long side's coordinates), and matrices without a Gram take 90
+alternations in float32, 108 before.
 """
 
 Record = TypeVar("Record", "Table", "Result")
