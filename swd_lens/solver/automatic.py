@@ -1,6 +1,7 @@
 """What the settings leave to the matrix ("auto"), with what each rule was measured against.
 
-1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`).
+1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`) and where in them the
+   full Gram begins (`GRAM_FROM`).
 2. By its Gram and its budgets: how far the Gram is shrunk (`automatic_shrinkage`), where the penalty ends (`automatic_rho_end`).
 """
 
@@ -26,7 +27,15 @@ ALTERNATIONS = {"float32": 72, "float64": 56}
 
 # Without a Gram one costs two thirds. Golden rows without the MLP's, over 108 alternations before budgets grew: as many units
 # .984 with 108, .991 with 96, 1.003 with 84; twice as many .92 with 108, .955 with 84.
-ALTERNATIONS_ZERO_DATA = 90  # in float32
+ALTERNATIONS_ZERO_DATA = 84  # in float32
+
+# When the full Gram begins to take part in the alternation, as a share of it, and how much of the Gram at once. An alternation
+# with it costs twice one without. Golden rows (float32), error over that of from .5 on, by and by from nothing: from .5, half
+# at once .99; from .65 1.00; from .7 1.00 in .83 of the operations, with twice the units .79 of them; from .8 1.016 in .75 and
+# .68; all of it at once 1.05; left to the refinement 1.4. (60 alternations for 72 have 1.035 in .84.) In float64, where matrices
+# are small, time is not what is short: the embedded model from .7 1.01, from .5 with half at once .98.
+GRAM_FROM = {"float32": 0.8, "float64": 0.5}
+GRAM_AT_FIRST = {"float32": 0.5, "float64": 0.0}
 
 # The penalty's end "auto": `automatic_rho_end`, between these two, with a Gram and without one.
 RHO_END_CALIBRATED = (0.4, 0.5)

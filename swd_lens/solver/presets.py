@@ -28,6 +28,7 @@ PRESETS: Mapping[str, AnySpec] = {
     "deep": AnnealSpec(
         outer_iterations=480,
         balance=0.5,
+        gram_from=0.5,
         late=0.0,
         births=30,
         restarts=1,

@@ -12,7 +12,13 @@ from typing import ClassVar
 
 from swd_lens.base.errors import SpecError
 from swd_lens.base.settings import AUTO, AnySettings, Bounds, Settings, setting
-from swd_lens.solver.automatic import DOUBLE_UP_TO, automatic_alternations, automatic_shrinkage
+from swd_lens.solver.automatic import (
+    DOUBLE_UP_TO,
+    GRAM_AT_FIRST,
+    GRAM_FROM,
+    automatic_alternations,
+    automatic_shrinkage,
+)
 
 PRECISIONS = ("float32", "float64", AUTO)
 
@@ -172,10 +178,10 @@ class AnnealSpec(SolveSpec):
     ridge_start: float | int = setting(1e-2, above=0)
     ridge_end: float | int = setting(5e-4, above=0)
 
-    # The alternation sees only the Gram's diagonal until this share of its iterations, then the full Gram by and by
-    # (linearly, to all of it at the end). Golden rows, 56 alternations: .576 of the reference's error; 1 (leave it to the
-    # refinement) .80, 0 .568 for a fifth more time.
-    gram_from: float | int = setting(0.5, at_least=0, at_most=1)
+    # The alternation sees only the Gram's diagonal until this share of its iterations, then a share of the full Gram at once, and
+    # by and by (linearly) all of it. "auto": GRAM_FROM, GRAM_AT_FIRST.
+    gram_from: float | int | str = setting(AUTO, at_least=0, at_most=1)
+    gram_at_first: float | int | str = setting(AUTO, at_least=0, at_most=1)
 
     # Whose coordinates units start as, one each where `units` is not given (BASES). They may stay that, or mix.
     basis: str = setting("paper", one_of=BASES)
@@ -235,10 +241,13 @@ class AnnealSpec(SolveSpec):
     precision: str = setting(AUTO, one_of=PRECISIONS)
 
     def for_matrix(self, d_in: int, d_out: int, *, calibrated: bool) -> "AnnealSpec":
-        if self.outer_iterations != AUTO:
-            return self
         precision = self.precision_for(d_in, d_out)
-        return replace(self, outer_iterations=automatic_alternations(precision, calibrated=calibrated))
+        automatic = {
+            "outer_iterations": automatic_alternations(precision, calibrated=calibrated),
+            "gram_from": GRAM_FROM[precision],
+            "gram_at_first": GRAM_AT_FIRST[precision],
+        }
+        return self.changed({name: value for name, value in automatic.items() if getattr(self, name) == AUTO})
 
     @property
     def alternations(self) -> int:
@@ -257,9 +266,11 @@ class AnnealSpec(SolveSpec):
 
     def gram_blend(self, progress: float) -> float:
         """Share of the full Gram at `progress`; the rest is its diagonal."""
-        if self.gram_from >= 1:
+        start, first = self.gram_from, self.gram_at_first
+        assert not isinstance(start, str) and not isinstance(first, str), "for_matrix decides them"
+        if start >= 1 or progress < start:
             return 0.0
-        return max(0.0, (progress - self.gram_from) / (1 - self.gram_from))
+        return float(first + (1 - first) * (progress - start) / (1 - start))
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
         return automatic_shrinkage(self.shrinkage, tokens, d_in)

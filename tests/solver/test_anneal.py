@@ -38,7 +38,7 @@ def edges(shape: tuple[int, int], sparsity: float) -> int:
 
 
 def product64(weight: Tensor, gram: Tensor | None, sparsity: float = 0.5, **overrides: object) -> Tensor:
-    spec = resolve("best", {"outer_iterations": 24, **overrides})
+    spec = resolve("best", {"outer_iterations": 24, **overrides}).for_matrix(*weight.shape, calibrated=gram is not None)
     width = min(weight.shape)
     budget = plan_shares(*weight.shape, sparsity, width, spec)
     metric = None if gram is None else gram.double()
