@@ -1,7 +1,7 @@
 """What the settings leave to the matrix ("auto"), with what each rule was measured against.
 
-1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`) and where in them the
-   full Gram begins (`GRAM_FROM`).
+1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`), and where in them
+   the full Gram begins (`GRAM_FROM`).
 2. By its Gram and its budgets: how far the Gram is shrunk (`automatic_shrinkage`), where the penalty ends (`automatic_rho_end`).
 """
 

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from swd_lens.base.errors import SpecError
@@ -41,7 +41,7 @@ class SolveSpec(Settings):
         return "float64" if d_in * d_out <= DOUBLE_UP_TO else "float32"
 
     def for_matrix(self: AnySettings, d_in: int, d_out: int, *, calibrated: bool) -> AnySettings:
-        """The same settings with the number of alternations decided for a matrix of this shape, with a Gram or without."""
+        """The same settings with the alternations decided for a matrix of this shape, with a Gram or without."""
         return self
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
