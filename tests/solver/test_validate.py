@@ -347,8 +347,8 @@ def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
     ("shape", "options", "alternations"),
     [
         ((256, 512), {}, 56),
-        ((256, 513), {}, 72),
-        ((8, 12), {"precision": "float32"}, 72),
+        ((256, 513), {}, 64),
+        ((8, 12), {"precision": "float32"}, 64),
         ((512, 512), {"precision": "float64"}, 56),
         ((8, 12), {"outer_iterations": 9}, 9),
     ],
@@ -386,7 +386,7 @@ def test_schedules_by_hand():
     assert [at_once.gram_blend(p) for p in (0.0, 0.79, 0.8, 0.9, 1.0)] == pytest.approx([0, 0, 0.5, 0.75, 1])
 
 
-@pytest.mark.parametrize(("precision", "start", "first"), [("float32", 0.8, 0.5), ("float64", 0.5, 0.0)])
+@pytest.mark.parametrize(("precision", "start", "first"), [("float32", 0.7, 0.5), ("float64", 0.5, 0.0)])
 def test_when_the_full_gram_begins_where_nothing_is_named(precision: str, start: float, first: float):
     """In float32, where matrices are large, later and at once; what is named stays."""
     settings = solve(WEIGHT, torch.eye(8), precision=precision).settings
