@@ -59,9 +59,8 @@ that means is under [Other machines](#other-machines). Preset "thorough" makes 2
 before; "best" makes 72 on matrices that are solved in float32 since commit 1c354ae, 56 before, as still in float64. Since commit
 4ec4538 the penalty of all presets but "paper" ends lower below s = .75; since commit f1469b9 their factors' budgets grow
 (`held_back`; since 8fcee93 not where units start as the long side's coordinates), and matrices without a Gram take 90
-alternations in float32, 108 before. Since COMMIT matrices that are solved in float32 see the full Gram from .7 of the
-alternations on, half of it at once (`gram_from`, `gram_at_first`), in "best" after 64 alternations, without a Gram after 84;
-preset "deep" from half of them on.
+alternations in float32, 108 before. Since 54c3652 matrices that are solved in float32 see the full Gram from .7 of the
+alternations on, half of it at once (`gram_from`, `gram_at_first`), in "best" after 64 alternations, without a Gram after 84.
 """
 
 Record = TypeVar("Record", "Table", "Result")
