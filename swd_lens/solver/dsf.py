@@ -105,6 +105,7 @@ def alternate(
     del target  # a weight-size buffer
     pruned = short_long * _support(short_long, budget.other * spec.start_share, spec, cap=1.0)
     square = Block(eye, torch.zeros_like(eye), budget.square)
+    # The factor's own strides, which it has from the first update on: sums of two layouts take a tenth of the time of a wide W.
     other = Block(pruned, torch.zeros_like(pruned, memory_format=torch.contiguous_format), budget.other)
     del eye, pruned
     for t in range(spec.outer_iterations):

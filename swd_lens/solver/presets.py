@@ -18,10 +18,10 @@ PRESETS: Mapping[str, AnySpec] = {
     "best": AnnealSpec(),
     "quick": AnnealSpec(outer_iterations=32),
     "thorough": AnnealSpec(outer_iterations=200),
-    # Ten times the time of "best"; on planted factors of 128 x 64, whose rotations help, twenty to two hundred times (1 to
-    # 11 s), unless their pieces are exact. Golden rows: .409 of the reference's error, for .526 of "best",
-    # where both saw the full Gram from half of the alternations on, by and by; from .7 on attention's rows have 1 % more in .83
-    # of the operations. .434 with held_back=0 and rho_start=.05, attn_out 2 % more with rho_start=.07, three rows 4 % with .15.
+    # Eight to ten times the time of "best" (calculated); on planted factors of 128 x 64, whose rotations help, twenty to two
+    # hundred times (1 to 11 s), unless their pieces are exact. Golden rows: .409 of the reference's error, for .526 of "best",
+    # where both saw the full Gram from half of the alternations on, by and by; from .7 on attention's rows have 1 % more in .82
+    # of the time. .434 with held_back=0 and rho_start=.05, attn_out 2 % more with rho_start=.07, three rows 4 % with .15.
     # Small matrices (64 x 32 to 12 x 40) have 1.2 to 1.35 times the error without births. Before budgets grew: 400 alternations
     # .447 of the reference's error, 640 .428; inner_iterations=3 6 % worse on attn_out, rho_end=.35 8 % worse on mlp_in at
     # s = .75 and 2 % better on others; entries exchanged at the end (those that would lower the error most enter, the least
