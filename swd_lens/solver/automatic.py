@@ -32,8 +32,8 @@ ALTERNATIONS_ZERO_DATA = 84  # in float32
 # with it costs twice one without. Golden rows (float32, 72 alternations), error over that of from .5 on, by and by from nothing:
 # from .5, half at once, .99; from .65 and from .7 1.00, from .7 in .83 of the operations (twice the units .79); from .8 1.016 in
 # .75, but 5 to 8 % worse with a Gram of strong correlations (768 x 3072), where .7 is 0 to 1 %; from .7, all at once, 1.05; left
-# to the refinement (56 alternations) 1.4. Four of SmolLM2's matrices from .7: 1.005. In float64, where matrices are small, time is not what is short:
-# the embedded model from .7 1.01, from .5 with half at once .98.
+# to the refinement (56 alternations) 1.4. Four of SmolLM2's matrices from .7: 1.005. In float64, where matrices are small, time
+# is not what is short: the embedded model from .7 1.01, from .5 with half at once .98.
 GRAM_FROM = {"float32": 0.7, "float64": 0.5}
 GRAM_AT_FIRST = {"float32": 0.5, "float64": 0.0}
 
