@@ -27,6 +27,7 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import PACKED, Pattern, Site
 from swd_lens.solver import AnySpec, resolve
 from swd_lens.solver.budget import edges
+from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import probe_tokens
 from swd_lens.units.factors import Factors
@@ -145,7 +146,8 @@ class Job:
     def spec(self, site: Site) -> AnySpec:
         """The solver's settings for one matrix."""
         spec = resolve(self.preset, self.options_of(site))
-        return spec.for_matrix(site.d_in, site.d_out, calibrated=self.tokens is not None)
+        units = resolve_units(self.units, site.d_in, site.d_out, spec)
+        return spec.for_matrix(site.d_in, site.d_out, units, calibrated=self.tokens is not None)
 
     @property
     def kind(self) -> str:
@@ -187,7 +189,7 @@ class Job:
         widest = max(self.sites, key=lambda site: site.d_in)
         if self.tokens is None or self.n_tokens >= widest.d_in:
             return
-        share = self.spec(widest).shrinkage_for(self.n_tokens, widest.d_in)
+        share = resolve(self.preset, self.options_of(widest)).shrinkage_for(self.n_tokens, widest.d_in)
         remedy = (
             f"shrinkage {share:.3g} is applied to it (settings['shrinkage'])"
             if share > 0

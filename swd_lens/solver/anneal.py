@@ -53,9 +53,13 @@ from swd_lens.solver.support import (
     magnitude_sample,
     tie_floor,
 )
+from swd_lens.solver.workspace import Workspace
 
 # Norms of empty rows: divided by this they stay zero.
 NORM_FLOOR = 1e-18
+
+# Of a large factor's magnitudes, from which `rebalance` tells where budgets should move.
+WORTH_SAMPLE = 8_192
 
 # Share of the alternations after which budgets stay, after which all of them may be used, and between which units are born.
 BALANCED = 0.9
@@ -162,8 +166,10 @@ def alternate(
 ) -> None:
     """Steps 3 and 4, in place, from alternation `first` on."""
     weighted = metric.weigh(target)
-    blocks = [(read, lambda phase, goal: update_read(read, write.factor, goal, metric, phase))]
-    blocks.append((write, lambda phase, goal: update_write(write, read.factor, goal, metric, phase)))
+    blended = torch.empty_like(weighted) if metric.matrix is not None else target
+    work = Workspace.of(read.factor, write.factor, buffers=3)
+    blocks = [(read, lambda phase, goal: update_read(read, write.factor, goal, metric, phase, work))]
+    blocks.append((write, lambda phase, goal: update_write(write, read.factor, goal, metric, phase, work)))
     if spec.starts_at_output(*target.shape):  # short side first
         blocks.reverse()
 
@@ -177,7 +183,7 @@ def alternate(
     rho_before, births = Phase.at(first, metric, spec).rho, births_at(spec)
     for t in range(first, spec.alternations):
         phase = Phase.at(t, metric, spec)
-        goal = torch.lerp(target, weighted, phase.blend) if phase.blend > 0 else target  # C_g M
+        goal = torch.lerp(target, weighted, phase.blend, out=blended) if phase.blend > 0 else target  # C_g M
         for block, update in blocks:
             block.dual *= rho_before / phase.rho
             update(phase, goal)
@@ -233,13 +239,16 @@ def update_write(
     goal: Float[Tensor, "d_in d_out"],
     metric: Metric,
     phase: Phase,
+    work: Workspace,
 ) -> None:
     """Step 3 for the write factor B: (A^T C_g A + rho I) X = A^T C_g M + rho (Z - D)."""
-    normal = read.T @ metric.weigh(read, phase.blend)
+    spare = work.shaped(1, read)
+    normal = read.T @ metric.weigh(read, phase.blend, out=spare)
     norm = normal.diagonal().clamp_min(0).sqrt().clamp_min_(NORM_FLOOR).unsqueeze(1)
     normal.div_(norm).div_(norm.T).diagonal().add_(phase.ridge)
     inverse = _inverse(normal, phase.rho)
-    _admm(block, norm, (read / norm.T).T @ goal, lambda right: inverse @ right, phase, unit_dim=0)
+    rhs = torch.mm(torch.div(read, norm.T, out=spare).T, goal, out=work.shaped(0, block.factor))
+    _admm(block, norm, rhs, lambda right, out: (torch.mm(inverse, right, out=out), right), phase, work, unit_dim=0)
 
 
 def update_read(
@@ -248,29 +257,40 @@ def update_read(
     goal: Float[Tensor, "d_in d_out"],
     metric: Metric,
     phase: Phase,
+    work: Workspace,
 ) -> None:
     """Step 3 for the read factor A: C_g X (B B^T) + rho X = C_g M B^T + rho (Z - D)."""
     norm = write.norm(dim=1).clamp_min_(NORM_FLOOR)
-    unit = write / norm[:, None]
+    unit = torch.div(write, norm[:, None], out=work.shaped(1, write))
     normal = unit @ unit.T
     normal.diagonal().add_(phase.ridge)
     solve = _kronecker_solver(metric, normal, phase) if phase.blend > 0 else _right_solver(normal, phase)
-    _admm(block, norm.unsqueeze(0), goal @ unit.T, solve, phase, unit_dim=1)
+    rhs = torch.mm(goal, unit.T, out=work.shaped(0, block.factor))
+    _admm(block, norm.unsqueeze(0), rhs, solve, phase, work, unit_dim=1)
 
 
-def _right_solver(normal: Float[Tensor, "unit unit"], phase: Phase) -> Callable[[Matrix], Matrix]:
+# The solution for a right side, and a buffer that is free again; both buffers, the right side's and `out`, are written to.
+Solve = Callable[[Matrix, Matrix], tuple[Matrix, Matrix]]
+
+
+def _right_solver(normal: Float[Tensor, "unit unit"], phase: Phase) -> Solve:
     """Solves X N + rho X = R."""
     inverse = _inverse(normal, phase.rho)
-    return lambda right: right @ inverse
+    return lambda right, out: (torch.mm(right, inverse, out=out), right)
 
 
-def _kronecker_solver(metric: Metric, normal: Float[Tensor, "unit unit"], phase: Phase) -> Callable[[Matrix], Matrix]:
+def _kronecker_solver(metric: Metric, normal: Float[Tensor, "unit unit"], phase: Phase) -> Solve:
     """Solves C_g X N + rho X = R: in the eigenvectors of C (left) and N (right) it is a division, entry by entry."""
     left_values, left = metric.eigen
     right_values, right = torch.linalg.eigh(normal)
     weighted = torch.outer((1 - phase.blend) + phase.blend * left_values, right_values)
     shrink = weighted.add_(phase.rho).reciprocal_()
-    return lambda rhs: left @ ((left.T @ rhs) @ right).mul_(shrink) @ right.T
+
+    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        torch.mm(torch.mm(left.T, rhs, out=out), right, out=rhs).mul_(shrink)
+        return torch.mm(torch.mm(left, rhs, out=out), right.T, out=rhs), out
+
+    return solve
 
 
 def _inverse(normal: Float[Tensor, "unit unit"], rho: float) -> Float[Tensor, "unit unit"]:
@@ -282,40 +302,46 @@ def _admm(
     block: Block,
     norm: Float[Tensor, "unit 1"] | Float[Tensor, "1 unit"],
     rhs: Matrix,
-    solve: Callable[[Matrix], Matrix],
+    solve: Solve,
     phase: Phase,
+    work: Workspace,
     unit_dim: int,
 ) -> None:
     """ADMM steps a and b on one block, in place; `norm` is the held factor's, along the units."""
     factor, dual = block.factor.mul_(norm), block.dual
+    free = [work.shaped(1, factor), work.shaped(2, factor)]
     mask = rhs  # replaced in the first step
     for step in range(phase.steps):
-        right = torch.sub(factor, dual).mul_(phase.rho)
-        # The last step takes rhs for it: at 17408 x 5120 each buffer of the factor's size is a third of a gigabyte.
-        right = right.add_(rhs) if step + 1 < phase.steps else rhs.add_(right)
-        dense = solve(right).add_(dual)
-        del right
+        right = torch.sub(factor, dual, out=free.pop()).mul_(phase.rho)
+        if step + 1 < phase.steps:
+            right.add_(rhs)
+        else:  # rhs is not needed again
+            free.append(right)
+            right = rhs.add_(right)
+        dense, spare = solve(right, free.pop() if free else torch.empty_like(right))
+        dense.add_(dual)
         if step == 0:
-            mask = _support(dense, norm > NORM_FLOOR, block.entries(phase.held_back), phase.last, unit_dim)
-            block.worth = magnitude_sample(dense) if phase.balance else None
+            mask = _support(dense, norm > NORM_FLOOR, block.entries(phase.held_back), phase.last, unit_dim, spare)
+            block.worth = magnitude_sample(dense, WORTH_SAMPLE) if phase.balance else None
+        else:
+            free.append(spare)
         torch.mul(dense, mask, out=factor)
         torch.sub(dense, factor, out=dual)
-        del dense
+        free.append(dense)
     factor.div_(norm)
 
 
-def _support(dense: Matrix, alive: Bool[Tensor, "_ _"], budget: int, exact: bool, unit_dim: int) -> Matrix:
+def _support(dense: Matrix, alive: Bool[Tensor, "_ _"], budget: int, exact: bool, unit_dim: int, out: Matrix) -> Matrix:
     """1 on the largest magnitudes and on each unit's largest, 0 elsewhere: about `budget` of them, or exactly.
 
     Without its largest entry a unit below the threshold would be empty, its other factor zero, and the unit lost for good.
     The exact support leaves out units that are lost already (`alive`, along the units: the held factor is not empty).
     """
-    magnitude = dense.abs()
+    magnitude = torch.abs(dense, out=out)
     peak = magnitude.amax(1 - unit_dim, keepdim=True)
     if not exact:
         return magnitude.ge_(tie_floor(peak.clamp_max(kth_largest_estimate(dense, budget))))
     largest = first_largest(magnitude, 1 - unit_dim)
     magnitude.scatter_(1 - unit_dim, largest, torch.where(peak > 0, peak + peak.max(), 0.0)).mul_(alive)
     kept = keep_exactly(magnitude, budget)
-    del magnitude
-    return kept.to(dense.dtype)
+    return magnitude.copy_(kept)

@@ -1,7 +1,7 @@
 """What the settings leave to the matrix ("auto"), with what each rule was measured against.
 
-1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`), and where in them
-   the full Gram begins (`GRAM_FROM`).
+1. By its shape: precision (`DOUBLE_UP_TO`), and by that the number of alternations (`automatic_alternations`), where in them
+   the full Gram begins (`GRAM_FROM`), and how far budgets move (`automatic_balance`).
 2. By its Gram and its budgets: how far the Gram is shrunk (`automatic_shrinkage`), where the penalty ends (`automatic_rho_end`).
 """
 
@@ -37,6 +37,15 @@ ALTERNATIONS_ZERO_DATA = 84  # in float32
 GRAM_FROM = {"float32": 0.7, "float64": 0.5}
 GRAM_AT_FIRST = {"float32": 0.5, "float64": 0.0}
 
+# The balance of matrices whose long side is at most so many times the short one. Held-out error over that of fixed budgets, which
+# give the short side's factor a third of K at s = .5; they end with half of it each. Square ones of SmolLM2 (queries, outputs, a
+# part of a gate) and golden attn_out at s = .25, .5, .75, .9: .87 to .97, .89 to .95, .95 to 1.00, 1.00 to 1.02; without a Gram
+# .86 and .89 (s = .5), .94 (.75). Sides as 1 to 1.25: .93 and .97, .98 and 1.00; to 1.5: .95 and .98, .98 and .99; to 2 and more:
+# .98 to 1.00, 1.00 to 1.08. A fixed half is as good at s = .5 and .75, and 4 to 11 % worse at .25. In float64, where matrices are
+# small, it costs half as much time again for .98 of the error (the embedded model, s = .5; 1.00 at .75).
+BALANCE = 0.1
+BALANCED_UP_TO = 1.5
+
 # The penalty's end "auto": `automatic_rho_end`, between these two, with a Gram and without one.
 RHO_END_CALIBRATED = (0.4, 0.5)
 RHO_END_ZERO_DATA = (0.7, 0.8)
@@ -53,6 +62,12 @@ def automatic_shrinkage(shrinkage: float | int | str, tokens: int | None, d_in: 
 def automatic_alternations(precision: str, *, calibrated: bool) -> int:
     """The number of alternations "auto" of a matrix that is solved in this precision, with a Gram or without."""
     return ALTERNATIONS_ZERO_DATA if precision == "float32" and not calibrated else ALTERNATIONS[precision]
+
+
+def automatic_balance(d_in: int, d_out: int, precision: str) -> float:
+    """The balance "auto" of a matrix with as many units as its short side has coordinates."""
+    squarish = max(d_in, d_out) <= BALANCED_UP_TO * min(d_in, d_out)
+    return BALANCE if precision == "float32" and squarish else 0.0
 
 
 def automatic_rho_end(sparsity: float, least_share: float, shrinkage: float, *, calibrated: bool) -> float:

@@ -185,13 +185,14 @@ def cost(
     Raises:
         SpecError, SparsityError, UnitsError: as `solve`.
     """
-    spec = resolve(preset, overrides).for_matrix(d_in, d_out, calibrated=calibrated)
+    spec = resolve(preset, overrides)
     check_sparsity(sparsity)
     width = resolve_units(units, d_in, d_out, spec)
+    spec = spec.for_matrix(d_in, d_out, width, calibrated=calibrated)
     if isinstance(spec, AnnealSpec):
         flops, entries = (
             _anneal_flops(d_in, d_out, width, calibrated, spec),
-            _anneal_entries(d_in, d_out, width, calibrated),
+            _anneal_entries(d_in, d_out, width, calibrated, spec),
         )
     elif isinstance(spec, DsfSpec):
         flops, entries = _dsf_flops(d_in, d_out, calibrated, spec), _dsf_entries(d_in, d_out, calibrated)
@@ -227,11 +228,11 @@ def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealS
     )
 
 
-def _anneal_entries(d_in: int, d_out: int, m: int, calibrated: bool) -> float:
+def _anneal_entries(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealSpec) -> float:
     weights, factors = d_in * d_out, (d_in + d_out) * m
     largest = max(d_in, d_out) * m
-    # Target (and C M, C_g M); both factors and duals; right-hand side, dense solution, mask, three temporaries.
-    alternation = weights * (3 if calibrated else 1) + 2 * factors + 6 * largest + 3 * m * m
+    # Target (and C M, C_g M); both factors and duals; the workspace's three, three temporaries, births' three.
+    alternation = weights * (3 if calibrated else 1) + 2 * factors + (9 if spec.births else 6) * largest + 3 * m * m
     # Target; both factors and supports; conjugate gradients' seven.
     refinement = weights + 2 * factors + 7 * largest + 2 * m * m
     gram = 4 * d_in * d_in * calibrated  # scaled Gram, C, eigenvectors, workspace

@@ -36,6 +36,7 @@ from swd_lens.solver.budget import Budget, strict_rank
 from swd_lens.solver.metric import correlations, power_of_two, require_positive
 from swd_lens.solver.spec import DsfSpec, OnIteration, Step
 from swd_lens.solver.support import keep_above, keep_exactly
+from swd_lens.solver.workspace import Workspace
 
 # The reference's floor on norms (1e-8) is absolute. While the largest entries lie in this range it is below or near
 # float32 rounding and harmless; outside, W and G are brought inside even under arithmetic="reference".
@@ -108,10 +109,11 @@ def alternate(
     # The factor's own strides, which it has from the first update on: sums of two layouts take a tenth of the time of a wide W.
     other = Block(pruned, torch.zeros_like(pruned, memory_format=torch.contiguous_format), budget.other)
     del eye, pruned
+    work = Workspace.of(square.factor, other.factor, buffers=4)
     for t in range(spec.outer_iterations):
         rho_start = spec.rho_start(t)
-        update(square, other.factor, short_long.T, rho_start, spec)
-        update(other, square.factor, short_long, rho_start, spec)
+        update(square, other.factor, short_long.T, rho_start, spec, work)
+        update(other, square.factor, short_long, rho_start, spec, work)
         if on_iteration is not None:
             on_iteration(Step(t + 1, spec.outer_iterations, lambda: _error(short_long, square.factor, other.factor)))
     return (other.factor, square.factor) if tall else (square.factor, other.factor)
@@ -140,27 +142,35 @@ def update(
     target: Float[Tensor, "known feature"],
     rho_start: float,
     spec: DsfSpec,
+    work: Workspace,
 ) -> None:
     """Step 4's block update, in place: block.factor becomes Y in target ≈ design^T Y."""
     norm = _norm(design @ design.T, spec)
-    design = design / norm
+    design = torch.div(design, norm, out=work.shaped(1, design))
     normal = design @ design.T
     normal.diagonal().add_(normal.diagonal().mean() * spec.ridge)
-    rhs = design @ target
+    rhs = torch.mm(design, target, out=work.shaped(0, block.dual))
     rho = float(spec.rho)
     inverse = _inverse(normal, rho, spec)
     first_inverse = inverse if rho_start == rho else _inverse(normal, rho_start, spec)
     factor, dual = block.factor.mul_(norm), block.dual.mul_(norm)
-    mask = rhs  # replaced in the first step: support_iterations >= 1
+    block.factor = (
+        factor if factor.is_contiguous() else torch.empty_like(rhs)
+    )  # a wide W's is a transposed view at first
+    mask = work.shaped(3, rhs)
     for step in range(spec.inner_iterations):
         first = step == 0
-        solution = _solve(first_inverse if first else inverse, rhs, factor, dual, rho_start if first else rho)
-        candidate = solution + dual
+        right = torch.sub(factor, dual, out=work.shaped(1, factor))
+        solution = _solve(
+            first_inverse if first else inverse, rhs, right, rho_start if first else rho, work.shaped(2, rhs)
+        )
+        candidate = torch.add(solution, dual, out=work.shaped(1, rhs))
         if step < spec.support_iterations:
-            mask = _support(candidate, block.budget, spec, spec.sparsity_cap).to(candidate.dtype)
-        factor = candidate.mul_(mask)
+            mask.copy_(_support(candidate, block.budget, spec, spec.sparsity_cap))
+        factor = torch.mul(candidate, mask, out=block.factor)
         dual += solution.sub_(factor)
-    block.factor, block.dual = factor / norm, dual / norm
+    block.factor.div_(norm)
+    block.dual.div_(norm)
 
 
 def finalise(
@@ -182,7 +192,7 @@ def finalise(
     mask = (write != 0).to(write.dtype)
     factor, dual = write * norm, torch.zeros_like(write)
     for _ in range(spec.final_iterations - 1):  # the first of the reference's iterations only copies the start
-        solution = _solve(inverse, rhs, factor, dual, rho)
+        solution = _solve(inverse, rhs, factor - dual, rho)
         factor = (solution + dual).mul_(mask)
         dual += solution.sub_(factor)
     return factor / norm
@@ -196,15 +206,14 @@ def _norm(normal: Float[Tensor, "unit unit"], spec: DsfSpec) -> Float[Tensor, "u
 def _solve(
     inverse: Float[Tensor, "unit unit"],
     rhs: Float[Tensor, "unit feature"],
-    factor: Float[Tensor, "unit feature"],
-    dual: Float[Tensor, "unit feature"],
+    right: Float[Tensor, "unit feature"],
     rho: float,
+    out: Float[Tensor, "unit feature"] | None = None,
 ) -> Float[Tensor, "unit feature"]:
-    """Y = (N + rho I)^-1 (R + rho (Z - U))."""
-    right = factor - dual
+    """Y = (N + rho I)^-1 (R + rho (Z - U)), in `out` if there is one; `right` is Z - U, and is used up."""
     if rho != 1.0:
         right *= rho
-    return inverse @ right.add_(rhs)
+    return torch.mm(inverse, right.add_(rhs), out=out)
 
 
 def _inverse(normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec) -> Float[Tensor, "unit unit"]:

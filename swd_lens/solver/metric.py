@@ -59,11 +59,17 @@ class Metric:
         matrix.mul_(1 - shrinkage).diagonal().add_(shrinkage)
         return cls(matrix, shrunk)
 
-    def weigh(self, rows: Float[Tensor, "d_in columns"], blend: float | int = 1.0) -> Float[Tensor, "d_in columns"]:
-        """C_g X with g = blend."""
+    def weigh(
+        self,
+        rows: Float[Tensor, "d_in columns"],
+        blend: float | int = 1.0,
+        out: Float[Tensor, "d_in columns"] | None = None,
+    ) -> Float[Tensor, "d_in columns"]:
+        """C_g X with g = blend; X itself where C_g is the identity, else in `out`, if there is one."""
         if self.matrix is None or blend == 0:
             return rows
-        return torch.lerp(rows, self.matrix @ rows, float(blend))
+        weighted = torch.mm(self.matrix, rows, out=out)
+        return torch.lerp(rows, weighted, float(blend), out=weighted)
 
     def undo(self, read: Float[Tensor, "d_in unit"]) -> Float[Tensor, "d_in unit"]:
         """The read factor in the inputs' own coordinates."""

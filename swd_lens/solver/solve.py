@@ -108,7 +108,6 @@ def solve(
     spec = resolve(preset, overrides)
     check_weight(weight)
     d_in, d_out = weight.shape
-    spec = spec.for_matrix(d_in, d_out, calibrated=gram is not None)
     if gram is not None:
         check_gram(gram, d_in)
     if output_gram is not None:
@@ -116,6 +115,7 @@ def solve(
     check_sparsity(sparsity)
     check_tokens(tokens)
     width = resolve_units(units, d_in, d_out, spec)
+    spec = spec.for_matrix(d_in, d_out, width, calibrated=gram is not None)
     shrinkage = 0.0 if gram is None else spec.shrinkage_for(tokens, d_in)
     # The paper's solver knows no shrinkage; the refit behind it needs some, as it sees all of both Grams.
     of_inputs = automatic_shrinkage(AUTO, tokens, d_in) if isinstance(spec, DsfSpec) else shrinkage

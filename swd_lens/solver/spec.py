@@ -17,6 +17,7 @@ from swd_lens.solver.automatic import (
     GRAM_AT_FIRST,
     GRAM_FROM,
     automatic_alternations,
+    automatic_balance,
     automatic_shrinkage,
 )
 
@@ -40,8 +41,8 @@ class SolveSpec(Settings):
             return self.precision
         return "float64" if d_in * d_out <= DOUBLE_UP_TO else "float32"
 
-    def for_matrix(self: AnySettings, d_in: int, d_out: int, *, calibrated: bool) -> AnySettings:
-        """The same settings with the alternations decided for a matrix of this shape, with a Gram or without."""
+    def for_matrix(self: AnySettings, d_in: int, d_out: int, units: int, *, calibrated: bool) -> AnySettings:
+        """The same settings, decided for a matrix of this shape and so many units, with a Gram or without."""
         return self
 
     def shrinkage_for(self, tokens: int | None, d_in: int) -> float:
@@ -211,9 +212,10 @@ class AnnealSpec(SolveSpec):
     held_back: float | int = setting(0.3, at_least=0, below=1)
 
     # How far the budgets move, in each alternation, to where one more entry is worth as much in either factor; 0: they stay at
-    # `square_share`. Planted factors (tests/benchmarks/planted.py) are found with it where they are not without; golden attn_out
-    # at s = .5 and .75 (.5): 3 and 1 % less error with 56 alternations, 6 and 3 % with 160.
-    balance: float | int = setting(0.0, at_least=0, at_most=1)
+    # `square_share`. Planted factors (tests/benchmarks/planted.py) are found with it where they are not without. "auto":
+    # `automatic_balance` where units are as many as the short side's coordinates and start as these, else 0 (twice as many units
+    # of four square matrices, .1: 2 to 5 % less error at s = .5, 0 to 8 % more at .75).
+    balance: float | int | str = setting(AUTO, at_least=0, at_most=1)
 
     # How many times the alternation begins again from such a start, each time with twice the penalty; the lowest error counts.
     # Planted factors with noise, 400 alternations: F1 .953 without, .959 with one (six seeds).
@@ -240,12 +242,14 @@ class AnnealSpec(SolveSpec):
     # (DOUBLE_UP_TO).
     precision: str = setting(AUTO, one_of=PRECISIONS)
 
-    def for_matrix(self, d_in: int, d_out: int, *, calibrated: bool) -> "AnnealSpec":
+    def for_matrix(self, d_in: int, d_out: int, units: int, *, calibrated: bool) -> "AnnealSpec":
         precision = self.precision_for(d_in, d_out)
+        standard = self.basis == "paper" and units == min(d_in, d_out)
         automatic = {
             "outer_iterations": automatic_alternations(precision, calibrated=calibrated),
             "gram_from": GRAM_FROM[precision],
             "gram_at_first": GRAM_AT_FIRST[precision],
+            "balance": automatic_balance(d_in, d_out, precision) if standard else 0.0,
         }
         return self.changed({name: value for name, value in automatic.items() if getattr(self, name) == AUTO})
 

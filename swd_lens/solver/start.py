@@ -68,10 +68,10 @@ def start(target: Float[Tensor, "d_in d_out"], units: int, budget: Budget, spec:
     square = torch.zeros(len(short_long), units, dtype=target.dtype, device=target.device)
     square[owner, torch.arange(units, device=target.device)] = 1.0
     other = _deal(short_long, owner, copy, budget.other, spec)
-    # Duals keep the strides of the transposed view: other strides give other last bits.
+    factors = (factor.T.contiguous() if at_output else factor for factor in (square, other))
     short, long = (
-        Block(factor.T.contiguous() if at_output else factor, torch.zeros_like(factor.T if at_output else factor), kept)
-        for factor, kept in ((square, budget.square), (other, budget.other))
+        Block(factor, torch.zeros_like(factor), kept)
+        for factor, kept in zip(factors, (budget.square, budget.other), strict=True)
     )
     from_short_side = len(short_long) <= short_long.shape[1]
     if from_short_side and budget.square >= ONE_SIDED * budget.total:

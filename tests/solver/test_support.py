@@ -129,3 +129,14 @@ def test_any_small_matrix(data: st.DataObject, rows: int, columns: int):
     magnitude = torch.tensor(entries, dtype=torch.float32).view(rows, columns)
     assert float(kth_largest(magnitude, k)) == sorted(entries, reverse=True)[k - 1]
     assert int(keep_exactly(magnitude, k).sum()) == k
+
+
+@pytest.mark.parametrize(
+    "n", [384, 576]
+)  # 385 = 5 x 7 x 11: of every fifth entry the diagonal's are five times too many
+def test_a_square_factors_diagonal_is_sampled_as_often_as_the_rest(n: int):
+    values = torch.rand(n, n, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(n)
+    sample = support.magnitude_sample(values)
+    assert float((sample >= 2).float().mean()) == pytest.approx(1 / n, rel=0.25)
+    k = n + n * n // 7
+    assert int((values >= support.kth_largest_estimate(values, k)).sum()) == pytest.approx(k, abs=0.014 * n * n)

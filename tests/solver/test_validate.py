@@ -336,11 +336,13 @@ def test_paper_values():
 def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
     assert DEFAULT_PRESET in PRESETS and PRESETS["best"] == AnnealSpec()
     for shape in ((256, 512), (512, 512)):  # solved in float64, in float32
-        specs = [resolve(name, {}).for_matrix(*shape, calibrated=True) for name in ("quick", "best", "thorough")]
+        specs = [
+            resolve(name, {}).for_matrix(*shape, min(shape), calibrated=True) for name in ("quick", "best", "thorough")
+        ]
         iterations = [spec.outer_iterations for spec in specs]
         assert iterations == sorted(iterations) and len(set(iterations)) == 3
         for spec, outer in zip(specs, iterations, strict=True):
-            assert spec == AnnealSpec(outer_iterations=outer).for_matrix(*shape, calibrated=True)
+            assert spec == AnnealSpec(outer_iterations=outer).for_matrix(*shape, min(shape), calibrated=True)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,25 @@ def test_presets_of_the_annealed_solver_differ_in_their_iterations_only():
 )
 def test_alternations_where_none_are_named(shape: tuple[int, int], options: dict, alternations: int):
     """In float64, which takes twice the time, fewer; a number that is given stays."""
-    assert resolve("best", options).for_matrix(*shape, calibrated=True).outer_iterations == alternations
+    assert resolve("best", options).for_matrix(*shape, min(shape), calibrated=True).outer_iterations == alternations
+
+
+@pytest.mark.parametrize(
+    ("shape", "units", "options", "balance"),
+    [
+        ((600, 600), 600, {}, 0.1),
+        ((600, 900), 600, {}, 0.1),
+        ((900, 600), 600, {}, 0.1),
+        ((600, 901), 600, {}, 0.0),  # too wide
+        ((600, 600), 1200, {}, 0.0),  # units outnumber coordinates
+        ((600, 600), 600, {"basis": "input"}, 0.0),  # units are to stay what they start as
+        ((64, 64), 64, {}, 0.0),  # solved in float64
+        ((64, 64), 64, {"precision": "float32"}, 0.1),
+        ((600, 600), 600, {"balance": 0.0}, 0.0),
+    ],
+)
+def test_budgets_of_about_square_matrices_move(shape: tuple[int, int], units: int, options: dict, balance: float):
+    assert resolve("best", options).for_matrix(*shape, units, calibrated=False).balance == balance
     if shape == WEIGHT.shape:
         assert solve(WEIGHT, torch.eye(8), **options).settings["outer_iterations"] == alternations
 
