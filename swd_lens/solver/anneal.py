@@ -15,7 +15,7 @@ the coordinates of the metric C (metric.py); the loss is tr((M - AB)^T C (M - AB
      b. X <- X + D; the support is X's largest magnitudes; Z = X on it; D = X - Z. A second step holds the support.
      c. D belongs to its rho: when rho changes, D is rescaled by old / new.
    The write factor's regression is (A^T C_g A + rho I) X = rhs, the read factor's C_g X (B B^T) + rho X = rhs, which is
-   solved in the eigenvectors of C and of B B^T (plainly, while g = 0).
+   solved in the eigenvectors of C and of B B^T (plainly, while g = 0). All updates write to the same buffers (workspace.py).
    A factor that grows begins with fewer entries than its budget, and has all of them in the end (`held_back`).
    With `balance` the factors' budgets move after each alternation to where one more entry is worth as much in either: X is in
    units of the loss in both, so that is one threshold for both (`rebalance`).
@@ -91,6 +91,7 @@ class Phase:
         """Alternation t, counted from 0."""
         progress = t / (spec.alternations - 1)
         calibrated = metric.matrix is not None
+        assert not isinstance(spec.balance, str), "for_matrix decides it"
         return cls(
             blend=spec.gram_blend(progress) if calibrated else 0.0,
             rho=spec.rho(progress),

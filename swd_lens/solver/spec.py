@@ -213,8 +213,8 @@ class AnnealSpec(SolveSpec):
 
     # How far the budgets move, in each alternation, to where one more entry is worth as much in either factor; 0: they stay at
     # `square_share`. Planted factors (tests/benchmarks/planted.py) are found with it where they are not without. "auto":
-    # `automatic_balance` where units are as many as the short side's coordinates and start as these, else 0 (twice as many units
-    # of four square matrices, .1: 2 to 5 % less error at s = .5, 0 to 8 % more at .75).
+    # `automatic_balance` where units are as many as the short side's coordinates and start as these, and no share is given, else
+    # 0 (twice as many units of four square matrices, .1: 2 to 5 % less error at s = .5, 0 to 8 % more at .75).
     balance: float | int | str = setting(AUTO, at_least=0, at_most=1)
 
     # How many times the alternation begins again from such a start, each time with twice the penalty; the lowest error counts.
@@ -244,7 +244,7 @@ class AnnealSpec(SolveSpec):
 
     def for_matrix(self, d_in: int, d_out: int, units: int, *, calibrated: bool) -> "AnnealSpec":
         precision = self.precision_for(d_in, d_out)
-        standard = self.basis == "paper" and units == min(d_in, d_out)
+        standard = self.basis == "paper" and self.square_share == AUTO and units == min(d_in, d_out)
         automatic = {
             "outer_iterations": automatic_alternations(precision, calibrated=calibrated),
             "gram_from": GRAM_FROM[precision],

@@ -264,7 +264,7 @@ def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float
 
 
 def test_square_matrices_share_their_edges_evenly():
-    """SolveSpec.balance "auto": a fixed share gives the factor of the units' side a third of K at s = .5."""
+    """AnnealSpec.balance "auto": a fixed share gives the factor of the units' side a third of K at s = .5."""
     weight, gram = weight_of((48, 48)), gram_of(48)
     shares = []
     for options in ({}, {"balance": 0}):

@@ -372,6 +372,7 @@ def test_alternations_where_none_are_named(shape: tuple[int, int], options: dict
         ((64, 64), 64, {}, 0.0),  # solved in float64
         ((64, 64), 64, {"precision": "float32"}, 0.1),
         ((600, 600), 600, {"balance": 0.0}, 0.0),
+        ((600, 600), 600, {"square_share": 0.2}, 0.0),  # a share that was asked for stays
     ],
 )
 def test_budgets_of_about_square_matrices_move(shape: tuple[int, int], units: int, options: dict, balance: float):
