@@ -51,6 +51,9 @@ def refine(
         return rows if outputs is None else rows @ outputs
 
     read_support, write_support = read != 0, write != 0
+    # What the operators write to, in every step (workspace.py says why).
+    of_write, of_read = write.new_empty(write.shape), read.new_empty(read.shape)
+    in_gram = None if metric.matrix is None else read.new_empty(read.shape)
     output_norms = 1.0 if outputs is None else outputs.diagonal()[None]
     for _ in range(rounds):
         weighted = metric.weigh(read)
@@ -59,7 +62,7 @@ def refine(
             write,
             weighed(weighted.T @ target),
             write_support,
-            lambda p, n=normal: weighed(n @ p),
+            lambda p, n=normal: weighed(torch.mm(n, p, out=of_write)),
             normal.diagonal()[:, None] * output_norms,
             steps,
         )
@@ -69,7 +72,7 @@ def refine(
             read,
             metric.weigh(target @ of_outputs.T),
             read_support,
-            lambda p, n=normal: metric.weigh(p @ n),
+            lambda p, n=normal: metric.weigh(torch.mm(p, n, out=of_read), out=in_gram),
             normal.diagonal()[None, :],
             steps,
         )
@@ -84,33 +87,35 @@ def conjugate_gradient(
     diagonal: Tensor,
     steps: int,
 ) -> Matrix:
-    """Steps towards the solution of operator(X) = rhs among the X on the support; `diagonal` is the operator's."""
+    """Steps towards the solution of operator(X) = rhs among the X on the support; `diagonal` is the operator's.
+
+    The operator may return the same buffer each time; it is written to.
+    """
     floored = diagonal.clamp_min(TINY * float(diagonal.max()) or 1.0)
     preconditioner = torch.ones_like(floored) / floored  # what it is applied to is masked already
     residual = (rhs - operator(start)).mul_(support)
-    x = start
-    direction = residual * preconditioner
-    norm = torch.sum(residual * direction)
-    length = norm  # the direction's, squared, in the norm of the operator's diagonal
     # A residual of rounding errors only: where units are parallel, stepping along it leads arbitrarily far away.
-    solved = (8 * torch.finfo(rhs.dtype).eps) ** 2 * float(torch.sum((rhs * rhs).mul_(preconditioner).mul_(support)))
+    product = (rhs * rhs).mul_(preconditioner).mul_(support)
+    solved = (8 * torch.finfo(rhs.dtype).eps) ** 2 * float(torch.sum(product))
     del rhs  # a weight-size buffer, as is each below
+    x = start.clone(memory_format=torch.contiguous_format)
+    direction = residual * preconditioner
+    norm = torch.sum(torch.mul(residual, direction, out=product))
+    length = norm  # the direction's, squared, in the norm of the operator's diagonal
     for _ in range(steps):
         if float(norm) <= solved:
             break
         curved = operator(direction).mul_(support)
-        curvature = torch.sum(direction * curved)
+        curvature = torch.sum(torch.mul(direction, curved, out=product))
         # Nothing to solve, or a direction that only rounding tells from the operator's null space (a Gram of one token,
         # and a unit nearly orthogonal to it): what is divided by here would be noise.
         if not float(curvature) > NULL * float(length):
             break
         step = norm / curvature
         residual.sub_(curved.mul_(step))
-        x = torch.mul(direction, step, out=curved).add_(x)
-        del curved
-        scaled = residual * preconditioner
-        previous, norm = norm, torch.sum(residual * scaled)
+        x.add_(torch.mul(direction, step, out=product))
+        scaled = torch.mul(residual, preconditioner, out=curved)
+        previous, norm = norm, torch.sum(torch.mul(residual, scaled, out=product))
         length = norm + (norm / previous) ** 2 * length  # the new residual is orthogonal to the old direction
-        direction = scaled.add_(direction.mul_(norm / previous))
-        del scaled
+        direction.mul_(norm / previous).add_(scaled)
     return x
