@@ -251,7 +251,7 @@ def test_of_several_starts_the_lowest_error_counts():
     truth = planted(Row(64, 32, 32, 4, 4, "noise 0.05"), 0)
     weight, sparsity = truth.weight.double(), 1 - truth.edges / truth.weight.numel()
     changes = {"late": 0.0, "outer_iterations": 12, "refine_rounds": 1}
-    spec = PRESETS["best"].changed(changes)
+    spec = PRESETS["best"].changed(changes).for_matrix(64, 32, 32, calibrated=False)
     assert isinstance(spec, AnnealSpec)
     budget = plan_shares(64, 32, sparsity, 32, spec)
     dearer = [spec.changed({"rho_start": spec.rho_start * 2**n}) for n in range(3)]
