@@ -36,7 +36,6 @@ from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver.budget import edges as edges_of
-from swd_lens.solver.validate import resolve_units
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.text import as_rows
 from swd_lens.units import attach, require_detached, require_free
@@ -174,7 +173,7 @@ def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[fl
     """Edges to try, rising, the uniform budget among them; none that the solver cannot make or would not use."""
     uniform = edges_of(site.d_in, site.d_out, sparsity)
     spec = job.spec(site)
-    width = resolve_units(job.units, site.d_in, site.d_out, spec)
+    width = job.width(site)
     least = spec.least_edges(site.d_in, site.d_out, width)
     most = min(int(_DENSEST * site.numel), width * (site.d_in + site.d_out))
     least, most = min(least, uniform), max(most, uniform)

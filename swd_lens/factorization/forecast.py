@@ -26,7 +26,6 @@ from swd_lens.factorization.stages import stages_of, with_room
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import Cost, cost
-from swd_lens.solver.validate import resolve_units
 
 _FLOAT, _DOUBLE = 4, 8
 
@@ -60,7 +59,7 @@ def forecast(job: Job, finished: Collection[str] = ()) -> tuple[SiteEstimate, ..
     widths, costs = {}, {}
     for site in job.sites:
         with naming(site):
-            widths[site.name] = resolve_units(job.units, site.d_in, site.d_out, job.spec(site))
+            widths[site.name] = job.width(site)
             costs[site.name] = cost(
                 site.d_in,
                 site.d_out,

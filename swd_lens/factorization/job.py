@@ -146,8 +146,11 @@ class Job:
     def spec(self, site: Site) -> AnySpec:
         """The solver's settings for one matrix."""
         spec = resolve(self.preset, self.options_of(site))
-        units = resolve_units(self.units, site.d_in, site.d_out, spec)
-        return spec.for_matrix(site.d_in, site.d_out, units, calibrated=self.tokens is not None)
+        return spec.for_matrix(site.d_in, site.d_out, self.width(site), calibrated=self.tokens is not None)
+
+    def width(self, site: Site) -> int:
+        """The number of units of one matrix."""
+        return resolve_units(self.units, site.d_in, site.d_out, resolve(self.preset, self.options_of(site)))
 
     @property
     def kind(self) -> str:

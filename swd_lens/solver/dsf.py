@@ -154,16 +154,13 @@ def update(
     inverse = _inverse(normal, rho, spec)
     first_inverse = inverse if rho_start == rho else _inverse(normal, rho_start, spec)
     factor, dual = block.factor.mul_(norm), block.dual.mul_(norm)
-    block.factor = (
-        factor if factor.is_contiguous() else torch.empty_like(rhs)
-    )  # a wide W's is a transposed view at first
-    mask = work.shaped(3, rhs)
+    if not factor.is_contiguous():  # a wide W's is a transposed view at first
+        block.factor = torch.empty_like(rhs)
+    mask, out = work.shaped(3, rhs), work.shaped(2, rhs)
     for step in range(spec.inner_iterations):
         first = step == 0
         right = torch.sub(factor, dual, out=work.shaped(1, factor))
-        solution = _solve(
-            first_inverse if first else inverse, rhs, right, rho_start if first else rho, work.shaped(2, rhs)
-        )
+        solution = _solve(first_inverse if first else inverse, rhs, right, rho_start if first else rho, out)
         candidate = torch.add(solution, dual, out=work.shaped(1, rhs))
         if step < spec.support_iterations:
             mask.copy_(_support(candidate, block.budget, spec, spec.sparsity_cap))

@@ -20,11 +20,7 @@ from torch import Tensor
 from swd_lens.base.errors import BudgetError
 from swd_lens.factorization.solve import solve
 from swd_lens.solver import DEFAULT_PRESET, PRESETS, Step, anneal, plan_shares, resolve
-from swd_lens.solver.anneal import Phase, update_read
 from swd_lens.solver.automatic import DOUBLE_UP_TO, MOST_SHRINKAGE
-from swd_lens.solver.metric import Metric
-from swd_lens.solver.start import Block
-from swd_lens.solver.workspace import Workspace
 from swd_lens.units.factors import Factors
 from tests.solver.matrices import SHAPES, few_levels, gram_of, weight_of
 
@@ -228,50 +224,6 @@ def test_budgets_grow_but_the_square_factors_and_beside_a_bare_one_and_from_the_
         expected = [factor[-1] * (1 - 0.4 * max(0.0, 1 - t / 8)) if grows else factor[-1] for t in range(11)]
         assert all(abs(entries - wanted) <= 0.5 for entries, wanted in zip(factor, expected, strict=True))
     assert asked[-2] + asked[-1] == 960
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@pytest.mark.parametrize("blend", [0.0, 0.6])
-def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float):
-    """Step 3 written out, every sum in memory of its own."""
-    g = torch.Generator().manual_seed(7)
-    d_in, units, d_out, budget = 6, 5, 9, 12
-    metric = Metric.of(gram_of(d_in).double(), weight_of((d_in, d_out)).double(), 0.0)
-    read, dual = (torch.randn(d_in, units, generator=g, dtype=torch.float64) for _ in range(2))
-    write = torch.randn(units, d_out, generator=g, dtype=torch.float64)
-    goal = torch.randn(d_in, d_out, generator=g, dtype=torch.float64)
-    phase = Phase(blend=blend, rho=0.3, ridge=0.01, steps=steps, balance=0.0, held_back=0.0, last=True)
-    block = Block(read.clone(), dual.clone(), budget)
-    update_read(block, write, goal, metric, phase, Workspace.of(read, write, buffers=3))
-
-    norm = write.norm(dim=1)
-    unit = write / norm[:, None]
-    normal = unit @ unit.T + 0.01 * torch.eye(units, dtype=torch.float64)
-    mixed = (1 - blend) * torch.eye(d_in, dtype=torch.float64) + blend * metric.matrix
-    system = torch.kron(mixed, normal) + 0.3 * torch.eye(d_in * units, dtype=torch.float64)
-    factor, support = read * norm, None
-    for _ in range(steps):
-        right = goal @ unit.T + 0.3 * (factor - dual)
-        dense = torch.linalg.solve(system, right.flatten()).view(d_in, units) + dual
-        if support is None:
-            of_units = dense.abs() >= dense.abs().amax(0)
-            others = (dense.abs() * ~of_units).flatten().topk(budget - units).indices
-            support = of_units.flatten().index_fill(0, others, True).view(d_in, units)
-        factor = dense * support
-        dual = dense - factor
-    torch.testing.assert_close(block.factor, factor / norm)
-    torch.testing.assert_close(block.dual, dual)
-
-
-def test_square_matrices_share_their_edges_evenly():
-    """AnnealSpec.balance "auto": a fixed share gives the factor of the units' side a third of K at s = .5."""
-    weight, gram = weight_of((48, 48)), gram_of(48)
-    shares = []
-    for options in ({}, {"balance": 0}):
-        factors = solve(weight, gram, precision="float32", **options)
-        assert factors.read.count_nonzero() + factors.write.count_nonzero() == edges((48, 48), 0.5)
-        shares.append(factors.settings["budget_square"] / edges((48, 48), 0.5))
-    assert 0.42 < shares[0] < 0.58 and shares[1] == pytest.approx(1 / 3, abs=0.01)
 
 
 def test_diagonal_weight_is_found_exactly():
