@@ -46,10 +46,10 @@ def test_a_read_update_in_shared_buffers_is_the_formula(steps: int, blend: float
 
 def test_square_matrices_share_their_edges_evenly():
     """AnnealSpec.balance "auto": a fixed share gives the factor of the units' side a third of K at s = .5."""
-    weight, gram = weight_of((48, 48)), gram_of(48)
+    weight, gram, edges = weight_of((48, 48)), gram_of(48), 48 * 48 // 2
     shares = []
     for options in ({}, {"balance": 0}):
         factors = solve(weight, gram, precision="float32", **options)
-        assert factors.read.count_nonzero() + factors.write.count_nonzero() == 48 * 48 // 2
-        shares.append(factors.settings["budget_square"] / 48 * 48 // 2)
+        assert factors.read.count_nonzero() + factors.write.count_nonzero() == edges
+        shares.append(factors.settings["budget_square"] / edges)
     assert 0.42 < shares[0] < 0.58 and shares[1] == pytest.approx(1 / 3, abs=0.01)
