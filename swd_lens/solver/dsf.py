@@ -28,7 +28,7 @@ scale-free floors instead: faster, invariant to powers of two in W and G to the 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
@@ -104,7 +104,8 @@ def alternate(
     short_long = by_output if tall else by_output.T  # the square factor belongs to the short side
     eye = torch.eye(short_long.shape[0], dtype=target.dtype, device=target.device)
     del target  # a weight-size buffer
-    pruned = short_long * _support(short_long, budget.other * spec.start_share, spec, cap=1.0)
+    pruned = torch.empty_like(short_long)
+    _support(short_long, budget.other * spec.start_share, spec, cap=1.0, out=pruned).mul_(short_long)
     square = Block(eye, torch.zeros_like(eye), budget.square)
     # The factor's own strides, which it has from the first update on: sums of two layouts take a tenth of the time of a wide W.
     other = Block(pruned, torch.zeros_like(pruned, memory_format=torch.contiguous_format), budget.other)
@@ -127,13 +128,17 @@ def _error(
 
 
 def _support(
-    values: Float[Tensor, "unit feature"], budget: float | int, spec: DsfSpec, cap: float | int
-) -> Bool[Tensor, "unit feature"]:
-    """The largest magnitudes, counted as spec.rounding says; `cap` is the sparsity the reference rounding stops at."""
-    magnitude = values.abs()
+    values: Float[Tensor, "unit feature"],
+    budget: float | int,
+    spec: DsfSpec,
+    cap: float | int,
+    out: Float[Tensor, "unit feature"],
+) -> Float[Tensor, "unit feature"]:
+    """1 on the largest magnitudes, counted as spec.rounding says; `cap` is the sparsity the reference rounding stops at."""
+    magnitude = torch.abs(values, out=out)
     if spec.rounding == "exact":
-        return keep_exactly(magnitude, max(int(budget), 1))
-    return keep_above(magnitude, strict_rank(values.numel(), budget, cap))
+        return out.copy_(keep_exactly(magnitude, max(int(budget), 1)))
+    return keep_above(magnitude, strict_rank(values.numel(), budget, cap), out=out)
 
 
 def update(
@@ -163,7 +168,7 @@ def update(
         solution = _solve(first_inverse if first else inverse, rhs, right, rho_start if first else rho, out)
         candidate = torch.add(solution, dual, out=work.shaped(1, rhs))
         if step < spec.support_iterations:
-            mask.copy_(_support(candidate, block.budget, spec, spec.sparsity_cap))
+            _support(candidate, block.budget, spec, spec.sparsity_cap, out=mask)
         factor = torch.mul(candidate, mask, out=block.factor)
         dual += solution.sub_(factor)
     block.factor.div_(norm)
