@@ -19,6 +19,8 @@ def test_the_fewest_edges_at_no_worse_ce_whatever_the_rivals_sparsity():
             "neurons": measured(0.0, 1, 1),
             "from neurons, 0.01 of K, s=0.75": measured(-0.5, 50, None),
             "from neurons, 0.15 of K, s=0.5": measured(0.001, 60, 40),
+            "from neurons, weighed, 0.03 of K, s=0.5": measured(0.001, 45, 41),
+            "weighed, pruned s=0.375": measured(0.001, 69, 61),
         },
     )
     [row] = rows  # there is no SWD of s=0.75
@@ -27,11 +29,13 @@ def test_the_fewest_edges_at_no_worse_ce_whatever_the_rivals_sparsity():
         "site": "blocks.0.mlp_out",
         "SWD": "s=0.5, CE +0.0020",
         "suff. 0.9: SWD": "900",
-        "suff. 0.9: from neurons": "50 (0.01, s=0.75)",
+        "suff. 0.9: from neurons": "45 (weighed, 0.03, s=0.5)",
         "suff. 0.9: pruned": "70 (s=0.25)",
+        "suff. 0.9: weighed, pruned": "69 (s=0.375)",
         "half drop: SWD": "",
         "half drop: from neurons": "40 (0.15, s=0.5)",
         "half drop: pruned": "60 (s=0.25)",
+        "half drop: weighed, pruned": "61 (s=0.375)",
     }
 
 
@@ -53,7 +57,9 @@ def test_the_fewest_edges_at_no_worse_kl_whatever_the_ce():
         "900",
         "50 (0.01, s=0.75)",
         "70 (s=0.25)",
+        "",
         "800",
         "40 (0.01, s=0.75)",
         "60 (s=0.25)",
+        "",
     ]
