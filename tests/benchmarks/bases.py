@@ -119,7 +119,7 @@ def methods(output_gram: OutputGram | None = None) -> dict[str, Make]:
         makers[f"SWD 2x s={s}"] = solved(sparsity=s, units="2x")
     for s in FROM_NEURONS:
         for share in SHARES:
-            how = {"sparsity": s, "square_share": share or 1e-9}
+            how: dict[str, Any] = {"sparsity": s, "square_share": share or 1e-9}
             makers[f"from neurons, {share} of K, s={s}"] = solved(True, **how)
             makers[f"from neurons, weighed, {share} of K, s={s}"] = solved(True, weighed=True, **how)
     for share, s in MIXTURES:
