@@ -63,7 +63,7 @@ FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
 # by 0 we mean that, pruned neurons whose support the solver chooses.
 SHARES = (0, 0.01, 0.03, 0.05, 0.15)
 # Units that start as neurons, and a quarter more that start as further copies of the strongest of them.
-MIXTURES = ((0.05, 0.5), (0.05, 0.75), (0.15, 0.5), (0.15, 0.75))
+MIXTURES = tuple((share, s) for share in (0.05, 0.15) for s in (0.5, 0.75, 0.8125))
 PROMPTS, CALIBRATION = (150, 50), 8_192
 HELDOUT = {"smollm2": 4_096, "default": 131_072}
 # Of the cell in which CE is near TOLERANCE for many methods.
@@ -123,9 +123,9 @@ def methods(output_gram: OutputGram | None = None) -> dict[str, Make]:
             makers[f"from neurons, {share} of K, s={s}"] = solved(True, **how)
             makers[f"from neurons, weighed, {share} of K, s={s}"] = solved(True, weighed=True, **how)
     for share, s in MIXTURES:
-        makers[f"from neurons, 1.25x units, {share} of K, s={s}"] = solved(
-            True, sparsity=s, square_share=share, units="1.25x"
-        )
+        how = {"sparsity": s, "square_share": share, "units": "1.25x"}
+        makers[f"from neurons, 1.25x units, {share} of K, s={s}"] = solved(True, **how)
+        makers[f"from neurons, weighed, 1.25x units, {share} of K, s={s}"] = solved(True, weighed=True, **how)
     return makers
 
 
