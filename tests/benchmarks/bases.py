@@ -174,7 +174,7 @@ def _record(name: str, model: str, tables: list[Table], threads: int) -> None:
         "The second and third tables are the fair ones: beside each SWD the fewest edges of units from neurons, and of pruned "
         f"neurons, whose CE, or KL, is at most {TOLERANCE} above SWD's, at any share and sparsity that was measured. More were "
         'measured of the former, so that their best is of more tries. "weighed": refitted to what the loss sees '
-        "(`weigh_outputs`), of which units from neurons have the best of both.",
+        "(`weigh_outputs`); the column of units from neurons has the better of weighed and not.",
     ]
     title = f"{model}: units that start as neurons, beside those that do not"
     file, order = ("bases", 9) if name == "smollm2" else ("bases_embedded", 10)

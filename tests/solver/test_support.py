@@ -31,6 +31,8 @@ def test_by_hand():
     assert keep_exactly(magnitude, 3).tolist() == [[True, False, True], [True, False, False]]
     assert keep_above(magnitude, 3).tolist() == [[True, False, False], [False, False, False]]
     assert keep_above(magnitude, 5).tolist() == [[True, False, True], [True, False, True]]
+    assert keep_above(magnitude, 5, out=magnitude) is magnitude
+    assert magnitude.tolist() == [[1.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("shape", [(512, 1024), (300, 701), (1, 200_000), (200_000, 1)])
