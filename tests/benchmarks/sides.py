@@ -7,7 +7,7 @@
 1. A cell is a task and a matrix that it needs, of the embedded model or of SmolLM2: interventions at the scoring position, or,
    where the task needs the matrix elsewhere, at all positions.
 2. Methods: each side's own coordinates and the singular vectors, exact and pruned; SWD from the short side ("paper"), from the
-   inputs and from the outputs. Measured as in bases.py, whose rows these are.
+   inputs and from the outputs. Measured as in bases.py, of whose kind the rows are.
 3. What text says (`swd.choose_basis`, on the calibration text): edges of an effect on a next token on the side of inputs over
    those on the side of outputs. What tasks say: the same of a circuit's edges, at sufficiency .9 and at half the drop, for each
    pair of methods that differ in the side only.
@@ -29,10 +29,13 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.base.files import write_text
 from swd_lens.factorization.basis import CLEAR
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
-from tests.benchmarks.bases import CALIBRATION, COLUMNS, SPARSITIES, TOLERANCE, cells_of, measured_row
+from tests.benchmarks.bases import CALIBRATION
+from tests.benchmarks.circuit_rows import COLUMNS, Made, cells_of, row_of_task, rows_on_text
+from tests.benchmarks.fair import SPARSITIES, TOLERANCE
 from tests.benchmarks.results import Table, record
 
 # Model -> (task, matrix, positions of interventions).
@@ -167,8 +170,9 @@ def _cells(name: str, folder: Path) -> Iterator[tuple[str, str, float, dict[str,
             if not file.exists():
                 if gram is None:
                     gram = collect_grams(model, [site], texts[0]).by_site[place]
-                how = {"positions": positions, "concentrated": False}
-                file.write_text(json.dumps(measured_row(model, task, site, weight, gram, texts, make, **how)))
+                made = Made.by(make, model, site, weight, gram)
+                on_text = rows_on_text(model, site, {method: made}, gram, texts, concentrated=False)[method]
+                write_text(file, json.dumps(on_text | row_of_task(model, task, site, made.factors, positions)))
             measured[method] = json.loads(file.read_text())
             print(" | ".join([task_name, place, method, *cells_of(measured[method])]), flush=True)
         yield task_name, place, costs.inputs / costs.outputs, measured

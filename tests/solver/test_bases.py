@@ -1,6 +1,6 @@
 """The table of bases: what counts as fair beside a factorization, by hand."""
 
-from tests.benchmarks.bases import MATCHED, matched_rows
+from tests.benchmarks.fair import MATCHED, matched_rows
 
 
 def measured(ce_delta, sufficiency, drop, kl=0.0):

@@ -1,0 +1,118 @@
+"""A row of a table of circuits: what a factorization of one matrix costs, and what its task's cheapest circuits are.
+
+1. `Made.by` makes the factors.
+2. `rows_on_text`, of several methods at once: edges, relMSE on the calibration text, CE delta and KL on held-out text, edges that
+   carry half of the effect on a next token.
+3. `row_of_task`: units and edges of the cheapest circuits. A row is both.
+4. `cells_of` shows it, under COLUMNS.
+
+Benchmarks that compare where units start (bases.py, sides.py) have these rows.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import swd_lens as swd
+from swd_lens.circuits.fidelity import fidelities
+from swd_lens.hosts.sites import Site, side_of_units
+
+COLUMNS = [
+    "task",
+    "site",
+    "method",
+    "edges",
+    "relMSE",
+    "CE delta",
+    "KL",
+    "text",
+    "suff. 0.9: units / edges",
+    "half drop: units / edges",
+]
+COLUMNS += ["units of one neuron", "seconds"]
+
+# Factors of a model's site, its weight and Gram.
+Make = Callable[[Any, Site, torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Factors of one matrix, and the seconds that they took."""
+
+    factors: Any
+    seconds: float
+
+    @classmethod
+    def by(cls, make: Make, model: Any, matrix: Site, weight: torch.Tensor, gram: torch.Tensor) -> "Made":
+        began = time.perf_counter()
+        made = make(model, matrix, weight, gram)
+        seconds = time.perf_counter() - began
+        return cls(made[matrix.name] if isinstance(made, swd.FactorSet) else made, seconds)
+
+
+def rows_on_text(
+    model: Any, matrix: Site, made: Mapping[str, Made], gram: torch.Tensor, texts: Any, concentrated: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Method -> what text says of its factors of a matrix; the dense host runs once for all of them.
+
+    Args:
+        gram: of the calibration text.
+        texts: that the Gram is of, and held-out.
+        concentrated: whether the concentration is measured, too.
+    """
+    replacements = {method: {matrix.name: of.factors} for method, of in made.items()}
+    kept = fidelities(model, replacements, texts[1])
+    return {
+        method: {
+            "edges": of.factors.edges,
+            "relmse": of.factors.relmse(gram),
+            "ce_delta": kept[method].ce_delta,
+            "ce_delta_se": kept[method].ce_delta_se,
+            "kl": kept[method].kl,
+            "text": swd.concentration(model, replacements[method], texts[0]).edges if concentrated else None,
+            "single": _of_one_neuron(of.factors, side_of_units(matrix.kind)),
+            "units": of.factors.n_units,
+            "seconds": of.seconds,
+        }
+        for method, of in made.items()
+    }
+
+
+def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: str = "scoring") -> dict[str, Any]:
+    """What a task says of factors of a matrix: units and edges of the cheapest circuits; `positions` are of interventions."""
+    replacement = {matrix.name: factors}
+    curve = swd.evaluate(model, replacement, task, swd.attribute(model, replacement, task, positions=positions))
+    row = {"margin": curve.q_dense, "empty": float(curve.rows["sufficiency"].iloc[0])}
+    for name, key, share in (("sufficiency", "sufficiency", 0.9), ("drop", "necessity", 0.5)):
+        row[name] = [curve.cost_at(**{key: share}, cost=cost) for cost in ("units", "edges")]
+    return row
+
+
+def _of_one_neuron(f: Any, side: str) -> int:
+    """Units that read, or write, a single neuron."""
+    nonzeros = (f.read != 0).sum(0) if side == "input" else (f.write != 0).sum(1)
+    return int(nonzeros.eq(1).sum())
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """A measured row as the table shows it, from COLUMNS[3] on."""
+
+    def cost(of: str) -> str:
+        units, edges = row[of]
+        return "" if units is None else f"{units:,} / {edges:,}"
+
+    se = "" if row["ce_delta_se"] is None else f" ± {row['ce_delta_se']:.4f}"
+    return [
+        f"{row['edges']:,}",
+        f"{row['relmse']:.4f}",
+        f"{row['ce_delta']:+.4f}{se}",
+        f"{row['kl']:.4f}",
+        "" if row["text"] is None else f"{row['text']:,.0f}",
+        cost("sufficiency"),
+        cost("drop"),
+        f"{row['single']:,} of {row['units']:,}",
+        f"{row['seconds']:.0f}",
+    ]
