@@ -35,7 +35,6 @@ TOKENS = 8_192
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "48 alternations": {"outer_iterations": 48},
     "50 alternations, refined in 2 rounds of 6 steps": {"outer_iterations": 50, "refine_rounds": 2, "refine_steps": 6},
-    "default (64 alternations)": {},
 }
 OLDER = "before"
 COLUMNS = ["today's solver", "matrices", "throughput, all together", "median of ratios", "relMSE over the older one's"]
@@ -79,7 +78,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--before", default=BEFORE, help="the older version, a commit")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
@@ -116,7 +114,7 @@ def _measured(args: argparse.Namespace, files: Mapping[str, Path]) -> Rows:
     """What is there already, and what is measured now; written after each matrix."""
     kept = args.folder / "rows.json"
     rows: Rows = json.loads(kept.read_text()) if kept.exists() else {}
-    asked = {OLDER: {}} | {name: SETTINGS[name] for name in args.settings}
+    asked = {OLDER: {}, **SETTINGS}
     missing = [matrix for matrix in files if any(matrix not in rows.get(name, {}) for name in asked)]
     if missing:
         older = args.folder.resolve() / "older"
