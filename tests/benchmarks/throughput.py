@@ -84,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
     rows = _measured(args, dict(_matrices(args.folder.resolve(), args.layers)))
-    table = Table("SmolLM2's matrices", COLUMNS, list(_shown(rows)), ["left"] + ["right"] * 4)
+    table = Table("SmolLM2's matrices", COLUMNS, list(throughput_rows(rows)), ["left"] + ["right"] * 4)
     print(table.markdown())
     if args.record:
         about = [
@@ -134,8 +134,8 @@ def _measured(args: argparse.Namespace, files: Mapping[str, Path]) -> Rows:
     return {name: {matrix: row for matrix, row in rows[name].items() if matrix in files} for name in asked}
 
 
-def _shown(rows: Rows) -> Iterator[list[str]]:
-    """A line per setting, of the matrices that it has."""
+def throughput_rows(rows: Rows) -> Iterator[list[str]]:
+    """A line per setting: the older version's seconds over its own, and its relMSE over the older one's, of all its matrices."""
     before = rows[OLDER]
     for name, its_rows in rows.items():
         if name == OLDER:
