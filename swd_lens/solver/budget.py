@@ -26,7 +26,9 @@ from swd_lens.solver.automatic import NAMED_SIDE_SHARE
 from swd_lens.solver.births import STARTS, STEPS
 from swd_lens.solver.outputs import REFIT_ROUNDS, REFIT_STEPS
 from swd_lens.solver.presets import DEFAULT_PRESET, resolve
+from swd_lens.solver.prune import REFIT_ROUNDS as SWAP_REFIT_ROUNDS
 from swd_lens.solver.spec import AnnealSpec, DsfSpec, PruneSpec, SvdPruneSpec
+from swd_lens.solver.swaps import STEPS as SWAP_STEPS
 from swd_lens.solver.validate import check_sparsity, resolve_units
 
 
@@ -197,7 +199,7 @@ def cost(
     elif isinstance(spec, DsfSpec):
         flops, entries = _dsf_flops(d_in, d_out, calibrated, spec), _dsf_entries(d_in, d_out, calibrated)
     elif isinstance(spec, PruneSpec):
-        flops, entries = _prune_flops(d_in, d_out, calibrated, spec), _prune_entries(d_in, d_out, calibrated)
+        flops, entries = _prune_flops(d_in, d_out, calibrated, spec), _prune_entries(d_in, d_out, calibrated, spec)
     else:
         flops, entries = _svd_prune_flops(d_in, d_out, calibrated, spec), _svd_prune_entries(d_in, d_out, calibrated)
     if outputs_weighed:
@@ -267,21 +269,45 @@ def _dsf_entries(d_in: int, d_out: int, calibrated: bool) -> int:
 
 
 def _prune_flops(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> float:
-    return PER_ENTRY * d_in * d_out + calibrated * (spec.refine_steps + 2) * 2 * d_in * d_in * d_out
+    pruned = PER_ENTRY * d_in * d_out + calibrated * (spec.refine_steps + 2) * 2 * d_in * d_in * d_out
+    if spec.swaps == 0:
+        return pruned
+    n = spec.coordinates(d_in, d_out)
+    # What the entries that are missing would be worth; then two orders of all entries.
+    choosing = (
+        3 * 2 * d_in * d_out * n + calibrated * 2 * d_in * d_in * (n + d_out) + 2 * PER_ENTRY * n * (d_in + d_out)
+    )
+    refitting = _refining_flops(d_in, d_out, n, calibrated, SWAP_STEPS)
+    return pruned + (spec.swaps + 1) * (choosing + refitting) + SWAP_REFIT_ROUNDS * refitting
 
 
-def _prune_entries(d_in: int, d_out: int, calibrated: bool) -> int:
+def _prune_entries(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> float:
     # Target, magnitudes, their order and unit (eight bytes each), support, pruned; conjugate gradients' seven; both factors.
-    return (9 + 7 * calibrated) * d_in * d_out + 4 * d_in * d_in * calibrated + max(d_in, d_out) ** 2
+    pruning = (9 + 7 * calibrated) * d_in * d_out + max(d_in, d_out) ** 2
+    if spec.swaps == 0:
+        return pruning + 4 * d_in * d_in * calibrated
+    n, weights = spec.coordinates(d_in, d_out), d_in * d_out
+    # Target; the pruned factors, the best ones and those of this turn.
+    return 3 * weights + 4 * n * (d_in + d_out) + _swap_entries(d_in, d_out, n) + 4 * d_in * d_in * calibrated
+
+
+def _swap_entries(d_in: int, d_out: int, n: int) -> float:
+    factors = n * (d_in + d_out)
+    # What each entry is worth, its order, place and mark; or supports and conjugate gradients' seven.
+    return max(10 * factors, 2 * factors + 8 * max(d_in, d_out) * n + 2 * n * n)
+
+
+def _refining_flops(d_in: int, d_out: int, n: int, calibrated: bool, steps: int) -> float:
+    """Of a round of refine.py, of n units."""
+    per_step = 2 * n * (n * (d_in + d_out) + calibrated * d_in * d_in)
+    return 4 * d_in * d_out * n + 2 * n * n * (d_in + d_out) + calibrated * 2 * 2 * d_in * d_in * n + steps * per_step
 
 
 def _svd_prune_flops(d_in: int, d_out: int, calibrated: bool, spec: SvdPruneSpec) -> float:
     n = min(d_in, d_out)
     # As many operations as the eigenvalues of n x n, and the products with the long side; then an order of all entries.
     decomposed = EIGEN * n**3 + 2 * 2 * n * d_in * d_out + PER_ENTRY * n * (d_in + d_out)
-    per_step = 2 * n * (n * (d_in + d_out) + calibrated * d_in * d_in)
-    per_round = 4 * d_in * d_out * n + 2 * n * n * (d_in + d_out) + calibrated * 2 * 2 * d_in * d_in * n
-    return decomposed + spec.refine_rounds * (per_round + spec.refine_steps * per_step)
+    return decomposed + spec.refine_rounds * _refining_flops(d_in, d_out, n, calibrated, spec.refine_steps)
 
 
 def _svd_prune_entries(d_in: int, d_out: int, calibrated: bool) -> int:

@@ -5,7 +5,10 @@ W (d_in, d_out) ≈ S sparse, written as I S (units are inputs: neurons, at mlp_
 1. M = diag(v) W is the target in the coordinates of the metric C (metric.py), so that its entries are W_ij sqrt(G_ii): the
    score by which OBD and Wanda prune. The loss is tr((M - S)^T C (M - S)).
 2. Support: the largest entries, as many as K leaves where every unit that keeps any costs one edge more.
-3. Least squares on the support, by conjugate gradients against C (refine.py); undo the scaling of the inputs.
+3. Least squares on the support, by conjugate gradients against C (refine.py).
+4. With `swaps`, edges are exchanged so many times, in either factor (swaps.py), and both refitted: units may then mix
+   coordinates. Those that keep no weight stay empty.
+5. Undo the scaling of the inputs.
 """
 
 import torch
@@ -13,8 +16,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.solver.metric import Metric, power_of_two
-from swd_lens.solver.refine import conjugate_gradient
+from swd_lens.solver.refine import conjugate_gradient, refine
 from swd_lens.solver.spec import OnIteration, PruneSpec, Step
+from swd_lens.solver.swaps import STEPS, swapped
+
+REFIT_ROUNDS = 3  # after the last exchange
 
 
 def factorize(
@@ -42,12 +48,31 @@ def factorize(
     if metric.matrix is not None:
         diagonal = torch.ones(len(target), 1, dtype=target.dtype, device=target.device)
         pruned = conjugate_gradient(pruned, metric.weigh(target), support, metric.weigh, diagonal, spec.refine_steps)
-    if on_iteration is not None:
-        on_iteration(Step(1, 1, lambda: metric.error(target, pruned, torch.eye(pruned.shape[1]).to(pruned))))
-    pruned = metric.undo(pruned) * scale
     kept = pruned.any(0 if at_output else 1)
     identity = torch.diag(kept.to(pruned.dtype))  # a unit of no entries has no edge at all
-    return (pruned, identity) if at_output else (identity, pruned)
+    read, write = (pruned, identity) if at_output else (identity, pruned)
+    if spec.swaps:
+        read, write = _exchanged(read, write, kept, target, metric, edges, spec.swaps)
+    if on_iteration is not None:
+        on_iteration(Step(1, 1, lambda: metric.error(target, read, write)))
+    if at_output or spec.swaps:
+        return metric.undo(read), write * scale
+    return read, metric.undo(write) * scale  # the units' own edges are 1
+
+
+def _exchanged(
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    kept: Bool[Tensor, " unit"],
+    target: Float[Tensor, "d_in d_out"],
+    metric: Metric,
+    edges: int,
+    swaps: int,
+) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    """Step 4, in the metric's coordinates."""
+    of_kept = swapped(read[:, kept], write[kept], target, metric, edges, swaps + 1)  # the first turn fills up
+    read[:, kept], write[kept] = refine(*of_kept, target, metric, REFIT_ROUNDS, STEPS)
+    return read, write
 
 
 def _support(magnitude: Float[Tensor, "d_in d_out"], edges: int, unit_dim: int) -> Bool[Tensor, "d_in d_out"]:

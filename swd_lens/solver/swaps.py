@@ -5,7 +5,8 @@
 3. A share of the entries goes again, those that are worth least (`cut`, span.py), and so on. What raises the error is taken back,
    and half as many go in the next turn.
 
-For factors that are nearly right, as those of peeled pieces: the alternation moves budgets and supports of all units.
+For factors that are nearly right, as those of peeled pieces, or that are to stay near what they are, as pruned neurons: the
+alternation moves budgets and supports of all units.
 """
 
 import torch
@@ -30,11 +31,12 @@ def swapped(
     target: Float[Tensor, "d_in d_out"],
     metric: Metric,
     edges: int,
+    turns: int = TURNS,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
     """Factors with `edges` entries, in the metric's coordinates, from ones with no more."""
     best, error, share = (read, write), float("inf"), SHARE
     spare = edges - 2 * len(write)  # each unit keeps one entry on either side
-    for _ in range(TURNS):
+    for _ in range(turns):
         read, write = refine(*filled(read, write, target, metric, edges), target, metric, rounds=1, steps=STEPS)
         reached = metric.error(target, read, write)
         if reached < error:

@@ -9,7 +9,8 @@
    collected once for all methods, and the dense host runs once for a few of them.
 2. Methods: SWD from the short side ("paper", today's default), from the neurons' side (at attn_o: the heads' dimensions) with
    several shares of the edges for what stands between units and neurons, or with a quarter more units than neurons (a
-   mixture), neurons and neurons with pruned weights, SVD. "weighed": factors refitted to what the loss sees (output_gram).
+   mixture), or pruned neurons some of whose edges are exchanged (`swaps`); neurons and neurons with pruned weights, SVD.
+   "weighed": factors refitted to what the loss sees (output_gram).
 3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; edges that
    carry half of the effect on a next token (`concentration`, on the calibration text); units and edges of the cheapest circuit at
    sufficiency .9 and at half the drop; how many units read or write a single coordinate.
@@ -63,6 +64,8 @@ FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
 SHARES = (0, 0.01, 0.03, 0.05, 0.15)
 # Units that start as neurons, and a quarter more that start as further copies of the strongest of them.
 MIXTURES = tuple((share, s) for share in (0.05, 0.15) for s in (0.5, 0.75, 0.8125))
+# Of pruned neurons' edges, by which their units come to mix neurons where that is cheaper.
+SWAPS = 5
 PROMPTS, CALIBRATION = (150, 50), 8_192
 HELDOUT = {"smollm2": 8_192, "default": 131_072}
 AT_ONCE = 6  # methods whose factors are compared in one run over the held-out text
@@ -99,6 +102,10 @@ def methods(output_gram: OutputGram | None = None) -> dict[str, Make]:
             how: dict[str, Any] = {"sparsity": s, "square_share": share or 1e-9}
             makers[f"from neurons, {share} of K, s={s}"] = solved(True, **how)
             makers[f"from neurons, weighed, {share} of K, s={s}"] = solved(True, weighed=True, **how)
+    for s in PRUNED:
+        how = {"sparsity": s, "preset": "pruned", "swaps": SWAPS}
+        makers[f"from neurons, {SWAPS} swaps, s={s}"] = solved(True, **how)
+        makers[f"from neurons, weighed, {SWAPS} swaps, s={s}"] = solved(True, weighed=True, **how)
     for share, s in MIXTURES:
         how = {"sparsity": s, "square_share": share, "units": "1.25x"}
         makers[f"from neurons, 1.25x units, {share} of K, s={s}"] = solved(True, **how)

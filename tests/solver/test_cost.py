@@ -18,6 +18,7 @@ OPTIONS = {
     "paper": {"outer_iterations": 4},
     "deep": {"outer_iterations": 4, "births": 2, "rotations": 0},
     "svd_pruned": {},
+    "pruned": {"swaps": 3},
 }
 
 
@@ -32,6 +33,8 @@ CASES = [
     ("deep", (128, 512), None, True),
     ("svd_pruned", (128, 512), None, True),
     ("svd_pruned", (512, 128), None, False),
+    ("pruned", (512, 128), None, True),
+    ("pruned", (128, 256), None, False),
 ]
 
 # 1:4, as the (768, 3072).

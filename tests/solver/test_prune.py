@@ -39,6 +39,35 @@ def test_the_support_is_of_the_largest_weighted_entries_and_the_values_are_least
         torch.testing.assert_close(product[support, j], best, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("basis", SIDES)
+def test_swaps_lower_the_error_at_the_same_edges(shape, basis):
+    weight, gram = weight_of(shape), gram_of(shape[0])
+    errors = []
+    for swaps in (0, 1, 12):
+        solution = solve(weight, gram, 0.6, preset="pruned", basis=basis, swaps=swaps)
+        missed = weight - solution.read @ solution.write
+        errors.append(float((gram @ missed * missed).sum()))
+        edges = int(solution.read.count_nonzero() + solution.write.count_nonzero())
+        assert edges <= int(0.4 * weight.numel()) and solution.read.shape[1] == shape[SIDES.index(basis)]
+    assert errors[0] * (1 + 1e-5) >= errors[1] > errors[2]
+
+
+def test_units_may_mix_coordinates_when_edges_are_exchanged():
+    weight, gram = weight_of((24, 10)), gram_of(24)
+    most_reads = [
+        int(solve(weight, gram, 0.6, preset="pruned", swaps=swaps).read.count_nonzero(0).max()) for swaps in (0, 12)
+    ]
+    assert most_reads[0] == 1 < most_reads[1]
+
+
+def test_a_unit_without_weight_stays_empty_when_edges_are_exchanged():
+    weight = weight_of((24, 10))
+    weight[3] = 0.0
+    solution = solve(weight, gram_of(24), 0.5, preset="pruned", swaps=6)
+    assert not solution.read[:, 3].any() and not solution.write[3].any()
+
+
 def test_zero_data_keeps_weights_as_they_are():
     weight = weight_of((24, 10))
     product = (lambda f: f.read @ f.write)(solve(weight, None, 0.5, preset="pruned"))
