@@ -298,7 +298,7 @@ class PruneSpec(SolveSpec):
 
     # How many times the entries that are worth least are exchanged for those that lower the error most, in either factor
     # (swaps.py): between pruned neurons and factors of their own. The embedded model's blocks.3.mlp_out, s = .75: relMSE .0040
-    # without, .0028 with 5 (245 units of one neuron, of 504), .0020 with 29 (31); units that start as neurons (.05 of K) .0017.
+    # without, .0027 with 5 (194 units of one neuron, for 504), .0024 with 29 (152); units that start as neurons (.05 of K) .0017.
     swaps: int = setting(0, at_least=0)
 
     # See `AnnealSpec`.
