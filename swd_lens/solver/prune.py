@@ -55,8 +55,10 @@ def factorize(
         read, write = _exchanged(read, write, kept, target, metric, edges, spec.swaps)
     if on_iteration is not None:
         on_iteration(Step(1, 1, lambda: metric.error(target, read, write)))
-    if at_output or spec.swaps:
+    if spec.swaps:
         return metric.undo(read), write * scale
+    if at_output:
+        return metric.undo(read) * scale, write
     return read, metric.undo(write) * scale  # the units' own edges are 1
 
 
