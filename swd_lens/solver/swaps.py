@@ -33,7 +33,7 @@ def swapped(
     edges: int,
     turns: int = TURNS,
 ) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
-    """Factors with `edges` entries, in the metric's coordinates, from ones with no more."""
+    """Factors with `edges` entries, in the metric's coordinates, from ones with no more; the first turn only fills up to them."""
     best, error, share = (read, write), float("inf"), SHARE
     spare = edges - 2 * len(write)  # each unit keeps one entry on either side
     for _ in range(turns):
