@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import checked_types
+from tests.quick import mark_all_but_quick_cases
 
 checked_types.install()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -34,6 +35,11 @@ def default_model():
     import swd_lens
 
     return swd_lens.load_default_model()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    mark_all_but_quick_cases(items)
 
 
 def pytest_collection_finish(session):

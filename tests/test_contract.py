@@ -54,6 +54,7 @@ def cases():
     ]
 
 
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
     factors, tokens = sources(name, sites), random_tokens(2, 7)
@@ -76,6 +77,7 @@ def test_output_is_the_sum_of_units_plus_bias(model, sources, name, sites):
         torch.testing.assert_close(outputs[site.name], total, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_keep_all_is_the_identity_and_ablating_nothing_too(model, sources, name, sites):
     factors, tokens = sources(name, sites), random_tokens(3, 6)
@@ -131,6 +133,7 @@ def test_exact_sources_compute_what_the_host_computes(model, sources, name, site
     assert (dense - replaced).abs().max() <= 1e-5 * dense.abs().max()
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("name", "sites"), cases())
 def test_curves_end_at_the_unpruned_replacement(model, sources, name, sites):
     factors, split = sources(name, sites), random_split()

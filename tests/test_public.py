@@ -69,6 +69,7 @@ def test_namespaces():
         _ = swd.factorise
 
 
+@pytest.mark.slow
 def test_a_function_is_not_hidden_by_a_package():
     program = "import swd_lens\nimport swd_lens.train.finetune.mount\nimport swd_lens.factorization.factorize\n"
     assert "torch" in loaded_after(program + "assert callable(swd_lens.finetune) and callable(swd_lens.factorize)")

@@ -239,6 +239,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", HOSTS)
 @pytest.mark.parametrize("call", CALLS)
@@ -282,6 +283,7 @@ def test_factors_and_tokens_made_under_inference_mode(kind):
     assert torch.equal(*tuned)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("kind", HOSTS)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_host_made_under_inference_mode_gives_the_same_or_is_refused(call, kind):
@@ -342,6 +344,7 @@ NAMED = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", HOSTS)
 @pytest.mark.parametrize("call", NAMED)
 def test_standing_hooks_are_named_in_the_settings_of_results(call, kind):

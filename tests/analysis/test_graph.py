@@ -33,6 +33,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", HOSTS)
 def test_every_edge_is_what_a_nudge_does(name):
     model = toy_model(**HOSTS[name])

@@ -70,6 +70,7 @@ def _set(node: str, strength: float, z: float, factors: Any) -> list[Any]:
     return swd.unit_hooks({unit: ("clamp", strength * z)}, factors, positions=int(position))
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("sites", [APART, FEW], ids=["all replaced", "some dense"])
 @pytest.mark.parametrize("name", HOSTS)
 def test_the_prediction_is_a_run_with_norms_patterns_and_slopes_held(name: str, sites: tuple[str, ...]) -> None:

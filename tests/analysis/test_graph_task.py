@@ -51,6 +51,7 @@ def single_graphs(model, factors, split, attention):
     ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("attention", ["frozen", "none"])
 @pytest.mark.parametrize("name", HOSTS)
 def test_it_is_the_mean_of_the_graphs_of_its_prompts(name, attention):
@@ -80,6 +81,7 @@ def test_it_is_the_mean_of_the_graphs_of_its_prompts(name, attention):
     assert inner["varies"][large].max() > 0.01
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["LN", "gpt2 bridge"])
 def test_edges_and_rest_add_up_to_the_mean_margin(name):
     model = HOSTS[name]()

@@ -30,6 +30,7 @@ def held(how: str, n_bytes: int) -> tuple[int, int]:
     return int(filled), int(freed)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_is_freed_is_kept_up_to_a_bound():
     for how, n_bytes, share in (("keep", 2**26, 1), ("plain", 2**26, 0), ("keep", 2**29, 0)):

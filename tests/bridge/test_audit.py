@@ -13,6 +13,7 @@ from tests.analysis.audit_models import sparse_factors
 TOKENS = families.some_tokens(rows=6, pos=11)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_and_site(name):
     model = families.bridge(name)

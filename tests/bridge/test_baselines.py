@@ -70,6 +70,7 @@ def test_neurons_are_compared_like_any_other_units():
     assert curves["neurons"].q_unpruned == pytest.approx(curves["SVD"].q_unpruned, abs=1e-4)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("train", [baselines.transcoder, baselines.vpd_recon, baselines.vpd_kl])
 @pytest.mark.parametrize("site", ["blocks.1.mlp_out", "blocks.1.mlp"])
 def test_the_trained_ones_stand_in_a_bridge(train, site, tmp_path):

@@ -37,6 +37,7 @@ def made(request):
     return model, swd_zero_data(model, "all"), split_for(model, 6, 1, "train"), split_for(model, 6, 6, "test")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("score", ["first_order", "integrated_gradients"])
 def test_scores_are_those_of_whole_prompts_one_by_one(made, score, positions):
@@ -51,6 +52,7 @@ def test_scores_are_those_of_whole_prompts_one_by_one(made, score, positions):
         torch.testing.assert_close(fast.scores[site], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("sites", ["all", "blocks.1.mlp_out"])
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("ablation", ["mean", "resample"])

@@ -122,6 +122,7 @@ def test_grams_of_a_float64_host_are_the_same_bits(bridge):
         assert torch.equal(grams["hooked"][site.name], grams["bridge"][site.name]), site.name
 
 
+@pytest.mark.slow
 @needs_hooked_transformer
 def test_the_road_gives_the_numbers_of_the_hooked_transformer(walked):
     (f, found, scores, curve), (f_h, found_h, scores_h, curve_h) = walked, walk("hooked")

@@ -81,6 +81,7 @@ def test_an_edited_replacement_on_a_bridge(model):
     assert not host.is_swapped(site)
 
 
+@pytest.mark.quick_cases(1)
 def test_comparison_on_a_bridge(model):
     logits = run(model)
     found = compare_edits(

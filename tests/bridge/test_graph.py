@@ -33,6 +33,7 @@ def test_contributions_add_up_where_there_are_no_biases(name):
     assert max(abs(row["rest"]) for row in curved) > 1e-3 * max(abs(row["activation"]) for row in curved)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2"])
 @pytest.mark.parametrize("attention", ["none", "frozen"])
 def test_the_same_graph_on_both_hosts(name, attention):

@@ -76,6 +76,7 @@ def test_affine_of_what_writes(name):
 COMPATIBLE = ("gpt2", "pythia", "llama", "qwen2", "qwen3", "gemma2")
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", COMPATIBLE)
 @pytest.mark.parametrize("packed", [True, False])
 def test_compatibility_mode(name, packed):

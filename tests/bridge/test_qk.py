@@ -12,6 +12,7 @@ from tests.analysis.qk_checks import ROW, check_parts, intervened, random_factor
 LONG = (ROW * 6)[:38]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen3", "gemma2"])
 def test_parts_sum_to_scores_and_removals_are_real_interventions(name, packed):

@@ -9,6 +9,7 @@ from tests import families
 from tests.bridge.conftest import TOKENS, close, fresh, sites_with, swap_dense
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("swapped", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 def test_outputs_are_inputs_times_the_weight_plus_the_bias(host, packed, swapped):
@@ -57,6 +58,7 @@ def test_run_blocks_of_an_encoder_runs_at_least_the_first_blocks():
 # ---------------------------------------------------------------------------------------------- prefixes
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("pos", [11, 2, 45])  # gemma2's window is 32 positions
 @pytest.mark.parametrize("swapped", [True, False])
 def test_a_prefix_gives_the_logits_of_the_whole_prompt(causal, pos, swapped):

@@ -32,6 +32,7 @@ def test_units_of_the_dense_matrix_compute_the_dense_model_and_undoing_leaves_no
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.quick_cases(2)
 def test_every_unit_hook_sees_and_changes_what_the_site_computes(host):
     """Zeroing z leaves the site with its bias; every site of every family takes part in the forward."""
     h, y = {}, {}
@@ -219,6 +220,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2"])
 @pytest.mark.parametrize(("flag", "kinds"), FLAGS)
 def test_head_by_head_switches(name, flag, kinds):

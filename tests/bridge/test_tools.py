@@ -25,6 +25,7 @@ def test_caching_and_hook_contexts(host):
     undo()
 
 
+@pytest.mark.quick_cases(2)
 def test_activation_patching_finds_units_by_their_short_name(causal):
     from transformer_lens import patching
 
@@ -66,6 +67,7 @@ def test_backward_hooks_see_the_gradients(name, packed):
     undo()
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("packed", [True, False])
 def test_generating_with_and_without_cache(causal, packed):
     model = causal.model

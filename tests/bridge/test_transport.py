@@ -37,6 +37,7 @@ def hosts(request):
     return raw, processed, swd.factorize(raw, "all", sparsity=0.4, tokens=TOKENS, outer_iterations=3, progress=False)
 
 
+@pytest.mark.quick_cases(3)
 def test_transport_there_and_back(hosts):
     raw, processed, factors = hosts
     moved = factors.transport(processed)
@@ -44,6 +45,7 @@ def test_transport_there_and_back(hosts):
     assert_same(seen(raw, factors), seen(raw, moved.transport(raw)))
 
 
+@pytest.mark.quick_cases(2)
 def test_factors_of_the_processed_bridge_move_to_the_raw_one(hosts):
     raw, processed, _ = hosts
     factors = swd.factorize(processed, "all", sparsity=0.4, outer_iterations=3, progress=False)

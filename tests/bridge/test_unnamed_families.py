@@ -28,6 +28,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_it_loads_and_every_matrix_is_a_site(name):
     more, kinds = ARCHITECTURES[name]

@@ -15,6 +15,7 @@ QUICK = {"preset": "quick", "outer_iterations": 2, "sparsity": 0.3, "progress": 
 FAMILIES = ("gpt2", "qwen2", "pythia", "gemma2", "qwen3_5")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("calibration", ["corrected", "per_block"])
 def test_every_matrix_of_every_family(family, calibration, tmp_path):
@@ -54,6 +55,7 @@ def inputs(model, site, tokens) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3_5"])
 def test_bypassed_units_leave_the_dense_bridge(family):
     model, tokens = families.bridge(family), families.some_tokens()
@@ -67,6 +69,7 @@ def test_bypassed_units_leave_the_dense_bridge(family):
     assert torch.equal(model(tokens), dense)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_replaced_and_fine_tuned(family, tmp_path):
     model, tokens, heldout = families.bridge(family), families.some_tokens(8, 12), families.some_tokens(8, 12, seed=1)

@@ -63,6 +63,7 @@ def slow(model, few):
 # ---------------------------------------------------------------------------------------------- slow and fast
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("mean_over", MEAN_OVER)
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("score", SCORES)
@@ -155,6 +156,7 @@ def test_no_forward_holds_more_prompts_than_batch_size(model, few, score, monkey
 # ---------------------------------------------------------------------------------------------- calculus
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_integrated_gradients_of_a_site_add_up_to_what_the_site_gives(few, positions):
     """Completeness: sum over units = margin(z) - margin(site at mu), in float64; the midpoint error falls as 1 / steps^2."""

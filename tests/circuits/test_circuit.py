@@ -293,6 +293,7 @@ def test_a_circuit_of_ones_own_choice(toy, tmp_path):
     assert not hasattr(model.blocks[1], "hook_mlp_out_unit")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("positions", "mean_over"), [("scoring", "scoring"), ("all", "all_tokens"), ("all", "per_position")]
 )

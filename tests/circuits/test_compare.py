@@ -205,6 +205,7 @@ def test_unknown_options_are_refused_before_any_work(model):
 # ---------------------------------------------------------------------------------------------- matched CE
 
 
+@pytest.mark.slow
 def test_ce_is_measured_and_what_is_further_off_is_named(model, factors, tokens):
     methods = {"SVD": baselines.svd(model, "all"), "Random-B": baselines.random_b_seeds(model, "all", range(2))}
     few = {"grid": [4], "bootstrap": 0}  # CE is what is looked at here
@@ -245,6 +246,7 @@ def test_without_tokens_nothing_is_called_matched(model, factors):
     assert comparison.plot()._suptitle.get_text().replace("\n", " ") == comparison.matching()
 
 
+@pytest.mark.slow
 def test_blocks_before_the_replaced_ones_run_once_for_all_methods(model, factors, tokens):
     """Beside them the dense host's margins; of each further method a few prompts only, by which its shortcuts are verified."""
     one = {SITE: factors[SITE]}
@@ -400,6 +402,7 @@ def test_one_curve_alone_is_its_own_mean(worked):
 # ---------------------------------------------------------------------------------------------- the figure
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cost", ["edges", "units"])
 def test_the_figure_shows_the_least_costs(model, factors, cost):
     comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, [TOY, OTHER])
@@ -437,6 +440,7 @@ def test_odd_curves_are_drawn_too(worked):
         worked.plot("tokens")
 
 
+@pytest.mark.slow
 def test_a_method_may_have_a_host_of_its_own(model, factors, tokens):
     other = toy_model()
     with torch.no_grad():

@@ -188,6 +188,7 @@ def test_areas_need_their_grid_and_a_full_circuit_that_differs_from_the_empty_on
     assert all(np.isnan(value) for value in flat.mib().values())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cost", ["units", "edges"])
 def test_areas_of_a_curve_are_those_of_all_prefixes(cost):
     """On the grid of evaluate(grid="mib") as with every single prefix evaluated: none that is larger fits a fraction."""

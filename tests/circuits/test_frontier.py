@@ -70,6 +70,7 @@ def slow_rows(model, factors, split, scores, sets_of_units, mode, ablation):
     return {name: np.array(values) for name, values in found.items()}
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("ablation", ABLATIONS)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("pattern", SURFACES)
@@ -100,6 +101,7 @@ def test_every_number_is_that_of_whole_prompts_one_by_one(model, sets, pattern, 
     np.testing.assert_allclose(curve.margins["dense"], dense, atol=1e-5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("mean_over", ["scoring", "all_tokens", "per_position"])
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_means_of_every_kind_are_put_in_also_in_prompts_longer_than_any_of_training(model, sets, positions, mean_over):
@@ -116,6 +118,7 @@ def test_means_of_every_kind_are_put_in_also_in_prompts_longer_than_any_of_train
         np.testing.assert_allclose(curve.margins[mode], slow["margin"], atol=5e-5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_keep_all_and_ablate_none_are_unpruned_and_keep_is_ablating_the_complement(model, sets, positions, ablation):

@@ -145,6 +145,7 @@ def toy():
     return model, factors, task, attribute(model, factors, task)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("match", ["edges", "score"])
 @pytest.mark.parametrize("ablation", ["mean", "zero"])
 def test_every_row_is_what_its_circuit_gives_alone(toy, match, ablation):

@@ -82,6 +82,7 @@ def test_a_cheap_unit_goes_where_the_one_that_adds_least_per_edge_cannot():
     assert found.refined.units == ((SITE, 0),)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("sufficiency", "cost"), [(0.65, "edges"), (0.9, "units"), (1.05, "edges")])
 def test_never_dearer_than_the_best_prefix_and_sufficient_on_train(toy, every_prefix, sufficiency, cost):
     model, factors, scores = toy
@@ -102,6 +103,7 @@ def test_never_dearer_than_the_best_prefix_and_sufficient_on_train(toy, every_pr
         assert "refined" in shown or "->" in shown
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ablation", ["zero", "resample"])
 def test_no_single_unit_of_the_refined_circuit_can_go(toy, ablation):
     model, factors, scores = toy
@@ -115,6 +117,7 @@ def test_no_single_unit_of_the_refined_circuit_can_go(toy, ablation):
     assert rows["sufficiency"][0] >= 0.8 - 1e-6 and (rows["sufficiency"][1:] < 0.8 + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_it_searches_on_train_only_and_on_no_more_prompts_than_it_was_told(toy):
     model, factors, scores = toy
     # Other test prompts: the same circuits.

@@ -55,6 +55,7 @@ def by_hooks(model, split, names, last_only, each=False):
     return sum(margins) / len(margins)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_margins_are_those_of_hooks_that_put_means_in_place(host, positions):
     model, tasks = host
@@ -111,6 +112,7 @@ def words(model):
 
 
 # Not qwen2, whose tokenizer class of transformers makes nothing of the embedded model's vocabulary.
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("family", ["gpt2", "pythia", "llama", "qwen3", "gemma2", "qwen3_5", "bert"])
 def test_shortcuts_change_nothing_on_other_hosts(family, monkeypatch):
     model = families.bridge(family)

@@ -50,6 +50,7 @@ def slow_logits(model, tokens, masks, values, positions):
     return torch.stack(rows).unflatten(0, (-1, len(tokens)))
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("pos", [1, 6])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("layer", [0, 1])
@@ -136,6 +137,7 @@ def lie(monkeypatch, model, name):
         monkeypatch.setattr(kind, name, lambda self, tokens: honest(self, (tokens + 1) % 20))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["residual", "freeze_prefix"])
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("site", [LAST, "blocks.1.attn_o"])

@@ -110,6 +110,7 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     assert refused.exit_code == 1 and "--overwrite" in refused.stderr
 
 
+@pytest.mark.slow
 def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
     arguments = ["circuit", "--out", tmp_path, "--sites", "auto", "--task", "ioi", "-s", "0.5", "--controls", "none"]
     result = run(*arguments, *SMALL, *PROMPTS, "--json")
@@ -123,6 +124,7 @@ def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
     assert "succession: the dense model does not do this task" in said
 
 
+@pytest.mark.slow
 def test_tables_are_printed_without_json(tmp_path):
     result = run(
         "circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *SMALL, *PROMPTS
@@ -133,6 +135,7 @@ def test_tables_are_printed_without_json(tmp_path):
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("controls", "wanted"),
     [
@@ -157,6 +160,7 @@ def test_controls_and_ablation(tmp_path, controls, wanted):
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
+@pytest.mark.slow
 def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
     prompts = [
         {"clean": e.prompt, "corrupt": e.corrupt, "answers": list(e.answers), "wrong_answers": list(e.distractors)}
@@ -230,6 +234,7 @@ def test_another_model_needs_text(tmp_path, gpt2_folder):
     assert result.exit_code == 1 and "--text FILE is needed" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
     def broken(run, path):
         raise OSError("disk full")
@@ -239,6 +244,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
     assert result.exit_code == 1 and "disk full" in result.stderr
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "where", ["swd_lens.base.sealed.save_file", "swd_lens.study.run.write_sealed", "swd_lens.report.page.write_text"]
 )

@@ -37,6 +37,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole, monkeypatch, default_model):
     def solved(*_, **__):
         raise AssertionError("something was factorized")
@@ -64,6 +65,7 @@ def test_finished_and_tuned_factors_are_compared_without_solving(tmp_path, whole
     assert "Circuits in blocks.2.mlp_out" in result.stdout and max(map(len, result.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_factors_beside_new_ones_and_ten_random_b_seeds(tmp_path, whole):
     words = ["--factors", whole, "--sites", "blocks.[23].mlp_out", "-s", "0.5", "--controls", "random_b"]
     result = run(
@@ -107,6 +109,7 @@ def test_circuit_in_bfloat16(tmp_path, gpt2_folder):
 SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s", "0.6", *SMALL, *PROMPTS]
 
 
+@pytest.mark.slow
 def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     said = run("circuit", "--out", tmp_path, *SMALLEST).stderr
     numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
@@ -119,6 +122,7 @@ def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     assert float(most) * megabytes[unit] > 1 and float(peak) * megabytes[peak_unit] > 100
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_finished_and_the_command_goes_on(tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -163,6 +167,7 @@ def test_ctrl_c_before_a_command_has_begun_is_one_line(monkeypatch, capsys):
     assert stopped.value.code == 130
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
     """Tensors of each part, as torch's profiler counts them."""
     task = swd.load_task("ioi", default_model, n_train=64, n_test=64)
@@ -214,6 +219,7 @@ def test_long_names_leave_the_numbers_whole():
     assert words.replace(" ", "") == f"{name}SVD".replace(" ", "")
 
 
+@pytest.mark.slow
 def test_where_the_screen_chooses_the_number_of_steps_comes_after_it(tmp_path):
     words = ["--sites", "auto", "--task", "ioi", "-s", "0.5", "--controls", "none", *PROMPTS, *SMALL]
     said = run("circuit", "--out", tmp_path, *words).stderr

@@ -38,6 +38,7 @@ def test_zero_data_leaves_nothing_to_fine_tune_on(tmp_path):
     assert refused.exit_code == 1 and "or --finetune none" in " ".join(refused.output.split())
 
 
+@pytest.mark.slow
 def test_shards_and_workers_give_the_factors_of_one_run(tmp_path):
     named = ["--sites", "mlp_out", *SMALL, "--calibration", "dense", "--threads", "1"]
     assert run("factorize", "--out", tmp_path / "whole", *named).exit_code == 0

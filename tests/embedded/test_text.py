@@ -18,6 +18,7 @@ def packer(tokenizer):
     return TrainingPacker(tokenizer)
 
 
+@pytest.mark.slow
 def test_shipped_tokenizer_is_what_the_corpus_gives(tokenizer):
     assert build_tokenizer().get_vocab() == tokenizer.get_vocab()
 

@@ -73,6 +73,7 @@ def short(monkeypatch):
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_model_and_the_same_bits_again(short, tmp_path):
     steps = 3
     for name in ("a", "b"):
@@ -90,6 +91,7 @@ def test_the_command_makes_a_model_and_the_same_bits_again(short, tmp_path):
     assert not list((tmp_path / "a").glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits(short, tmp_path, monkeypatch):
     torch.set_num_threads(1)
     whole = train.run(tmp_path / "whole", 5, 4 * 16 * 128)

@@ -20,6 +20,7 @@ def model():
     return toy_model()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("calibration", ["sequential", "corrected", "per_block", "dense"])
 def test_the_same_factors_and_fewer_runs(model, calibration):
     text = CalibrationText(TOKENS, model)

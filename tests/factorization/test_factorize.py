@@ -71,6 +71,7 @@ def wholes(model, tmp_path_factory) -> dict[str, FactorSet]:
     return made
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("finished", [0, 1, 5, 8])
 def test_resumed_is_uninterrupted_to_the_bit(model, wholes, tmp_path, monkeypatch, how, finished):

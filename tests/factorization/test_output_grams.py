@@ -59,6 +59,7 @@ def test_they_are_those_of_plain_autograd(model, site: str, hooks: list[str]):
     torch.testing.assert_close(made, by_autograd(model, hooks, TOKENS), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", families.CAUSAL)
 def test_every_family_on_a_bridge(name: str):
     model, tokens = families.bridge(name), families.some_tokens(4, 12)
@@ -139,6 +140,7 @@ def test_what_it_keeps_and_says(model):
         assert not torch.equal(made[site].write, plain[site].write)
 
 
+@pytest.mark.slow
 def test_workers_make_the_same_bits(model):
     how = {"tokens": TOKENS, "weigh_outputs": True, "calibration": "dense", "threads": 1}
     in_workers = swd.factorize(model, "mlp_out", **QUICK, **how, workers=2)
@@ -153,6 +155,7 @@ def test_the_estimate_counts_them(model):
     assert weighed.flops > plain.flops
 
 
+@pytest.mark.slow
 def test_the_embedded_model_keeps_its_predictions_better():
     model = swd.load_default_model()
     tokens, heldout = swd.text_tokens(4_096, split="train"), swd.text_tokens(4_096, split="test")

@@ -242,6 +242,7 @@ def test_a_pool_gives_the_bits_of_this_process(pool):
         assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 def test_a_worker_process_does_without_transformer_lens():
     program = BOOTSTRAP.replace(
         "main(tasks, results, int(sys.argv[2]))", "results.write(' '.join(sys.modules).encode())"
@@ -313,6 +314,7 @@ class Poison:
         return signal.raise_signal, (signal.SIGKILL,)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_one_that_always_dies_is_named():
     tasks = [task(0), task(1, 160, 160, preset="best"), task(2)]
     with open_workers(1, threads=1) as workers:

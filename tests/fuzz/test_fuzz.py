@@ -25,6 +25,7 @@ def fuzz(*arguments: str) -> None:
     assert ended.returncode == 0, f"{ended.stdout[-6000:]}\n{ended.stderr[-3000:]}"
 
 
+@pytest.mark.slow
 def test_a_hundred_cases():
     fuzz("--cases", "120", "--kinds", "quick", "--seed", "1")
 

@@ -64,6 +64,7 @@ def apart_or_packed(model):
 # ---------------------------------------------------------------------------------------------- exact factors
 
 
+@pytest.mark.quick_cases(9)
 @every_host
 @pytest.mark.parametrize("source", [identity, baselines.svd], ids=["A=W, B=I", "SVD"])
 def test_exact_factors_at_every_site_give_the_dense_logits(kind, family, source):
@@ -129,6 +130,7 @@ def in_double():
         yield
 
 
+@pytest.mark.quick_cases(3)
 @every_host
 def test_gradient_of_a_margin_by_z_is_the_finite_difference_in_float64(kind, family):
     model = getattr(families, kind)(family).to(torch.float64)
@@ -185,6 +187,7 @@ def test_cache_names_filter_and_pos_slice(kind, family):
         assert torch.equal(last[site.hook_name].reshape(2, -1), z[:, -1])
 
 
+@pytest.mark.quick_cases(2)
 @every_host
 def test_generic_activation_patch_finds_the_units(kind, family):
     model = shared(kind, family)
@@ -244,6 +247,7 @@ def test_stop_at_layer_runs_the_units_below_it_without_a_warning(kind, family, r
 # ---------------------------------------------------------------------------------------------- the host around the units
 
 
+@pytest.mark.quick_cases(3)
 @every_host
 def test_dtype_copies_and_modes_follow_the_host(kind, family):
     model = getattr(families, kind)(family)
@@ -285,6 +289,7 @@ PADDED = [
 ]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("kind", "family", "side"), PADDED)
 def test_a_padded_batch_gives_row_by_row_what_single_prompts_give(kind, family, side):
     model = shared(kind, family)

@@ -25,6 +25,7 @@ def everything(model):
     return modules, list(model.hook_dict.items()), list(getattr(model, "mod_dict", {}).items()), state
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kind", "family", "sites"), HOSTS)
 def test_ctrl_c_at_any_line_of_attach_or_detach_restores_the_host(kind, family, sites):
     model = getattr(families, kind)(family)

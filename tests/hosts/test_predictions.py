@@ -131,6 +131,7 @@ def calls():
     }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", calls())
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])
 def test_no_call_holds_more_logits_than_it_may(kind, name, limited):

@@ -76,6 +76,7 @@ def changed(model, layers, seen=None):
 # ---------------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.quick_cases(4)
 @every_host
 @both_ways
 def test_a_run_that_starts_at_a_block_ends_as_the_whole_run(kind, family, kept):
@@ -130,6 +131,7 @@ def test_copies_of_the_batch_keep_to_their_own_prefix(kind, family, kept):
         assert relative(host.last_logits(copies, prefix, start=Start(1, resid)), whole) < 1e-5
 
 
+@pytest.mark.quick_cases(10)
 @every_host
 @both_ways
 def test_gradients_are_those_of_the_whole_run(kind, family, kept):
@@ -263,6 +265,7 @@ def test_blocks_that_are_run_from_a_start_read_what_they_read_in_a_whole_run_to_
         assert torch.equal(host.residual(tokens, 1, start=Start(1, resid)), resid)
 
 
+@pytest.mark.quick_cases(5)
 @every_host
 def test_residuals_kept_on_disk_are_used_on_every_host_and_give_the_same_grams(kind, family):
     model, factors, tokens = loaded(kind, family)
@@ -326,6 +329,7 @@ def test_prompts_that_are_begun_end_as_whole_ones_under_any_units(kind, family):
 # ---------------------------------------------------------------------------------------------- what is not done
 
 
+@pytest.mark.quick_cases(10)
 @every_host
 @both_ways
 def test_few_tokens_do_not_cost_the_vocabulary(kind, family, kept):
@@ -427,6 +431,7 @@ def test_an_error_inside_leaves_the_host_as_it_was(kind, family, error):
         assert torch.equal(host.run(tokens), whole)
 
 
+@pytest.mark.slow
 @two_hosts
 def test_ctrl_c_at_any_line_leaves_the_host_as_it_was(kind, family):
     model, factors, tokens = loaded(kind, family)

@@ -91,6 +91,7 @@ def _full(run: Run, host: Any) -> Run:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [[], DARK], ids=["light", "dark"])
 def test_the_report_fits_is_accessible_and_its_heads_can_be_chosen(
     run: Run, host: Any, tmp_path: Path, options: list[str]
@@ -137,6 +138,7 @@ def test_the_demos_own_report(tmp_path: Path) -> None:
         assert found[str(width)]["buttons"] > panels
 
 
+@pytest.mark.slow
 def test_a_report_without_panels_fits(run: Run, tmp_path: Path) -> None:
     found = _probed(render_report(replace(with_cards(run, HOSTILE), attention=[])), tmp_path, [])
     assert found == {str(width): {"wrong": [], "panels": 0, "buttons": 0} for width in WIDTHS}
@@ -151,6 +153,7 @@ def test_a_notebook_cell_draws_itself_alone_and_again(tmp_path: Path) -> None:
     assert found == {str(width): {"wrong": [], "panels": 2, "buttons": 6} for width in WIDTHS}
 
 
+@pytest.mark.slow
 def test_on_paper_there_are_pictures_and_everything_is_unfolded(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(render_report(run), encoding="utf-8")

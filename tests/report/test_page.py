@@ -202,6 +202,7 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
         assert (f"with {least:,} {said}" if least is not None else "never reached") in words[cost][0]
 
 
+@pytest.mark.slow
 def test_every_intervention_has_curves_and_costs_of_its_own(run: Run) -> None:
     surface, comparison = next(iter(run.comparisons.items()))
     task, of_task = next(iter(comparison.items()))
@@ -219,6 +220,7 @@ def test_every_intervention_has_curves_and_costs_of_its_own(run: Run) -> None:
     assert both.circuit_table()["ablation"].value_counts()["zero"] == len(zeroed)
 
 
+@pytest.mark.slow
 def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(run: Run, tmp_path: Path) -> None:
     page = _check(html := render_report(with_screen(run)))
     text = "".join(page.text)
@@ -234,6 +236,7 @@ def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(run: Run, t
     assert "Screen" not in "".join(_check(render_report(run)).text)
 
 
+@pytest.mark.slow
 def test_tasks_that_the_dense_model_does_badly_are_named(run: Run) -> None:
     done = {0.75: "does only 75% of the prompts", 0.8: ""}
     for accuracy, remark in done.items():
@@ -254,6 +257,7 @@ def _without_margin(of_task: TaskComparison) -> TaskComparison:
     return replace(of_task, curves={m: replace(c, q_dense=-0.5) for m, c in of_task.curves.items()})
 
 
+@pytest.mark.slow
 def test_the_legend_names_what_is_further_off_in_ce(run: Run) -> None:
     for comparison in run.comparisons.values():
         assert comparison.reference == "SWD s=0.5"
@@ -457,6 +461,7 @@ def test_many_methods(run: Run) -> None:
     assert all(name in "".join(page.text) for name in names)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "columns",
     [
@@ -486,6 +491,7 @@ def test_sites_that_do_not_write_to_the_residual_stream_say_so(run: Run) -> None
     assert "does not write to the residual stream" in "".join(page.text)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("error", [math.inf, math.nan])
 def test_a_replacement_that_fell_apart_is_still_reported(run: Run, error: float) -> None:
     # Two sites, the first of them beyond all numbers: it has no dot, and a dash in the table.

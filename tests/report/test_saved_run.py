@@ -82,6 +82,7 @@ def test_hostile_tokens_seeds_and_sections_come_back(run: Run, tmp_path: Path) -
     assert {s: c.methods for s, c in loaded.comparisons.items()} == {s: c.methods for s, c in seeds.items()}
 
 
+@pytest.mark.slow
 def test_what_is_undefined_comes_back_undefined(run: Run, tmp_path: Path) -> None:
     undefined = [replace(r.fidelity, kl=nan, relmse=dict.fromkeys(r.fidelity.relmse, nan)) for r in run.replacements]
     views = [replace(view, measures={"KL": dict.fromkeys(view.names, nan)}) for view in run.attention]
@@ -317,6 +318,7 @@ def test_a_reader_beside_a_writer_sees_one_run_or_the_other(tmp_path: Path) -> N
     assert not failed and Run.load(tmp_path).seconds == 1.0 and seen <= {1.0, 2.0}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("after", [0, 3, 4, 7])
 def test_a_run_saved_over_another_is_the_old_or_the_new_one_wherever_it_stops(run, tmp_path, monkeypatch, after):
     """after: how many folders of factors are written: four beside the old ones, then run.json, then four in their place."""

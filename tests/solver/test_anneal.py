@@ -58,6 +58,7 @@ def assert_finite(factors: Factors) -> None:
 # ---------------------------------------------------------------------- counts
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(("shape", "units"), CASES)
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_k_is_k_at_every_width(shape: tuple[int, int], units: int | str | None, calibrated: bool):
@@ -80,6 +81,7 @@ def test_every_unit_of_an_ordinary_matrix_is_valid(shape: tuple[int, int], calib
     assert bool(factors.valid_units.all())
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("units", [None, "2x"])
 @pytest.mark.parametrize("kind", ["levels", "few"])
@@ -111,6 +113,7 @@ def test_hardly_and_very_sparse(shape: tuple[int, int], sparsity: float):
     assert factors.relmse(gram_of(shape[0])) < (1e-4 if sparsity < 0.5 else 0.9)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize("shape", [(210, 240), (240, 210)])
 @pytest.mark.parametrize("sparsity", [0.9, 0.97, 0.99])
@@ -167,6 +170,7 @@ def test_more_iterations_help():
     assert thorough < best < quick
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(64, 16), (16, 64)])
 def test_no_unit_is_lost_in_many_iterations(shape: tuple[int, int]):
     """What a unit's factors shrink and grow by in each alternation adds up: "deep" once lost six units of seven by it."""
@@ -273,6 +277,7 @@ def test_scale_of_the_gram_and_of_the_weight(shape: tuple[int, int], c: float):
     torch.testing.assert_close(product64(c * weight.double(), gram) / c, plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounding_is_not_amplified(shape: tuple[int, int]):
     """Another processor rounds otherwise. (20, 32) has two entries of equal magnitude at a threshold: where the larger one
@@ -292,6 +297,7 @@ def test_scaled_inputs(shape: tuple[int, int]):
     torch.testing.assert_close(s * product64(weight / s, gram * s * s.T), product64(weight, gram), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("units", [None, "2x"])
 @pytest.mark.parametrize("c", [0.5, 2.0, 2.0**40, 2.0**-40])
@@ -308,6 +314,7 @@ def test_the_scale_of_the_weight_changes_no_bit(shape: tuple[int, int], c: float
     assert torch.equal(scaled.read, plain.read * c**0.5) and torch.equal(scaled.write, plain.write * c**0.5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("units", [None, "2x"])
 def test_zero_data_is_the_identity_gram(shape: tuple[int, int], units: int | str | None):
@@ -371,6 +378,7 @@ def test_all_zero_rows_and_columns(shape: tuple[int, int], units: int | str | No
     assert factors.relmse(gram) < 0.1
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("units", [None, "2x"])
 @pytest.mark.parametrize("rank", [1, 2, 10])

@@ -81,6 +81,7 @@ def peaks() -> dict[tuple, int]:
     return dict(zip(cases, json.loads(found[1]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [(False, *case) for case in CASES] + [(True, *case) for case in WEIGHED], ids=str)
 def test_peak_is_bounded_and_not_far_off(peaks: dict[tuple, int], case: tuple):
     weighed, preset, shape, units, calibrated = case
@@ -89,11 +90,13 @@ def test_peak_is_bounded_and_not_far_off(peaks: dict[tuple, int], case: tuple):
     assert peaks[case] <= estimate <= 2.5 * peaks[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAR, ids=lambda case: case[0])
 def test_at_most_twelve_buffers_of_the_weights_size(peaks: dict[tuple, int], case: tuple):
     assert 5 < peaks[(False, *case)] / (4 * 192 * 768) <= 12
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("preset", "shape", "units", "calibrated"), CASES)
 def test_products_are_counted(preset: str, shape: tuple[int, int], units: str | None, calibrated: bool):
     options = {"preset": preset, "units": units, **OPTIONS[preset]}
@@ -106,6 +109,7 @@ def test_products_are_counted(preset: str, shape: tuple[int, int], units: str | 
     assert real <= cost(*shape, calibrated=calibrated, **options).flops <= 12 * real
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("preset", "shape", "units", "calibrated"), WEIGHED)
 def test_products_of_the_refit_are_counted(preset: str, shape: tuple[int, int], units: str | None, calibrated: bool):
     options = {"preset": preset, "units": units, **OPTIONS[preset]}

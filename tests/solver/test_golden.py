@@ -68,6 +68,7 @@ def test_golden_rows_cover_all_matrices_and_both_kinds_of_data():
     assert [row_id(row) for row in IN_FLOAT64] == [row_id(row) for row in ROWS]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.skipif(not ROWS, reason=MISSING)
 @pytest.mark.parametrize("row", cases(IN_FLOAT64, QUICK.__contains__))
 def test_paper_preset_in_float64_has_the_references_supports(row: dict):
@@ -91,6 +92,7 @@ def float32_ratio(row: dict) -> float:
     return factors.relmse(matrix(row["matrix"])["gram_heldout"]) / row["relmse_heldout"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.skipif(not ROWS, reason=MISSING)
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row_id(row) in QUICK and row["matrix"] == "attn_out"], ids=row_id
@@ -129,6 +131,7 @@ def best_ratio(row: dict) -> float:
 BEATEN = [row for row in ROWS if row["matrix"] == "attn_out" or (row["zero_data"] and row["sparsity"] in (0.5, 0.75))]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.skipif(not ROWS, reason=MISSING)
 @pytest.mark.parametrize("row", cases(BEATEN, lambda name: name.startswith("attn_out")))
 def test_best_beats_the_reference(row: dict):
@@ -143,6 +146,7 @@ def test_best_has_eleven_twentieths_of_the_references_error():
     assert len(ratios) == 8 and max(ratios) < 1 and geometric_mean(ratios) <= 0.56
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ROWS, reason=MISSING)
 def test_twice_the_units_help():
     tensors = matrix("mlp_out")
@@ -153,6 +157,7 @@ def test_twice_the_units_help():
     assert twice.relmse(tensors["gram_heldout"]) < 0.8 * once.relmse(tensors["gram_heldout"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ROWS, reason=MISSING)
 def test_budgets_that_grow_help():
     """Measured .90 to .97 of the error of ones that are whole from the start."""

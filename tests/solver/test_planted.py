@@ -70,6 +70,7 @@ def test_deep_finds_planted_factors():
     assert error(truth, deep.read, deep.write) < 0.02 < error(truth, best.read, best.write)
 
 
+@pytest.mark.slow
 def test_budgets_find_the_planted_share():
     truth = planted(Row(128, 64, 64, 16, 8), 1)
     sparsity = 1 - truth.edges / truth.weight.numel()

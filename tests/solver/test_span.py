@@ -175,6 +175,7 @@ def test_an_ordinary_matrix_is_not_made_worse():
     assert metric.error(weight, *found) <= metric.error(weight, read, write)
 
 
+@pytest.mark.slow
 def test_deep_finds_planted_factors():
     truth = planted(Row(48, 24, 24, 4, 4), 0)
     sparsity = 1 - truth.edges / truth.weight.numel()

@@ -92,6 +92,7 @@ def indefinite_gram(share: float) -> torch.Tensor:
     return ((vectors * values) @ vectors.T).float()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("more", [{}, {"tokens": 1}, {"units": None, "sparsity": 0.3}], ids=str)
 def test_an_indefinite_gram_is_refused_by_every_preset(preset: str, more: dict):
@@ -151,6 +152,7 @@ refused(GramError, "gram is a list; give a torch.Tensor", lambda: swd.solve(weig
 """
 
 
+@pytest.mark.slow
 def test_arguments_of_other_types():
     done = subprocess.run([sys.executable, "-c", OTHER_TYPES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

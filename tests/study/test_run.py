@@ -49,6 +49,7 @@ def test_every_surface_method_and_task_is_there(run):
     assert as_json["settings"]["solver"] == {"preset": "best", "outer_iterations": 4}
 
 
+@pytest.mark.slow
 def test_calibration_from_a_stream(default_model, tasks, run):
     """The same rows, streamed: the same factors, and the number of tokens is known."""
     rows = swd.text_tokens(1024, split="train")
@@ -93,6 +94,7 @@ def test_cards_show_the_surface_on_which_the_task_depends(run):
         assert cards[0].read_edges + cards[0].write_edges == int(f[site].edges_per_unit[int(unit)])
 
 
+@pytest.mark.slow
 def test_factors_may_be_made_on_the_same_model_in_float64(default_model, tasks):
     calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(1024, split="test")
     exact = swd.load_default_model(dtype=torch.float64)
@@ -117,6 +119,7 @@ def test_factors_may_be_made_on_the_same_model_in_float64(default_model, tasks):
     assert run.replacements[0].fidelity == swd.fidelity(default_model, alone, heldout)
 
 
+@pytest.mark.slow
 def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, run, tmp_path):
     """Nothing is solved: the numbers are those of the run that made the factors. Factors of another surface bring it along."""
     heldout, made = swd.text_tokens(1024, split="test"), run.replacements[1].factors
@@ -154,6 +157,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     assert loaded.fidelity_table().equals(finished.fidelity_table())
 
 
+@pytest.mark.slow
 def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, tmp_path):
     """The same calibration, the same budget, and none of the solver's own options; SWD stays what the run is about."""
     site, rows = "blocks.3.mlp_out", swd.text_tokens(1024, split="train")
@@ -198,6 +202,7 @@ def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, t
     assert headline(loaded) == headline(with_pruned)
 
 
+@pytest.mark.slow
 def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
     """By the paper's solver with the paper's settings, whatever the study's are, from the same text; SWD stays the subject."""
     for surface in SURFACES:
@@ -258,6 +263,7 @@ def test_controls_that_need_a_sparsity_are_left_out_where_there_is_none(default_
     assert finished.settings["controls"] == ["neurons", "svd"]
 
 
+@pytest.mark.slow
 def test_where_the_papers_solver_has_too_few_edges(default_model, tasks):
     """By default it is left out there, and the run says so; asked for, it is refused before any work."""
     steps = []

@@ -73,6 +73,7 @@ def whole(model, tmp_path_factory):
 STEPS = ["attribute", "evaluate", "fidelities"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("step", STEPS)
 def test_interrupted_anywhere_it_goes_on_and_gives_the_same_run(model, whole, tmp_path, monkeypatch, step):
     """Every call of a step is interrupted once; what was finished before it is not run again."""
@@ -113,6 +114,7 @@ def test_a_finished_folder_is_read_and_nothing_is_run(model, whole):
     assert comparison["toy"].scores["SVD"].ranking() and not loaded["toy"].scores
 
 
+@pytest.mark.slow
 def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     run = study(model, tmp_path, tasks=[TOY, OTHER], sparsities=(0.5, 0.6), random_b_seeds=2)
@@ -122,6 +124,7 @@ def test_what_is_added_is_run_and_nothing_else(model, whole, tmp_path):
         study(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_pruned_control_may_be_added_and_goes_on_where_it_was_interrupted(model, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     how = {"controls": ("svd", "random_b", "svd_pruned")}
@@ -171,6 +174,7 @@ def test_another_host_is_refused(model, whole):
         study(other, whole)
 
 
+@pytest.mark.slow
 def test_overwrite_starts_again_and_interrupted_goes_on(model, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as patch:

@@ -51,6 +51,7 @@ def test_public_files(shared, gpt2, name):
     assert [e.prompt for e in load_task(path, gpt2, seed=1).train.examples] != train
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_reach_the_papers_numbers(gpt2, family):
     task = load_task(family, gpt2)

@@ -110,6 +110,7 @@ def flipped(path, dice):
 # ---------------------------------------------------------------------------------------------- changed bits
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("state", ["interrupted", "finished"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_flipped_bit_anywhere_is_refused_or_ends_in_the_original_numbers(kind, state, tmp_path):

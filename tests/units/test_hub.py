@@ -45,6 +45,7 @@ def results(tmp_path_factory) -> dict[str, str | None]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", scenario_names())
 def test_with_the_real_client(results, scenario):
     assert results[scenario] is None, results[scenario]

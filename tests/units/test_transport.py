@@ -50,6 +50,7 @@ def raw(request):
     return request.param, model, factors
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("flags", PROCESSINGS.values(), ids=PROCESSINGS)
 def test_transport_gives_the_same_logits_and_the_same_z_there_and_back(raw, flags):
     family, model, factors = raw

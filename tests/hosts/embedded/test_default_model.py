@@ -136,6 +136,7 @@ def test_attention_and_mlps_both_matter(reported):
     assert drop["mlp"] > 0.3
 
 
+@pytest.mark.slow
 def test_ablation_table_has_every_layer_and_leaves_the_model_alone(model, packer):
     table = score.ablation_table(model, packer, "test", n=8)
     assert set(table) == set(FAMILIES)

@@ -80,6 +80,7 @@ def test_a_finished_item_is_not_run_again(finished, model, monkeypatch):
     assert again.as_dict() == result.as_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [_slow("factorize.1"), _slow("fidelities.0"), "evaluate.2"])
 def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, monkeypatch, call):
     folder, _ = finished
@@ -103,6 +104,7 @@ def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, mon
     assert (tmp_path / "controls" / "result.json").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_items_of_a_folder_share_what_they_measure(finished, model, tmp_path):
     folder, _ = finished
     copy = tmp_path / "copy"
@@ -159,6 +161,7 @@ def test_circuits_are_sought_where_a_task_is_judged_and_done(model, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_sites_of_an_item_are_judged_apart_and_adjusted_together(finished, model, tmp_path):
     folder, alone = finished
     copy = tmp_path / "copy"
@@ -203,6 +206,7 @@ def test_bad_settings_are_refused_before_any_work(tmp_path, model):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_an_edit_is_an_item(model, tmp_path):
     how = {"shifts": [-1, 1], "edit_tokens": 512, "lora_rates": [0.08], "other_tokens": 32, "sparsity": 0.5}
     small = {**SMALL, "tasks": {"gendered_pronoun": [8, 4], "greater_than": [8, 4]}}

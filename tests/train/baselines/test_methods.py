@@ -75,6 +75,7 @@ def interrupt(monkeypatch, after):
     monkeypatch.setattr(Engine, "advance", stopping)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_is_uninterrupted_to_the_bit_and_the_host_as_it_was(model, name, tmp_path, monkeypatch):
     before = everything(model)

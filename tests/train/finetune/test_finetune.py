@@ -22,6 +22,7 @@ QUICK = {"progress": False, "steps": 6, "batch_size": 4, "learning_rate": 3e-3}
 KINDS = ("hooked", "bridge", "hooked bf16", "bridge bf16")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_move_the_support_and_the_host_do_not(kind):
     model, factors = factorized(kind)
