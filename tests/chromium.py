@@ -54,6 +54,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
         self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
         downloads = {"behavior": "allow", "downloadPath": str(folder), "eventsEnabled": True}
         self.call("Browser.setDownloadBehavior", **downloads)
@@ -131,8 +132,9 @@ class Browser:
         self._events.clear()
         self.complaints.clear()
         self.requests.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri() + anchor)
-        while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
+        # Of this navigation: on a slow machine the blank page's own event comes after the clearing.
+        loader = self.call("Page.navigate", url=path.resolve().as_uri() + anchor)["loaderId"]
+        while not any(_is_loaded(event, loader) for event in self._events):
             self._keep(self._read())
         self.rest()
 
@@ -220,3 +222,11 @@ class Browser:
         while not path.is_file() and time.monotonic() < end:
             time.sleep(0.05)
         return path
+
+
+def _is_loaded(event: dict[str, Any], loader: str) -> bool:
+    """Whether this event says that the page of this navigation is loaded."""
+    values = event.get("params", {})
+    return (
+        event.get("method") == "Page.lifecycleEvent" and values["name"] == "load" and values.get("loaderId") == loader
+    )

@@ -112,7 +112,7 @@ SMALLEST = ["--sites", "blocks.[23].mlp_out", "--task", "ioi", "-s", "0.5", "-s"
 @pytest.mark.slow
 def test_every_step_is_numbered_and_memory_told(tmp_path, capsys):
     said = run("circuit", "--out", tmp_path, *SMALLEST).stderr
-    numbers = [(int(i), int(n)) for i, n in re.findall(r"^ +\d+ s  (\d+)/(\d+) ", said, re.MULTILINE)]
+    numbers = [(int(i), int(n)) for i, n in re.findall(r"^ *\S+ (?:s|min)  (\d+)/(\d+) ", said, re.MULTILINE)]
     assert numbers == [(i, 16) for i in range(1, 17)]
     assert "none of these sites costs ioi a tenth of the margin" in said  # of the MLPs: names are copied by attention
     (most, unit), (peak, peak_unit) = (
@@ -223,7 +223,7 @@ def test_long_names_leave_the_numbers_whole():
 def test_where_the_screen_chooses_the_number_of_steps_comes_after_it(tmp_path):
     words = ["--sites", "auto", "--task", "ioi", "-s", "0.5", "--controls", "none", *PROMPTS, *SMALL]
     said = run("circuit", "--out", tmp_path, *words).stderr
-    numbers = re.findall(r"^ +\d+ s  (\d+(?:/\d+)?) ", said, re.MULTILINE)
+    numbers = re.findall(r"^ *\S+ (?:s|min)  (\d+(?:/\d+)?) ", said, re.MULTILINE)
     assert numbers == ["1", "2", "3", "4/9", "5/9", "6/9", "7/9", "8/9", "9/9"]
 
 
