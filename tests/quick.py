@@ -18,9 +18,13 @@ def mark_all_but_quick_cases(items: Sequence[pytest.Item]) -> None:
 
 
 def spread(cases: Sequence[Any], n: int) -> list[Any]:
-    """n of them, or all if there are fewer, at even distances from the first on."""
+    """One of each of n equal stretches, or all if there are fewer.
+
+    In each stretch it is a place further on: of a parameter that changes from case to case not always the same value is taken.
+    """
     n = min(n, len(cases))
-    return [cases[i * len(cases) // n] for i in range(n)]
+    shortest = len(cases) // n
+    return [cases[i * len(cases) // n + i % shortest] for i in range(n)]
 
 
 def _by_test(items: Sequence[pytest.Item]) -> list[tuple[list[pytest.Item], int]]:

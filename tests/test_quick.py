@@ -21,15 +21,22 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("n", "expected"), [(1, [0]), (2, [0, 5]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))]
+    ("n", "expected"), [(1, [0]), (2, [0, 6]), (3, [0, 4, 8]), (10, list(range(10))), (99, list(range(10)))]
 )
 def test_they_are_spread_evenly(n, expected):
     assert spread(range(10), n) == expected
 
 
+def test_every_value_of_two_parameters_is_taken():
+    """Four families in four dtypes, the latter changing from case to case: four cases have them all."""
+    cases = [(family, dtype) for family in range(4) for dtype in range(4)]
+    families, dtypes = zip(*spread(cases, 4), strict=True)
+    assert set(families) == set(dtypes) == set(range(4))
+
+
 def test_the_others_are_slow_and_unmarked_tests_are_left_alone():
     many, other, unmarked = ([Case(test, n) for _ in range(4)] for test, n in (("many", 2), ("other", 1), ("un", None)))
     mark_all_but_quick_cases([*many, *unmarked, *other])  # pyright: ignore[reportArgumentType]
-    assert [case.added for case in many] == [[], ["slow"], [], ["slow"]]
+    assert [case.added for case in many] == [[], ["slow"], ["slow"], []]
     assert [case.added for case in other] == [[], ["slow"], ["slow"], ["slow"]]
     assert all(not case.added for case in unmarked)
