@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,13 +28,22 @@ def clock(monkeypatch):
 
 
 def test_a_terminal_gets_bars_and_a_log_lines(monkeypatch):
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert list(tqdm(range(3), desc="walk")) == [0, 1, 2]
     assert "walk" in sys.stderr.getvalue() and "\r" in sys.stderr.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(tqdm(range(3)), Lines) and list(tqdm(range(3), disable=True)) == [0, 1, 2]
     assert sys.stderr.getvalue() == ""
+
+
+def test_a_notebook_gets_bars_and_a_log_of_a_process_that_imported_ipykernel_lines(monkeypatch):
+    IPython = pytest.importorskip("IPython")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert isinstance(tqdm(range(3)), Lines)
+    for config, lines in (({}, True), ({"IPKernelApp": {}}, False)):  # IPython in a terminal whose output is kept; a kernel
+        monkeypatch.setattr(IPython, "get_ipython", lambda config=config: SimpleNamespace(config=config))
+        assert isinstance(tqdm(range(0)), Lines) == lines
 
 
 def test_a_line_every_half_minute_with_what_is_left(clock, capsys):
