@@ -41,7 +41,8 @@ def test_a_notebook_gets_bars_and_a_log_of_a_process_that_imported_ipykernel_lin
     pytest.importorskip("ipykernel")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(tqdm(range(3)), Lines)
-    for config, lines in (({}, True), ({"IPKernelApp": {}}, False)):  # IPython in a terminal whose output is kept; a kernel
+    shell, kernel = {}, {"IPKernelApp": {}}
+    for config, lines in ((shell, True), (kernel, False)):
         monkeypatch.setattr(IPython, "get_ipython", lambda config=config: SimpleNamespace(config=config))
         assert isinstance(tqdm(range(0)), Lines) == lines
 
