@@ -26,6 +26,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import error, visible, visible_token
 from swd_lens.base.figures import ATTENTION, NEGATIVE, POSITIVE
+from swd_lens.base.progress import ipython
 
 _DIGITS = 4  # of a pattern's entries: finer than any screen shows
 # CircuitsVis draws for a white page, and labels heads in white on a colour of their own, some too light to read.
@@ -122,7 +123,7 @@ def _brings_the_script(cell: str | None) -> bool:
 
 def _cell() -> str | None:
     """What the front end calls the cell that is run; None outside a notebook, and where cells share no page."""
-    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = ipython()
     if "google.colab" in sys.modules or not hasattr(shell, "get_parent"):
         return None
     return (shell.get_parent() or {}).get("metadata", {}).get("cellId")

@@ -20,14 +20,15 @@ _told = [-SECONDS]  # when the last line was written
 
 def tqdm(iterable: Iterable[Any] | None = None, **how: Any) -> Any:
     """A bar, or `Lines` where bars would fill a log; arguments as for tqdm.auto.tqdm."""
-    seen = sys.stderr.isatty() or _in_notebook()
+    # That ipykernel was imported does not make a notebook: other packages import it, too.
+    in_notebook = "IPKernelApp" in getattr(ipython(), "config", {})
+    seen = sys.stderr.isatty() or in_notebook
     return (bars if seen or how.get("disable") else Lines)(iterable, **how)
 
 
-def _in_notebook() -> bool:
-    """Whether this is a notebook's kernel. That ipykernel was imported does not say so: other packages do it, too."""
-    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return "IPKernelApp" in getattr(shell, "config", {})
+def ipython() -> Any:
+    """The IPython that runs this code, of a notebook's kernel or of a terminal; None where there is none."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 class Lines:
