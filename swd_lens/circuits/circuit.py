@@ -23,7 +23,8 @@ from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
 from swd_lens.circuits.scores import UnitScores
-from swd_lens.units import Attachment, Units, attach
+from swd_lens.units import Attachment, attach
+from swd_lens.units.coder import is_counted
 from swd_lens.units.keys import read_units
 from swd_lens.units.unit_set import active_edges, require_made_for, sources_by_site
 
@@ -60,7 +61,7 @@ class Circuit(Record):
         """
         units_of = sources_by_site(factors)
         for site, source in units_of.items():
-            if not isinstance(source, Units):
+            if not is_counted(source):
                 raise error("circuit-of-uncounted-edges", site=site, kind=type(source).__name__)
         require_made_for(units_of, scores.settings, "this ranking")
         members = read_units(units, scores.scores)

@@ -20,7 +20,11 @@ SIDES = ("input", "output")
 
 @runtime_checkable
 class Units(Protocol):
-    """What attaching and the circuit code need of a unit source at one site. `swd_lens.units.factors.Factors` are Units."""
+    """What attaching and the circuit code need of a unit source at one site. `swd_lens.units.factors.Factors` are Units.
+
+    For annotations. Nothing may hang on isinstance(source, Units): up to Python 3.11 it asks for the value of each property,
+    from 3.12 on only whether the class has one, so that an SAE that does not know its site passes. Ask `is_counted`.
+    """
 
     @property
     def d_in(self) -> int: ...
@@ -49,6 +53,11 @@ class Units(Protocol):
 
     @property
     def provenance(self) -> Mapping[str, Any]: ...
+
+
+def is_counted(source: Any) -> bool:
+    """Whether a source says how many edges its units have; CoderUnits that lack a width of their site cannot yet."""
+    return all(hasattr(source, name) for name in ("n_units", "edges_per_unit", "valid_units"))
 
 
 # ---------------------------------------------------------------------------------------------- encode / decode

@@ -13,7 +13,7 @@ from torch import nn
 
 from swd_lens.base.errors import UnitSourceError
 from swd_lens.hosts.sites import Site
-from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.coder import CoderUnits, is_counted
 from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
 from tests.micro import random_split, random_tokens, toy_model
@@ -85,7 +85,7 @@ def test_saes_on_an_output():
             assert torch.equal(y, sae(dense(h))), (kind, norm)
             assert torch.equal(seen[0], sae.encode(dense(h))), (kind, norm)
             whole = as_units(sae, Site(1, "mlp_out", D_MLP, D_MODEL))
-            assert isinstance(whole, Units) and whole.edges == UNITS * 2 * D_MODEL
+            assert is_counted(whole) and whole.edges == UNITS * 2 * D_MODEL
 
 
 def test_an_edited_unit_moves_the_output_by_its_write_vector():
@@ -126,7 +126,7 @@ def test_transcoders():
         ((site, units),) = from_saelens(sae).items()
         assert (site, units.reads, units.writes) == ("blocks.1.mlp_out", "input", "output")
         assert torch.equal(units.run(inputs(D_MLP), dense), sae(inputs(D_MLP)))
-        assert units.edges == UNITS * (D_MLP + D_MODEL) and isinstance(units, Units)
+        assert units.edges == UNITS * (D_MLP + D_MODEL) and is_counted(units)
     whole = transcoder(read="ln2.hook_normalized", d_in=D_MODEL)
     ((site, units),) = from_saelens(whole).items()
     assert site == "blocks.1.mlp" and units.provenance["needs_folded_ln"] is True

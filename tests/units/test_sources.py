@@ -13,7 +13,7 @@ from torch import nn
 
 from swd_lens.base.errors import UnitSourceError
 from swd_lens.hosts.sites import Site
-from swd_lens.units.coder import CoderUnits, Units
+from swd_lens.units.coder import CoderUnits, is_counted
 from swd_lens.units.exact import svd_factors
 from swd_lens.units.factors import Factors
 from swd_lens.units.saelens import from_saelens
@@ -69,7 +69,7 @@ def with_site(**fields):
 
 def test_factors_are_units_as_they_are():
     factors = Factors(torch.ones(3, 4), torch.ones(4, 2))
-    assert isinstance(factors, Units)
+    assert is_counted(factors)
     assert as_units(factors, SITE) is factors
 
 
@@ -117,7 +117,7 @@ def test_anything_else_names_what_is_accepted(source):
 
 def test_a_pair_runs_as_written_and_its_bias_is_its_own():
     units = as_units(Coder(), SITE)
-    assert isinstance(units, CoderUnits) and isinstance(units, Units)
+    assert isinstance(units, CoderUnits) and is_counted(units)
     assert (units.d_in, units.d_out, units.n_units) == (3, 2, 4)
     assert units.provenance == {"site": "blocks.1.mlp_out"}
     h = torch.tensor([[[1.0, 2, 3]]])
@@ -297,7 +297,7 @@ def test_a_transcoder_finds_its_site_and_needs_no_dense_product(read, write, sit
     source = transcoder(read, write)
     ((name, units),) = from_saelens(source).items()
     assert (name, units.reads, units.writes, units.d_in, units.d_out) == (site, "input", "output", 4, 5)
-    assert isinstance(units, Units) and units.edges_per_unit.tolist() == [9] * 6
+    assert is_counted(units) and units.edges_per_unit.tolist() == [9] * 6
     h = torch.randn(2, 3, 4)
     assert torch.equal(units.run(h, dense=never), source(h))
 
@@ -331,17 +331,18 @@ def test_what_an_sae_needs_of_its_host_is_recorded(hook, expected):
 
 def test_an_sae_does_not_see_all_of_its_site_until_it_is_told():
     (units,) = from_saelens(sae()).values()
-    assert (units.d_in, units.d_out) == (0, 4) and not isinstance(units, Units)
+    assert (units.d_in, units.d_out) == (0, 4)
     assert repr(units) == "CoderUnits(blocks.1.mlp_out: Sae, (?, 4) -> 6 units, reads output, writes output)"
     with pytest.raises(AttributeError, match=r"as_units\(units, site\) fills in .*d_in=0, d_out=4"):
         _ = units.sparsity
     whole = as_units(units, Site(1, "mlp_out", 9, 4))
-    assert whole.d_in == 9 and isinstance(whole, Units)
+    assert whole.d_in == 9 and is_counted(whole)
     assert whole.edges_per_unit.tolist() == [2 * 4] * 6
     assert repr(whole) == (
         "CoderUnits(blocks.1.mlp_out: Sae, (9, 4) -> 6 units, reads output, writes output, 48 edges, s=-0.3333)"
     )
     (on_input,) = from_saelens(sae("blocks.1.mlp.hook_post")).values()
+    assert not is_counted(on_input)
     with pytest.raises(AttributeError, match="cannot be counted yet"):
         _ = on_input.edges_per_unit
     assert as_units(on_input, Site(1, "mlp_out", 4, 7)).edges_per_unit.tolist() == [4 + 7] * 6
