@@ -226,8 +226,12 @@ def _inverse(normal: Float[Tensor, "unit unit"], rho: float, spec: DsfSpec) -> F
     """
     shifted = normal.clone()
     shifted.diagonal().add_(rho)
-    reference = spec.arithmetic == "reference"
-    inverse, info = torch.linalg.inv_ex(shifted) if reference else torch.linalg.cholesky_ex(shifted)
+    if spec.arithmetic != "reference":
+        triangle, info = torch.linalg.cholesky_ex(shifted)
+        if int(info) == 0:
+            return torch.cholesky_inverse(triangle)
+        # Beside a large N of low rank, rho may be lost to rounding: Cholesky fails, LU need not.
+    inverse, info = torch.linalg.inv_ex(shifted)
     if int(info) != 0:
         raise error("weight-of-tied-entries")
-    return inverse if reference else torch.cholesky_inverse(inverse)
+    return inverse

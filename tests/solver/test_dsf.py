@@ -4,13 +4,11 @@ Equivariances are tested in float64: choosing a support amplifies rounding, and 
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -238,22 +236,6 @@ def test_matmul_precision_is_highest_inside_and_restored_even_after_an_error():
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one setting")
-def test_the_newer_precision_setting_is_kept_too():
-    """torch refuses to mix its two settings in one process: a fresh one."""
-    program = """
-import torch
-from swd_lens.solver import solve
-matmul = torch.backends.cuda.matmul
-matmul.fp32_precision = "tf32"
-seen = []
-weight = torch.randn(20, 32)
-solve(weight, preset="paper", outer_iterations=4, on_iteration=lambda step: seen.append(matmul.fp32_precision))
-assert seen == ["ieee"] * 4 and matmul.fp32_precision == "tf32", (seen, matmul.fp32_precision)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_autocast_and_default_dtype_outside_do_not_reach_inside():
     weight, gram = weight_of((20, 32)), gram_of(20)
     plain = solve(weight, gram)
@@ -279,6 +261,8 @@ def test_autocast_and_default_dtype_outside_do_not_reach_inside():
     arithmetic=st.sampled_from(["reference", "clean"]),
     seed=st.integers(0, 1000),
 )
+# Cholesky fails: rho is lost to rounding beside a Gram of rank one.
+@example(d_in=10, d_out=3, sparsity=0.125, rank=1, calibrated=True, arithmetic="clean", seed=74)
 def test_any_shape_sparsity_and_degenerate_gram(d_in, d_out, sparsity, rank, calibrated, arithmetic, seed):
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(d_in, d_out, generator=g)
