@@ -8,8 +8,8 @@ Generators keep jaxtyping's wrapper, since beartype alone checks their arguments
 
 Checking all annotations on all calls takes half of the suite's time. So a function is checked if it takes or gives an array:
 shapes and dtypes are what pyright, which has read all the others, cannot see. Of its calls within one test the first `CALLS`
-are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it in a second
-run, everything is checked on every call.
+are checked: the thousands that a loop makes after them say the same. With SWD_LENS_TYPES=all, as .ci/run has it, everything is
+checked on every call.
 """
 
 import builtins
@@ -19,6 +19,7 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import typing
 from types import CodeType, FunctionType
 from typing import Any
@@ -30,7 +31,8 @@ from beartype import BeartypeConf, beartype
 EVERYTHING = os.environ.get("SWD_LENS_TYPES") == "all"
 CALLS = math.inf if EVERYTHING else 4
 _jaxtyped = jaxtyping.jaxtyped
-_checking = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+# The tower: an int is a float, as it is for pyright.
+_checking = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError, is_pep484_tower=True))
 _GLOBALS = {"__name__": __name__, "__builtins__": builtins}
 _tests = itertools.count()
 _test = next(_tests)  # the number of the test that runs
@@ -40,8 +42,26 @@ _generated: dict[CodeType, FunctionType] = {}  # code of a function -> beartype'
 def install() -> None:
     """For modules of swd_lens that are imported from now on."""
     jaxtyping.jaxtyped = checked
-    if attributes := getattr(typing, "_get_protocol_attrs", None):  # Python 3.10 and 3.11 list them anew for each check
-        typing._get_protocol_attrs = functools.cache(attributes)  # pyright: ignore[reportAttributeAccessIssue]
+    if sys.version_info < (3, 12):
+        _look_at_protocols_as_python_3_12_does()
+
+
+def _look_at_protocols_as_python_3_12_does() -> None:
+    """isinstance of a protocol of ours asks which attributes there are, and never for a property's value.
+
+    Python 3.10 and 3.11 ask for the value, which counts all edges of a site for each check of `Units`. And what hangs on the
+    value there goes another way from 3.12 on.
+    """
+    kind = typing._ProtocolMeta  # pyright: ignore[reportAttributeAccessIssue]
+    names, given = functools.cache(typing._get_protocol_attrs), kind.__instancecheck__  # pyright: ignore[reportAttributeAccessIssue]
+
+    def check(cls: Any, instance: Any) -> bool:
+        if not (cls._is_protocol and cls.__module__.startswith("swd_lens")):
+            return given(cls, instance)
+        own = getattr(instance, "__dict__", ())
+        return all(hasattr(type(instance), name) or name in own for name in names(cls))
+
+    kind.__instancecheck__ = check
 
 
 def next_test() -> None:

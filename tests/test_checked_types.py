@@ -1,6 +1,9 @@
 """Annotations are checked in the tests: shapes against each other, results, dataclasses, and the package's own functions."""
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,9 @@ from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
+import swd_lens
 from swd_lens.base import divergence
+from swd_lens.units.coder import Units
 from tests.checked_types import checked
 
 
@@ -66,3 +71,31 @@ def test_the_packages_own_functions_are_checked():
         divergence.kl(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(TypeCheckError):
         divergence.DensePredictions(torch.zeros(1, 2, 3), torch.zeros(1, 3, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------------------------------- protocols
+
+
+def test_isinstance_of_a_protocol_asks_for_no_value():
+    class Counted:
+        d_in = d_out = n_units = edges = sparsity = provenance = valid_units = 0
+
+        @property
+        def edges_per_unit(self) -> Any:
+            raise AssertionError("asked for")
+
+    assert isinstance(Counted(), Units) and not isinstance(object(), Units)
+
+
+def test_no_behaviour_hangs_on_isinstance_of_a_protocol_with_properties():
+    """Up to Python 3.11 it asks for the properties' values, from 3.12 on it does not."""
+    files = sorted(Path(swd_lens.__file__).parent.rglob("*.py"))
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    kinds = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    protocols = {kind.name for kind in kinds if any(ast.unparse(base).startswith("Protocol") for base in kind.bases)}
+    asking = {kind.name for kind in kinds if kind.name in protocols and "@property" in ast.unparse(kind)}
+    assert {"Units", "Backend"} <= asking and "Host" in protocols - asking
+    calls = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asked = [ast.unparse(call) for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
+    assert len(asked) > 100
+    assert not [call for call in asked if asking & {n.id for n in ast.walk(ast.parse(call)) if isinstance(n, ast.Name)}]

@@ -281,7 +281,7 @@ def _prune_flops(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> fl
     return pruned + (spec.swaps + 1) * (choosing + refitting) + SWAP_REFIT_ROUNDS * refitting
 
 
-def _prune_entries(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> float:
+def _prune_entries(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> int:
     # Target, magnitudes, their order and unit (eight bytes each), support, pruned; conjugate gradients' seven; both factors.
     pruning = (9 + 7 * calibrated) * d_in * d_out + max(d_in, d_out) ** 2
     if spec.swaps == 0:
@@ -291,7 +291,7 @@ def _prune_entries(d_in: int, d_out: int, calibrated: bool, spec: PruneSpec) -> 
     return 3 * weights + 4 * n * (d_in + d_out) + _swap_entries(d_in, d_out, n) + 4 * d_in * d_in * calibrated
 
 
-def _swap_entries(d_in: int, d_out: int, n: int) -> float:
+def _swap_entries(d_in: int, d_out: int, n: int) -> int:
     factors = n * (d_in + d_out)
     # What each entry is worth, its order, place and mark; or supports and conjugate gradients' seven.
     return max(10 * factors, 2 * factors + 8 * max(d_in, d_out) * n + 2 * n * n)
