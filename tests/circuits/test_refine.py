@@ -32,7 +32,7 @@ def planted(reads, writes, scores, means=None):
 @pytest.fixture(scope="module")
 def toy():
     model = toy_model()
-    factors = swd_zero_data(model, "all")
+    factors = swd_zero_data(model, "*.mlp_out")
     return model, factors, attribute(model, factors, TRAIN)
 
 
@@ -103,18 +103,17 @@ def test_never_dearer_than_the_best_prefix_and_sufficient_on_train(toy, every_pr
         assert "refined" in shown or "->" in shown
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("ablation", ["zero", "resample"])
-def test_no_single_unit_of_the_refined_circuit_can_go(toy, ablation):
+@pytest.mark.parametrize(("ablation", "least"), [("zero", 1.02), ("resample", 1.02)])
+def test_no_single_unit_of_the_refined_circuit_can_go(toy, ablation, least):
     model, factors, scores = toy
-    found = refine(model, factors, TRAIN, scores, sufficiency=0.8, ablation=ablation, rounds=0)
+    found = refine(model, factors, TRAIN, scores, sufficiency=least, ablation=ablation, rounds=0)
     assert found.refined.n_edges < found.prefix.n_edges
     without = {
         str(i): replace(found.refined, units=found.refined.units[:i] + found.refined.units[i + 1 :])
         for i in range(found.refined.n_units)
     }
     rows = judge(model, factors, TRAIN, {"all": found.refined, **without}, ablation=ablation)
-    assert rows["sufficiency"][0] >= 0.8 - 1e-6 and (rows["sufficiency"][1:] < 0.8 + 1e-6).all()
+    assert rows["sufficiency"][0] >= least - 1e-6 and (rows["sufficiency"][1:] < least + 1e-6).all()
 
 
 @pytest.mark.slow

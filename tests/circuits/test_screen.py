@@ -23,7 +23,7 @@ HOOKS = {"mlp_out": "hook_mlp_out", "attn_o": "hook_attn_out"}
 @pytest.fixture(scope="module", params=KINDS)
 def host(request):
     model = swd.load_default_model(kind=request.param)
-    return model, [swd.load_task(name, model, n_train=12, n_test=8) for name in ("ioi", "greater_than")]
+    return model, [swd.load_task(name, model, n_train=5, n_test=5) for name in ("ioi", "greater_than")]
 
 
 def by_hooks(model, split, names, last_only, each=False):
@@ -31,7 +31,7 @@ def by_hooks(model, split, names, last_only, each=False):
     points = {name: f"blocks.{name.split('.')[1]}.{HOOKS[name.split('.')[2]]}" for name in names}
     seen = {name: [] for name in names}
     for tokens in split.tokens:
-        _, cache = model.run_with_cache(tokens[None], prepend_bos=False)
+        _, cache = model.run_with_cache(tokens[None], prepend_bos=False, names_filter=list(points.values()))
         for name, point in points.items():
             seen[name].append(cache[point][0, -1:] if last_only else cache[point][0])
 
@@ -74,7 +74,7 @@ def test_margins_are_those_of_hooks_that_put_means_in_place(host, positions):
 
 def test_each_position_by_its_own_mean(host):
     model, (task, _) = host
-    aligned = replace(task, train=aligned_prompts(model, task, 8).split)
+    aligned = replace(task, train=aligned_prompts(model, task, 5).split)
     screened = swd.screen(model, aligned, sites=["attn_o", "mlp_out"], positions="each").tasks["ioi"]
     for names in (["blocks.0.mlp_out"], ["blocks.2.attn_o"], [f"blocks.{layer}.attn_o" for layer in range(4)]):
         expected = by_hooks(model, aligned.train, names, False, each=True)
@@ -129,9 +129,9 @@ def test_shortcuts_change_nothing_on_other_hosts(family, monkeypatch):
 
 def test_what_is_shown_saved_and_chosen(host, tmp_path):
     model, tasks = host
-    screened = swd.screen(model, tasks, sites=["attn_o", "mlp_out"], surfaces={"late": "blocks.3.*"}, n_prompts=8)
+    screened = swd.screen(model, tasks, sites=["attn_o", "mlp_out"], surfaces={"late": "blocks.3.*"}, n_prompts=4)
     assert screened.settings["prepend_bos"] == {"ioi": True, "greater_than": True}
-    assert screened.settings["prompts"] == {"ioi": 8, "greater_than": 8} and list(screened.surfaces) == ["late"]
+    assert screened.settings["prompts"] == {"ioi": 4, "greater_than": 4} and list(screened.surfaces) == ["late"]
     table = screened.table(2)
     assert list(table["task"]) == ["ioi"] * 3 + ["greater_than"] * 3 and set(table["without"]) >= {"late"}
     result = screened.tasks["ioi"]

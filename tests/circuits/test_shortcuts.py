@@ -50,11 +50,19 @@ def slow_logits(model, tokens, masks, values, positions):
     return torch.stack(rows).unflatten(0, (-1, len(tokens)))
 
 
-@pytest.mark.quick_cases(6)
-@pytest.mark.parametrize("pos", [1, 6])
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(("positions", "keeps"), [("scoring", True), ("scoring", False), ("all", False)])
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    ("positions", "keeps", "layer", "known", "pos"),
+    [  # every pair of values, and all that shortens at once in block 0, too
+        ("scoring", True, 0, True, 6),
+        ("scoring", True, 0, False, 1),
+        ("scoring", True, 1, True, 6),
+        ("scoring", False, 0, True, 6),
+        ("scoring", False, 1, False, 1),
+        ("all", False, 0, False, 6),
+        ("all", False, 1, True, 1),
+    ],
+)
 def test_every_road_gives_the_logits_of_whole_runs(model, every, positions, keeps, layer, known, pos):
     """Sites of block `layer` on, or the block's mlp_out alone and the sites of later blocks."""
     chosen = [
@@ -138,9 +146,15 @@ def lie(monkeypatch, model, name):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("name", ["residual", "freeze_prefix"])
-@pytest.mark.parametrize("positions", ["scoring", "all"])
-@pytest.mark.parametrize("site", [LAST, "blocks.1.attn_o"])
+@pytest.mark.parametrize(
+    ("site", "positions", "name"),  # every pair of values
+    [
+        (LAST, "scoring", "residual"),
+        (LAST, "all", "freeze_prefix"),
+        ("blocks.1.attn_o", "scoring", "freeze_prefix"),
+        ("blocks.1.attn_o", "all", "residual"),
+    ],
+)
 def test_a_host_that_lies_changes_no_number(model, every, monkeypatch, positions, site, name):
     factors = {site: every[site]}
     how = {"score": "ablation", "positions": positions, "sign": "signed"}
@@ -162,7 +176,7 @@ def test_a_host_that_lies_changes_no_number(model, every, monkeypatch, positions
 
 def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, every, monkeypatch):
     kept = attribute(model, every, TRAIN)
-    curve = evaluate(model, every, SPLIT, kept, kl=True)
+    curve = evaluate(model, every, SPLIT, kept, kl=True, grid=[0, 9])
     monkeypatch.setattr(type(host_of(model)), "freeze_prefix", lambda self, tokens, begun=None: None)
     whole = attribute(model, every, TRAIN)
     assert whole.settings == kept.settings
@@ -170,7 +184,7 @@ def test_a_host_that_keeps_no_prefix_gives_the_same_scores_and_curves(model, eve
         torch.testing.assert_close(whole.scores[site], kept.scores[site], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(whole.means[site], kept.means[site], rtol=1e-5, atol=1e-6)
     # The same scores again, so that both judge the same prefixes.
-    again = evaluate(model, every, SPLIT, kept, kl=True)
+    again = evaluate(model, every, SPLIT, kept, kl=True, grid=[0, 9])
     np.testing.assert_allclose(again.rows.to_numpy(), curve.rows.to_numpy(), rtol=1e-5, atol=1e-5)
 
 
@@ -223,7 +237,7 @@ def test_replacements_of_the_same_sites_share_what_was_found(model, monkeypatch)
     curves = []
     for units in methods:
         scores = attribute(model, units, TRAIN, dense=dense)
-        curves.append(evaluate(model, units, SPLIT, scores, dense=dense, bootstrap=0))
+        curves.append(evaluate(model, units, SPLIT, scores, dense=dense, grid=[0, 9], bootstrap=0))
     assert searched == [LAST] * 2 + [FIRST] * 2 + [LAST] * 4
-    alone = evaluate(model, methods[1], SPLIT, attribute(model, methods[1], TRAIN), bootstrap=0)
+    alone = evaluate(model, methods[1], SPLIT, attribute(model, methods[1], TRAIN), grid=[0, 9], bootstrap=0)
     torch.testing.assert_close(curves[1].margins["keep"], alone.margins["keep"], atol=1e-5, rtol=1e-5)

@@ -1,7 +1,19 @@
 """What several tests of the command line start from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+
+from swd_lens.solver import PRESETS
+
+
+@pytest.fixture(scope="package", autouse=True)
+def few_alternations():
+    """The paper's solver is a usual control: most of a small command's time, and how good it is is no matter here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "paper", replace(PRESETS["paper"], outer_iterations=4))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.forks import run_forked
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "1024", "--outer-iterations", "4"]
 PROMPTS = ["--n-train", "20", "--n-test", "10"]
+FEW = [*SMALL, *PROMPTS, "--preset", "quick", "--controls", "none"]  # where it is no matter what stands beside SWD
 
 
 def run(*arguments):
@@ -117,46 +119,44 @@ def test_circuit_chooses_the_sites_that_the_tasks_need(tmp_path):
     assert result.exit_code == 0, result.output
     screened = swd.Run.load(tmp_path).screen
     assert len(screened.sites) == 16 and screened.choose() == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
-    assert json.loads(result.stdout)["settings"]["surfaces"] == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
+    printed = json.loads(result.stdout)
+    assert printed["settings"]["surfaces"] == {"blocks.3.attn_o": ["blocks.3.attn_o"]}
+    assert [curve["method"] for curve in printed["circuits"]] == ["SWD s=0.5"]  # --controls none
+    # How many steps there are is known once the screen has chosen.
+    numbers = re.findall(r"^ *\S+ (?:s|min)  (\d+(?:/\d+)?) ", result.stderr, re.MULTILINE)
+    assert numbers == ["1", "2", "3", "4/9", "5/9", "6/9", "7/9", "8/9", "9/9"]
     refused = run("circuit", "--out", tmp_path / "b", "--sites", "auto", "--task", "succession", *SMALL, *PROMPTS)
     said = " ".join(refused.stderr.split())
     assert refused.exit_code == 1 and "the model does none of these tasks (succession)" in said
     assert "succession: the dense model does not do this task" in said
 
 
-@pytest.mark.slow
-def test_tables_are_printed_without_json(tmp_path):
-    result = run(
-        "circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *SMALL, *PROMPTS
-    )
-    assert result.exit_code == 0, result.output
-    for text in ("Fidelity of blocks.3.mlp_out", "SWD s=0.75", "SVD", "Circuits in blocks.3.mlp_out", "report.html"):
-        assert text in result.stdout
-    assert max(len(line) for line in result.stdout.splitlines()) <= 80
-
-
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("controls", "wanted"),
+    ("controls", "sparsities", "wanted"),
     [
-        ("svd,random_b", ["SWD s=0.5", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]),
-        ("pruned,svd_pruned", ["SWD s=0.5", "Neurons pruned s=0.5", "SVD pruned s=0.5"]),
-        ("paper,pruned", ["SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5"]),
-        ("none", ["SWD s=0.5"]),
+        ("svd,random_b", [], ["SWD s=0.5", "SWD s=0.75", "SVD", "Random-B/0", "Random-B/1", "Random-B/2"]),
+        pytest.param(
+            "paper,pruned,svd_pruned",
+            ["-s", "0.5"],
+            ["SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "SVD pruned s=0.5"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_controls_and_ablation(tmp_path, controls, wanted):
-    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", "-s", "0.5"]
+def test_controls_ablation_and_tables(tmp_path, controls, sparsities, wanted):
+    arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "gendered_pronoun", *sparsities]
     result = run(*arguments, "--ablation", "zero", "--controls", controls, *SMALL, *PROMPTS)
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "run.json").read_text())
-    assert [curve["method"] for curve in saved["circuits"]] == wanted
+    assert sorted(curve["method"] for curve in saved["circuits"]) == sorted(wanted)
     assert saved["settings"]["ablation"] == "zero" and {c["settings"]["ablation"] for c in saved["circuits"]} == {
         "zero"
     }
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(name in page for name in wanted) and "ablation=&#39;zero&#39;" in page
     assert ("Random-B" in result.stdout) == ("Random-B/0" in wanted)
+    for text in ("Fidelity of blocks.3.mlp_out", "Circuits in blocks.3.mlp_out", "report.html", *wanted[:2]):
+        assert text in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
@@ -180,7 +180,7 @@ def test_a_local_checkpoint_and_an_auto_circuit_file(tmp_path, gpt2_folder):
         "--sites",
         "attn_qkv",
     ]
-    result = run(*arguments, "--task", tmp_path / "names.json", "--text", text, "-s", "0.5", *SMALL, *PROMPTS, "--json")
+    result = run(*arguments, "--task", tmp_path / "names.json", "--text", text, "-s", "0.5", *FEW, "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     surfaces = next(iter(printed["settings"]["surfaces"].values()))
@@ -240,7 +240,7 @@ def test_a_failing_step_fails_the_command(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(cli.circuits, "write_report", broken)
-    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", *SMALL, *PROMPTS)
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
     assert result.exit_code == 1 and "disk full" in result.stderr
 
 
@@ -253,9 +253,7 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path, monkeypatch, where):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupted)
-    result = run(
-        "circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *SMALL, *PROMPTS
-    )
+    result = run("circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5", *FEW)
     assert result.exit_code == 130
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".part")]
     assert not (tmp_path / "report.html").exists()
@@ -342,7 +340,7 @@ def test_version_and_help():
 
 def test_report_is_made_again_without_a_model(tmp_path, monkeypatch):
     arguments = ["circuit", "--out", tmp_path, "--sites", "blocks.3.mlp_out", "--task", "ioi", "-s", "0.5"]
-    made = run(*arguments, *SMALL, *PROMPTS, "--json")
+    made = run(*arguments, *FEW, "--json")
     assert made.exit_code == 0, made.output
     page, numbers = (tmp_path / "report.html").read_bytes(), json.loads(made.stdout)
     (tmp_path / "report.html").unlink()
@@ -402,7 +400,7 @@ def test_a_command_has_the_allocator_keep_what_it_frees(words, times, monkeypatc
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones():
-    done = subprocess.run([sys.executable, "-c", program("circuits")], capture_output=True, text=True)
+    done = run_forked(program("circuits"))
     assert done.returncode == 2 and "No such command 'circuits'" in done.stderr and "circuit" in done.stderr
 
 

@@ -1,11 +1,8 @@
 """swd-lens finetune and train-baseline: folders that Python reads, the same command going on, settings, and what is refused."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from swd_lens import cli
 from swd_lens.cli.baselines import parsed_settings
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
+from tests.forks import run_forked
 
 SMALL = ["--tokens", "2048", "--heldout-tokens", "1024", "--n-tokens", "3072"]
 
@@ -248,9 +246,7 @@ def test_killed_and_called_again_gives_the_same_files(tmp_path):
         folder = tmp_path / command / name
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
-    dying = [subprocess.Popen([sys.executable, "-c", DIES, *words(c, "killed")], env=environment) for c in KILLED]
-    assert [process.wait() for process in dying] == [-signal.SIGKILL] * 2
+    assert [run_forked(DIES, *words(c, "killed")).returncode for c in KILLED] == [-signal.SIGKILL] * 2
     threads = torch.get_num_threads()
     try:
         for command in KILLED:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.storage import UNNAMED
 from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
-from tests.forks import run_forked
+from tests.forks import Child, Died, run_forked
 from tests.micro import random_tokens, toy_model
 from tests.units.test_folder import in_a_thread
 
@@ -155,54 +154,33 @@ def test_starting_again_is_refused_while_a_shard_is_made(model, tmp_path, monkey
 
 # ---------------------------------------------------------------------------------------------- killed, and workers
 
-FACTORIZE = """
-import sys
-import swd_lens as swd
-from tests.factorization.test_folder import SLOW, TOKENS
-from tests.micro import toy_model
-workers = sys.argv[2] if sys.argv[2] == "ray" else int(sys.argv[2])
-swd.factorize(toy_model(), "all", **SLOW, tokens=TOKENS, out=sys.argv[1], workers=workers, threads=1)
-"""
 SLOW = {**QUICK, "outer_iterations": 300}
 
 
-def started(out: Path, workers: str) -> subprocess.Popen:
-    environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    return subprocess.Popen(
-        [sys.executable, "-c", FACTORIZE, str(out), workers],
-        cwd=ROOT,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def until(condition, process: subprocess.Popen) -> None:
-    end = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.02)
+def factorize(out: Path | None, workers: int = 1) -> FactorSet:
+    return swd.factorize(toy_model(), "all", **SLOW, tokens=TOKENS, out=out, workers=workers, threads=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["1", "2", "ray"])
-def test_two_processes_one_is_killed_and_the_other_goes_on(model, tmp_path, workers):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_processes_one_is_killed_and_the_other_goes_on(tmp_path, workers):
     """The second is refused while the first runs; killed, the first leaves a lock that is free, and the bits stay."""
-    if workers == "ray":
-        pytest.importorskip("ray")
     out = tmp_path / "out"
-    with started(out, workers) as first:
-        until(lambda: (out / "factors.json").is_file(), first)
-        with started(out, "1") as second:
-            refusal = second.communicate()[1]
-        if first.poll() is None:  # it had not finished meanwhile
-            assert second.returncode != 0 and "FolderInUseError" in refusal, refusal
-        first.send_signal(signal.SIGKILL)
+    first = Child(lambda: len(factorize(out, workers)))
+    end = time.monotonic() + 300
+    while not (out / "factors.json").is_file():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with pytest.raises(FolderInUseError):
+        factorize(out)
+    first.kill()
+    with pytest.raises(Died):
+        first.wait(60)
     finished = list(FactorSet.load(out))
     assert finished == ALL[: len(finished)]
-    resumed = swd.factorize(model, "all", **SLOW, tokens=TOKENS, out=out, threads=1)
+    resumed = factorize(out)
     assert_same(FactorSet.load(out), resumed)
-    assert_same(resumed, swd.factorize(model, "all", **SLOW, tokens=TOKENS, threads=1), provenance=False)
+    assert_same(resumed, factorize(None), provenance=False)
     assert sorted(path.suffix for path in out.iterdir()) == [".json", *[".safetensors"] * len(ALL)]
 
 

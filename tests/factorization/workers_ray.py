@@ -1,4 +1,5 @@
 """On a local Ray cluster of two workers: one is killed in the middle of its task; the bits stay those of one process.
+A set of factors goes to a worker, too.
 
 Run by tests/factorization/test_workers.py in a process of its own. Prints its verdict last.
 """
@@ -6,6 +7,7 @@ Run by tests/factorization/test_workers.py in a process of its own. Prints its v
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -16,6 +18,7 @@ import torch
 
 from swd_lens.base.errors import SparsityError
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
+from swd_lens.units.factors import FactorSet
 
 LONG = "blocks.1.mlp_out"
 
@@ -60,6 +63,21 @@ def same_bits(one: Solved, other: Solved) -> bool:
     )
 
 
+def factor_set(solved: list[Solved]) -> FactorSet:
+    return FactorSet({each.site: each.factors for each in solved})
+
+
+def sums_of(factors: FactorSet) -> dict[str, float]:
+    return {name: float(f.product().sum()) for name, f in factors.items()}
+
+
+def sums_on_ray(solved: list[Solved]) -> dict[str, float]:
+    """A set that was loaded from files, sent to a worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        factor_set(solved).save(folder)
+        return ray.get(ray.remote(sums_of).remote(FactorSet.load(folder)))
+
+
 def main() -> None:
     with open_workers(1, threads=1) as workers:
         here = list(workers.solve(tasks()))
@@ -78,6 +96,7 @@ def main() -> None:
             sys.exit("a sparsity of 1.5 went through")
         except SparsityError as error:
             assert str(error).startswith("bad (4, 4): ") and "Traceback" in str(error.__cause__), error
+    assert sums_on_ray(there) == sums_of(factor_set(there)), "a loaded set is another one in a worker"
     assert ray.is_initialized(), "a cluster that was there before must stay"
     ray.shutdown()
     retried = [str(w.message) for w in caught if f"{LONG} died" in str(w.message)]

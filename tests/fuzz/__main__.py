@@ -26,8 +26,6 @@ from tests.fuzz.writers import Rounds
 # Section -> how many are tried in one child.
 BATCHES = {"case": 50, "kill": 5, "round": 5, "disk": 10}
 _SECONDS = 600  # of a batch
-# Kinds whose things are made in a moment: the quick test's.
-QUICK = ("factors", "circuit", "transcoder units", "allocation", "graph", "edit", "labels", "task, JSON lines")
 
 
 class State:
@@ -138,9 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--disks", type=int, default=0, help="full, read-only and impossible places")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="children at a time")
-    parser.add_argument(
-        "--kinds", nargs="*", default=None, help="only these kinds of cases ('quick': those made in a moment)"
-    )
+    parser.add_argument("--kinds", nargs="*", default=None, help="only these kinds of cases")
     parser.add_argument("--state", type=Path, default=None, help="JSON file of what is done; default: none")
     parser.add_argument("--fresh", action="store_true", help="begin again, whatever the state says")
     parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so many seconds")
@@ -149,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep", type=Path, default=None, help="with --replay: keep the damaged things of cases here")
     asked = parser.parse_args(arguments)
-    kinds = list(QUICK) if asked.kinds == ["quick"] else asked.kinds or list(KINDS)
+    kinds = asked.kinds or list(KINDS)
     prepare()
     with ExitStack() as stack:
         ready: dict[str, Callable[[int], Outcome]] = {}

@@ -65,6 +65,14 @@ def run(host: Any) -> Run:
         return run_study(host, surfaces, tasks, calibration_tokens=text, heldout_tokens=text.flip(0), **options)
 
 
+@pytest.fixture(scope="session")
+def small(run: Run) -> Run:
+    """One surface of the run, without cards and attention: a page takes as long to make as its pictures."""
+    surface, comparison = next(iter(run.comparisons.items()))
+    replacements = [r for r in run.replacements if r.surface == surface]
+    return replace(run, replacements=replacements, comparisons={surface: comparison}, cards=[], attention=[])
+
+
 def with_screen(run: Run) -> Run:
     """The run with a screen of three sites and a surface: a task that is done well, and one of which half is done."""
     names = ("blocks.0.attn_qkv", "blocks.1.attn_o", "blocks.1.mlp_out", f"all {HOSTILE_SURFACE}")

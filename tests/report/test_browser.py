@@ -61,11 +61,11 @@ def _run_chromium(folder: Path, options: list[str], page: Path) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
 
 
-def _probed(page: str, folder: Path, options: list[str]) -> dict[str, dict[str, Any]]:
+def _probed(page: str, folder: Path, options: list[str], widths: tuple[int, ...] = WIDTHS) -> dict[str, dict[str, Any]]:
     """Width -> what the probe found there."""
     inside = html.escape(page.replace("<head>", f"<head>{RECORDER}", 1))
     assert RECORDER in html.unescape(inside)
-    frames = "".join(f'<iframe width="{width}" height="800" srcdoc="{inside}"></iframe>' for width in WIDTHS)
+    frames = "".join(f'<iframe width="{width}" height="800" srcdoc="{inside}"></iframe>' for width in widths)
     outer = folder / "outer.html"
     probe = (Path(__file__).parent / "probe.js").read_text(encoding="utf-8")
     outer.write_text(OUTER.format(frames=frames, probe=probe), encoding="utf-8")
@@ -92,23 +92,24 @@ def _full(run: Run, host: Any) -> Run:
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("options", [[], DARK], ids=["light", "dark"])
+@pytest.mark.parametrize(("options", "widths"), [([], WIDTHS), (DARK, WIDTHS[1:])], ids=["light", "dark"])
 def test_the_report_fits_is_accessible_and_its_heads_can_be_chosen(
-    run: Run, host: Any, tmp_path: Path, options: list[str]
+    run: Run, host: Any, tmp_path: Path, options: list[str], widths: tuple[int, ...]
 ) -> None:
+    """In the dark other colours; what fits is the same."""
     full = _full(run, host)
-    found = _probed(render_report(full), tmp_path, options)
+    found = _probed(render_report(full), tmp_path, options, widths)
     heads = sum(len(view.names) for view in full.attention)
-    for width in WIDTHS:
+    for width in widths:
         assert found[str(width)] == {"wrong": [], "panels": len(full.attention), "buttons": heads}
 
 
 @pytest.mark.slow
-def test_the_unit_graph_unfolds_and_draws_itself(run: Run, host: Any, tmp_path: Path) -> None:
+def test_the_unit_graph_unfolds_and_draws_itself(small: Run, host: Any, tmp_path: Path) -> None:
     section = section_with_graph(host)
     assert section.graph is not None
     path = tmp_path / "report.html"
-    path.write_text(render_report(replace(run, attention=[], extras=[section])), encoding="utf-8")
+    path.write_text(render_report(replace(small, extras=[section])), encoding="utf-8")
     with Browser(tmp_path) as browser:
         browser.size(1200, 900)
         browser.open(path)
@@ -139,8 +140,8 @@ def test_the_demos_own_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_without_panels_fits(run: Run, tmp_path: Path) -> None:
-    found = _probed(render_report(replace(with_cards(run, HOSTILE), attention=[])), tmp_path, [])
+def test_a_report_without_panels_fits(run: Run, small: Run, tmp_path: Path) -> None:
+    found = _probed(render_report(replace(small, cards=with_cards(run, HOSTILE).cards)), tmp_path, [])
     assert found == {str(width): {"wrong": [], "panels": 0, "buttons": 0} for width in WIDTHS}
 
 
@@ -154,9 +155,9 @@ def test_a_notebook_cell_draws_itself_alone_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_paper_there_are_pictures_and_everything_is_unfolded(run: Run, tmp_path: Path) -> None:
+def test_on_paper_there_are_pictures_and_everything_is_unfolded(run: Run, small: Run, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(render_report(run), encoding="utf-8")
+    page.write_text(render_report(replace(small, attention=run.attention)), encoding="utf-8")
     pdf = tmp_path / "report.pdf"
     _run_chromium(tmp_path, [f"--print-to-pdf={pdf}", "--no-pdf-header-footer"], page)
     assert pdf.read_bytes().startswith(b"%PDF") and pdf.stat().st_size > 50_000

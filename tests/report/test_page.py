@@ -203,15 +203,15 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
 
 
 @pytest.mark.slow
-def test_every_intervention_has_curves_and_costs_of_its_own(run: Run) -> None:
-    surface, comparison = next(iter(run.comparisons.items()))
+def test_every_intervention_has_curves_and_costs_of_its_own(small: Run) -> None:
+    surface, comparison = next(iter(small.comparisons.items()))
     task, of_task = next(iter(comparison.items()))
     zeroed = {
         name: replace(curve, q_unpruned=77.125, settings={**curve.settings, "ablation": "zero"})
         for name, curve in of_task.curves.items()
     }
     other = replace(comparison, tasks={task: replace(of_task, curves=zeroed)})
-    both = replace(run, comparisons={**run.comparisons, surface: replace(comparison, others=(other,))})
+    both = replace(small, comparisons={**small.comparisons, surface: replace(comparison, others=(other,))})
     page = _check(render_report(both))
     text = "".join(page.text)
     for words in ("mean ablation at the scoring position", "zero ablation at the scoring position"):
@@ -221,8 +221,8 @@ def test_every_intervention_has_curves_and_costs_of_its_own(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(run: Run, tmp_path: Path) -> None:
-    page = _check(html := render_report(with_screen(run)))
+def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(small: Run, tmp_path: Path) -> None:
+    page = _check(html := render_report(with_screen(small)))
     text = "".join(page.text)
     assert "The dense model does only 50% of the prompts: a circuit of this task says little." in text
     assert len(re.findall(r'<svg [^>]*aria-labelledby="screen-\d+-title', html)) == 2
@@ -230,14 +230,14 @@ def test_the_screen_is_drawn_and_says_what_the_dense_model_cannot_do(run: Run, t
         kept = 2.0 - 0.625 * i
         row = [name, wording.percent(kept / 2), wording.fixed(2 - kept), "0.125", "25.0%"]
         assert page.rows.count(row) == 2, row
-    with_screen(run).save(tmp_path)
+    with_screen(small).save(tmp_path)
     loaded = Run.load(tmp_path)
-    assert loaded.screen == with_screen(run).screen and render_report(loaded) == html
-    assert "Screen" not in "".join(_check(render_report(run)).text)
+    assert loaded.screen == with_screen(small).screen and render_report(loaded) == html
+    assert "Screen" not in "".join(_check(render_report(small)).text)
 
 
 @pytest.mark.slow
-def test_tasks_that_the_dense_model_does_badly_are_named(run: Run) -> None:
+def test_tasks_that_the_dense_model_does_badly_are_named(small: Run) -> None:
     done = {0.75: "does only 75% of the prompts", 0.8: ""}
     for accuracy, remark in done.items():
 
@@ -245,11 +245,11 @@ def test_tasks_that_the_dense_model_does_badly_are_named(run: Run) -> None:
             curves = {m: replace(c, q_dense=1.0, accuracy_dense=accuracy) for m, c in of_task.curves.items()}
             return replace(of_task, curves=curves)
 
-        comparisons = {surface: of_tasks(c, changed) for surface, c in run.comparisons.items()}
-        text = "".join(_check(render_report(replace(run, comparisons=comparisons))).text)
+        comparisons = {surface: of_tasks(c, changed) for surface, c in small.comparisons.items()}
+        text = "".join(_check(render_report(replace(small, comparisons=comparisons))).text)
         assert ("a circuit of this task says little" in text) == bool(remark) and remark in text
-    undone = {surface: of_tasks(c, _without_margin) for surface, c in run.comparisons.items()}
-    text = "".join(_check(render_report(replace(run, comparisons=undone))).text)
+    undone = {surface: of_tasks(c, _without_margin) for surface, c in small.comparisons.items()}
+    text = "".join(_check(render_report(replace(small, comparisons=undone))).text)
     assert "the dense model does not do this task" in text
 
 
@@ -258,12 +258,13 @@ def _without_margin(of_task: TaskComparison) -> TaskComparison:
 
 
 @pytest.mark.slow
-def test_the_legend_names_what_is_further_off_in_ce(run: Run) -> None:
-    for comparison in run.comparisons.values():
+def test_the_legend_names_what_is_further_off_in_ce(small: Run) -> None:
+    for comparison in small.comparisons.values():
         assert comparison.reference == "SWD s=0.5"
-        assert set(comparison.fidelities) == {r.method for r in run.replacements}
+        assert set(comparison.fidelities) == {r.method for r in small.replacements}
     near, far = (
-        replace(run, comparisons={s: replace(c, tolerance=t) for s, c in run.comparisons.items()}) for t in (1e9, 1e-12)
+        replace(small, comparisons={s: replace(c, tolerance=t) for s, c in small.comparisons.items()})
+        for t in (1e9, 1e-12)
     )
     assert "(CE " not in "".join(_check(render_report(near)).text)
     text = "".join(_check(render_report(far)).text)
@@ -473,8 +474,8 @@ def test_many_methods(run: Run) -> None:
     ],
     ids=["undefined", "far below", "overshoots, ablation helps", "no edges at all", "no drop"],
 )
-def test_odd_curves(run: Run, columns: dict[str, Any]) -> None:
-    _check(render_report(with_curve_rows(run, **columns)))
+def test_odd_curves(small: Run, columns: dict[str, Any]) -> None:
+    _check(render_report(with_curve_rows(small, **columns)))
 
 
 def test_nothing_found(run: Run) -> None:

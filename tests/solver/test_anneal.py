@@ -58,9 +58,8 @@ def assert_finite(factors: Factors) -> None:
 # ---------------------------------------------------------------------- counts
 
 
-@pytest.mark.quick_cases(10)
-@pytest.mark.parametrize(("shape", "units"), CASES)
-@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize(("shape", "units", "calibrated"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)])
 def test_k_is_k_at_every_width(shape: tuple[int, int], units: int | str | None, calibrated: bool):
     factors = solve(weight_of(shape), gram_of(shape[0]) if calibrated else None, 0.4, units=units)
     n = min(shape)
@@ -74,8 +73,7 @@ def test_k_is_k_at_every_width(shape: tuple[int, int], units: int | str | None, 
 
 
 @pytest.mark.parametrize("shape", [(40, 80), (80, 40), (60, 60)])
-@pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.parametrize("sparsity", [0.25, 0.5])
+@pytest.mark.parametrize(("calibrated", "sparsity"), [(True, 0.5), (False, 0.25)])
 def test_every_unit_of_an_ordinary_matrix_is_valid(shape: tuple[int, int], calibrated: bool, sparsity: float):
     factors = solve(weight_of(shape), gram_of(shape[0]) if calibrated else None, sparsity)
     assert bool(factors.valid_units.all())
@@ -113,10 +111,18 @@ def test_hardly_and_very_sparse(shape: tuple[int, int], sparsity: float):
     assert factors.relmse(gram_of(shape[0])) < (1e-4 if sparsity < 0.5 else 0.9)
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.parametrize("shape", [(210, 240), (240, 210)])
-@pytest.mark.parametrize("sparsity", [0.9, 0.97, 0.99])
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(
+    ("sparsity", "calibrated", "shape"),  # every pair of values
+    [
+        (0.9, True, (210, 240)),
+        (0.9, False, (240, 210)),
+        (0.97, True, (240, 210)),
+        (0.97, False, (210, 240)),
+        (0.99, True, (210, 240)),
+        (0.99, False, (240, 210)),
+    ],
+)
 def test_a_few_edges_per_unit_do_not_make_the_alternation_diverge(
     shape: tuple[int, int], sparsity: float, calibrated: bool
 ):
@@ -143,7 +149,7 @@ def test_square_matrix_beyond_the_papers_square_factor():
 def test_half_of_the_papers_error(shape: tuple[int, int]):
     """Not worse on any, .75 on average (measured: see RESULTS.md for real matrices)."""
     ratios = []
-    for seed in range(3):
+    for seed in range(2):
         weight, gram = weight_of(shape, seed), gram_of(shape[0], seed + 10)
         for sparsity in (0.5, 0.7):
             best, paper = solve(weight, gram, sparsity), solve(weight, gram, sparsity, preset="paper")
@@ -297,10 +303,9 @@ def test_scaled_inputs(shape: tuple[int, int]):
     torch.testing.assert_close(s * product64(weight / s, gram * s * s.T), product64(weight, gram), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("units", [None, "2x"])
-@pytest.mark.parametrize("c", [0.5, 2.0, 2.0**40, 2.0**-40])
+@pytest.mark.parametrize(("units", "c"), [(None, 2.0), (None, 2.0**-40), ("2x", 0.5), ("2x", 2.0**40)])
 def test_the_scale_of_the_gram_changes_no_bit(shape: tuple[int, int], units: int | str | None, c: float):
     weight, gram = weight_of(shape), gram_of(shape[0])
     assert_same_bits(solve(weight, gram, units=units), solve(weight, c * gram, units=units))
@@ -523,23 +528,24 @@ def test_an_interrupt_leaves_nothing_changed():
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one setting")
-def test_the_newer_precision_setting_is_kept_after_an_interrupt():
+def test_the_newer_precision_setting_is_kept_by_both_solvers_after_an_interrupt():
     """torch refuses to mix its two settings in one process: a fresh one."""
     program = """
 import torch
 from swd_lens.solver import solve
 matmul = torch.backends.cuda.matmul
 matmul.fp32_precision = "tf32"
-seen = []
 def look(step):
     seen.append(matmul.fp32_precision)
     if step.iteration == 2:
         raise KeyboardInterrupt
-try:
-    solve(torch.randn(20, 32), on_iteration=look)
-except KeyboardInterrupt:
-    seen.append("interrupted")
-assert seen == ["ieee", "ieee", "interrupted"] and matmul.fp32_precision == "tf32", (seen, matmul.fp32_precision)
+for preset in ("best", "paper"):
+    seen = []
+    try:
+        solve(torch.randn(20, 32), preset=preset, on_iteration=look)
+    except KeyboardInterrupt:
+        seen.append("interrupted")
+    assert seen == ["ieee", "ieee", "interrupted"] and matmul.fp32_precision == "tf32", (seen, matmul.fp32_precision)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

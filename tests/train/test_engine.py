@@ -1,11 +1,7 @@
 """A run's folder: interruption anywhere, the same bits and the same log; what is refused; a finished run taken over."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -161,45 +157,6 @@ def test_overwrite_starts_again(toy, whole, tmp_path):
     fresh = finetune(*toy, ROWS, out=out, overwrite=True, **other)
     assert bits(fresh) == bits(finetune(*toy, ROWS, **other)) != bits(whole[0])
     assert log(out) != log(whole[1]) and bits(swd.FactorSet.load(out / "factors")) == bits(fresh)
-
-
-KILLED = """
-import os, signal, sys
-import torch
-import swd_lens as swd
-from swd_lens.train.engine import Engine
-from swd_lens.train.finetune import finetune
-from tests.train.conftest import ROWS
-from tests.train.test_engine import SAME
-from tests.micro import toy_model
-
-torch.set_num_threads(int(sys.argv[2]))
-one = Engine.advance
-def killing(self, rows):
-    if self.step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return one(self, rows)
-Engine.advance = killing
-finetune(toy_model(), swd.FactorSet.load(sys.argv[1]), ROWS, out=sys.argv[3], **SAME)
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_and_on_with_the_same_bits(toy, whole, tmp_path):
-    model, factors = toy
-    factors.save(tmp_path / "given")
-    arguments = [tmp_path / "given", torch.get_num_threads(), tmp_path / "run"]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == -9, done.stderr[-3000:]
-    assert len(log(tmp_path / "run").splitlines()) == 6
-    resumed = finetune(model, swd.FactorSet.load(tmp_path / "given"), ROWS, out=tmp_path / "run", **SAME)
-    assert bits(resumed) == bits(whole[0]) and log(tmp_path / "run") == log(whole[1])
 
 
 def test_gradients_are_divided_by_their_common_rms():

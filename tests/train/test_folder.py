@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from swd_lens.train import folder as module
 from swd_lens.train.baselines import LearnedUnits
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
-from tests import families
+from tests import families, forks
 from tests.micro import random_tokens, toy_model
 from tests.train.conftest import HELD, ROWS, factorized
 
@@ -330,20 +331,22 @@ def test_what_a_kill_at_the_very_end_left_goes_too(tmp_path):
 
 # ---------------------------------------------------------------------------------------------- processes
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from swd_lens.train.engine import Engine
-from tests.train.test_folder import train
 
-advance = Engine.advance
-def killing(self, rows):
-    if self.step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return advance(self, rows)
-Engine.advance = killing
-train(sys.argv[1], Path(sys.argv[2]))
-"""
+def forked_run(kind, folder, killed_at=None):
+    """A run in a child of its own, which is killed at a step."""
+    advance = Engine.advance
+
+    def killing(self, rows):
+        if self.step == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return advance(self, rows)
+
+    def run():
+        Engine.advance = killing
+        train(kind, folder)
+
+    return forks.Child(run)
+
 
 LAUNCHED = """
 import sys, time
@@ -370,16 +373,13 @@ def process(script, *arguments, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_9_and_on_with_the_same_files(kind, tmp_path):
-    """All in processes of one thread each: the run left alone, the killed one, and the one that goes on."""
-    with process(KILLED, kind, tmp_path / "killed") as killed:
-        assert killed.wait() == -9
+    """The run left alone, the killed one, and the one that goes on."""
+    with pytest.raises(forks.Died, match="signal 9"):
+        forked_run(kind, tmp_path / "killed", killed_at=5).wait(300)
     left = files(tmp_path / "killed")
     assert ".writer.lock" in left and len(left["log.jsonl"].read_text().splitlines()) == 5 + (kind == "finetune")
-    alone = KILLED.replace("Engine.advance = killing", "")
-    both = [process(alone, kind, tmp_path / name) for name in ("killed", "alone")]
-    for each in both:
-        each.communicate()
-    assert [each.returncode for each in both] == [0, 0]
+    for each in [forked_run(kind, tmp_path / name) for name in ("killed", "alone")]:
+        each.wait(300)
     killed, alone = (
         {name: path.read_bytes() for name, path in files(tmp_path / each).items()} for each in ("killed", "alone")
     )

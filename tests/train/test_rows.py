@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from swd_lens.base.errors import FinetuneError
+from swd_lens.cli import app
 from swd_lens.train.finetune.run import require_shares
 from swd_lens.train.rows import Processes
 from swd_lens.units.factors import FactorSet
@@ -59,8 +61,6 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     )
     command = [
         *(
-            "-m",
-            "swd_lens.cli",
             "finetune",
             "--json",
             "--factors",
@@ -75,18 +75,18 @@ def test_two_processes_of_accelerate_give_what_one_gives(tmp_path):
     port = 20_000 + os.getpid() % 20_000  # its own, where tests run side by side
     launch = [*("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
-    outs = []
-    for name, start in (("one", []), ("two", launch)):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "PYTHONPATH": str(Path.cwd())}
-        done = subprocess.run(
-            [sys.executable, *start, *command, "--out", str(tmp_path / name)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        outs.append(json.loads(done.stdout[done.stdout.index("{") :]))  # printed once, by the main process
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "swd_lens.cli", *command, "--out", str(tmp_path / "two")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    here = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "one")], catch_exceptions=False)
+    # Printed once, by the main process.
+    outs = [json.loads(printed[printed.index("{") :]) for printed in (here.stdout, done.stdout)]
     one, two = (
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         for name in ("one", "two")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 import swd_lens as swd
 from swd_lens.circuits import protocol
 from swd_lens.report.paper import write_paper_report
+from swd_lens.solver import PRESETS
 from swd_lens.study import paper
 from swd_lens.study.paper import materials, replacements, run
 
@@ -19,11 +21,46 @@ SMALL = {
     "calibration_tokens": 512,
     "sparsities": [0.5],
     "outer_iterations": 4,
+    "random_circuits": 4,
+}
+# Every item's own settings, as small.
+ALL_SMALL = {
+    "random_b_seeds": 1,
+    "token_counts": [512, 1024],
+    "sparser_tokens": 512,
+    "grid": [0.5],
+    "trained": [
+        {"label": "TC", "method": "transcoder", "l1": [1e-5, 1e-3], "width": 8}
+        | {"n_tokens": 512, "tokens_per_step": 256, "seed": 0},
+        {"label": "VPD", "method": "vpd_recon", "importance": "shared_mlp", "hidden": 4, "width": 8}
+        | {"n_tokens": 512, "tokens_per_step": 256, "seed": 0},
+    ],
+    "factorization_tokens": 512,
+    "finetune_tokens": 512,
+    "sparse_pretraining": {"updates": 4, "stop_after": 3, "tokens_per_update": 256},
+    "shifts": [-1, 1],
+    "edit_tokens": 512,
+    "lora_rates": [0.08],
+    "other_tokens": 32,
+    "task": "gendered_pronoun",
+    "per_layer": 1,
+    "audit_tokens": 512,
+    "contexts": 4,
+    "per_head": 1,
+    "interaction_units": 64,
+    "overlap_tokens": 512,
+    "interaction_tokens": 256,
+    "shown": 8,
+    "top": 6,
 }
 
 
-def _slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
+@pytest.fixture(scope="module", autouse=True)
+def quick_solver():
+    """What an item does with factors does not depend on how good they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "best", replace(PRESETS["best"], outer_iterations=4))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +69,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def finished(model, tmp_path_factory):
+def finished(model, quick_solver, tmp_path_factory):
     """A folder with one item."""
     folder = tmp_path_factory.mktemp("paper")
     result = paper.run_item(
@@ -81,24 +118,23 @@ def test_a_finished_item_is_not_run_again(finished, model, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [_slow("factorize.1"), _slow("fidelities.0"), "evaluate.2"])
-def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, monkeypatch, call):
+def test_interrupted_it_goes_on_to_the_same_bytes(finished, model, tmp_path, monkeypatch):
+    """In the same folder as its factors are made, before they are measured, and between two curves."""
     folder, _ = finished
     how = {"profile": "tiny", "model": model, "out": tmp_path, "progress": False, "random_b_seeds": 1, **SMALL}
-    name, after = call.split(".")
-    module = replacements if name == "factorize" else protocol
-    whole, calls = getattr(module, name), []
+    for module, name, after in ((replacements, "factorize", 1), (protocol, "fidelities", 0), (protocol, "evaluate", 2)):
+        whole, calls = getattr(module, name), []
 
-    def stop(*args, **named):
-        calls.append(args)
-        if len(calls) > int(after):
-            raise KeyboardInterrupt
-        return whole(*args, **named)
+        def stop(*args, whole=whole, calls=calls, after=after, **named):
+            calls.append(args)
+            if len(calls) > after:
+                raise KeyboardInterrupt
+            return whole(*args, **named)
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(module, name, stop)
-        paper.run_item("controls", **how)
-    assert not (tmp_path / "controls" / "result.json").exists()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(module, name, stop)
+            paper.run_item("controls", **how)
+        assert not (tmp_path / "controls" / "result.json").exists()
     paper.run_item("controls", **how)
     whole = (folder / "controls" / "result.json").read_bytes()
     assert (tmp_path / "controls" / "result.json").read_bytes() == whole
@@ -180,7 +216,7 @@ def test_sites_of_an_item_are_judged_apart_and_adjusted_together(finished, model
     assert least["p_holm"] == pytest.approx(min(1.0, 2 * least["p"]))
     assert any(finding.startswith("blocks.2.mlp_out: Fewest edges") for finding in result.findings)
     # Another number of random circuits draws them anew.
-    fewer = paper.run_item("controls", random_circuits=3, **how)
+    fewer = paper.run_item("controls", **{**how, "random_circuits": 3})
     assert {null["p of sufficiency"] for null in fewer.numbers["surfaces"]["blocks.3.mlp_out"]["nulls"]} <= {
         0.25,
         0.5,
@@ -204,16 +240,6 @@ def test_bad_settings_are_refused_before_any_work(tmp_path, model):
     with pytest.raises(ValueError, match="controls has no setting 'seeds'"):
         paper.run_item("controls", profile="tiny", model=model, out=tmp_path / "new", seeds=3)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.slow
-def test_an_edit_is_an_item(model, tmp_path):
-    how = {"shifts": [-1, 1], "edit_tokens": 512, "lora_rates": [0.08], "other_tokens": 32, "sparsity": 0.5}
-    small = {**SMALL, "tasks": {"gendered_pronoun": [8, 4], "greater_than": [8, 4]}}
-    result = paper.run_item("edit", profile="tiny", model=model, out=tmp_path, progress=False, **how, **small)
-    edits = pd.DataFrame(result.tables[0].rows, columns=list(result.tables[0].columns))
-    assert set(edits["method"]) == {"unit", "random", "oracle", "LoRA, rate 0.08"}
-    assert "At a requested shift of 1" in result.findings[1]
 
 
 def test_the_page_shows_every_finished_item(finished, tmp_path):
@@ -247,16 +273,27 @@ def test_plan_is_plain_values():
     assert list(planned.table()["item"]) == list(paper.ITEMS)
 
 
-# Trained on 49,152 tokens the second host does no task: that is said, and part of the item.
+# Trained on hundreds of tokens the second host does no task: that is said, and part of the item.
 @pytest.mark.filterwarnings("ignore:the unpruned replacement's mean margin")
 @pytest.mark.slow
-def test_all_items_of_the_tiny_profile(tmp_path, model):
-    results = paper.run_items("all", profile="tiny", model=model, out=tmp_path, progress=False)
+def test_all_items_of_the_tiny_profile(finished, tmp_path, model):
+    folder, controls = finished
+    out, steps = tmp_path / "all", []
+    shutil.copytree(folder, out)
+    how = {"on_step": steps.append, "progress": False, **SMALL, **ALL_SMALL}
+    results = paper.run_items("all", profile="tiny", model=model, out=out, **how)
     assert list(results) == list(paper.ITEMS)
+    # The finished one is taken over.
+    begun = [item for item in paper.ITEMS if any(step.startswith(f"{item} (") for step in steps)]
+    assert begun == [item for item in paper.ITEMS if item != "controls"]
+    assert results["controls"].as_dict() == controls.as_dict()
     for result in results.values():
         assert result.findings and result.tables and result.pictures
-        assert (tmp_path / result.item / "result.json").is_file()
+        assert (out / result.item / "result.json").is_file()
     ce = pd.DataFrame(results["full-model"].tables[0].rows, columns=list(results["full-model"].tables[0].columns))
     assert set(ce["model"]) == {"dense", "SWD", "SWD-FT", "trained sparse"}
-    page = write_paper_report(tmp_path).read_text()
+    edits = pd.DataFrame(results["edit"].tables[0].rows, columns=list(results["edit"].tables[0].columns))
+    assert set(edits["method"]) == {"unit", "random", "oracle", "LoRA, rate 0.08"}
+    assert "At a requested shift of 1" in results["edit"].findings[1]
+    page = write_paper_report(out).read_text()
     assert all(result.heading in page for result in results.values())
