@@ -37,9 +37,21 @@ def default_model():
     return swd_lens.load_default_model()
 
 
+# Files that take minutes in a row are begun first: xdist hands out whole files, in the order of collection.
+LONGEST = (
+    "test_notebook.py",
+    "test_smollm2.py",
+    "test_notebooks.py",
+    "test_golden.py",
+    "test_items.py",
+    "test_fuzz.py",
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     mark_all_but_quick_cases(items)
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish(session):

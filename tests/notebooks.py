@@ -63,7 +63,7 @@ def execute(notebook: NotebookNode) -> float:
         notebook: gets the outputs.
 
     Returns:
-        Seconds of processor time. `refresh` prints them; no test asserts a time (a minute is meant for each, four for 04).
+        Seconds of processor time. `refresh` prints them; no test asserts a time (a minute is meant for each, two for 04).
 
     Raises:
         AssertionError: a cell warned.

