@@ -142,7 +142,7 @@ def test_curves_end_at_the_unpruned_replacement(model, sources, name, sites):
     whole, empty = curve.rows.iloc[-1], curve.rows.iloc[0]
     assert whole["units"] == sum(f.n_units for f in factors.values())
     assert whole["edges"] == sum(int(f.edges_per_unit[f.valid_units].sum()) for f in factors.values())
-    assert whole["q keep"] == pytest.approx(curve.q_unpruned, abs=1e-5)
-    assert empty["q ablate"] == pytest.approx(curve.q_unpruned, abs=1e-5)
+    assert whole["q keep"] == pytest.approx(curve.q_full, abs=1e-5)
+    assert empty["q ablate"] == pytest.approx(curve.q_full, abs=1e-5)
     # Ablating every unit and keeping none are the same intervention.
     assert whole["q ablate"] == pytest.approx(empty["q keep"], abs=1e-5)

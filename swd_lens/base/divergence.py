@@ -106,13 +106,16 @@ class DensePredictions:
             self.ce = cross_entropy(self.log_p, self.targets).double()
 
     def divergence(
-        self, replaced: Float[Tensor, "batch pos vocab"], ce_deltas: Float[Tensor, " batch"] | None = None
+        self,
+        replaced: Float[Tensor, "batch pos vocab"],
+        ce_deltas: Float[Tensor, " batch"] | None = None,
+        kls: Float[Tensor, " batch"] | None = None,
     ) -> Divergence:
         """Sums over the predictions of a replaced host on the same rows.
 
         Args:
             replaced: its logits.
-            ce_deltas: float64, on the CPU; what each row adds to the cross-entropy is added to it.
+            ce_deltas, kls: float64, on the CPU; what each row adds to the cross-entropy, and to KL, is added to them.
         """
         total = Divergence()
         with torch.no_grad():
@@ -122,8 +125,10 @@ class DensePredictions:
                 if ce_deltas is not None:
                     ce_deltas[rows] += (ce - ce_dense).sum(1).cpu()
                 same = float((self.most_likely[rows, positions] == log_q.argmax(-1)).sum())
-                kl = float(_kl_sum_over(self.buffers, self.log_p[rows, positions], log_q))  # writes over log_q
-                total += Divergence(float(ce_dense.sum()), float(ce.sum()), kl, same, ce.numel())
+                of_rows = _kl_sums_over(self.buffers, self.log_p[rows, positions], log_q).cpu()  # writes over log_q
+                if kls is not None:
+                    kls[rows] += of_rows
+                total += Divergence(float(ce_dense.sum()), float(ce.sum()), float(of_rows.sum()), same, ce.numel())
         return total
 
     def _parts(self) -> Iterator[tuple[slice, slice]]:
@@ -143,14 +148,14 @@ def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*s
     return torch.log_softmax(logits, -1, out=log_p)
 
 
-def _kl_sum_over(
-    buffers: Buffers, log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]
-) -> Float[Tensor, ""]:
-    """`kl_sum`, to the bit, in buffers and the memory of log_q."""
+def _kl_sums_over(
+    buffers: Buffers, log_p: Float[Tensor, "batch pos vocab"], log_q: Float[Tensor, "batch pos vocab"]
+) -> Float[Tensor, " batch"]:
+    """`kl_sum` of each row, in buffers and the memory of log_q."""
     p = torch.exp(log_p, out=buffers.take("p", tuple(log_p.shape), log_p.dtype, log_p.device))
     products = p.mul_(torch.sub(log_p, log_q, out=log_q))
     # What sum(dtype=torch.float64) does in memory of its own.
-    return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum()
+    return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum((1, 2))
 
 
 def kl_sum(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]) -> Float[Tensor, ""]:

@@ -187,6 +187,10 @@ class UndefinedSufficiencyWarning(UserWarning):
     """The unpruned replacement has no positive margin, so there is nothing that a circuit could keep a part of."""
 
 
+class NotCarriedWarning(UserWarning):
+    """The units of a surface do not carry a task, so that no circuit of them has a cost."""
+
+
 class QKError(ValueError):
     """A pair, prompt or set of factors that cannot be studied; the message says what was wrong and what to do."""
 

@@ -227,7 +227,7 @@ def _structure_plain_union(value: Any, kind: Any) -> Any:
 
 
 def column(name: str) -> str:
-    """What a table calls a field: words with spaces, "necessity drop" for necessity_drop and "removed KL" for removed_kl."""
+    """What a table calls a field: words with spaces, "drop" for drop and "removed KL" for removed_kl."""
     return " ".join("KL" if word == "kl" else word for word in name.split("_"))
 
 

@@ -1,6 +1,6 @@
 """Circuits: score units on a task, keep or ablate the best of them, and see what that costs and does."""
 
-from swd_lens.base.errors import UndefinedSufficiencyWarning
+from swd_lens.base.errors import NotCarriedWarning, UndefinedSufficiencyWarning
 from swd_lens.circuits.ablation import intervention_hooks
 from swd_lens.circuits.attribution import attribute
 from swd_lens.circuits.circuit import Circuit
@@ -18,6 +18,7 @@ __all__ = [
     "Comparison",
     "CostCurve",
     "Fidelity",
+    "NotCarriedWarning",
     "Refinement",
     "TaskComparison",
     "UndefinedSufficiencyWarning",

@@ -1,11 +1,11 @@
 """Comparison: what several replacements of one host cost and do on several tasks, and how alike they behave.
 
-1. A `Target` is what a circuit has to reach: a sufficiency, a fraction of the method's own whole necessity drop, or a necessity
-   drop in logits.
-2. `TaskComparison` holds the curves and scores of one task, `Comparison` those of all tasks and how alike the replacements
-   behave: circuits are comparable only where the unpruned replacements behave alike (paper §protocol: CE within 0.001), so
-   whatever is further off than the tolerance carries its difference in legends and tables.
-3. Seeds of one method become a mean, a standard deviation, a minimum and a count (method.md §4.1).
+1. `TaskComparison` holds the curves and scores of one task, `Comparison` those of all tasks.
+2. Circuits are comparable only where the replacements behave alike (paper §protocol: CE within 0.001). A method is matched
+   where neither its CE nor its KL is worse than the reference's by more than the tolerance, beyond two standard errors of the
+   paired difference; tables and legends say by which of the two a method is out, and by how much.
+3. Every method has a role: "swd" (the study is about it), "control", "paper" (the paper's solver), "trained".
+4. Seeds of one method become a mean, a standard deviation, a minimum and a count (method.md §4.1).
 
 compare.py runs what is in it.
 """
@@ -20,37 +20,30 @@ from swd_lens.base.errors import error
 from swd_lens.base.record import Record
 from swd_lens.circuits.curve import CostCurve, over_seeds
 from swd_lens.circuits.fidelity import Fidelity
+from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
 
 TOLERANCE = 0.001  # nats (paper §protocol)
 _COSTS = ("units", "edges")  # in the order of a table's columns
+_DIFFERENCES = ("CE difference", "CE difference se", "KL difference", "KL difference se")
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a circuit has to reach.
-
-    Attributes:
-        of: "sufficiency", "necessity" (as a fraction of the whole necessity drop), or "drop" (a necessity drop in logits).
-        value: how much of it.
-    """
-
-    of: str
-    value: float | int
-
-    def cost(self, curve: CostCurve, cost: str) -> int | None:
-        """The least cost of a curve's prefixes that reach it; None where none does."""
-        return curve.cost_at(**{self.of: self.value}, cost=cost)
-
-    def __str__(self) -> str:
-        return f"{self.of} {self.value:g}"
+def thresholds(
+    recovered: float | int = RECOVERED,
+    necessity: float | int = 0.5,
+    drop: float | int | None = None,
+    sufficiency: float | int | None = None,
+) -> list[Threshold]:
+    """In the order of a table's columns: recovered, sufficiency, necessity, drop; those that are None are left out."""
+    asked = {"recovered": recovered, "sufficiency": sufficiency, "necessity": necessity, "drop": drop}
+    return [Threshold.given(**{of: value}) for of, value in asked.items() if value is not None]
 
 
-def _targets(sufficiency: float | int, necessity: float | int, drop: float | int | None) -> list[Target]:
-    """In the order of a table's columns."""
-    targets = [Target("sufficiency", sufficiency), Target("necessity", necessity)]
-    return targets if drop is None else [*targets, Target("drop", drop)]
+def priced(curve: CostCurve, threshold: Threshold, cost: str) -> int | None:
+    """`CostCurve.cost_at` without its warning: a table says in words which surfaces do not carry a task."""
+    row = curve.row_of(threshold, cost)
+    return None if row is None else int(row[cost])
 
 
 @dataclass(frozen=True)
@@ -62,19 +55,24 @@ class TaskComparison(Record):
     scores: Mapping[str, UnitScores]
 
     def table(
-        self, sufficiency: float | int = 0.9, necessity: float | int = 0.5, drop: float | int | None = None
+        self,
+        recovered: float | int = RECOVERED,
+        necessity: float | int = 0.5,
+        drop: float | int | None = None,
+        sufficiency: float | int | None = None,
     ) -> pd.DataFrame:
-        """Least cost per replacement at each threshold, see `Comparison.table`; NA: never reached."""
-        targets = _targets(sufficiency, necessity, drop)
+        """Least cost per replacement at each threshold, see `Comparison.table`; NA: never reached, or nothing is carried."""
+        targets = thresholds(recovered, necessity, drop, sufficiency)
         rows = [
-            {"task": self.task, "method": name, "margin": curve.q_unpruned}
-            | {f"{cost} at {target}": target.cost(curve, cost) for target in targets for cost in _COSTS}
+            {"task": self.task, "method": name, "margin": curve.q_full, "carried": curve.carried.logits}
+            | {"carries": curve.carries}
+            | {f"{cost} at {target}": priced(curve, target, cost) for target in targets for cost in _COSTS}
             for name, curve in self.curves.items()
         ]
         return typed(pd.DataFrame(rows), whole=[f"{cost} at {target}" for target in targets for cost in _COSTS])
 
     def plot(self, cost: str = "edges"):
-        """Sufficiency and necessity drop of every replacement against cost; a matplotlib Figure."""
+        """What circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
         return plot_curves(self.curves, cost=cost)
 
 
@@ -86,8 +84,9 @@ class Comparison(Mapping[str, TaskComparison], Record):
         tasks: what this mapping holds.
         groups: a method of several seeds -> the names of its curves ("Random-B" -> "Random-B/0", ...).
         fidelities: curve -> its `Fidelity`; those that were not measured are not there.
-        reference: the method whose CE the others are matched to.
-        tolerance: nats of CE within which two replacements count as matched.
+        reference: the method whose CE and KL the others are matched to.
+        tolerance: nats of CE, and of KL, that a matched method may be worse by.
+        roles: method -> "swd", "control", "paper" or "trained"; those that are not there are not known.
         others: the same replacements and tasks under further interventions, where several were asked for.
     """
 
@@ -96,6 +95,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
     fidelities: Mapping[str, Fidelity] = field(default_factory=dict)
     reference: str = ""
     tolerance: float | int = TOLERANCE
+    roles: Mapping[str, str] = field(default_factory=dict)
     others: tuple["Comparison", ...] = ()
 
     def __getitem__(self, task: str) -> TaskComparison:
@@ -144,6 +144,7 @@ class Comparison(Mapping[str, TaskComparison], Record):
             tasks=tasks,
             groups={**self.groups, **other.groups},
             fidelities={**self.fidelities, **other.fidelities},
+            roles={**self.roles, **other.roles},
             others=tuple(ours.beside(theirs) for ours, theirs in zip(self.others, other.others, strict=True)),
         )
 
@@ -159,70 +160,95 @@ class Comparison(Mapping[str, TaskComparison], Record):
         others = tuple(each.without(methods) for each in self.others)
         return replace(self, tasks=tasks, groups=groups, fidelities=kept(self.fidelities), others=others)
 
-    # ------------------------------------------------------------------------------------------ matched CE
+    def in_role(self, *roles: str) -> list[str]:
+        """The methods of these roles, in their order."""
+        return [method for method in self.methods if self.roles.get(method) in roles]
+
+    # ------------------------------------------------------------------------------------------ matched CE and KL
 
     def ce_difference(self, method: str) -> float | None:
-        """CE of a method minus that of the reference, in nats; of several seeds the difference furthest from 0.
-
-        None where either was not measured.
-        """
-        name = self._furthest(method)
-        return None if name is None else self._difference(name)
+        """CE of a method minus that of the reference, in nats; of several seeds the worst. None where either was not measured."""
+        return self._difference(method, "CE")[0]
 
     def ce_difference_se(self, method: str) -> float | None:
         """Standard error of `ce_difference`, paired over the rows of the held-out text; None where rows were not kept, and of
         the reference itself.
         """
-        name = self._furthest(method)
-        return None if name is None else self._difference_se(name)
+        return self._difference(method, "CE")[1]
+
+    def kl_difference(self, method: str) -> float | None:
+        """KL of a method minus that of the reference, in nats; as `ce_difference`."""
+        return self._difference(method, "KL")[0]
+
+    def kl_difference_se(self, method: str) -> float | None:
+        """Standard error of `kl_difference`; as `ce_difference_se`."""
+        return self._difference(method, "KL")[1]
+
+    def out_by(self, method: str) -> tuple[str, ...] | None:
+        """By which of CE and KL a method is worse than the reference: by more than the tolerance, beyond two standard errors.
+        () is matched; None: not measured.
+        """
+        out = []
+        for of in ("CE", "KL"):
+            difference, se = self._difference(method, of)
+            if difference is None:
+                return None
+            if difference - 2 * (se or 0.0) > self.tolerance:
+                out.append(of)
+        return tuple(out)
 
     def matched(self, method: str) -> bool | None:
-        """Whether the method's CE is within the tolerance of the reference's; None where CE was not measured."""
-        return self._within(self.ce_difference(method))
+        """Whether neither the method's CE nor its KL is worse than the reference's; None where they were not measured."""
+        out = self.out_by(method)
+        return None if out is None else not out
 
     def label(self, method: str) -> str:
-        """The method's name for legends, with its CE difference if that is not within the tolerance."""
-        return method if self.matched(method) is not False else f"{method} (CE {self._shown_difference(method)})"
+        """The method's name for legends, with what it is out by."""
+        out = self.out_by(method)
+        return f"{method} ({', '.join(self._shown_difference(method, of) for of in out)})" if out else method
 
     def matching(self) -> str:
         """One sentence: which methods behave alike enough for their circuits to be compared."""
         matched = {method: self.matched(method) for method in self.methods}
         if unknown := [method for method, yes in matched.items() if yes is None]:
-            return f"CE was not matched: not measured for {', '.join(unknown)} (pass tokens=)."
-        within = f"{self.tolerance:g} nats of {self.reference}"
+            return f"CE and KL were not matched: not measured for {', '.join(unknown)} (pass tokens=)."
         if off := [self.label(method) for method, yes in matched.items() if not yes]:
-            return f"Further than {within}, so not comparable with it: {', '.join(off)}."
-        furthest = max(self.methods, key=lambda method: abs(self.ce_difference(method) or 0.0))
-        if self.ce_difference_se(furthest) is None:
-            return f"CE is matched, all within {within}."
-        return f"CE is matched, all within {within}; furthest is {furthest}, {self._shown_difference(furthest)}."
+            return f"Worse than {self.reference} by more than {self.tolerance:g} nats, so not comparable with it: {', '.join(off)}."
+        of_methods = {method: self.ce_difference(method) or 0.0 for method in self.methods}
+        worst = max(of_methods, key=lambda method: of_methods[method])
+        shown = ", ".join(self._shown_difference(worst, of) for of in ("CE", "KL"))
+        return (
+            f"Matched: no method's CE or KL is worse than that of {self.reference} by more than {self.tolerance:g} nats; the worst CE "
+            f"is that of {worst}, {shown}."
+        )
 
-    def _shown_difference(self, method: str) -> str:
-        """The CE difference, with its standard error where that is known."""
-        se = self.ce_difference_se(method)
-        return f"{self.ce_difference(method):+.4f}" + ("" if se is None else f" ± {se:.4f}")
+    def _shown_difference(self, method: str, of: str) -> str:
+        """The difference, with its standard error where that is known."""
+        difference, se = self._difference(method, of)
+        return f"{of} {difference:+.4f}" + ("" if se is None else f" ± {se:.4f}")
 
-    def _furthest(self, method: str) -> str | None:
-        """Of a method's curves that whose CE differs most; None unless all were measured."""
-        differences = {name: self._difference(name) for name in self.methods[method]}
-        known = {name: abs(difference) for name, difference in differences.items() if difference is not None}
-        return max(known, key=lambda name: known[name]) if known and len(known) == len(differences) else None
+    def _difference(self, method: str, of: str) -> tuple[float | None, float | None]:
+        """The worst difference among a method's curves, and its standard error; None unless all were measured."""
+        of_curves = [self._difference_of(name, of) for name in self.methods[method]]
+        known = [(difference, se) for difference, se in of_curves if difference is not None]
+        return max(known, key=lambda pair: pair[0]) if len(known) == len(of_curves) else (None, None)
 
-    def _difference(self, name: str) -> float | None:
-        """Of one curve's replacement, against the mean over the reference's seeds."""
+    def _difference_of(self, name: str, of: str) -> tuple[float | None, float | None]:
+        """One curve's difference from the mean over the reference's seeds, and its standard error."""
         references = self.methods.get(self.reference, ())
         if not references or not {name, *references} <= set(self.fidelities):
-            return None
-        return self.fidelities[name].ce - sum(self.fidelities[other].ce for other in references) / len(references)
+            return None, None
+        known = {each: self.fidelities[each].ce if of == "CE" else self.fidelities[each].kl for each in (name, *references)}
+        difference = known[name] - sum(known[each] for each in references) / len(references)
+        if name in references:
+            return difference, None
+        return difference, self.fidelities[name].difference_se(*(self.fidelities[n] for n in references), of=of)
 
-    def _difference_se(self, name: str) -> float | None:
-        references = self.methods.get(self.reference, ())
-        if name in references or not references or not {name, *references} <= set(self.fidelities):
-            return None
-        return self.fidelities[name].difference_se(*(self.fidelities[other] for other in references))
-
-    def _within(self, difference: float | None) -> bool | None:
-        return None if difference is None else abs(difference) <= self.tolerance
+    def _matching_columns(self, method: str) -> dict[str, Any]:
+        out, columns = self.out_by(method), {}
+        for of in ("CE", "KL"):
+            columns[f"{of} difference"], columns[f"{of} difference se"] = self._difference(method, of)
+        return columns | {"out by": None if out is None else ", ".join(out), "matched": self.matched(method)}
 
     # ------------------------------------------------------------------------------------------ tables
 
@@ -239,38 +265,46 @@ class Comparison(Mapping[str, TaskComparison], Record):
     frame = prefixes  # its former name
 
     def table(
-        self, sufficiency: float | int = 0.9, necessity: float | int = 0.5, drop: float | int | None = None
+        self,
+        recovered: float | int = RECOVERED,
+        necessity: float | int = 0.5,
+        drop: float | int | None = None,
+        sufficiency: float | int | None = None,
     ) -> pd.DataFrame:
-        """Least cost per task and method at a sufficiency and at a necessity drop; empty: never reached.
+        """Least cost per task and method at each threshold; empty: never reached, or the surface does not carry the task.
 
         A drop in logits is the paper's (§protocol, NecDrop). A fraction of each method's own drop is ours: the
         whole is what ablating all of that method's units does, which differs from method to method, so that one whose whole drop
         is small is asked for less.
 
         Args:
-            sufficiency: of columns "... at sufficiency 0.9".
-            necessity: fraction of the method's own whole necessity drop, of columns "... at necessity 0.5".
+            recovered: of columns "... at recovered 0.9".
+            necessity: fraction of the method's own whole drop, of columns "... at necessity 0.5".
             drop: logits, of columns "... at drop 1"; None leaves these out.
+            sufficiency: of columns "... at sufficiency 0.9"; None leaves these out.
 
-        Where some method has seeds, the costs are means over the seeds that reach the threshold; beside them stand their
-        standard deviation (sd, n - 1) and least (min), and "reached ..." counts those seeds (method.md §4.1).
+        Columns "carried" and "carries" say what the units do for the task (measure.py); "out by" is by what a method is worse
+        than the reference. Where some method has seeds, the costs are means over the seeds that reach the threshold; beside them
+        stand their standard deviation (sd, n - 1) and least (min), and "reached ..." counts those seeds (method.md §4.1).
         """
-        return self._table(_targets(sufficiency, necessity, drop), spread=bool(self.groups))
+        return self._table(thresholds(recovered, necessity, drop, sufficiency), spread=bool(self.groups))
 
-    def _table(self, targets: Iterable[Target], spread: bool) -> pd.DataFrame:
+    def _table(self, targets: Iterable[Threshold], spread: bool) -> pd.DataFrame:
         """`table`; without the columns of the spread over seeds where that is not asked for."""
         rows: list[dict[str, Any]] = []
-        types = {"whole": {"seeds"}, "real": {"CE difference", "CE difference se"}}
+        types: dict[str, set[str]] = {"whole": {"seeds"}, "real": set(_DIFFERENCES)}
         for task, of_task in self.items():
             for method, names in self.methods.items():
                 curves = [of_task.curves[name] for name in names]
                 row = {"task": task, "method": method, **({"seeds": len(names)} if self.groups else {})}
-                row["margin"] = sum(curve.q_unpruned for curve in curves) / len(names)
+                row["margin"] = sum(curve.q_full for curve in curves) / len(names)
+                row["carried"] = sum(curve.carried.logits for curve in curves) / len(names)
+                row["carries"] = all(curve.carries for curve in curves)
                 for target in targets:
                     for cost in _COSTS:
                         column, costs = (
                             f"{cost} at {target}",
-                            over_seeds([target.cost(curve, cost) for curve in curves]),
+                            over_seeds([priced(curve, target, cost) for curve in curves]),
                         )
                         row[column] = costs.mean
                         types["real" if self.groups else "whole"].add(column)
@@ -279,22 +313,22 @@ class Comparison(Mapping[str, TaskComparison], Record):
                             row[f"reached {target}"] = costs.reached  # the same for units and edges
                             types["real"].add(f"{column} sd")
                             types["whole"] |= {f"{column} min", f"reached {target}"}
-                row |= {"CE difference": self.ce_difference(method), "CE difference se": self.ce_difference_se(method)}
-                row["CE matched"] = self.matched(method)
-                rows.append(row)
+                rows.append(row | self._matching_columns(method))
         return typed(pd.DataFrame(rows), **types)
 
     def fidelity(self) -> pd.DataFrame:
-        """One row per replacement: CE, CE delta (to the dense host), CE difference (to the reference), KL; NA if not measured."""
+        """One row per replacement: CE, CE delta (to the dense host), KL, and CE and KL less the reference's with standard errors; NA
+        if not measured.
+        """
         rows = []
         for method, seed, name in self._replacements():
-            measured, difference = self.fidelities.get(name), self._difference(name)
+            measured = self.fidelities.get(name)
             row = {"method": method, "seed": seed, "CE": measured and measured.ce}
             row |= {"CE delta": measured and measured.ce_delta, "KL": measured and measured.kl}
-            row |= {"CE difference": difference, "CE difference se": self._difference_se(name)}
-            rows.append(row | {"CE matched": self._within(difference)})
-        real = {"CE", "CE delta", "CE difference", "CE difference se", "KL"}
-        return typed(pd.DataFrame(rows), whole={"seed"}, real=real)
+            for of in ("CE", "KL"):
+                row[f"{of} difference"], row[f"{of} difference se"] = self._difference_of(name, of)
+            rows.append(row)
+        return typed(pd.DataFrame(rows), whole={"seed"}, real={"CE", "CE delta", "KL", *_DIFFERENCES})
 
     def _replacements(self) -> Iterator[tuple[str, int | None, str]]:
         """(method, seed, name of the curve); a method of one has no seed."""
@@ -305,10 +339,10 @@ class Comparison(Mapping[str, TaskComparison], Record):
     # ------------------------------------------------------------------------------------------ shown
 
     def plot(self, cost: str = "edges"):
-        """The paper's figure: columns tasks, rows sufficiency and necessity drop, least cost of every value; a matplotlib Figure.
+        """The paper's figure: columns tasks, rows recovered and drop, least cost of every value; a matplotlib Figure.
 
         A method of several seeds is drawn as its mean over the seeds that reach a value, in a band of one standard deviation.
-        Methods whose CE is not matched say so in the legend.
+        Methods that are not matched say so in the legend.
 
         Args:
             cost: "edges" or "units".
@@ -330,8 +364,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
 
     def _shown(self) -> pd.DataFrame:
         """The table without the spread over seeds, in digits that one can read."""
-        shown = self._table(_targets(0.9, 0.5, None), spread=False)
-        shown = shown.round({"margin": 3, "CE difference": 5, "CE difference se": 5})
+        shown = self._table(thresholds(), spread=False)
+        shown = shown.round({"margin": 3, "carried": 3, **dict.fromkeys(_DIFFERENCES, 5)})
         return shown.drop(columns="task") if len(self) == 1 else shown  # which the title says
 
 
@@ -344,5 +378,5 @@ def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = 
     """
     # By name where a column may be all None; floats stay floats, even if they happen to be whole.
     types: dict[str, str] = dict.fromkeys((*table.select_dtypes("float"), *real), "Float64")
-    types |= {**dict.fromkeys(whole, "Int64"), "CE matched": "boolean"}
+    types |= {**dict.fromkeys(whole, "Int64"), "matched": "boolean", "carries": "boolean"}
     return table.convert_dtypes().astype({column: kind for column, kind in types.items() if column in table})

@@ -1,18 +1,19 @@
 """CostCurve: what nested prefixes of a ranking cost and do, and what one reads off them.
 
-1. `rows` has one row per prefix; curves need not be monotone, so costs are minima over the prefixes that reach a value.
-2. `cost_at` gives the least cost at a threshold, `min_cost` the whole curve of least costs (the paper's figures),
-   `cost_interval` how far the least cost moves with the draw of test prompts.
-3. `circuit_at` gives the cheapest circuit itself.
-4. `mib` gives the circuit track's areas, CPR and CMD.
+1. `rows` has one row per prefix, measured on test prompts; `validation` the same prefixes on validation prompts. Which prefix
+   reaches a threshold is read off the validation prompts, what it does off the test prompts: a prefix that was chosen on the
+   prompts that judge it is flattered by them.
+2. `carried` says what the units do for the task. Where they do not carry it, no circuit has a cost (measure.py).
+3. `cost_at` gives the least cost at a threshold, `row_at` all that is known of that prefix, `circuit_at` the circuit itself,
+   `smallest_admissible` the first prefix that beats random sets of its edges, `cost_interval` how sure the cost is.
+4. `min_cost` gives the whole curve of least costs on the test prompts (the paper's figures), `mib` the circuit track's areas.
 5. Seeds of one method (paper, app. exact-dense-controls): `mean_min_cost` and `over_seeds` take, per threshold, every seed's
    least cost; mean and standard deviation (of a sample, n - 1) are over the seeds that reach it, the others are counted
    (method.md §4.1).
-6. `resampled` is the bootstrap over prompts: as many as there are, drawn with replacement, `times` times; each draw is a
-   vector of weights that sum to one, so that all runs of a curve are resampled together by weights @ values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, ClassVar
@@ -23,14 +24,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
-from swd_lens.base.record import Record, column
+from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.record import Record
 from swd_lens.circuits.circuit import Circuit
+from swd_lens.circuits.measure import LEVEL, VALUES, Carried, Margins, Threshold, crossing_interval, surface_name
 from swd_lens.circuits.scores import UnitScores
 
 COSTS = ("edges", "units")
-_MOST_SHARE = 10  # of a threshold; a percentage that was meant is more
-VALUES = ("sufficiency", "necessity drop")
 # Of all units or edges; the fractions that the Mechanistic Interpretability Benchmark's circuit track evaluates.
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -40,16 +40,23 @@ class CostCurve(Record):
     """What nested prefixes of a ranking cost and do, on one task.
 
     Attributes:
-        rows: one row per prefix: "units", "edges", "sufficiency", "necessity drop" (logits), of both also "... low" and
-            "... high", the ends of the 95 % bootstrap interval over prompts, "q keep", "q ablate" (mean margins, logits),
-            "accuracy keep", "accuracy ablate" (best answer above every distractor), and "KL keep", "KL ablate" (KL from the
-            unpruned replacement at the scoring position, nats) where they were asked for.
+        rows: one row per prefix on the test prompts, the empty one first and that of all units last: "units", "edges",
+            "recovered", "sufficiency", "drop" (logits), each also "... low" and "... high", the ends of its 95 % interval over
+            prompts (measure.py), "recovered of dense", "q keep", "q ablate" (mean margins, logits), "accuracy keep", "accuracy ablate" (best answer
+            above every distractor), and "KL keep", "KL ablate" (KL from the replacement with all units at the scoring position,
+            nats) where they were asked for.
         task: the task's name.
-        q_dense, q_unpruned: mean test margin of the dense host and of the unpruned replacement, in logits.
-        accuracy_dense, accuracy_unpruned: the same for accuracy.
+        q_dense, q_full, q_empty: mean test margin of the dense host, of the replacement with all units, and with every unit at
+            its reference activation, in logits.
+        carried_se: standard error of q_full - q_empty, paired over prompts; NaN of a single prompt.
+        accuracy_dense, accuracy_full: accuracy of the dense host and of the replacement with all units.
         settings: the scores' settings plus ablation, split and number of prompts.
+        validation: the same prefixes on the validation prompts: "units", "edges", "recovered", "recovered of dense",
+            "sufficiency", "drop", "q keep", "q ablate", and "random drop", the 95th percentile of the drops of random sets of as many edges (NaN where none were
+            drawn: they are, up to the first prefix that is above). Without rows where a single split was given: then
+            prefixes are chosen on the prompts that judge them.
         scores: what ranked the units; edges: site -> (unit,) their active edges.
-        margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "unpruned" and "dense" (prompt,).
+        margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "full" and "dense" (prompt,).
     """
 
     in_memory: ClassVar[tuple[str, ...]] = ("scores", "edges", "margins")
@@ -57,10 +64,13 @@ class CostCurve(Record):
     rows: pd.DataFrame
     task: str
     q_dense: float
-    q_unpruned: float
+    q_full: float
+    q_empty: float
+    carried_se: float
     accuracy_dense: float
-    accuracy_unpruned: float
+    accuracy_full: float
     settings: Mapping[str, Any]
+    validation: pd.DataFrame = field(default_factory=pd.DataFrame)
     scores: UnitScores | None = None
     edges: Mapping[str, Int[Tensor, " _unit"]] = field(default_factory=dict)
     margins: Mapping[str, Float[Tensor, "*_prefix _prompt"]] = field(default_factory=dict)
@@ -69,109 +79,137 @@ class CostCurve(Record):
         """A copy of the rows."""
         return self.rows.copy()
 
+    # ------------------------------------------------------------------------------------------ what the surface carries
+
+    @property
+    def carried(self) -> Carried:
+        """What these units do for the task: q_full - q_empty with its standard error."""
+        return Carried(self.q_full - self.q_empty, self.carried_se, self.q_dense)
+
+    @property
+    def carries(self) -> bool:
+        """Whether these units carry the task; where they do not, no circuit of them has a cost."""
+        return self.carried.enough
+
+    @property
+    def surface(self) -> str:
+        """The sites whose units these are, as a sentence names them."""
+        return surface_name(self.settings.get("units", {}))
+
+    def in_words(self, **threshold: float | int) -> str:
+        """One sentence: what the surface carries of the task, and how small a circuit recovers most of it.
+
+        Args:
+            threshold: see `cost_at`.
+        """
+        asked, c = Threshold.given(**threshold), self.carried
+        if not c.enough:
+            return self._does_not_carry()
+        of_margin = f"{c.logits:.2f} ± {c.se:.2f} of the model's {c.q_dense:.2f} logits"
+        row = self.row_of(asked, "edges")
+        if row is None:
+            return f"{self.surface} carries {of_margin} of {self.task}; no prefix reaches {asked} on {self.chosen_on} prompts."
+        units, edges = (f"{int(row[name]):,}" for name in ("units", "edges"))
+        does = f"recover {row['recovered']:.0%} of it" if asked.of == "recovered" else f"reach {asked}"
+        return f"{self.surface} carries {of_margin} of {self.task}; {units} units with {edges} active edges {does}."
+
+    def _does_not_carry(self) -> str:
+        c, reference = self.carried, "its reference activation"
+        reference = {"mean": "its mean", "zero": "zero"}.get(str(self.settings.get("ablation")), reference)
+        return (
+            f"{self.surface} does not carry {self.task}: with all units the margin is {self.q_full:.2f}, with every unit at "
+            f"{reference} {self.q_empty:.2f} (a difference of {c.logits:+.2f} ± {c.se:.2f} logits; the model has {c.q_dense:.2f})."
+        )
+
+    # ------------------------------------------------------------------------------------------ one prefix
+
+    @property
+    def chosen_on(self) -> str:
+        """The split on which prefixes are chosen: "validation", or the judging split where there was no other."""
+        return "validation" if len(self.validation) else str(self.settings.get("test_split", "test"))
+
     def cost_at(
         self,
         *,
+        recovered: float | int | None = None,
         sufficiency: float | int | None = None,
         necessity: float | int | None = None,
         drop: float | int | None = None,
+        recovered_of_dense: float | int | None = None,
         cost: str = "edges",
     ) -> int | None:
-        """The least cost among prefixes that reach a threshold; None if none does.
+        """The least cost among prefixes that reach a threshold on the validation prompts; None if none does.
+
+        Without a threshold it is recovered=0.9.
 
         Args:
-            sufficiency: reach Q(keep) / Q(unpruned) >= this (paper §protocol).
-            necessity: reach a necessity drop >= this fraction of the drop that ablating every unit causes (ours).
-            drop: reach a necessity drop >= this, in logits (paper §protocol, NecDrop).
+            recovered: reach (Q(keep) - Q(empty)) / (Q(full) - Q(empty)) >= this (measure.py).
+            sufficiency: reach Q(keep) / Q(full) >= this (paper §protocol).
+            necessity: reach a drop >= this fraction of the drop that ablating every unit causes (ours).
+            drop: reach a drop >= this, in logits (paper §protocol, NecDrop).
+            recovered_of_dense: as `recovered`, with Q(dense) in the place of Q(full): the same target for every method.
             cost: "edges" or "units".
 
         Raises:
-            ValueError: not exactly one threshold, or an unknown cost.
+            ValueError: several thresholds, or an unknown cost.
+
+        Warns:
+            NotCarriedWarning: these units do not carry the task, so that the cost is None.
         """
-        _check_cost(cost)
-        reached = self._reached(sufficiency, necessity, drop)
-        return int(self.rows.loc[reached, cost].min()) if reached.any() else None
+        given = {"recovered": recovered, "sufficiency": sufficiency, "necessity": necessity, "drop": drop}
+        row = self.row_at(cost=cost, recovered_of_dense=recovered_of_dense, **given)
+        return None if row is None else int(row[cost])
 
-    def _reached(
-        self, sufficiency: float | int | None, necessity: float | int | None, drop: float | int | None
-    ) -> pd.Series:
-        if sum(threshold is not None for threshold in (sufficiency, necessity, drop)) != 1:
-            raise error("not-one-threshold")
-        require_share(sufficiency=sufficiency, necessity=necessity)
-        if sufficiency is not None:
-            return self.rows["sufficiency"] >= sufficiency
-        if drop is not None:
-            return self.rows["necessity drop"] >= drop
-        whole = self.rows["necessity drop"].iloc[-1]
-        # Ablating everything helps (or does nothing): there is no drop to take a fraction of.
-        return (self.rows["necessity drop"] >= (necessity or 0.0) * whole) & (whole > 0)
+    def row_at(self, *, cost: str = "edges", **threshold: float | int | None) -> "pd.Series[Any] | None":
+        """The row of the prefix that `cost_at` prices: chosen on validation prompts, measured on test prompts.
 
-    def cost_interval(
-        self,
-        *,
-        sufficiency: float | int | None = None,
-        necessity: float | int | None = None,
-        drop: float | int | None = None,
-        cost: str = "edges",
-        level: float | int = 0.95,
-        times: int = 1000,
-        seed: int = 0,
-    ) -> tuple[int | None, int | None]:
-        """How far `cost_at` moves when the test prompts are drawn again: the percentile interval over bootstrap draws.
-
-        Returns:
-            (low, high); None where that end is not reached by any prefix.
-
-        Raises:
-            ValueError: see `cost_at`; or a curve without the prompts' margins.
+        Args:
+            threshold, cost: see `cost_at`, which has the errors and the warning, too.
         """
+        asked = Threshold.given(**threshold)
         _check_cost(cost)
-        if not 0 < level < 1:
-            raise error("confidence-level-outside", level=level)
-        self._reached(sufficiency, necessity, drop)  # refuses what cost_at refuses
-        self._require("margins", self.margins)
-        q = {name: resampled(torch.atleast_2d(values), times, seed) for name, values in self.margins.items()}
-        if sufficiency is not None:
-            reached = (q["keep"] >= sufficiency * q["unpruned"]) & (q["unpruned"] > 0)
-        else:
-            drops = q["unpruned"] - q["ablate"]
-            of_whole = (drops >= (necessity or 0.0) * drops[:, -1:]) & (drops[:, -1:] > 0)
-            reached = of_whole if drop is None else drops >= drop
-        costs = torch.tensor(self.rows[cost].tolist(), dtype=torch.float64)
-        least = torch.where(reached, costs, torch.inf).amin(1).sort().values
-        ends = (least[int((1 - level) / 2 * (times - 1))], least[-1 - int((1 - level) / 2 * (times - 1))])
-        low, high = (int(end) if bool(end.isfinite()) else None for end in ends)
-        return low, high
+        if not self.carries:
+            warnings.warn(warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level())
+            return None
+        return self.row_of(asked, cost)
 
-    def circuit_at(
-        self,
-        *,
-        sufficiency: float | int | None = None,
-        necessity: float | int | None = None,
-        drop: float | int | None = None,
-        cost: str = "edges",
-    ) -> Circuit:
+    def row_of(self, threshold: Threshold, cost: str) -> "pd.Series[Any] | None":
+        """`row_at` for tables of many curves: without its warning."""
+        chosen = self.validation if len(self.validation) else self.rows
+        reached = threshold.reached(chosen)
+        if not self.carries or not reached.any():
+            return None
+        # Of equal costs (units without edges cost none) the shortest prefix.
+        best = chosen.loc[reached].sort_values(by=[cost, "units"]).iloc[0]
+        return self.rows.loc[self.rows["units"] == best["units"]].iloc[0]
+
+    def circuit_at(self, *, cost: str = "edges", **threshold: float | int | None) -> Circuit:
         """The prefix that `cost_at` prices.
 
+        Args:
+            threshold, cost: see `cost_at`.
+
         Raises:
-            ValueError: see `cost_at`; or no prefix reaches the threshold.
+            ValueError: see `cost_at`; no prefix reaches the threshold, or these units do not carry the task.
         """
+        asked = Threshold.given(**threshold)
         _check_cost(cost)
-        reached = self._reached(sufficiency, necessity, drop)
-        given = {"sufficiency": sufficiency, "necessity": necessity, "drop": drop}
-        threshold = {name: value for name, value in given.items() if value is not None}
-        if not reached.any():
-            of = "sufficiency" if sufficiency is not None else "necessity drop"
+        if not self.carries:
+            raise error("circuit-of-nothing-carried", sentence=self._does_not_carry())
+        row = self.row_of(asked, cost)
+        if row is None:
+            chosen = self.validation if len(self.validation) else self.rows
+            of = "drop" if asked.of == "necessity" else asked.of
             raise error(
                 "prefix-never-reaches",
                 task=self.task,
-                threshold=next(iter(threshold.values())),
+                split=self.chosen_on,
+                threshold=asked.value,
                 measure=of,
-                highest=self.rows[of].max(),
+                highest=chosen[of].max(),
             )
-        # Of equal costs (units without edges cost none) the shortest prefix.
-        best = self.rows.loc[reached].sort_values(by=[cost, "units"]).iloc[0]
-        return self.circuit(int(best["units"]), chosen_at={**threshold, "cost": cost})
+        chosen_at = {asked.of: asked.value, "cost": cost, "chosen_on": self.chosen_on}
+        return self.circuit(int(row["units"]), chosen_at=chosen_at)
 
     def circuit(self, n_units: int, **provenance: Any) -> Circuit:
         """The prefix of this many units.
@@ -186,26 +224,69 @@ class CostCurve(Record):
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance})
 
+    def smallest_admissible(self) -> "pd.Series[Any] | None":
+        """The row of the shortest admissible prefix: on validation prompts its drop is above the 95th percentile of the drops of
+        random sets of as many edges (as in the paper's code). None where there is none, or none were drawn.
+        """
+        if not self.carries or "random drop" not in self.validation:
+            return None
+        admissible = self.validation.loc[self.validation["drop"] > self.validation["random drop"]]
+        return None if admissible.empty else self.rows.loc[self.rows["units"] == admissible["units"].min()].iloc[0]
+
+    def cost_interval(
+        self, *, cost: str = "edges", level: float | int = LEVEL, **threshold: float | int | None
+    ) -> tuple[int | None, int | None]:
+        """A confidence interval, over draws of test prompts, of the cost at which the ranking reaches a threshold.
+
+        It is of the cost at which the curve of *all* prompts would cross the threshold, read linearly in log(1 + cost) between
+        the grid's prefixes (measure.py, `crossing_interval`); `cost_at` is the next prefix above such a crossing.
+
+        Returns:
+            (low, high); None where the curve does not get there, or, high, not surely; both where nothing is carried.
+
+        Raises:
+            ValueError: see `cost_at`; a level outside (0, 1), a single prompt, or a curve without the prompts' margins.
+
+        Warns:
+            NotCarriedWarning: see `cost_at`.
+        """
+        asked = Threshold.given(**threshold)
+        _check_cost(cost)
+        if not 0 < level < 1:
+            raise error("confidence-level-outside", level=level)
+        self._require("margins", self.margins)
+        if self.margins["full"].numel() < 2:
+            raise error("interval-of-one-prompt", task=self.task)
+        if not self.carries:
+            warnings.warn(warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level())
+            return None, None
+        keep, ablate, full = (self.margins[name].double() for name in ("keep", "ablate", "full"))
+        costs = torch.tensor(self.rows[cost].tolist(), dtype=torch.float64)
+        low, high = crossing_interval(asked.contrast(Margins(keep, ablate, full, keep[0], self.margins["dense"].double())), costs, level)
+        return None if low is None else int(low), None if high is None else int(np.ceil(high))
+
     def __repr__(self) -> str:
         return (
             f"CostCurve({self.task}: {len(self.rows)} prefixes of {self.rows['units'].max():,} units; margin dense "
-            f"{self.q_dense:.3f}, unpruned {self.q_unpruned:.3f})"
+            f"{self.q_dense:.3f}, full {self.q_full:.3f}, empty {self.q_empty:.3f})"
         )
 
     def parts(self) -> tuple[Any, ...]:
         # The interval's ends and margins are in table(); a card has room for what is read most.
         shown = [name for name in self.rows if not name.endswith((" low", " high")) and not name.startswith("q ")]
-        return self.plot(), pd.DataFrame(self.rows, columns=shown)
+        return self.in_words(), self.plot(), pd.DataFrame(self.rows, columns=shown)
 
     def _require(self, what: str, value: Any) -> None:
         if not value:
             raise error("curve-without-circuit", part=what)
 
+    # ------------------------------------------------------------------------------------------ the whole curve
+
     def mib(self, cost: str = "units") -> dict[str, float]:
         """Areas of the circuit track of the Mechanistic Interpretability Benchmark over its ten fractions of all units or edges.
 
-        f = (m - m_empty) / (m_full - m_empty), with m the margin of the kept prefix. CPR is the area under f (higher is
-        better), CMD that under |1 - f| (lower is better), by trapezoids from the first fraction to the last.
+        Its f is `recovered`. CPR is the area under f (higher is better), CMD that under |1 - f| (lower is better), by
+        trapezoids from the first fraction to the last; NaN where the surface does not carry the task.
 
         Raises:
             ValueError: an unknown cost, or a grid without the prefixes: evaluate with grid="mib".
@@ -213,29 +294,23 @@ class CostCurve(Record):
         _check_cost(cost)
         rows = self.rows.sort_values(by="units")
         total = int(rows[cost].iloc[-1])
-        empty, full = float(rows["q keep"].iloc[0]), self.q_unpruned
-        if int(rows["units"].iloc[0]) != 0 or self.settings.get("grid") != "mib":
+        if self.settings.get("grid") != "mib":
             raise error("mib-without-its-prefixes")
-        if full == empty:
-            return {"CPR": float("nan"), "CMD": float("nan")}
-        f = [
-            (float(rows.loc[rows[cost] <= fraction * total, "q keep"].to_numpy()[-1]) - empty) / (full - empty)
-            for fraction in MIB_FRACTIONS
-        ]
+        f = [float(rows.loc[rows[cost] <= part * total, "recovered"].to_numpy()[-1]) for part in MIB_FRACTIONS]
         return {"CPR": _area(f), "CMD": _area([abs(1.0 - value) for value in f])}
 
-    def min_cost(self, of: str = "sufficiency", cost: str = "edges") -> pd.DataFrame:
-        """The least cost of reaching each value that some prefix reaches: columns `of` and `cost`, both ascending.
+    def min_cost(self, of: str = "recovered", cost: str = "edges") -> pd.DataFrame:
+        """The least cost of reaching each value that some prefix reaches on the test prompts: columns `of` and `cost`, both
+        ascending.
 
         Args:
-            of: "sufficiency" or "necessity drop" (logits).
+            of: "recovered", "sufficiency" or "drop" (logits).
             cost: "edges" or "units".
 
         Raises:
             ValueError: an unknown value or cost.
         """
         _check_cost(cost)
-        of = column(of)  # "necessity_drop" was its former name
         if of not in VALUES:
             raise error("curve-unknown-value", choices=VALUES, of=of)
         best = self.rows.loc[:, [of, cost]].dropna().sort_values(by=[of, cost], ascending=[False, True])
@@ -244,7 +319,7 @@ class CostCurve(Record):
         return best.iloc[::-1].reset_index(drop=True)
 
     def plot(self, cost: str = "edges"):
-        """Sufficiency and necessity drop against cost; a matplotlib Figure."""
+        """What prefixes recover, and the drop, against cost; a matplotlib Figure."""
         from swd_lens.circuits.plots import plot_curves
 
         return plot_curves({"": self}, cost=cost)
@@ -253,15 +328,8 @@ class CostCurve(Record):
     def from_dict(cls, values: Any) -> "CostCurve":
         curve = super().from_dict(values)
         # A column of nulls alone has no type; counts are whole numbers, all else was float.
-        types = {column: "int64" if column in COSTS else "float64" for column in curve.rows}
-        return replace(curve, rows=curve.rows.astype(types))
-
-
-def require_share(**thresholds: float | int | None) -> None:
-    """Raises ValueError where a threshold is no share, such as 90 in place of 0.9. Measured ones lie beyond 0 and 1, too."""
-    for name, value in thresholds.items():
-        if value is not None and not value <= _MOST_SHARE:
-            raise error("threshold-outside", name=name, value=value)
+        typed = [t.astype({c: "int64" if c in COSTS else "float64" for c in t}) for t in (curve.rows, curve.validation)]
+        return replace(curve, rows=typed[0], validation=typed[1])
 
 
 def _check_cost(cost: str) -> None:
@@ -278,7 +346,7 @@ def _area(values: list[float]) -> float:
 # ---------------------------------------------------------------------------------------------- seeds of one method
 
 
-def mean_min_cost(curves: Sequence[CostCurve], of: str = "sufficiency", cost: str = "edges") -> pd.DataFrame:
+def mean_min_cost(curves: Sequence[CostCurve], of: str = "recovered", cost: str = "edges") -> pd.DataFrame:
     """The least cost of reaching each value that some seed's prefix reaches, over the seeds.
 
     Args:
@@ -320,38 +388,3 @@ def over_seeds(costs: Sequence[int | None]) -> SeedCosts:
     if not reached:
         return SeedCosts(None, None, None, 0)
     return SeedCosts(fmean(reached), stdev(reached) if len(reached) > 1 else None, min(reached), len(reached))
-
-
-_AT_ONCE = 128  # draws: (draws, prompts) weights are held at a time
-
-
-def resampled(values: Float[Tensor, "run prompt"], times: int, seed: int = 0) -> Float[Tensor, "times run"]:
-    """Means of every run over `times` bootstrap draws of the prompts, the same draws for all runs.
-
-    Raises:
-        ValueError: times below 1.
-    """
-    if times < 1:
-        raise error("no-bootstrap-draws", times=times)
-    return torch.cat([weights @ values.T for weights in _draws(values.shape[1], times, seed)])
-
-
-def interval(
-    samples: Float[Tensor, "times *runs"], level: float = 0.95
-) -> tuple[Float[Tensor, "*runs"], Float[Tensor, "*runs"]]:
-    """Lower and upper end of the percentile interval; NaN where a sample is NaN."""
-    tail = (1.0 - level) / 2.0
-    ends = torch.tensor([tail, 1.0 - tail], dtype=samples.dtype)
-    # A few columns at a time: torch.quantile refuses more than 2^24 numbers.
-    flat = samples.flatten(1).split(1024, dim=1)
-    low, high = torch.cat([torch.quantile(columns, ends, dim=0) for columns in flat], dim=1)
-    return low.view(samples.shape[1:]), high.view(samples.shape[1:])
-
-
-def _draws(prompts: int, times: int, seed: int) -> Iterator[Float[Tensor, "draw prompt"]]:
-    generator = torch.Generator().manual_seed(seed)
-    for start in range(0, times, _AT_ONCE):
-        n = min(_AT_ONCE, times - start)
-        drawn = torch.randint(prompts, (n, prompts), generator=generator)
-        weights = torch.zeros(n, prompts, dtype=torch.float64)
-        yield weights.scatter_add_(1, drawn, torch.ones(n, prompts, dtype=torch.float64)) / prompts

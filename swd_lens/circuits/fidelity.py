@@ -56,7 +56,7 @@ class Fidelity(Record):
         n_predictions: next-token predictions averaged over.
         standing_hooks: hooks of the caller's that were on the host, by name; files name them only where there were any.
         ce_delta_se: standard error of `ce_delta`, rows being the independent observations; None of a single row.
-        ce_delta_rows: the same delta of each row; two replacements on the same rows are compared by their differences.
+        ce_delta_rows, kl_rows: delta and KL of each row; two replacements on the same rows are compared by their differences.
         local_relmse: site -> relative squared error on the dense host's inputs, tr(E^T G E) / tr(W^T G W) with E = W - A B and G
             the Gram of these tokens: without bias, and without what earlier sites did. Of an encode/decode pair: its output's
             error, bias included, over the same denominator; over the dense output with its bias at a whole MLP. Empty
@@ -74,10 +74,12 @@ class Fidelity(Record):
     standing_hooks: Sequence[str] = ()
     ce_delta_se: float | None = None
     ce_delta_rows: Sequence[float] = ()
+    kl_rows: Sequence[float] = ()
     local_relmse: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None, "ce_delta_rows": [], "local_relmse": {}}
+        absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None, "ce_delta_rows": [], "kl_rows": []}
+        absent["local_relmse"] = {}
         return {key: v for key, v in super().as_dict().items() if key not in absent or v != absent[key]}
 
     @property
@@ -85,14 +87,15 @@ class Fidelity(Record):
         """CE(replaced) - CE(dense)."""
         return self.ce - self.ce_dense
 
-    def difference_se(self, *others: "Fidelity") -> float | None:
-        """Standard error of this CE less the others' mean, paired over rows.
+    def difference_se(self, *others: "Fidelity", of: str = "CE") -> float | None:
+        """Standard error of this CE (or `of="KL"`) less the others' mean, paired over rows.
 
         None unless all were measured on as many rows and against the same dense host: rows are differences from it.
         """
         if any(other.ce_dense != self.ce_dense for other in others):
             return None
-        rows = [torch.tensor(each.ce_delta_rows, dtype=torch.float64) for each in (self, *others)]
+        of_rows = [each.ce_delta_rows if of == "CE" else each.kl_rows for each in (self, *others)]
+        rows = [torch.tensor(each, dtype=torch.float64) for each in of_rows]
         n_rows = len(rows[0])
         if not others or n_rows < 2 or any(len(of_other) != n_rows for of_other in rows):
             return None
@@ -212,10 +215,11 @@ class _Sums:
     errors: dict[str, Tensor] = field(default_factory=dict)
     norms: dict[str, Tensor] = field(default_factory=dict)
     ce_deltas: list[Tensor] = field(default_factory=list)  # of each batch, (row,)
+    kls: list[Tensor] = field(default_factory=list)
 
     def add_predictions(self, dense: DensePredictions, replaced: Float[Tensor, "batch pos vocab"], rows: slice):
         """Of these rows of the batch that `ce_deltas` was begun for last."""
-        self.total += dense.divergence(replaced, self.ce_deltas[-1][rows])
+        self.total += dense.divergence(replaced, self.ce_deltas[-1][rows], self.kls[-1][rows])
 
     def add_output(
         self, name: str, replaced: Float[Tensor, "*batch_pos d_out"], dense: Float[Tensor, "*batch_pos d_out"]
@@ -235,6 +239,7 @@ class _Sums:
             standing_hooks=tuple(hooks),
             ce_delta_se=se,
             ce_delta_rows=tuple((of_rows * (len(of_rows) / n_predictions)).tolist()),
+            kl_rows=tuple((torch.cat(self.kls) * (len(of_rows) / n_predictions)).tolist()),
             local_relmse=local_relmse,
         )
 
@@ -273,7 +278,8 @@ class _Runs(ABC):
             dense = self.dense(batch)
         replaced: dict[str, Tensor] = {}
         for name, of_name in self.units.items():
-            sums[name].ce_deltas.append(torch.zeros(len(batch), dtype=torch.float64))
+            for of_rows in (sums[name].ce_deltas, sums[name].kls):
+                of_rows.append(torch.zeros(len(batch), dtype=torch.float64))
             shown: set[str] = set()
 
             def compare(site: Site, y: Tensor, name: str = name, shown: set[str] = shown) -> None:

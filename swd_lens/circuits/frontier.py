@@ -1,31 +1,34 @@
-"""evaluate: nested top-k prefixes of a ranking, kept and ablated on test prompts; what each costs and what it does.
+"""evaluate: nested top-k prefixes of a ranking, kept and ablated on prompts; what each costs and what it does.
 
-1. The grid of k: 0, 1, 2, 3, 4, 6, 8, 12, ... (powers of two and three times powers of two, method.md §0.5) and all units.
+1. The grid of k: 0, 1, 2, 3, 4, 6, 8, 12, ... (powers of two and three times powers of two, 640; method.md §0.5) and all units.
 2. For every k keep the k best units (the rest get their reference activation) and ablate them (they get it), all in one
    list of interventions (bench.py).
-3. Sufficiency = Q(keep) / Q(unpruned), necessity drop = Q(unpruned) - Q(ablate) in logits, Q the mean margin over test
-   prompts; cost in units (|S|, invalid ones included) and active edges (valid units' read and write nonzeros).
-4. Intervals by bootstrap over the prompts.
+3. Of a task both the validation and the test prompts: prefixes are chosen on the first and measured on the second. On the
+   validation prompts random sets of as many edges are ablated beside the prefixes, from the shortest on, until one prefix's
+   drop is above the 95th percentile of theirs: the smallest admissible prefix.
+4. What the surface carries, what each prefix recovers, its sufficiency and drop, with intervals (measure.py); cost in units
+   (|S|, invalid ones included) and active edges (valid units' read and write nonzeros).
 
 `judge` does the same for circuits of any other making.
 """
 
-import math
 import operator
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.circuits.ablation import replaced_masks
 from swd_lens.circuits.bench import Bench, Outcome
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve, interval, resampled
+from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
 from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.measure import Carried, Margins, measured
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
@@ -33,11 +36,16 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.tasks.task import Task, TaskSplit
 from swd_lens.units import attach
 
+RANDOM_SETS = 50  # beside each prefix, until one is admissible; the paper's code draws as many
+_CHOICE = ["recovered", "recovered of dense", "sufficiency", "drop", "q keep", "q ablate"]  # what a prefix is chosen by
+_BEST_RANDOM = 0.95  # the percentile of their drops that an admissible prefix is above
+_PAPER_LENGTHS = (640,)  # of the paper's code, beside the powers
+
 
 def prefix_grid(n_units: int) -> list[int]:
-    """0, then 2^a and 3 * 2^a below n_units, then n_units (method.md §0.5; 0 is the empty circuit)."""
-    steps = {0, n_units} | {base << a for base in (1, 3) for a in range(n_units.bit_length()) if base << a < n_units}
-    return sorted(steps)
+    """0, then 2^a, 3 * 2^a and 640 below n_units, then n_units (method.md §0.5; 0 is the empty circuit)."""
+    powers = {base << a for base in (1, 3) for a in range(n_units.bit_length())}
+    return sorted({0, n_units} | {k for k in powers.union(_PAPER_LENGTHS) if k < n_units})
 
 
 @in_plain_surroundings
@@ -50,86 +58,171 @@ def evaluate(
     grid: Iterable[Any] | str | None = None,
     ablation: str = "mean",
     kl: bool = False,
-    bootstrap: int = 1000,
+    random_sets: int = RANDOM_SETS,
     seed: int = 0,
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
     dense: DenseRuns | None = None,
     progress: bool = False,
 ) -> CostCurve:
-    """Judge nested prefixes of the scores' ranking on test prompts (paper §2.2, §protocol).
+    """Measure nested prefixes of the scores' ranking (paper §2.2, §protocol).
 
     Args:
         model: the host, with these sites not attached.
         factors: the replacement that the scores were taken under.
-        prompts: the test split (a Task means its test split).
+        prompts: a task: its validation prompts choose prefixes, its test prompts measure them. A single split does both.
         scores: from `attribute`; they fix the ranking, the positions and the mean activations.
-        grid: prefix lengths; None = `prefix_grid`; "mib" adds to it the prefixes that `CostCurve.mib` needs. The whole set of
-            units is always added.
+        grid: prefix lengths; None = `prefix_grid`; "mib" adds to it the prefixes that `CostCurve.mib` needs. The empty circuit and
+            the whole set of units are always added.
         ablation: "mean" (paper), "zero", or "resample": each prompt's units get their activations on its corrupt prompt.
-        kl: also measure KL from the unpruned replacement at the scoring position; slower, it needs the whole vocabulary.
-        bootstrap: draws of the prompts for the 95 % intervals; 0 for none.
-        seed: of these draws.
+        kl: also measure KL from the replacement with all units at the scoring position; slower, it needs the whole vocabulary.
+        random_sets: how many random sets stand beside a prefix on the validation prompts, see `CostCurve.smallest_admissible`; 0
+            draws none.
+        seed: of their draw.
         batch_size: prompts per bucket.
         tokens_per_forward: prompts x positions x interventions at once; it bounds memory.
         dense: what the dense host gives on prompts, kept for further replacements of it (`compare` hands it on).
 
     Raises:
-        ValueError: scores of other factors, a prefix length outside 0 .. number of units, or an unknown ablation or grid.
+        ValueError: scores of other factors, a prefix length outside 0 .. number of units, an unknown ablation or grid, or a
+            negative number of random sets.
         TaskError: ablation="resample" without fitting corrupt prompts.
 
     Warns:
-        UndefinedSufficiencyWarning: the unpruned replacement's mean margin is not positive; sufficiency is NaN.
+        UndefinedSufficiencyWarning: the mean margin with all units is not positive; sufficiency is NaN.
     """
     split = prompts.test if isinstance(prompts, Task) else prompts
-    if bootstrap < 0:
-        raise error("negative-bootstrap", bootstrap=bootstrap)
+    if random_sets < 0:
+        raise error("negative-random-sets", random_sets=random_sets)
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
         edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
-        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         lengths = _lengths(grid, scores, edges)
-        ranks = scores.ranks()
-        # Interventions in one list: keep the k best, for every k, then ablate the k best.
-        thresholds = torch.tensor([*lengths, *lengths])[:, None]
-        keeps = torch.arange(len(thresholds))[:, None] < len(lengths)
+        ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])
+        costs = [0, *ranked.cumsum(0).tolist()]
+        head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
 
-        def masks(chunk: slice) -> Masks:
-            k, keep = thresholds[chunk], keeps[chunk]
-            return {site: (rank[None] > k) == keep for site, rank in ranks.items()}
-
-        outcome, unpruned = bench.run(len(thresholds), masks, kl=kl)
+        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
+        outcome, full = _keep_and_ablate(bench, scores, lengths, kl)
         of_dense = bench.dense()
-    ranking = scores.ranking()
-    costs = [0, *torch.tensor([int(edges[site][unit]) for site, unit in ranking]).cumsum(0).tolist()]
-    head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
-    rows = pd.concat([head, _rows(outcome, unpruned, bootstrap, seed, split.task)], axis=1)
+        validation = pd.DataFrame()
+        if isinstance(prompts, Task):
+            bench = Bench(host_of(model), attachment, prompts.validation, scores, ablation, dense=dense, **how)
+            validation = _on_validation(bench, scores, head, ranked, random_sets, seed)
+    margins = _margins(outcome, full, of_dense)
+    carried = Carried.of(margins.full, margins.empty, float(of_dense.q))
+    rows = pd.concat([head, measured(margins, carried, split.task), _further(outcome)], axis=1)
     settings = {
         **scores.settings,
         "ablation": ablation,
         "test_split": split.name,
         "n_test": len(split),
+        "n_validation": len(prompts.validation) if isinstance(prompts, Task) else 0,
         "grid": grid if isinstance(grid, str) else "powers" if grid is None else "own",
-        "bootstrap": bootstrap,
-        "bootstrap_seed": seed,
+        "random_sets": random_sets,
+        "random_sets_seed": seed,
         "replacement": provenance,
         **standing_hooks(model),
     }
-    margins = {"keep": outcome.margins[: len(lengths)], "ablate": outcome.margins[len(lengths) :]}
-    margins |= {"unpruned": unpruned.margins[0], "dense": of_dense.margins[0]}
     return CostCurve(
         rows=rows,
         task=split.task,
-        q_dense=float(of_dense.q),
-        q_unpruned=float(unpruned.q),
+        q_dense=carried.q_dense,
+        q_full=float(full.q),
+        q_empty=float(margins.empty.mean()),
+        carried_se=carried.se,
         accuracy_dense=float(of_dense.correct.mean()),
-        accuracy_unpruned=float(unpruned.correct.mean()),
+        accuracy_full=float(full.correct.mean()),
         settings=settings,
+        validation=validation,
         scores=scores,
         edges=edges,
-        margins=margins,
+        margins={"keep": margins.keep, "ablate": margins.ablate, "full": margins.full, "dense": margins.dense},
     )
+
+
+def _keep_and_ablate(bench: Bench, scores: UnitScores, lengths: list[int], kl: bool) -> tuple[Outcome, Outcome]:
+    """All prefixes kept, then all ablated; and the replacement with all units."""
+    ranks = scores.ranks()
+    thresholds = torch.tensor([*lengths, *lengths])[:, None]
+    keeps = torch.arange(len(thresholds))[:, None] < len(lengths)
+
+    def masks(chunk: slice) -> Masks:
+        k, keep = thresholds[chunk], keeps[chunk]
+        return {site: (rank[None] > k) == keep for site, rank in ranks.items()}
+
+    return bench.run(len(thresholds), masks, kl=kl)
+
+
+def _margins(outcome: Outcome, full: Outcome, dense: Outcome) -> Margins:
+    """Margins of circuits whose first is the empty one: the first half of the runs keep them, the second half ablate them."""
+    half = len(outcome.margins) // 2
+    keep, ablate = outcome.margins[:half], outcome.margins[half:]
+    return Margins(keep, ablate, full.margins[0], keep[0], dense.margins[0])
+
+
+def _further(outcome: Outcome) -> pd.DataFrame:
+    """Columns that are no margins: accuracy, and KL where it was measured."""
+    half = len(outcome.margins) // 2
+    columns = {"accuracy keep": outcome.correct.mean(1)[:half], "accuracy ablate": outcome.correct.mean(1)[half:]}
+    if not bool(outcome.kl.isnan().all()):
+        columns |= {"KL keep": outcome.kl.mean(1)[:half], "KL ablate": outcome.kl.mean(1)[half:]}
+    return pd.DataFrame({name: values.tolist() for name, values in columns.items()})
+
+
+def _on_validation(
+    bench: Bench,
+    scores: UnitScores,
+    head: pd.DataFrame,
+    ranked: Int[Tensor, " unit"],
+    random_sets: int,
+    seed: int,
+) -> pd.DataFrame:
+    """`CostCurve.validation`: the prefixes on the validation prompts, and the drops of random sets beside them.
+
+    Args:
+        ranked: active edges of each unit, in the order of the ranking.
+    """
+    outcome, full = _keep_and_ablate(bench, scores, head["units"].tolist(), False)
+    margins = _margins(outcome, full, bench.dense())
+    # Whether they carry the task is said of the test prompts; here any positive difference can be a denominator.
+    carried = Carried(float((margins.full - margins.empty).mean()), 0.0, 0.0)
+    rows = measured(margins, carried, bench.split.task, warn=False)
+    rows = pd.concat([head, rows[_CHOICE]], axis=1)
+    if not random_sets:
+        return rows
+    generator = torch.Generator().manual_seed(seed)
+    places = {site: ranks - 1 for site, ranks in scores.ranks().items()}
+    best = [float("nan")] * len(rows)
+    for i, (n_edges, drop) in enumerate(zip(rows["edges"], rows["drop"], strict=True)):
+        if n_edges and carried.enough:
+            drawn = torch.stack([random_set(ranked, n_edges, generator) for _ in range(random_sets)])
+            ablated, _ = bench.run(random_sets, lambda rows, d=drawn: {s: d[rows][:, at] for s, at in places.items()})
+            best[i] = float(torch.quantile(float(full.q) - ablated.q, _BEST_RANDOM))
+            if drop > best[i]:
+                break
+    return rows.assign(**{"random drop": best})
+
+
+def random_set(edges: Int[Tensor, " unit"], most: int, generator: torch.Generator) -> Bool[Tensor, " unit"]:
+    """Units in random order, each taken where its edges still fit; units without edges are not drawn.
+
+    Args:
+        edges: of each unit.
+        most: edges that the set may have.
+    """
+    order = torch.randperm(len(edges), generator=generator)
+    in_order, drawn = edges[order], torch.zeros(len(edges), dtype=torch.bool)
+    at, room = 0, most
+    while True:
+        fits = ((in_order[at:] > 0) & (in_order[at:] <= room)).nonzero()[:, 0]
+        if not len(fits):
+            return drawn
+        at += int(fits[0])
+        drawn[order[at]] = True
+        room -= int(in_order[at])
+        at += 1
 
 
 @in_plain_surroundings
@@ -141,17 +234,15 @@ def judge(
     *,
     ablation: str = "mean",
     kl: bool = False,
-    bootstrap: int = 1000,
-    seed: int = 0,
     batch_size: int = 256,
     tokens_per_forward: int = 16_384,
     dense: DenseRuns | None = None,
 ) -> pd.DataFrame:
-    """What circuits cost and do on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
+    """Measure circuits on test prompts: a row per circuit with the columns of `CostCurve.rows`, and "circuit".
 
     Args:
         circuits: one, or several by name, all found with the same scores.
-        otherwise see `evaluate`; bootstrap=0 leaves the intervals out.
+        otherwise see `evaluate`.
 
     Raises:
         ValueError: no circuit, circuits of several scores (their reference activations differ), and see `evaluate`.
@@ -165,13 +256,18 @@ def judge(
         raise error("judged-with-different-scores")
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
-    both = [circuit.masks(mode) for mode in ("keep", "ablate") for circuit in named.values()]
+    # The empty circuit first: what the others recover is measured from it.
+    sets = [replaced_masks(scores, [], "keep"), *(circuit.masks("keep") for circuit in named.values())]
+    keep = {site: torch.stack([of_set[site] for of_set in sets]) for site in sets[0]}
+    masks = {site: torch.cat([replaced, ~replaced]) for site, replaced in keep.items()}
     with attach(model, factors) as attachment:
         bench = Bench(host_of(model), attachment, split, scores, ablation, dense=dense, **how)
-        masks = {site: torch.stack([of_run[site] for of_run in both]) for site in both[0]}
-        outcome, unpruned = bench.run(
-            len(both), lambda chunk: {site: mask[chunk] for site, mask in masks.items()}, kl=kl
+        outcome, full = bench.run(
+            2 * len(sets), lambda chunk: {site: mask[chunk] for site, mask in masks.items()}, kl=kl
         )
+        of_dense = bench.dense()
+    margins = _margins(outcome, full, of_dense)
+    carried = Carried.of(margins.full, margins.empty, float(of_dense.q))
     head = pd.DataFrame(
         {
             "circuit": list(named),
@@ -179,7 +275,8 @@ def judge(
             "edges": [circuit.n_edges for circuit in named.values()],
         }
     )
-    return pd.concat([head, _rows(outcome, unpruned, bootstrap, seed, split.task)], axis=1)
+    rows = pd.concat([measured(margins, carried, split.task), _further(outcome)], axis=1)
+    return pd.concat([head, rows.iloc[1:].reset_index(drop=True)], axis=1)
 
 
 def _same_scores(a: UnitScores, b: UnitScores) -> bool:
@@ -197,7 +294,7 @@ def _lengths(grid: Iterable[Any] | str | None, scores: UnitScores, edges: Mappin
         by_edges = [int((costs <= fraction * whole).sum()) for fraction in MIB_FRACTIONS]
         wanted = {*prefix_grid(n_units), *(int(fraction * n_units) for fraction in MIB_FRACTIONS), *by_edges}
     else:
-        wanted = {*prefix_grid(n_units)} if grid is None else {*map(_length, grid), n_units}
+        wanted = {*prefix_grid(n_units)} if grid is None else {0, *map(_length, grid), n_units}
     lengths = sorted(wanted)
     if lengths[0] < 0 or lengths[-1] > n_units:
         raise error("prefix-lengths-outside", n_units=n_units, first=lengths[0], last=lengths[-1])
@@ -209,28 +306,3 @@ def _length(k: Any) -> int:
         return operator.index(k)
     except TypeError:
         raise error("prefix-lengths-not-whole", length=k) from None
-
-
-def _rows(outcome: Outcome, unpruned: Outcome, bootstrap: int, seed: int, task: str) -> pd.DataFrame:
-    """What kept (first half of the runs) and ablated (second half) circuits do."""
-    half = len(outcome.margins) // 2
-    keep, ablate = outcome.q[:half], outcome.q[half:]
-    q = float(unpruned.q)
-    if not q > 0:
-        warnings.warn(warning("undefined-sufficiency", task=task, margin=q), stacklevel=callers_level())
-    columns: dict[str, Tensor] = {
-        "sufficiency": keep / q if q > 0 else torch.full_like(keep, math.nan),
-        "necessity drop": q - ablate,
-    }
-    if bootstrap:
-        # Kept, ablated and unpruned are resampled together: their errors are those of the same prompts.
-        samples = resampled(torch.cat([outcome.margins, unpruned.margins]), bootstrap, seed)
-        whole = samples[:, -1:]
-        ratio = torch.where((whole > 0) & (q > 0), samples[:, :half] / whole, math.nan)
-        for name, values in (("sufficiency", ratio), ("necessity drop", whole - samples[:, half:-1])):
-            columns[f"{name} low"], columns[f"{name} high"] = interval(values.double())
-    columns |= {"q keep": keep, "q ablate": ablate}
-    columns |= {"accuracy keep": outcome.correct.mean(1)[:half], "accuracy ablate": outcome.correct.mean(1)[half:]}
-    if not bool(outcome.kl.isnan().all()):
-        columns |= {"KL keep": outcome.kl.mean(1)[:half], "KL ablate": outcome.kl.mean(1)[half:]}
-    return pd.DataFrame({name: values.tolist() for name, values in columns.items()})

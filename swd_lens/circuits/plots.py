@@ -1,8 +1,8 @@
 """Figures of circuits.
 
-1. `plot_curves`: every prefix of one task's curves, sufficiency and necessity drop against what a circuit costs, each in the band
-   that the bootstrap over test prompts gives.
-2. `plot_frontiers`: the paper's figure, the least cost of every value: columns tasks, rows sufficiency and necessity drop.
+1. `plot_curves`: every prefix of one task's curves, what it recovers and its drop against what it costs, each in the band of its
+   95 % interval over test prompts.
+2. `plot_frontiers`: the paper's figure, the least cost of every value: columns tasks, rows recovered and drop.
    Seeds of one method are drawn as their mean in a band of one standard deviation.
 
 Costs stand on a log axis that still shows the empty circuit (cost 0).
@@ -19,12 +19,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
-from swd_lens.circuits.curve import COSTS, VALUES, CostCurve, mean_min_cost
+from swd_lens.circuits.curve import COSTS, CostCurve, mean_min_cost
+from swd_lens.circuits.measure import RECOVERED
 
-_AXIS = {"sufficiency": "sufficiency", "necessity drop": "necessity drop (logits)"}
-# Sufficiency outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
-SUFFICIENCY_RANGE = (-0.5, 1.6)
-THRESHOLD = 0.9  # of sufficiency, where the paper prices circuits: a dotted line
+AXES = {"recovered": "recovered of what is carried", "drop": "drop (logits)"}
+# A share outside this range says "not at all" or "overshoots" already; drawn whole it would flatten everything else.
+SHARES = (-0.5, 1.6)
 _GREY = "#888888"  # of lines that are no data
 _LETTERS, _LINE = 15, 8  # of a legend: letters per inch at font size 8, and what a line of it takes
 _INCHES_PER_LINE = 0.17  # of text at that size
@@ -32,11 +32,11 @@ _WIDE, _PANEL = 6.4, 2.7  # inches: of the whole figure at least, and of a task'
 
 
 def plot_curves(curves: Mapping[str, CostCurve], cost: str = "edges"):
-    """Sufficiency (left) and necessity drop (right) against cost, one line per named curve; a matplotlib Figure."""
+    """What prefixes recover (left) and their drop (right) against cost, one line per named curve; a matplotlib Figure."""
     figure, axes = new_figure(1, 2)
-    for ax, column in zip(axes[0], VALUES, strict=True):
+    for ax, column in zip(axes[0], AXES, strict=True):
         draw_curves(ax, curves, column, cost, bands=True)
-    axes[0, 0].axhline(THRESHOLD, color=_GREY, linewidth=0.8, linestyle=":")
+    axes[0, 0].axhline(RECOVERED, color=_GREY, linewidth=0.8, linestyle=":")
     if len(curves) > 1:
         axes[0, 0].legend(fontsize=8, frameon=False)
     task = next(iter(curves.values())).task
@@ -56,7 +56,7 @@ def draw_curves(
     """One panel: a cost curve per method on a log axis that still shows the empty circuit (cost 0).
 
     Args:
-        bands: draw the bootstrap interval of each value, where the curve has them.
+        bands: draw the interval of each value, where the curve has them.
         styles: label -> colour and line style; of those that are not there by their place.
     """
     for index, (label, curve) in enumerate(curves.items()):
@@ -71,13 +71,13 @@ def draw_curves(
         ax.set_xscale("symlog", linthresh=costs[costs > 0].min())
     ax.set_xlim(left=0)
     ax.set_xlabel(f"active {cost}" if cost == "edges" else "units", fontsize=9)
-    ax.set_ylabel(_AXIS[column], fontsize=9)
-    if column == "sufficiency":
+    ax.set_ylabel(AXES[column], fontsize=9)
+    if column == "recovered":
         ax.axhline(1.0, color=_GREY, linewidth=0.8)
 
 
 def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost: str = "edges", note: str = ""):
-    """The least cost of reaching each sufficiency (above) and necessity drop (below); one column per task.
+    """The least cost of recovering each share (above) and of each drop (below); one column per task.
 
     Args:
         panels: task -> method, as the legend calls it -> its curve, or one per seed.
@@ -93,7 +93,7 @@ def plot_frontiers(panels: Mapping[str, Mapping[str, Sequence[CostCurve]]], cost
     figure, axes = new_figure(2, len(panels), width=width, height=2.3)
     drawn: dict[str, Any] = {}
     for column, (task, methods) in enumerate(panels.items()):
-        for ax, of in zip(axes[:, column], VALUES, strict=True):
+        for ax, of in zip(axes[:, column], AXES, strict=True):
             drawn = _draw_frontiers(ax, methods, of, cost) | drawn
         axes[0, column].set_title(literal(task.replace("_", " ")), fontsize=10, color=INK)
     # One cost axis for all panels, so that tasks can be compared; its numbers stand at the left only.
@@ -148,13 +148,13 @@ def _draw_frontiers(ax: Any, methods: Mapping[str, Sequence[CostCurve]], of: str
             sd, colour = least["sd"].fillna(0.0), lines[label].get_color()
             low = (least["mean"] - sd).clip(lower=0.0)
             ax.fill_between(least[of], low, least["mean"] + sd, step="pre", color=colour, alpha=0.18, linewidth=0)
-    ax.set_xlabel(_AXIS[of], fontsize=9, color=INK)
+    ax.set_xlabel(AXES[of], fontsize=9, color=INK)
     if not reached:
-        text = "not defined: the unpruned\nmargin is not positive"
+        text = "these units do not\ncarry the task"
         ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=8)
         ax.set_xticks([])
         return lines
-    low, high = SUFFICIENCY_RANGE if of == "sufficiency" else (-math.inf, math.inf)
+    low, high = SHARES if of == "recovered" else (-math.inf, math.inf)
     left, right = max(low, min(0.0, *reached, 0.0)), min(high, max(reached))
     room = 0.04 * max(right - left, 1e-9)
     ax.set_xlim(left - room, right + room)

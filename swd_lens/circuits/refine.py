@@ -1,16 +1,21 @@
-"""refine: a smaller circuit than the best prefix, for the same sufficiency, found on training prompts and judged on test ones.
+"""refine: a cheaper circuit than the best prefix that reaches a threshold on prompts it was not searched on.
 
-1. The best prefix: of all prefixes of the ranking that were tried on training prompts, the cheapest that is sufficient.
-   Beside the grid, those between its last insufficient and its first sufficient length are tried.
-2. Remove: measure what each unit of the circuit adds to Q(keep); remove together as many as possible of those that add
-   least per cost while the rest stays sufficient, or else the dearest single one that can go; measure again, until none can.
-3. Exchange: add the few outside units that would add most per cost, and remove again; keep the outcome if it is cheaper.
-   Stop after `rounds` exchanges, or when none helps.
-4. Judge prefix and refined circuit on the test prompts. The search chose among many sets on the training prompts, so there
-   the refined one is flattered; what the test says counts.
+1. Search on training prompts, at three targets above the one that was asked for: how far above, the validation prompts say, by
+   how much a circuit's value can differ between them and as many test prompts as there are.
+   a. The best prefix: of all prefixes of the ranking that were tried, the cheapest that reaches the target. Beside the grid,
+      those between its last insufficient and its first sufficient length are tried.
+   b. Remove: measure what each unit of the circuit adds to Q(keep); remove together as many as possible of those that add
+      least per cost while the rest stays sufficient, or else the dearest single one that can go; measure again, until none can.
+   c. Exchange: add the few outside units that would add most per cost, and remove again; keep the outcome if it is cheaper.
+      Stop after `rounds` exchanges, or when none helps.
+2. Stop on the validation prompts: of all circuits that the search has been at, the cheapest whose value there lies so far above
+   the threshold that it can be expected on the test prompts, too (a one-sided 95 % prediction bound). The prefix beside it is
+   chosen by the same rule.
+3. Judge both on the test prompts, which nothing was chosen on.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +31,9 @@ from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Bench
 from swd_lens.circuits.circuit import Circuit
-from swd_lens.circuits.curve import COSTS, require_share
+from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.frontier import judge, prefix_grid
+from swd_lens.circuits.measure import Margins, Threshold, t_quantile
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
@@ -42,45 +48,53 @@ _GROUPS, _ADDED = 24, (1, 4, 16)
 _MOST_TRIED = 256
 # A circuit of more units is not measured again for the sake of a last unit: a step must save this part of its cost.
 _LARGE, _WORTH = 64, 0.01
+# Of the margin that validation prompts ask for: how far above the threshold the search goes, the farthest first.
+_ABOVE = (1.5, 1.0, 0.5)
+_SURE = 0.9  # two-sided level of the prediction bound, whose lower end is then one-sided 95 %
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Refinement(Record):
-    """The best prefix and the refined circuit for the same sufficiency on training prompts.
+    """The best prefix and the refined circuit at one threshold.
 
     Attributes:
         prefix, refined: the two circuits.
-        train, test: sufficiency of both on the search's prompts and on the test prompts, see `table`; test is empty where
-            only a split was given.
-        target: the sufficiency that was asked for.
+        train, validation: what both reach of the threshold's value on the search's prompts and on those that stopped it.
+        test: both on the test prompts, see `table`; empty where only a split was given.
+        of, target: the threshold: "recovered" or "sufficiency", and how much of it.
     """
 
     prefix: Circuit
     refined: Circuit
     train: Mapping[str, float]
+    validation: Mapping[str, float]
     test: pd.DataFrame
     target: float
+    of: str = "recovered"
 
     def table(self) -> pd.DataFrame:
-        """Two rows, prefix and refined: units, edges, sufficiency on train, and on test with its 95 % interval."""
+        """Two rows, prefix and refined: units, edges, the threshold's value on train and validation, and on test all values."""
         rows = pd.DataFrame(
             {
                 "circuit": ["prefix", "refined"],
                 "units": [self.prefix.n_units, self.refined.n_units],
                 "edges": [self.prefix.n_edges, self.refined.n_edges],
-                "sufficiency (train)": [self.train["prefix"], self.train["refined"]],
+                f"{self.of} (train)": [self.train["prefix"], self.train["refined"]],
+                f"{self.of} (validation)": [self.validation["prefix"], self.validation["refined"]],
             }
         )
-        for name in ("sufficiency", "sufficiency low", "sufficiency high", "necessity drop", "accuracy keep"):
+        others = ("recovered", "sufficiency", "drop", "accuracy keep")
+        shown = [self.of, f"{self.of} low", f"{self.of} high", *(name for name in others if name != self.of)]
+        for name in shown:
             if name in self.test:
                 rows[f"{name} (test)"] = self.test[name].tolist()
         return rows
 
     def __repr__(self) -> str:
-        return f"Refinement(sufficiency {self.target:g}: {self.prefix!r} -> {self.refined!r})"
+        return f"Refinement({self.of} {self.target:g}: {self.prefix!r} -> {self.refined!r})"
 
     def title(self) -> str:
-        return f"Refinement for sufficiency {self.target:g} of {self.refined.scores.settings.get('task', 'a task')}"
+        return f"Refinement for {self.of} {self.target:g} of {self.refined.scores.settings.get('task', 'a task')}"
 
     def parts(self) -> tuple[Any, ...]:
         saved = 1 - self.refined.n_edges / self.prefix.n_edges if self.prefix.n_edges else 0.0
@@ -94,7 +108,8 @@ def refine(
     task: Task | TaskSplit,
     scores: UnitScores,
     *,
-    sufficiency: float | int = 0.9,
+    recovered: float | int | None = None,
+    sufficiency: float | int | None = None,
     cost: str = "edges",
     ablation: str = "mean",
     rounds: int = 2,
@@ -102,45 +117,49 @@ def refine(
     tokens_per_forward: int = 16_384,
     progress: bool = False,
 ) -> Refinement:
-    """Search for a cheaper circuit than the best prefix, at the same sufficiency on training prompts.
+    """Search for a cheaper circuit than the best prefix, which reaches the same threshold on prompts it was not searched on.
 
     Args:
         model: the host, with these sites not attached.
         factors: the replacement that the scores were taken under.
-        task: its train split is searched on, its test split judges; a split alone is searched on only.
+        task: its train split is searched on, its validation split says where to stop, its test split judges; a split alone is
+            searched on and says where to stop.
         scores: from `attribute`.
-        sufficiency: what both circuits reach on the training prompts.
+        recovered, sufficiency: the threshold, one of them; recovered=0.9 without.
         cost: "edges" or "units".
         ablation: see `evaluate`.
-        rounds: exchanges at most.
+        rounds: exchanges at most, at each target of the search.
         max_prompts: training prompts used, the first of the split; what runs share is kept in memory for all of them.
 
     Raises:
-        ValueError: an unknown cost, scores of other factors, or a sufficiency that no prefix reaches (or that is undefined,
-            because the unpruned replacement has no positive margin).
+        ValueError: an unknown cost, scores of other factors, or a threshold that no prefix can be expected to reach (or that is
+            undefined: these units carry nothing on the search's prompts, or the margin is not positive).
     """
     if cost not in COSTS:
         raise error("unknown-cost", choices=COSTS, cost=cost)
-    require_share(sufficiency=sufficiency)
+    threshold = Threshold.given(recovered=recovered, sufficiency=sufficiency)
     split = _first(task.train if isinstance(task, Task) else task, max_prompts)
+    stopping = task.validation if isinstance(task, Task) else split
+    n_test = len(task.test) if isinstance(task, Task) else len(split)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
-        edges = attachment.factors.active_edges
-        bench = Bench(
-            host_of(model), attachment, split, scores, ablation, tokens_per_forward=tokens_per_forward, keep=True
-        )
-        search = _Search(bench, scores, edges, cost, sufficiency)
-        prefix = search.best_prefix()
-        best = search.removed(prefix)
-        for _ in tqdm(range(rounds), desc="refine", unit="exchange", disable=not progress, leave=False):
-            other = search.exchanged(best)
-            if search.price(other) >= search.price(best):
-                break
-            best = other
-        reached = search.sufficiency(torch.stack([prefix, best]))
-    train = {"prefix": float(reached[0]), "refined": float(reached[1])}
-    about = {"cost": cost, "sufficiency": sufficiency, "ablation": ablation, "n_train": len(split)}
-    about |= standing_hooks(model)
+        edges, host = attachment.factors.active_edges, host_of(model)
+        how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
+        search = _Search(Bench(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold)
+        stop = search
+        if stopping is not split:
+            stop = _Search(Bench(host, attachment, stopping, scores, ablation, **how), scores, edges, cost, threshold)
+        prefix = _surest(stop, search.prefixes(), n_test)
+        needed = _needed(stop, prefix, n_test)
+        tried = [prefix]
+        for above in tqdm(_ABOVE, desc="refine", unit="target", disable=not progress, leave=False):
+            tried += search.at(threshold.value + above * needed, start=tried[-1], rounds=rounds)
+        best = _surest(stop, torch.stack(tried), n_test)
+        both = torch.stack([prefix, best])
+        values = {"train": search.values(both), "validation": stop.values(both)}
+    named = {name: {"prefix": float(of[0]), "refined": float(of[1])} for name, of in values.items()}
+    about = {"cost": cost, threshold.of: threshold.value, "ablation": ablation, "n_train": len(split)}
+    about |= {"n_validation": len(stopping), **standing_hooks(model)}
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about})
         for kind, kept in (("prefix", prefix), ("refined", best))
@@ -148,21 +167,51 @@ def refine(
     test = pd.DataFrame()
     if isinstance(task, Task):
         test = judge(model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward)
-    return Refinement(circuits["prefix"], circuits["refined"], train, test, float(sufficiency))
+    return Refinement(**circuits, **named, test=test, target=float(threshold.value), of=threshold.of)
+
+
+def _surest(stop: "_Search", tried: Bool[Tensor, "circuit unit"], n_test: int) -> Bool[Tensor, " unit"]:
+    """The cheapest circuit whose contrast on the stopping prompts lies above what the test prompts may take off it."""
+    contrast = stop.contrast(tried)
+    good = contrast.mean(1) >= _room(contrast, n_test)
+    if not bool(good.any()):
+        raise error("refine-no-prefix", target=stop.threshold, n_prompts=contrast.shape[1])
+    return min(tried[good], key=lambda kept: (stop.price(kept), int(kept.sum())))
+
+
+def _room(contrast: Float[Tensor, "circuit prompt"], n_test: int) -> Float[Tensor, " circuit"]:
+    """How far a mean over `n_test` further prompts may lie below the mean of these: one-sided 95 %."""
+    n = contrast.shape[1]
+    return t_quantile(n, _SURE) * contrast.std(1) * math.sqrt(1 / n + 1 / n_test)
+
+
+def _needed(stop: "_Search", prefix: Bool[Tensor, " unit"], n_test: int) -> float:
+    """That room around a circuit, in units of the threshold's value."""
+    return float(_room(stop.contrast(prefix[None]), n_test)[0]) / stop.whole
 
 
 class _Search:
-    """Sets of units as boolean vectors over all units, in the order of the ranking."""
+    """Sets of units as boolean vectors over all units, in the order of the ranking, on the prompts of one split."""
 
     def __init__(
-        self, bench: Bench, scores: UnitScores, edges: Mapping[str, Int[Tensor, " _unit"]], cost: str, target: float
+        self,
+        bench: Bench,
+        scores: UnitScores,
+        edges: Mapping[str, Int[Tensor, " _unit"]],
+        cost: str,
+        threshold: Threshold,
     ):
-        self.bench, self.target, self.ranking = bench, target, scores.ranking()
+        self.bench, self.threshold, self.target, self.ranking = bench, threshold, threshold.value, scores.ranking()
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
         # Units without edges cost nothing and do nothing but their constant; dividing by their cost must still work.
         self.per = self.costs.clamp(min=1).double()
         self.places = {site: ranks - 1 for site, ranks in scores.ranks().items()}  # in the ranking
+        self.empty, self.full = self._margins(torch.tensor([[False], [True]]).expand(2, len(self.ranking)))
+        self.zero = float(self.empty.mean()) if threshold.of == "recovered" else 0.0
+        self.whole = float(self.full.mean()) - self.zero  # what the threshold's value is a share of, in logits
+        if not self.whole > 0:
+            raise error("nothing-to-refine", of=threshold.of, carried=self.whole)
 
     def price(self, kept: Bool[Tensor, " unit"]) -> int:
         return int(self.costs[kept].sum())
@@ -170,33 +219,50 @@ class _Search:
     def units(self, kept: Bool[Tensor, " unit"]) -> tuple[tuple[str, int], ...]:
         return tuple(self.ranking[rank] for rank in kept.nonzero()[:, 0].tolist())
 
-    def sufficiency(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, " circuit"]:
-        """Q(keep) / Q(unpruned) on the training prompts."""
+    def values(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, " circuit"]:
+        """How much circuits recover, or their sufficiency."""
+        return (self._margins(kept).mean(1) - self.zero) / self.whole
 
+    def contrast(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
+        """`Threshold.contrast` of circuits; recovered and sufficiency ask for no ablation."""
+        margins = self._margins(kept)
+        return self.threshold.contrast(Margins(margins, margins, self.full, self.empty, self.full))
+
+    def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
         def masks(chunk: slice) -> Masks:
             return {site: ~kept[chunk][:, places] for site, places in self.places.items()}
 
-        outcome, unpruned = self.bench.run(len(kept), masks)
-        whole = float(unpruned.q)
-        if not whole > 0:
-            raise error("nothing-to-refine", margin=whole)
-        return outcome.q / whole
+        return self.bench.run(len(kept), masks)[0].margins
 
-    def best_prefix(self) -> Bool[Tensor, " unit"]:
-        """The cheapest sufficient prefix among those tried."""
+    def prefixes(self) -> Bool[Tensor, "circuit unit"]:
+        """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""
         n = len(self.ranking)
         lengths = torch.tensor(prefix_grid(n))
-        reached = self.sufficiency(self._prefixes(lengths)) >= self.target
-        if not bool(reached.any()):
-            raise error("refine-no-prefix", target=self.target)
-        first = int(reached.nonzero()[0])
-        if first > 0:
-            low, high = int(lengths[first - 1]) + 1, int(lengths[first])
-            between = torch.linspace(low, high, min(32, high - low + 1), dtype=torch.float32).long().unique()
-            also = self.sufficiency(self._prefixes(between)) >= self.target
-            lengths, reached = torch.cat([lengths, between]), torch.cat([reached, also])
-        prefixes = self._prefixes(lengths[reached])
-        return min(prefixes, key=lambda kept: (self.price(kept), int(kept.sum())))
+        reached = (self.values(self._prefixes(lengths)) >= self.target).nonzero()[:, 0]
+        if len(reached) and reached[0] > 0:
+            low, high = int(lengths[reached[0] - 1]) + 1, int(lengths[reached[0]])
+            between = torch.linspace(low, high, min(32, high - low + 1), dtype=torch.float32).long()
+            lengths = torch.cat([lengths, between]).unique()
+        return self._prefixes(lengths)
+
+    def at(self, target: float, start: Bool[Tensor, " unit"], rounds: int) -> list[Bool[Tensor, " unit"]]:
+        """The circuits that a search at this target passes on these prompts, from `start` or the best prefix on.
+
+        None where neither reaches it.
+        """
+        self.target = target
+        begin = torch.cat([start[None], self.prefixes()])
+        begin = begin[self.values(begin) >= target]
+        if not len(begin):
+            return []
+        first = min(begin, key=lambda kept: (self.price(kept), int(kept.sum())))
+        passed = [first, self.removed(first)]
+        for _ in range(rounds):
+            other = self.exchanged(passed[-1])
+            if self.price(other) >= self.price(passed[-1]):
+                break
+            passed.append(other)
+        return passed
 
     def removed(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
         """The circuit after removing whatever can go; of large ones, until a step saves little."""
@@ -206,8 +272,8 @@ class _Search:
                 return kept
             without = kept.repeat(len(inside), 1)
             without[torch.arange(len(inside)), inside] = False
-            alone = self.sufficiency(without)
-            lost = (float(self.sufficiency(kept[None])) - alone) / self.per[inside]
+            alone = self.values(without)
+            lost = (float(self.values(kept[None])) - alone) / self.per[inside]
             order = inside[torch.sort(lost, stable=True).indices]
             smaller = self._without_most(kept, order)
             if smaller is None:
@@ -231,7 +297,7 @@ class _Search:
             smaller = kept.repeat(len(sizes), 1)
             for row, size in enumerate(sizes.tolist()):
                 smaller[row, order[:size]] = False
-            good = (self.sufficiency(smaller) >= self.target).nonzero()[:, 0]
+            good = (self.values(smaller) >= self.target).nonzero()[:, 0]
             if len(good):
                 best = int(good[-1])
                 # Between this size and the next, which was too many.
@@ -251,8 +317,8 @@ class _Search:
             return kept
         more = kept.repeat(len(outside), 1)
         more[torch.arange(len(outside)), outside] = True
-        gained = self.sufficiency(more) / self.per[outside]
-        base = float(self.sufficiency(kept[None])) / self.per[outside]
+        gained = self.values(more) / self.per[outside]
+        base = float(self.values(kept[None])) / self.per[outside]
         order = outside[torch.sort(gained - base, descending=True, stable=True).indices]
         best = kept
         for n in _ADDED:

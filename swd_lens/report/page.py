@@ -31,7 +31,7 @@ from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell, ReportSection
 
 SUFFICIENCY, NECESSITY = 0.9, 0.5
-FAINT_DROP = 0.05  # a whole necessity drop under this share of the margin is mostly noise; half of it is no finding
+FAINT_DROP = 0.05  # a whole drop under this share of the margin is mostly noise; half of it is no finding
 FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "readable")
 
 
@@ -202,7 +202,7 @@ def _circuits(run: Run) -> Iterator[Section]:
                     plots.inline_svg(
                         plots.circuit_column(comparison.curves, looks, SUFFICIENCY, cost),
                         f"circuit-{i}-{j}-{cost}",
-                        f"{title}: sufficiency and necessity drop against {wording.COSTS[cost]}",
+                        f"{title}: sufficiency and drop against {wording.COSTS[cost]}",
                         _in_words(comparison, cost),
                     )
                 )
@@ -231,14 +231,14 @@ def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
 def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for method, curve in comparison.curves.items():
-        drop = curve.rows["necessity drop"].iloc[-1]
+        drop = curve.rows["drop"].iloc[-1]
         costs = [
             curve.cost_at(**{name: threshold}, cost=cost)
             for name, threshold in (("sufficiency", SUFFICIENCY), ("necessity", NECESSITY))
             for cost in ("units", "edges")
         ]
-        row = {"method": method, "margin": curve.q_unpruned, "accuracy": curve.accuracy_unpruned, "costs": costs}
-        rows.append({**row, "drop": drop, "faint": bool(abs(drop) < FAINT_DROP * abs(curve.q_unpruned)), "best": []})
+        row = {"method": method, "margin": curve.q_full, "accuracy": curve.accuracy_full, "costs": costs}
+        rows.append({**row, "drop": drop, "faint": bool(abs(drop) < FAINT_DROP * abs(curve.q_full)), "best": []})
     for costs in zip(*(row["costs"] for row in rows), strict=True):
         # No circuit beats the empty one: where that suffices for some method, the others' sizes are no contest.
         least = min((cost for cost in costs if cost is not None), default=0)
@@ -253,7 +253,7 @@ def _in_words(comparison: TaskComparison, cost: str) -> str:
     for method, curve in comparison.curves.items():
         least = curve.cost_at(sufficiency=SUFFICIENCY, cost=cost)
         reached = "is never reached" if least is None else f"is reached with {least:,} {wording.COSTS[cost]}"
-        drop = wording.fixed(curve.rows["necessity drop"].iloc[-1], 2)
+        drop = wording.fixed(curve.rows["drop"].iloc[-1], 2)
         parts.append(
             f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."
         )

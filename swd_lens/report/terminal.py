@@ -27,7 +27,7 @@ _SHORT = {
 def run_tables(run: Run) -> list[Table | Text]:
     """A run, surface by surface: how well each method stands in for the dense matrices, then what circuits cost.
 
-    Circuits: least cost, "units / edges", at sufficiency 0.9 and at half the whole necessity drop.
+    Circuits: least cost, "units / edges", at sufficiency 0.9 and at half the whole drop.
     """
     # Sparsity stands in the methods' names.
     columns = ["method", "edges", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]

@@ -150,7 +150,7 @@ def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
             edges=curve.cost_at(sufficiency=sufficiency, cost="edges"),
             units=curve.cost_at(sufficiency=sufficiency, cost="units"),
             all_units=int(curve.rows["units"].max()),
-            defined=bool(curve.q_unpruned > 0),
+            defined=bool(curve.q_full > 0),
         )
         for surface, by_task in run.comparisons.items()
         for task, comparison in by_task.items()

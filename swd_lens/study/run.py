@@ -82,7 +82,7 @@ class Run(Record):
         return pd.DataFrame(rows)
 
     def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
-        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the necessity drop, and whether
+        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the drop, and whether
         the method's CE is matched to that of the surface's first (see `Comparison.table`); with positions and ablation
         where there are several."""
         head = ["surface", *(["positions", "ablation"] if any(c.others for c in self.comparisons.values()) else [])]

@@ -37,7 +37,7 @@ NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one.
 STAGED = ".new"
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
-_CURVE = {"units", "edges", "sufficiency", "necessity drop"}  # columns of a curve that every report draws
+_CURVE = {"units", "edges", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
 @dataclass(frozen=True)

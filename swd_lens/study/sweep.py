@@ -236,7 +236,7 @@ def sweep(
         heldout: (rows, pos) ids that calibration did not see, for fidelity.
         sparsities: each inside (0, 1).
         zero_data: True: without calibration (G = I); False: with `tokens`; one of them or, by default, both.
-        sufficiency, necessity: targets at which circuits are priced: levels, and fractions of the whole necessity drop.
+        sufficiency, necessity: targets at which circuits are priced: levels, and fractions of the whole drop.
         tolerance: nats of |CE delta| up to which a point's circuits count as comparable.
         units, solver: see `swd_lens.factorize`.
         attribution, evaluation, positions, ablation: see `swd_lens.compare`.

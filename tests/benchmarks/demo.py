@@ -5,7 +5,7 @@
     python -m tests.benchmarks.demo --record a/run.json b/run.json ...     # also into results/demo.json
 
 1. Fidelity of every replacement: of the first run, and the largest difference that another run has there.
-2. Edges that a circuit needs for sufficiency .9 / for half the necessity drop, a column per method; then units likewise. A cell
+2. Edges that a circuit needs for sufficiency .9 / for half the drop, a column per method; then units likewise. A cell
    in which runs differ shows all of its values.
 3. SWD beside each control of its sparsity, and beside the exact ones, of the first run: in how many of the cases where both need
    a circuit it has fewer edges, and how many times fewer in the median.
@@ -93,7 +93,7 @@ def cost(circuit: Run, share: str, of: str) -> int | None:
     if share == SHARES[0]:
         reached = [row for row in rows if row["sufficiency"] is not None and row["sufficiency"] >= 0.9]
     else:
-        reached = [row for row in rows if row["necessity drop"] >= 0.5 * rows[-1]["necessity drop"]]
+        reached = [row for row in rows if row["drop"] >= 0.5 * rows[-1]["drop"]]
     return reached[0][of] if reached else None
 
 

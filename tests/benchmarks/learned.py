@@ -11,7 +11,7 @@ Part "matrix", at one matrix (default: mlp_out of layer 3, which the tasks need 
    at work. Each run lies in the folder; the same command goes on where it was stopped.
 2. Replacement quality against tokens used: SWD fitted anew for every count, the others at their checkpoints. Tokens to reach
    the CE delta of SWD at 16,384 tokens, exactly and within .001, for the first time.
-3. Circuits twice, edges at sufficiency .9 and at half the necessity drop, per task:
+3. Circuits twice, edges at sufficiency .9 and at half the drop, per task:
    "matched" sets each baseline's last checkpoint within .001 of SWD s=.9 beside it (the nearest, where there is none);
    "trained out" sets their last checkpoints beside SWD s=.75, which is as near to the dense model as they get.
 
@@ -99,7 +99,7 @@ def _layers(model: Any, args: argparse.Namespace) -> None:
             for task in _tasks(model, args):
                 scores = swd.attribute(model, factors, task, positions=positions)
                 curve = swd.evaluate(model, factors, task, scores, bootstrap=0)
-                row[f"{task.name}, {positions}"] = curve.table()["necessity drop"].iloc[-1] / curve.q_unpruned
+                row[f"{task.name}, {positions}"] = curve.table()["drop"].iloc[-1] / curve.q_full
         for positions in POSITIONS:
             row[f"mean, {positions}"] = sum(row[f"{name}, {positions}"] for name in FAMILIES) / len(FAMILIES)
         rows.append(row)
@@ -266,7 +266,7 @@ def _sparse(model: Any, args: argparse.Namespace) -> None:
                 scores = swd.attribute(where, units, task, positions=positions)
                 curve = swd.evaluate(where, units, task, scores, bootstrap=0)
                 if positions == POSITIONS[0]:
-                    row |= {f"{task.name}: margin": curve.q_unpruned, f"{task.name}: accuracy": curve.accuracy_unpruned}
+                    row |= {f"{task.name}: margin": curve.q_full, f"{task.name}: accuracy": curve.accuracy_full}
                 both = [
                     _shown(cost, "{:,.0f}") for cost in (curve.cost_at(sufficiency=0.9), curve.cost_at(necessity=0.5))
                 ]

@@ -54,7 +54,7 @@ def one_ranking(model, channels):
     scores = swd.attribute(model, channels, train)
     n = sum(units.n_units for units in channels.values())
     curve = swd.evaluate(model, channels, test, scores, grid=[0, 3, 10, n])
-    assert curve.q_unpruned == pytest.approx(curve.q_dense, abs=1e-5)
+    assert curve.q_full == pytest.approx(curve.q_dense, abs=1e-5)
     ranked = torch.cat([scores.scores[site] for site in channels]).argsort(descending=True, stable=True)
     edges = torch.cat([units.edges_per_unit * units.valid_units for units in channels.values()])
     assert curve.rows["edges"].tolist() == [int(edges[ranked[:k]].sum()) for k in (0, 3, 10, n)]
@@ -67,7 +67,7 @@ def test_neurons_are_compared_like_any_other_units():
     task = swd.Task("by hand", split_for(model, 4, 1, "train"), split_for(model, 4, 2, "test"), "by hand", False)
     curves = swd.compare(methods, model, task)["by hand"].curves
     assert curves["neurons"].rows["edges"].iloc[-1] == 2 * 64 * (16 + 16 + 1)
-    assert curves["neurons"].q_unpruned == pytest.approx(curves["SVD"].q_unpruned, abs=1e-4)
+    assert curves["neurons"].q_full == pytest.approx(curves["SVD"].q_full, abs=1e-4)
 
 
 @pytest.mark.quick_cases(2)

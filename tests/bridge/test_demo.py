@@ -133,7 +133,7 @@ def test_the_road_gives_the_numbers_of_the_hooked_transformer(walked):
     torch.testing.assert_close(scores.scores[SITE], scores_h.scores[SITE], rtol=0, atol=1e-4)
     torch.testing.assert_close(scores.means[SITE], scores_h.means[SITE], rtol=0, atol=1e-4)
     assert scores.ranking()[:32] == scores_h.ranking()[:32]
-    for column in ("q keep", "q ablate", "sufficiency", "necessity drop", "accuracy keep", "accuracy ablate", "edges"):
+    for column in ("q keep", "q ablate", "sufficiency", "drop", "accuracy keep", "accuracy ablate", "edges"):
         np.testing.assert_allclose(curve.rows[column], curve_h.rows[column], rtol=1e-4, atol=1e-4, err_msg=column)
 
 
@@ -143,8 +143,8 @@ def test_the_road_finds_a_circuit(walked):
     assert abs(found.ce_delta) < 0.01 and found.top1_agreement > 0.9
     rows = curve.rows
     assert rows["sufficiency"].iloc[-1] == pytest.approx(1.0, abs=1e-5)
-    assert rows["necessity drop"].iloc[0] == pytest.approx(0.0, abs=1e-4)
-    assert rows["necessity drop"].iloc[-1] > 0.3  # logits
+    assert rows["drop"].iloc[0] == pytest.approx(0.0, abs=1e-4)
+    assert rows["drop"].iloc[-1] > 0.3  # logits
     assert float(scores.scores[SITE].max()) > 0.1
 
 

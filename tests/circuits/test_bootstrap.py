@@ -59,12 +59,12 @@ def test_intervals_of_a_curve_are_those_of_a_loop_over_draws():
     scores = attribute(model, factors, random_split())
     curve = evaluate(model, factors, split, scores, grid=[2, 7], bootstrap=150, seed=3)
     keep, ablate, whole = (curve.margins[name].numpy() for name in ("keep", "ablate", "unpruned"))
-    assert curve.q_unpruned > 0
+    assert curve.q_full > 0
     draws = drawn_indices(24, 150, seed=3)
     for row in range(3):
         ratios = np.array([keep[row, i].mean() / whole[i].mean() if whole[i].mean() > 0 else np.nan for i in draws])
         drops = np.array([whole[i].mean() - ablate[row, i].mean() for i in draws])
-        for name, samples in (("sufficiency", ratios), ("necessity drop", drops)):
+        for name, samples in (("sufficiency", ratios), ("drop", drops)):
             found = [curve.rows[f"{name} {end}"][row] for end in ("low", "high")]
             np.testing.assert_allclose(found, np.percentile(samples, [2.5, 97.5]), rtol=1e-9, atol=1e-12)
     again = evaluate(model, factors, split, scores, grid=[2, 7], bootstrap=150, seed=3)

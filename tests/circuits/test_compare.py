@@ -55,7 +55,7 @@ def both(model, factors):
 
 def by_hand(units, edges, sufficiency, drop, task="toy", q=2.0):
     """A curve of these numbers."""
-    rows = pd.DataFrame({"units": units, "edges": edges, "sufficiency": sufficiency, "necessity drop": drop})
+    rows = pd.DataFrame({"units": units, "edges": edges, "sufficiency": sufficiency, "drop": drop})
     return CostCurve(rows, task, q, q, 1.0, 1.0, {})
 
 
@@ -405,7 +405,7 @@ def test_mean_of_least_costs_by_hand(worked):
 
 def test_one_curve_alone_is_its_own_mean(worked):
     curve = worked["toy"].curves["one"]
-    for of in ("sufficiency", "necessity drop"):
+    for of in ("sufficiency", "drop"):
         alone, least = mean_min_cost([curve], of, "units"), curve.min_cost(of, "units")
         assert alone[of].tolist() == least[of].tolist() and alone["mean"].tolist() == least["units"].tolist()
 
@@ -418,7 +418,7 @@ def test_the_figure_shows_the_least_costs(both, cost):
     figure = both.plot(cost)
     above, below = figure.axes[:2], figure.axes[2:4]
     assert [ax.get_title() for ax in above] == ["toy", "other"]
-    for of, row in (("sufficiency", above), ("necessity drop", below)):
+    for of, row in (("sufficiency", above), ("drop", below)):
         for task, ax in zip(both, row, strict=True):
             lines = [line for line in ax.lines if line.get_drawstyle() == "steps-pre"]
             for line, curve in zip(lines, both[task].curves.values(), strict=True):

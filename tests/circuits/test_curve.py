@@ -25,7 +25,7 @@ ROWS = pd.DataFrame(
         "units": [0, 1, 2, 3, 4],
         "edges": [0, 10, 14, 14, 30],
         "sufficiency": [0.1, 0.5, 0.9, 0.8, 1.0],
-        "necessity drop": [0.0, 1.0, 1.5, 3.0, 2.0],
+        "drop": [0.0, 1.0, 1.5, 3.0, 2.0],
         "q keep": [1.0, 5.0, 9.0, 8.0, 10.0],
     }
 )
@@ -74,7 +74,7 @@ def test_cost_at(how, edges, units):
 
 
 def test_no_fraction_of_a_drop_that_is_not_there():
-    helps = ROWS.assign(**{"necessity drop": [0.0, 1.0, 1.0, 1.0, -0.5]})
+    helps = ROWS.assign(**{"drop": [0.0, 1.0, 1.0, 1.0, -0.5]})
     assert curve(helps).cost_at(necessity=0.5) is None
     assert curve(helps).cost_at(drop=0.5) == 10  # in logits there is one
 
@@ -96,7 +96,7 @@ def test_min_cost():
     table = curve().min_cost()
     assert table.values.tolist() == [[0.1, 0], [0.5, 10], [0.9, 14], [1.0, 30]]
     # Drops: 3 costs 3 units, less than 2 does (4); 1.5 costs 2, 1 costs 1, 0 nothing.
-    table = curve().min_cost("necessity drop", "units")
+    table = curve().min_cost("drop", "units")
     assert table.values.tolist() == [[0.0, 0], [1.0, 1], [1.5, 2], [3.0, 3]]
     for value, cost in curve().min_cost().values.tolist():
         assert curve().cost_at(sufficiency=value) == cost
@@ -106,7 +106,7 @@ def test_cost_interval_is_that_of_a_loop_over_draws():
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(5, 30, dtype=torch.float64, generator=generator)
     keep = torch.tensor(ROWS["q keep"].tolist(), dtype=torch.float64)[:, None] + 2 * noise
-    whole, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["necessity drop"].tolist())[:, None].double() + noise
+    whole, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["drop"].tolist())[:, None].double() + noise
     one = curve(margins={"keep": keep, "ablate": ablate, "unpruned": whole, "dense": whole})
     generator = torch.Generator().manual_seed(5)
     draws = torch.cat([torch.randint(30, (n, 30), generator=generator) for n in (128, 72)])
@@ -117,7 +117,7 @@ def test_cost_interval_is_that_of_a_loop_over_draws():
         costs = []
         for index in draws:
             k, a, w = keep[:, index].mean(1), ablate[:, index].mean(1), whole[index].mean()
-            drawn = ROWS.assign(sufficiency=(k / w).numpy(), **{"necessity drop": (w - a).numpy()})
+            drawn = ROWS.assign(sufficiency=(k / w).numpy(), **{"drop": (w - a).numpy()})
             costs.append(curve(drawn).cost_at(**how))
         costs = sorted(np.inf if cost is None else cost for cost in costs)
         # 2.5 % of 200 on either side.
@@ -167,7 +167,7 @@ def test_cpr_and_cmd_by_hand():
         {"units": [0, 1, 2, 5, 10], "edges": [0, 20, 20, 90, 100], "q keep": [2.0, 4.0, 6.0, 14.0, 12.0]}
     )
     one = curve(rows, {"grid": "mib"})
-    one = CostCurve(**{**one.__dict__, "q_unpruned": 12.0})
+    one = CostCurve(**{**one.__dict__, "q_full": 12.0})
     # f = (q - 2) / 10: 0, .2, .4, 1.2, 1. Of 10 units the fractions allow 0, 0, 0, 0, 0, 0, 1, 2, 5, 10:
     #   f = 0 up to .05, .2 at .1, .4 at .2, 1.2 at .5, 1 at 1.
     # Trapezoids: (.05)(.1) + (.1)(.3) + (.3)(.8) + (.5)(1.1) = .005 + .03 + .24 + .55 = .825
@@ -212,7 +212,7 @@ def test_areas_of_a_curve_are_those_of_all_prefixes(cost):
 
 def test_plots_draw_every_point():
     figure = curve().plot()
-    for ax, column in zip(figure.axes, ("sufficiency", "necessity drop"), strict=True):
+    for ax, column in zip(figure.axes, ("sufficiency", "drop"), strict=True):
         line = ax.lines[0]
         assert line.get_xdata().tolist() == ROWS["edges"].tolist()
         np.testing.assert_array_equal(line.get_ydata(), ROWS[column])

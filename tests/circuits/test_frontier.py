@@ -89,12 +89,12 @@ def test_every_number_is_that_of_whole_prompts_one_by_one(model, sets, pattern, 
         np.testing.assert_allclose(curve.rows[f"KL {mode}"], slow["kl"].mean(1), rtol=1e-4, atol=1e-6)
         assert curve.rows[f"accuracy {mode}"].tolist() == slow["correct"].mean(1).tolist()
         if mode == "keep":
-            assert curve.q_unpruned == pytest.approx(slow["margin"][-1].mean(), abs=1e-5)
+            assert curve.q_full == pytest.approx(slow["margin"][-1].mean(), abs=1e-5)
             ratio = slow["margin"].mean(1) / slow["margin"][-1].mean()
             np.testing.assert_allclose(curve.rows["sufficiency"], ratio, atol=2e-5)
         else:
             drop = slow["margin"][0].mean() - slow["margin"].mean(1)
-            np.testing.assert_allclose(curve.rows["necessity drop"], drop, atol=2e-5)
+            np.testing.assert_allclose(curve.rows["drop"], drop, atol=2e-5)
     edges = {site: f.edges_per_unit * f.valid_units for site, f in factors.items()}
     assert curve.rows["edges"].tolist() == [sum(int(edges[s][u]) for s, u in scores.ranking()[:n]) for n in k]
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_keep_all_and_ablate_none_are_unpruned_and_keep_is_ablating_the_compleme
             for name in ("q", "accuracy", "KL"):
                 assert rows.loc[one, f"{name} keep"] == pytest.approx(rows.loc[other, f"{name} ablate"], abs=1e-6)
         assert rows.loc["whole", "sufficiency"] == 1.0
-        assert rows.loc["empty", "necessity drop"] == 0.0
+        assert rows.loc["empty", "drop"] == 0.0
         assert rows.loc["whole", "KL keep"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -184,7 +184,7 @@ def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
     with pytest.warns(UndefinedSufficiencyWarning, match=r"mean margin on 'by hand' is -\d\.\d+, not positive"):
         curve = evaluate(model, factors, wrong, scores)
     assert curve.rows[["sufficiency", "sufficiency low", "sufficiency high"]].isna().all().all()
-    assert curve.rows["necessity drop"].notna().all() and curve.cost_at(sufficiency=0.5) is None
+    assert curve.rows["drop"].notna().all() and curve.cost_at(sufficiency=0.5) is None
     zero = split_of([[1, 2]], [[3]], [[3]], 20)  # right = wrong: a margin of exactly zero
     with pytest.warns(UndefinedSufficiencyWarning):
         assert judge(model, factors, zero, Circuit.of(factors, scores, []))["sufficiency"].isna().all()
@@ -209,7 +209,7 @@ def test_a_metric_takes_the_margins_place(model, sets):
             values = {site: mean.expand(8, -1) for site, mean in scores.means.items()}
             slow = [margin_with(model, split, i, masks, values, "scoring") for i in range(len(split))]
             np.testing.assert_allclose(curve.margins["keep"][row], slow, atol=5e-5)
-    assert pd.isna(curve.accuracy_unpruned) and curve.rows["accuracy keep"].isna().all()
+    assert pd.isna(curve.accuracy_full) and curve.rows["accuracy keep"].isna().all()
 
 
 def test_what_is_refused(model, sets):
@@ -278,5 +278,5 @@ def test_keeping_all_and_ablating_none_are_the_unpruned_replacement_to_the_bit(m
     curve = evaluate(model, factors, TEST, scores, bootstrap=0)
     assert torch.equal(curve.margins["keep"][-1], curve.margins["unpruned"])
     assert torch.equal(curve.margins["ablate"][0], curve.margins["unpruned"])
-    assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["necessity drop"].iloc[0] == 0.0
+    assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["drop"].iloc[0] == 0.0
     assert curve.cost_at(sufficiency=1.0) is not None

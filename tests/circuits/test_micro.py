@@ -50,11 +50,11 @@ def test_cost_curve(model):
     #   k=1: keep unit 1   2 + 6 = 8 -> 0.8;  ablate unit 1  4 + 3 = 7 -> drop 3
     #   k=2: keep both    4 + 6 = 10 -> 1.0;  ablate both    2 + 3 = 5 -> drop 5
     assert curve.task == "by hand"
-    assert curve.q_dense == curve.q_unpruned == 10.0
+    assert curve.q_dense == curve.q_full == 10.0
     assert curve.rows["units"].tolist() == [0, 1, 2]
     assert curve.rows["edges"].tolist() == [0, 3, 6]
     assert curve.rows["sufficiency"].tolist() == pytest.approx([0.5, 0.8, 1.0])
-    assert curve.rows["necessity drop"].tolist() == pytest.approx([0.0, 3.0, 5.0])
+    assert curve.rows["drop"].tolist() == pytest.approx([0.0, 3.0, 5.0])
     assert curve.rows["accuracy keep"].tolist() == [1.0, 1.0, 1.0]
 
 

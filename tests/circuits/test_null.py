@@ -44,14 +44,14 @@ def test_random_circuits_of_all_units_by_hand(micro):
     best = [circuit.units == ((SITE, 1),) for circuit in null.circuits[1:]]
     assert 0 < sum(best) < 30
     assert null.rows["sufficiency"].tolist() == pytest.approx([0.8, *(0.8 if same else 0.7 for same in best)])
-    assert null.rows["necessity drop"].tolist() == pytest.approx([3.0, *(3.0 if same else 2.0 for same in best)])
+    assert null.rows["drop"].tolist() == pytest.approx([3.0, *(3.0 if same else 2.0 for same in best)])
     # Equal circuits count as at least as good.
     assert null.sufficiency_p == null.necessity_p == (1 + sum(best)) / 31
     table = null.table().set_index("measure")
     assert table["as good"].tolist() == [sum(best)] * 2 and table["p"].tolist() == [null.sufficiency_p] * 2
     assert table.loc["sufficiency", "random mean"] == pytest.approx(0.7 + 0.1 * sum(best) / 30)
-    assert table.loc["necessity drop", "random best"] == pytest.approx(3.0)
-    assert null.q_unpruned == pytest.approx(10.0)
+    assert table.loc["drop", "random best"] == pytest.approx(3.0)
+    assert null.q_full == pytest.approx(10.0)
 
 
 def test_random_circuits_of_the_same_score_band_by_hand(micro):
@@ -76,7 +76,7 @@ def test_a_margin_that_is_not_positive_has_no_sufficiency(micro):
         null = swd.circuit_null(model, factors, wrong, scores, circuit=1, n=4, match="score")
     assert math.isnan(null.sufficiency_p)
     # Ablating unit 1 takes 3 off the 10: the drop is -3, unit 0's -2.
-    assert null.rows["necessity drop"].tolist() == pytest.approx([-3.0, *[-2.0] * 4]) and null.necessity_p == 1.0
+    assert null.rows["drop"].tolist() == pytest.approx([-3.0, *[-2.0] * 4]) and null.necessity_p == 1.0
     with pytest.warns(swd.errors.UndefinedSufficiencyWarning), pytest.raises(ValueError, match="reaches"):
         swd.circuit_null(model, factors, wrong, scores)
 
@@ -153,16 +153,16 @@ def test_every_row_is_what_its_circuit_gives_alone(toy, match, ablation):
     null = swd.circuit_null(model, factors, task, scores, circuit=6, n=5, match=match, ablation=ablation, seed=3)
     prefix = evaluate(model, factors, task, scores, grid=[6], ablation=ablation).rows.iloc[0]
     assert null.rows[["units", "edges"]].iloc[0].tolist() == [6, prefix["edges"]]
-    for name in ("sufficiency", "necessity drop", "q keep", "q ablate"):
+    for name in ("sufficiency", "drop", "q keep", "q ablate"):
         assert null.rows[name].iloc[0] == pytest.approx(prefix[name], abs=1e-5)
     for i, drawn in enumerate(null.circuits[1:], 1):
         alone = judge(model, factors, task, drawn, ablation=ablation, bootstrap=0).iloc[0]
         assert null.rows["edges"][i] == drawn.n_edges <= prefix["edges"]
         assert prefix["edges"] - drawn.n_edges < max(int(e.max()) for e in drawn.edges.values())
         assert null.rows["sufficiency"][i] == pytest.approx(alone["sufficiency"], abs=1e-5)
-        assert null.rows["necessity drop"][i] == pytest.approx(alone["necessity drop"], abs=1e-5)
+        assert null.rows["drop"][i] == pytest.approx(alone["drop"], abs=1e-5)
         assert match == "edges" or not set(drawn.units) & set(null.circuits[0].units)
-    for p, of in ((null.sufficiency_p, "sufficiency"), (null.necessity_p, "necessity drop")):
+    for p, of in ((null.sufficiency_p, "sufficiency"), (null.necessity_p, "drop")):
         assert p == (1 + sum(null.rows[of][1:] >= null.rows[of][0])) / 6
 
 

@@ -203,7 +203,7 @@ def test_one_token_prompts_have_shortcuts(model, every):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         curve = evaluate(model, factors, short, scores, bootstrap=0)
-    assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_unpruned, abs=1e-6)
+    assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_full, abs=1e-6)
 
 
 @pytest.mark.parametrize("sites", [[FIRST], ["blocks.1.attn_o", "blocks.1.mlp_in", LAST], ["blocks.0.attn_qkv", LAST]])

@@ -185,7 +185,7 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
         for point in curve.rows.to_dict("records"):
             cells = (wording.count(point["units"]), wording.count(point["edges"]), wording.fixed(point["sufficiency"]))
             cells += (
-                wording.fixed(point["necessity drop"]),
+                wording.fixed(point["drop"]),
                 wording.percent(point["accuracy keep"]),
                 wording.percent(point["accuracy ablate"]),
             )
@@ -207,7 +207,7 @@ def test_every_intervention_has_curves_and_costs_of_its_own(small: Run) -> None:
     surface, comparison = next(iter(small.comparisons.items()))
     task, of_task = next(iter(comparison.items()))
     zeroed = {
-        name: replace(curve, q_unpruned=77.125, settings={**curve.settings, "ablation": "zero"})
+        name: replace(curve, q_full=77.125, settings={**curve.settings, "ablation": "zero"})
         for name, curve in of_task.curves.items()
     }
     other = replace(comparison, tasks={task: replace(of_task, curves=zeroed)})
@@ -468,9 +468,9 @@ def test_many_methods(run: Run) -> None:
     [
         {"sufficiency": math.nan},
         {"sufficiency": -30.0},
-        {"sufficiency": 40.0, "necessity drop": -2.0},
+        {"sufficiency": 40.0, "drop": -2.0},
         {"edges": 0},
-        {"necessity drop": 0.0},
+        {"drop": 0.0},
     ],
     ids=["undefined", "far below", "overshoots, ablation helps", "no edges at all", "no drop"],
 )

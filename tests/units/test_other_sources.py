@@ -119,7 +119,7 @@ def test_a_transcoder_goes_through_fidelity_attribution_and_circuits(model):
     curve = swd.evaluate(model, units, random_split(name="test"), scores)
     assert curve.rows["units"].iloc[-1] == 24
     assert curve.rows["edges"].iloc[-1] == 24 * (32 + 16)  # counted dense: d_in + d_out a feature
-    assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_unpruned, abs=1e-6)
+    assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_full, abs=1e-6)
 
 
 def test_a_coder_may_count_its_own_edges(model):

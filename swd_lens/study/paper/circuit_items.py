@@ -123,7 +123,7 @@ def _nulls(
                 of_value = null.table().set_index("measure")
                 row: dict[str, Any] = {"task": task, "method": method, "edges": int(null.rows["edges"].iloc[0])}
                 row["random circuits as good"] = of_value.loc["sufficiency", "as good"]
-                for value, p in (("sufficiency", null.sufficiency_p), ("necessity drop", null.necessity_p)):
+                for value, p in (("sufficiency", null.sufficiency_p), ("drop", null.necessity_p)):
                     row |= {
                         value: of_value.loc[value, "circuit"],
                         f"random {value}": of_value.loc[value, "random mean"],
@@ -139,7 +139,7 @@ def _nulls(
         "random sufficiency",
         "p of sufficiency",
     ]
-    return pd.DataFrame(rows, columns=[*columns, "necessity drop", "random necessity drop", "p of necessity drop"])
+    return pd.DataFrame(rows, columns=[*columns, "drop", "random drop", "p of drop"])
 
 
 def _nulls_in_words(nulls: pd.DataFrame) -> str:
@@ -150,7 +150,7 @@ def _nulls_in_words(nulls: pd.DataFrame) -> str:
     return (
         f"Beside random circuits of the same edges, {best} of {len(nulls)} circuits keep more of the margin than every random "
         f"one; mean sufficiency {nulls['sufficiency'].mean():.3f} against {nulls['random sufficiency'].mean():.3f}, mean drop "
-        f"{nulls['necessity drop'].mean():.3g} against {nulls['random necessity drop'].mean():.3g} logits."
+        f"{nulls['drop'].mean():.3g} against {nulls['random drop'].mean():.3g} logits."
     )
 
 
@@ -166,18 +166,18 @@ def costs_table(
             row: dict[str, Any] = {
                 "task": task,
                 "method": method,
-                "margin": sum(c.q_unpruned for c in curves) / len(curves),
+                "margin": sum(c.q_full for c in curves) / len(curves),
             }
             for target, column, threshold in (
                 (f"sufficiency {sufficiency:g}", "sufficiency", sufficiency),
-                (f"drop of {drop:.3g} logits", "necessity drop", drop),
+                (f"drop of {drop:.3g} logits", "drop", drop),
             ):
                 reaching = [c.rows[c.rows[column] >= threshold] for c in curves]
                 reached = [rows for rows in reaching if len(rows)]
                 for cost in _COSTS:
                     mean = sum(int(rows[cost].min()) for rows in reached) / len(reached) if reached else None
                     row[f"{cost} at {target.split(' of ')[0]}"] = mean
-            whole = sum(float(c.rows["necessity drop"].iloc[-1]) for c in curves) / len(curves)
+            whole = sum(float(c.rows["drop"].iloc[-1]) for c in curves) / len(curves)
             row |= {"drop asked for": drop, "drop of all units": whole}
             row |= {"CE difference": compared.ce_difference(method)}
             rows.append(row | {"CE difference se": compared.ce_difference_se(method)})

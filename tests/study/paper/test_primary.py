@@ -20,7 +20,7 @@ def curve(edges, keep, ablate, unpruned):
     q = float(margins["unpruned"].mean())
     rows = {"units": list(range(len(edges))), "edges": edges}
     rows |= {"sufficiency": (margins["keep"].mean(1) / q).tolist()}
-    rows |= {"necessity drop": (q - margins["ablate"].mean(1)).tolist()}
+    rows |= {"drop": (q - margins["ablate"].mean(1)).tolist()}
     return CostCurve(pd.DataFrame(rows), "toy", q, q, 1.0, 1.0, {}, margins=margins)
 
 

@@ -156,7 +156,7 @@ def test_the_folder_is_a_host_and_its_channels_are_units(trained, kind):
     curve = swd.evaluate(model, units, split, scores)
     # 204 nonzeros read, 204 written, and a bias each, in either layer (none of them is zero after training)
     assert curve.rows["edges"].iloc[-1] == 2 * (204 + 204 + 64)
-    assert curve.q_unpruned == pytest.approx(curve.q_dense, abs=1e-6)
+    assert curve.q_full == pytest.approx(curve.q_dense, abs=1e-6)
     with pytest.raises(ValueError, match=r"channels are units of mlp_out, not of blocks\.0\.mlp_in"):
         baselines.channels_of(model, "blocks.0.mlp_in")
 

@@ -1,0 +1,242 @@
+"""Measure circuits: what a surface carries of a task, what a circuit recovers of that, and how sure both are.
+
+1. `Margins` holds every prompt's margin: of the dense host, with all units (full), with every unit at its reference activation
+   (empty), and with each circuit kept or ablated. Q is the mean over prompts (paper §3.2).
+2. `Carried` says what the units do for the task: Q(full) - Q(empty), with the standard error of that difference over prompts.
+   Where it is not above two standard errors and a twentieth of |Q(dense)|, the units do not carry the task, and nothing that
+   is measured in shares of it means anything.
+3. `measured` makes one row per circuit: recovered = (Q(S) - Q(empty)) / (Q(full) - Q(empty)), sufficiency = Q(S) / Q(full)
+   (the paper's), drop = Q(full) - Q(ablate S) in logits, each with a confidence interval. For comparisons of methods there is
+   "recovered of dense", with Q(dense) in the place of Q(full): a method that damages the margin gets no easier target by that.
+4. A `Threshold` is a value that a circuit has to reach. It is linear in the margins (`contrast`), so that whether it is reached
+   is whether a mean is above zero.
+5. Intervals: Student's t over prompts for means, Fieller's for ratios of means (it takes the error of the denominator with it;
+   where that could be zero there is no interval). tests/circuits/test_coverage.py simulates what they cover.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from scipy.special import stdtrit
+from torch import Tensor
+
+from swd_lens.base.errors import callers_level, error, warning
+
+LEVEL = 0.95  # of every interval
+RECOVERED = 0.9  # the usual threshold
+VALUES = ("recovered", "sufficiency", "drop")  # of a circuit, in the order of a table's columns
+_LEAST_ERRORS, _LEAST_SHARE = 2.0, 0.05  # of what a surface carries: in standard errors, and of |Q(dense)|
+_MOST_SHARE = 10  # of a threshold; a percentage that was meant is more
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Margins of prompts in logits, the same prompts everywhere.
+
+    Attributes:
+        keep, ablate: with a circuit kept (all other units at their reference activation) and with it ablated.
+        full, empty: with all units, and with every unit at its reference activation.
+        dense: of the dense host.
+    """
+
+    keep: Float[Tensor, "circuit prompt"]
+    ablate: Float[Tensor, "circuit prompt"]
+    full: Float[Tensor, " prompt"]
+    empty: Float[Tensor, " prompt"]
+    dense: Float[Tensor, " prompt"]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the units of a surface do for a task, in logits of margin.
+
+    Attributes:
+        logits: Q(full) - Q(empty).
+        se: its standard error, paired over prompts; NaN of a single prompt.
+        q_dense: the dense host's mean margin.
+    """
+
+    logits: float
+    se: float
+    q_dense: float
+
+    @classmethod
+    def of(cls, full: Float[Tensor, " prompt"], empty: Float[Tensor, " prompt"], q_dense: float) -> "Carried":
+        difference = full.double() - empty.double()
+        return cls(float(difference.mean()), float(_standard_error(difference)), q_dense)
+
+    @property
+    def enough(self) -> bool:
+        """Whether the surface carries the task: above two standard errors, and above a twentieth of |Q(dense)|."""
+        return self.logits > _LEAST_ERRORS * self.se and self.logits > _LEAST_SHARE * abs(self.q_dense)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A value that a circuit has to reach.
+
+    Attributes:
+        of: "recovered", "recovered of dense", "sufficiency", "necessity" (a share of the drop that ablating every unit causes,
+            which is what the surface carries), or "drop" (logits).
+        value: how much of it.
+    """
+
+    of: str
+    value: float | int
+
+    @classmethod
+    def given(
+        cls,
+        *,
+        recovered: float | int | None = None,
+        sufficiency: float | int | None = None,
+        necessity: float | int | None = None,
+        drop: float | int | None = None,
+        recovered_of_dense: float | int | None = None,
+    ) -> "Threshold":
+        """The one that was given; recovered 0.9 where none was.
+
+        Raises:
+            ValueError: several, or a share above 10 (90 in place of 0.9).
+        """
+        shares = {"recovered": recovered, "sufficiency": sufficiency, "necessity": necessity}
+        shares["recovered of dense"] = recovered_of_dense
+        for name, value in shares.items():
+            if value is not None and not value <= _MOST_SHARE:
+                raise error("threshold-outside", name=name, value=value)
+        named = {name: value for name, value in {**shares, "drop": drop}.items() if value is not None}
+        if len(named) > 1:
+            raise error("not-one-threshold")
+        return cls(*next(iter(named.items()), ("recovered", RECOVERED)))
+
+    def contrast(self, margins: Margins) -> Float[Tensor, "circuit prompt"]:
+        """Numbers whose mean over prompts is at least 0 where the threshold is reached."""
+        keep, ablate, full, empty = margins.keep, margins.ablate, margins.full, margins.empty
+        if self.of == "recovered":
+            return keep - self.value * full - (1 - self.value) * empty
+        if self.of == "recovered of dense":
+            return keep - self.value * margins.dense - (1 - self.value) * empty
+        if self.of == "sufficiency":
+            return keep - self.value * full
+        if self.of == "necessity":
+            return (full - ablate) - self.value * (full - empty)
+        return full - ablate - self.value
+
+    def reached(self, rows: pd.DataFrame) -> "pd.Series[bool]":
+        """Which rows of `measured` reach it; the last row is that of all units."""
+        if self.of == "necessity":
+            whole = rows["drop"].iloc[-1]
+            return (rows["drop"] >= self.value * whole) & (whole > 0)
+        return rows[self.of] >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.of} {self.value:g}"
+
+
+def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True) -> pd.DataFrame:
+    """One row per circuit: recovered, sufficiency, drop, each with "... low" and "... high", "recovered of dense", "q keep" and
+    "q ablate".
+
+    What is recovered is NaN where the surface does not carry the task, sufficiency where Q(full) is not positive.
+
+    Warns:
+        UndefinedSufficiencyWarning: Q(full) is not positive (with `warn`).
+    """
+    keep, ablate, full, empty = (m.double() for m in (margins.keep, margins.ablate, margins.full, margins.empty))
+    q_full = float(full.mean())
+    if warn and not q_full > 0:
+        warnings.warn(warning("undefined-sufficiency", task=task, margin=q_full), stacklevel=callers_level())
+    columns: dict[str, Tensor] = {}
+    for name, part, whole in (("recovered", keep - empty, full - empty), ("sufficiency", keep, full)):
+        defined = carried.enough if name == "recovered" else q_full > 0
+        nothing = torch.full((len(keep),), math.nan, dtype=torch.float64)
+        columns[name] = part.mean(1) / whole.mean() if defined else nothing
+        columns[f"{name} low"], columns[f"{name} high"] = ratio_interval(part, whole) if defined else (nothing, nothing)
+    of_dense = (margins.dense.double() - empty).mean()
+    columns["recovered of dense"] = (keep - empty).mean(1) / of_dense if of_dense > 0 else columns["recovered"] * math.nan
+    columns["drop"] = (full - ablate).mean(1)
+    columns["drop low"], columns["drop high"] = mean_interval(full - ablate)
+    columns |= {"q keep": keep.mean(1), "q ablate": ablate.mean(1)}
+    return pd.DataFrame({name: values.tolist() for name, values in columns.items()})
+
+
+# ---------------------------------------------------------------------------------------------- intervals
+
+Ends = tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]
+
+
+def mean_interval(values: Float[Tensor, "circuit prompt"], level: float = LEVEL) -> Ends:
+    """Lower and upper end of Student's interval of each mean; NaN of a single prompt."""
+    mean, half = values.mean(1), t_quantile(values.shape[1], level) * _standard_error(values)
+    return mean - half, mean + half
+
+
+def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL) -> Ends:
+    """Fieller's interval of mean(part) / mean(whole), prompts paired.
+
+    It holds every r for which mean(part - r whole) is within its t interval of 0. NaN where the mean of `whole` is itself
+    within its interval of 0: then every r, or all but a stretch of them, would be in it.
+    """
+    n, a, b = part.shape[1], part.mean(1), whole.mean()
+    if n < 2:
+        return torch.full_like(a, math.nan), torch.full_like(a, math.nan)
+    t2 = t_quantile(n, level) ** 2 / (n * (n - 1))
+    p, w = part - a[:, None], whole - b
+    aa, ab, bb = a.square() - t2 * p.square().sum(1), a * b - t2 * (p * w).sum(1), b.square() - t2 * w.square().sum()
+    # r with bb r^2 - 2 ab r + aa <= 0.
+    half = (ab.square() - aa * bb).clamp_min(0).sqrt()
+    low, high = (ab - half) / bb, (ab + half) / bb
+    known = bb > 0
+    return torch.where(known, low, math.nan), torch.where(known, high, math.nan)
+
+
+def t_quantile(n: int, level: float) -> float:
+    """How many standard errors a two-sided interval of a mean of n values reaches to each side; infinity of one value."""
+    return float(stdtrit(n - 1, 0.5 + level / 2)) if n > 1 else math.inf
+
+
+def crossing_interval(
+    contrast: Float[Tensor, "circuit prompt"], costs: Float[Tensor, " circuit"], level: float = LEVEL
+) -> tuple[float | None, float | None]:
+    """The interval of the cost at which a curve of circuits first reaches a threshold, by inverting a test at each cost.
+
+    Between two circuits of the curve a margin is read linearly in log(1 + cost). The lower end is the least cost at which the
+    threshold may be reached (the upper end of the contrast's interval is above 0), the upper end the least from which on it is
+    surely reached.
+
+    Returns:
+        (low, high); None where the curve does not get there.
+    """
+    steps = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1]
+    logs = costs.double().log1p()
+    # Each stretch between two circuits in 32 steps, then the last circuit itself.
+    share = steps.repeat(len(costs) - 1)
+    first = torch.arange(len(costs) - 1).repeat_interleave(len(steps))
+    place = torch.cat([logs[first] + share * (logs[first + 1] - logs[first]), logs[-1:]])
+    mean, mid = contrast.double().mean(1), contrast.double() - contrast.double().mean(1, keepdim=True)
+    n = contrast.shape[1]
+    variance = mid.square().sum(1) / (n - 1) / n
+    beside = (mid[:-1] * mid[1:]).sum(1) / (n - 1) / n
+    rest = 1 - share
+    means = torch.cat([rest * mean[first] + share * mean[first + 1], mean[-1:]])
+    of_stretch = rest**2 * variance[first] + 2 * rest * share * beside[first] + share**2 * variance[first + 1]
+    half = t_quantile(n, level) * torch.cat([of_stretch, variance[-1:]]).clamp_min(0).sqrt()
+    possible, sure = (means + half >= 0).nonzero()[:, 0], (means - half < 0).nonzero()[:, 0]
+    low = float(place[possible[0]].expm1()) if len(possible) else None
+    after = int(sure[-1]) + 1 if len(sure) else 0
+    return low, float(place[after].expm1()) if after < len(place) else None
+
+
+def _standard_error(values: Float[Tensor, "*circuit prompt"]) -> Float[Tensor, "*circuit"]:
+    return values.std(-1) / values.shape[-1] ** 0.5 if values.shape[-1] > 1 else values.mean(-1) * math.nan
+
+
+def surface_name(sites: Iterable[str]) -> str:
+    """These sites as a sentence names them."""
+    names = list(sites)
+    return ", ".join(names) if 0 < len(names) <= 2 else f"{names[0]} and {len(names) - 1} more sites" if names else "it"
