@@ -125,7 +125,8 @@ class Kit:
     def __init__(self, kind: str):
         self.model = load(kind)
         self.tokens = families.some_tokens(6, 10)
-        self.task = Task("toy", split(self.model, "train", 0), split(self.model, "test", 1), "random", False)
+        splits = [split(self.model, name, seed) for name, seed in (("train", 0), ("validation", 2), ("test", 1))]
+        self.task = Task("toy", *splits, "random", False)
         self.factors = self.factorize()
         attention = swd.factorize(self.model, ["blocks.*.attn_qkv"], sparsity=0.5, **QUICK)
         self.attention, self.scores = attention, self.attribute()

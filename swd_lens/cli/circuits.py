@@ -128,6 +128,10 @@ def circuit(
     ] = None,
     text: TextOptions,
     n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600,
+    n_validation: Annotated[
+        int | None,
+        Option(help="Prompts of each task that choose between circuits. [default: as many as --n-test]", min=1),
+    ] = None,
     n_test: Annotated[int, Option(help="Prompts of each task that judge circuits.", min=1)] = 200,
     positions: Annotated[list[str], Option(help="'scoring' (paper), 'all', or both by repeating.")] = ["scoring"],  # noqa: B006 - typer copies it
     ablation: Annotated[
@@ -175,7 +179,8 @@ def circuit(
             for label, units in baselines.items():  # before anything is run, or kept
                 require_surface(model, label, units, find_sites(model, sites))
         say(f"read {', '.join(task)} and text")
-        tasks = [load_task(name, model, n_train=n_train, n_test=n_test) for name in task]
+        sizes = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
+        tasks = [load_task(name, model, **sizes) for name in task]
         tokens, heldout = text.rows(model, model_options)
         screened = _screened(
             model, tasks, "all" if auto else [*(sites or ()), *replaced], out / "screen.json", overwrite

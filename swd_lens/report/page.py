@@ -157,6 +157,7 @@ def _tasks(run: Run) -> Iterator[Section]:
             described = run.settings.get("tasks", {}).get(curve.task, {})
             row = {"task": curve.task, "question": wording.TASK_QUESTIONS.get(curve.task, "")}
             row |= {"train": described.get("train", curve.settings.get("n_examples"))}
+            row |= {"validation": described.get("validation")}
             row |= {"test": described.get("test", curve.settings.get("n_test"))}
             row |= {"source": described.get("source", ""), "example": described.get("example", "")}
             row |= {"margin": curve.q_dense, "accuracy": curve.accuracy_dense}

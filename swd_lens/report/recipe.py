@@ -51,10 +51,10 @@ def run_code(run: Run) -> str:
     lines += ["    model,", "    {"]
     lines += [f"        {label!r}: {list(sites)!r}," for label, sites in surfaces.items()]
     lines += ["    },", "    ["]
-    lines += [
-        f"        swd.load_task({name!r}, model, n_train={task.get('train')}, n_test={task.get('test')}),"
-        for name, task in tasks.items()
-    ]
+    splits = ("train", "validation", "test")
+    for name, task in tasks.items():
+        sizes = [f"n_{split}={task[split]}" for split in splits if task.get(split) is not None]
+        lines.append(f"        swd.load_task({', '.join([repr(name), 'model', *sizes])}),")
     lines += ["    ],", f"    sparsities={s.get('sparsities', [])!r},"]
     lines += [_tokens_line(run, "calibration", "train"), _tokens_line(run, "held-out", "test")]
     if s.get("calibration dtype") == "float64" and s.get("model") == DEFAULT_MODEL:

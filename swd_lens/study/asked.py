@@ -69,9 +69,9 @@ def growing_parts(
 
 
 def task_fingerprint(task: Task) -> str:
-    """SHA-256 over the prompts, answers and distractors of both splits; of a metric of its own, over its name."""
+    """SHA-256 over the prompts, answers and distractors of all splits; of a metric of its own, over its name."""
     digest = hashlib.sha256()
-    for split in (task.train, task.test):
+    for split in task.splits:
         digest.update(repr((split.name, split.prepend_bos, split.answer_ids, split.distractor_ids)).encode())
         digest.update(repr([_ids(tokens) for tokens in (*split.tokens, *split.corrupt)]).encode())
         digest.update(_name_of_metric(split).encode())
@@ -169,11 +169,11 @@ def memory_of(
     )
     first = min(site.layer for surface in sites.values() for site in surface)
     for task in tasks:
-        length = max(len(row) for split in (task.train, task.test) for row in split.tokens)
+        length = max(len(row) for split in task.splits for row in split.tokens)
         tokens = min(_PROMPTS, len(task.train)) * length
         scored = (model.cfg.n_layers - first) * _block(model, tokens, length) + 4 * 4 * tokens * most_units
         parts[f"attribution of {task.name}"] = scored
-        kept = 4 * 2 * len(task.test) * length * model.cfg.d_model * model.cfg.n_layers
+        kept = 4 * 2 * max(len(task.validation), len(task.test)) * length * model.cfg.d_model * model.cfg.n_layers
         judged = 2 * _block(model, _INTERVENTIONS, length) + 4 * 3 * _INTERVENTIONS * most_units + _LOGITS
         parts[f"curves of {task.name}"] = kept + judged
     return {part: stays + largest + n_bytes for part, n_bytes in parts.items()}

@@ -377,8 +377,9 @@ def _settings(
         "tasks": {
             task.name: {
                 "train": len(task.train),
+                "validation": len(task.validation),
                 "test": len(task.test),
-                "dropped": sum(task.train.dropped.values()) + sum(task.test.dropped.values()),
+                "dropped": sum(task.dropped.values()),
                 "source": task.source,
                 "prepend_bos": task.prepend_bos,
                 "example": task.test.examples[0].prompt,

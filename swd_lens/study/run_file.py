@@ -45,6 +45,7 @@ class _Task(PlainRecord):
     """What a run's settings say of a task."""
 
     train: int | None = None
+    validation: int | None = None  # runs of former versions had none
     test: int | None = None
     source: str = ""
     example: str = ""

@@ -4,7 +4,7 @@
 2. `read_auto_circuit`: one JSON object with prompts, as auto-circuit writes it.
 3. `read_jsonl`: one object per line, with our fields (prompt, answers, distractors, corrupt) or Edge-Pruning's.
 4. `read_edge_pruning`: DatasetDict folders of greater-than, gendered pronoun and IOI, the two splits that the paper used, or the
-   small ones where a folder lacks those. A row's fields say which task it is (`FIELDS`).
+   small ones where a folder lacks those, and its "validation" where it has one. A row's fields say which task it is (`FIELDS`).
 5. `row_example` makes an example of such a row. Greater-than: the candidates are "00" to "99" without a space, right are those
    above the start year's two digits, wrong those below; the year itself is in neither, unless `inclusive`. A year that
    leaves a side empty cannot be scored. Pronoun: the row's, against the other one. IOI: the sentence's last word, against
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.tasks.generators.words import SPLITS
 from swd_lens.tasks.split import TaskExample, Unusable
 
 AUTO_CIRCUIT, EDGE_PRUNING, JSON_LINES = "auto-circuit JSON", "Edge-Pruning folder", "JSONL"
@@ -174,17 +175,18 @@ _EARLIER = [tuple(f"{earlier:02d}" for earlier in range(year)) for year in range
 
 @dataclass(frozen=True)
 class SavedSplits:
-    """Train and test examples of a folder.
+    """Train, validation and test examples of a folder.
 
     Attributes:
         task: "greater_than", "gendered_pronoun" or "ioi".
-        train, test: in the folder's order.
-        dropped: split ("train" or "test") -> reason -> count, of the rows that no tokenizer could make usable.
+        train, validation, test: in the folder's order; validation is None where the folder has none, or none was named.
+        dropped: split ("train", "validation" or "test") -> reason -> count, of the rows that no tokenizer could make usable.
         source: which splits were read, in words.
     """
 
     task: str
     train: list[TaskExample]
+    validation: list[TaskExample] | None
     test: list[TaskExample]
     dropped: dict[str, Counter[str]]
     source: str
@@ -195,18 +197,19 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
 
     Args:
         path: the folder, with dataset_dict.json in it.
-        splits: names of the train and the test split; None = the paper's ("train_80k" for greater-than, "train_3k" for the
-            pronoun, both with "test"), or "train" and "test" where the folder lacks the large one.
+        splits: names of the train and the test split, or of train, validation and test; None = the paper's ("train_80k" for
+            greater-than, "train_3k" for the pronoun, both with "test"), or "train" and "test" where the folder lacks the large
+            one, and "validation" where there is one.
         inclusive: greater-than: the start year itself counts as wrong (as in auto-circuit's file), not as neither.
 
     Raises:
-        TaskError: no such folder, not two splits, a split that is missing (those that are there are named), unknown
+        TaskError: no such folder, neither two nor three splits, a split that is missing (those that are there are named), unknown
             fields, a bad row.
     """
     import datasets  # half a second, so only where it is needed
 
-    if splits is not None and (isinstance(splits, str) or len(splits) != 2):
-        raise error("task-splits-not-two", splits=splits)
+    if splits is not None and (isinstance(splits, str) or len(splits) not in (2, 3)):
+        raise error("task-splits-not-three", splits=splits)
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as cause:
@@ -217,16 +220,18 @@ def read_edge_pruning(path: Path, *, splits: Sequence[str] | None = None, inclus
         raise error("task-folder-unreadable", path=path, reason="it has no splits")
     task = task_of_fields(next(iter(saved.values())).column_names, str(path))
     names, note = _splits(path, task, [str(name) for name in saved], splits)
-    rows: dict[str, list[TaskExample]] = {"train": [], "test": []}
-    dropped: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
-    for split, name in zip(rows, names, strict=True):
+    rows: dict[str, list[TaskExample]] = {split: [] for split in names}
+    dropped: dict[str, Counter[str]] = {split: Counter() for split in names}
+    for split, name in names.items():
         for i, row in enumerate(_rows_of(saved[name], path)):
             try:
                 rows[split].append(row_example(task, dict(row), f"{path}: {name}, row {i}", inclusive))
             except Unusable as why:
                 dropped[split][why.reason] += 1
-    source = f"Edge-Pruning folder {path.name}, splits {names[0]} and {names[1]}{note}"
-    return SavedSplits(task, rows["train"], rows["test"], dropped, source + (", inclusive" if inclusive else ""))
+    *first, last = names.values()
+    source = f"Edge-Pruning folder {path.name}, splits {', '.join(first)} and {last}{note}"
+    source += ", inclusive" if inclusive else ""
+    return SavedSplits(task, rows["train"], rows.get("validation"), rows["test"], dropped, source)
 
 
 def _rows_of(split: Any, path: Path) -> Iterator[Any]:
@@ -239,13 +244,16 @@ def _rows_of(split: Any, path: Path) -> Iterator[Any]:
         raise error("task-folder-unreadable", path=path, reason=cause) from None
 
 
-def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[tuple[str, str], str]:
-    names, note = asked or (PAPER_TRAIN.get(task, "train"), "test"), ""
+def _splits(path: Path, task: str, has: list[str], asked: Sequence[str] | None) -> tuple[dict[str, str], str]:
+    """Split of the task -> its name in the folder, and what is to be said of that."""
+    names, note = list(asked or (PAPER_TRAIN.get(task, "train"), "test")), ""
     if asked is None and names[0] not in has and "train" in has:
-        names, note = ("train", "test"), f" (the paper's {names[0]} is not there)"
+        names[0], note = "train", f" (the paper's {names[0]} is not there)"
+    if asked is None and "validation" in has:
+        names.insert(1, "validation")
     if missing := [name for name in names if name not in has]:
         raise error("task-folder-without-split", path=path, split=missing[0], splits=", ".join(has))
-    return (names[0], names[1]), note
+    return dict(zip(("train", "test") if len(names) == 2 else SPLITS, names, strict=True)), note
 
 
 def task_of_fields(fields: list[str], where: str) -> str:

@@ -1,13 +1,15 @@
 """load_task: a task by family name (our generators) or from a file or folder, tokenized for a host.
 
-1. A family name (`GENERATED`) generates prompts. Train and test prompts come from two content splits that are disjoint from each
-   other and from everything the embedded model was trained on. Prompts are drawn until the asked number is usable with this
-   tokenizer, corrupt prompts until they are as long as theirs.
+1. A family name (`GENERATED`) generates prompts. Train, validation and test prompts come from three content splits that are
+   disjoint from each other and from everything the embedded model was trained on (`content_of`). Prompts are drawn until the
+   asked number is usable with this tokenizer, corrupt prompts until they are as long as theirs.
 2. An auto-circuit JSON file or a JSONL file is shuffled once (seed 42, as auto-circuit does): train has the first n_train
-   places, test the next n_test. A place whose example is dropped is filled from the prompts behind both.
-3. An Edge-Pruning folder has its splits already; the paper's are taken, whole.
+   places, test the next n_test, validation the next n_validation. A place whose example is dropped is filled from the prompts
+   behind all. Of a file with fewer prompts than that, see `_shares`.
+3. An Edge-Pruning folder has its splits already; the paper's are taken, whole, and its "validation" where it has one. Else the
+   training part is divided (`swd_lens.tasks.task.divided`).
 4. Either way the examples are tokenized for the host, unusable ones are dropped and counted, and a prompt that was there
-   before is dropped, so that none straddles train and test.
+   before is dropped, so that none is in two splits.
 """
 
 import dataclasses
@@ -29,9 +31,9 @@ from swd_lens.tasks.files import (
     read_edge_pruning,
     read_jsonl,
 )
-from swd_lens.tasks.generators import FAMILIES, GENERATED, corrupts, stream
+from swd_lens.tasks.generators import GENERATED, content_of, corrupts, stream
 from swd_lens.tasks.split import TaskExample
-from swd_lens.tasks.task import Task, TaskBuilder
+from swd_lens.tasks.task import Task, TaskBuilder, divided
 from swd_lens.tasks.tokenize import DUPLICATE, TaskTokenizer
 
 PAPER_SPLIT = (600, 200)  # IOI and docstring, app. A.4
@@ -47,10 +49,11 @@ def load_task(
     model: Any,
     *,
     n_train: int | None = None,
+    n_validation: int | None = None,
     n_test: int | None = None,
     seed: int | None = None,
     prepend_bos: bool | None = None,
-    splits: tuple[str, str] | None = None,
+    splits: tuple[str, str] | tuple[str, str, str] | None = None,
     inclusive: bool = False,
 ) -> Task:
     """Load a task for a host.
@@ -63,19 +66,23 @@ def load_task(
         model: the host, with a tokenizer.
         n_train, n_test: prompts per split. None = the paper's: 600 and 200 of a generator or a file, everything of an
             Edge-Pruning folder's splits. A smaller file is split in the same proportion.
+        n_validation: prompts to choose on. None = as many as n_test. Where a file has too few for all three, its training part is
+            divided in the proportion of n_train and n_validation; a folder without a validation split gives at most a third
+            of its training part, by a shuffle.
         seed: of the generator (default 0) or of a file's shuffle (default 42, auto-circuit's); a folder is shuffled only
             where a seed is given.
         prepend_bos: whether prompts begin with BOS; None = as the host does it, `cfg.default_prepend_bos`, which `load_host` sets
             by the tokenizer's files: with BOS for the embedded model, Llama and Gemma, without for GPT-2, Qwen and SmolLM2. It
             stands in every result.
-        splits: an Edge-Pruning folder's train and test split by name; None = the paper's.
+        splits: an Edge-Pruning folder's train and test split by name, or train, validation and test; None = the paper's, and
+            "validation" where the folder has one.
         inclusive: Edge-Pruning's greater-than: the start year itself is among the distractors.
 
     Raises:
         TaskError: unknown name, malformed file, n below 1 or not whole, an option that does not belong to this source, a
-            tokenizer that cannot do the task, or no usable example.
+            tokenizer that cannot do the task, fewer than three different prompts, or no usable example.
     """
-    _check_numbers(n_train=n_train, n_test=n_test)
+    _check_numbers(n_train=n_train, n_validation=n_validation, n_test=n_test)
     path = Path(name)
     kind = "generator" if str(name) in GENERATED else find_format(path) if os.path.exists(path) else None
     if kind is None:
@@ -88,8 +95,9 @@ def load_task(
         raise error("inclusive-elsewhere", name=str(name))
     build = TaskBuilder(path.stem if kind not in ("generator", EDGE_PRUNING) else path.name, model, prepend_bos)
     if kind == EDGE_PRUNING:
-        return _from_folder(build, path, splits, inclusive, (n_train, n_test), seed)
-    asked = (n_train or PAPER_SPLIT[0], n_test or PAPER_SPLIT[1])
+        return _from_folder(build, path, splits, inclusive, (n_train, n_validation, n_test), seed)
+    n_test = n_test or PAPER_SPLIT[1]
+    asked = (n_train or PAPER_SPLIT[0], n_validation or n_test, n_test)
     if kind == "generator":
         return _generated(build, str(name), asked, seed or 0)
     examples, dropped = (
@@ -106,18 +114,18 @@ def _check_numbers(**numbers: Any) -> None:
             raise error("task-split-of-nothing", name=what, value=n)
 
 
-def _short_of(build: TaskBuilder, asked: tuple[int, int]) -> str:
+def _short_of(build: TaskBuilder, asked: tuple[int, int, int]) -> str:
     """What `source` says of the asked numbers: nothing if they were reached."""
-    short = len(build.train.kept) < asked[0] or len(build.test.kept) < asked[1]
-    return f" (asked for {asked[0]} train, {asked[1]} test)" if short else ""
+    collectors = (build.train, build.validation, build.test)
+    short = any(len(collector.kept) < n for collector, n in zip(collectors, asked, strict=True))
+    return f" (asked for {asked[0]} train, {asked[1]} validation, {asked[2]} test)" if short else ""
 
 
-def _generated(build: TaskBuilder, family: str, asked: tuple[int, int], seed: int) -> Task:
-    # The embedded model read the content of "train" of its own families.
-    train = "validation" if family in FAMILIES else "train"
-    for collector, content, n in ((build.train, train, asked[0]), (build.test, "test", asked[1])):
+def _generated(build: TaskBuilder, family: str, asked: tuple[int, int, int], seed: int) -> Task:
+    content = content_of(family)
+    for collector, n in zip((build.train, build.validation, build.test), asked, strict=True):
         # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
-        drawn = itertools.islice(stream(family, content, seed), _DRAWS * n + 200)
+        drawn = itertools.islice(stream(family, content[collector.split], seed), _DRAWS * n + 200)
         collector.fill((_with_even_corrupt(example, build.tokenizer) for example in drawn), n)
     return build.task(f"swd_lens generator, seed {seed}{_short_of(build, asked)}")
 
@@ -138,46 +146,74 @@ def _shuffled(
     examples: list[TaskExample],
     dropped: Counter[str],
     source: str,
-    asked: tuple[int, int],
+    asked: tuple[int, int, int],
     seed: int,
 ) -> Task:
     different = len({example.prompt for example in examples})
-    if different < 2:
-        raise error("task-of-one-prompt", source=source, n_different=different)
-    n_train, n_test = asked
-    if different < n_train + n_test:
-        # Keep the asked proportion rather than leave the test split empty.
-        n_train = min(max(1, different * n_train // (n_train + n_test)), different - 1)
-        n_test = different - n_train
+    if different < 3:
+        raise error("task-of-few-prompts", source=source, n_different=different)
     random.Random(seed).shuffle(examples)
-    rest = iter(examples[n_train + n_test :])
-    build.train.fill(examples[:n_train])
-    build.test.fill(examples[n_train : n_train + n_test])
+    before, n_train, n_validation, n_test = _shares(different, *asked)
+    others = examples[:before] + examples[before + n_test :]
+    rest = iter(others[n_train + n_validation :])
+    build.fill(others[:n_train], others[n_train : n_train + n_validation], examples[before : before + n_test])
     # Only now: places are filled up from behind, so that every other example is in the split that the shuffle gave it.
     build.train.fill(rest, n_train)
     build.test.fill(rest, n_test)
+    build.validation.fill(rest, n_validation)
     left = [example.prompt for example in rest]
-    unused = set(left) - {example.prompt for example, *_ in (*build.train.kept, *build.test.kept)}
+    kept = (*build.train.kept, *build.validation.kept, *build.test.kept)
+    unused = set(left) - {example.prompt for example, *_ in kept}
     dropped = dropped + Counter({DUPLICATE: len(left) - len(unused)})
     return build.task(f"{source}, seed {seed}{_short_of(build, asked)}", len(unused), {"train": dropped})
+
+
+def _shares(different: int, n_train: int, n_validation: int, n_test: int) -> tuple[int, int, int, int]:
+    """Of a shuffled file with so many different prompts: how many places are before test's, and each split's size.
+
+    A file that has too few keeps the asked proportion of train and test, and divides its training part in that of train and
+    validation, rather than leave a split empty; so its test prompts do not depend on n_validation.
+    """
+    before = n_train
+    if different < n_train + n_test:
+        before = min(max(2, different * n_train // (n_train + n_test)), different - 1)
+        n_test = different - before
+    n_others = different - n_test
+    if n_others < 2:
+        n_test, n_others = different - 2, 2
+    if n_others < n_train + n_validation:
+        n_validation = min(max(1, n_others * n_validation // (n_train + n_validation)), n_others - 1)
+        n_train = n_others - n_validation
+    return before, n_train, n_validation, n_test
 
 
 def _from_folder(
     build: TaskBuilder,
     path: Path,
-    splits: tuple[str, str] | None,
+    splits: tuple[str, str] | tuple[str, str, str] | None,
     inclusive: bool,
-    asked: tuple[int | None, int | None],
+    asked: tuple[int | None, int | None, int | None],
     seed: int | None,
 ) -> Task:
     saved = read_edge_pruning(path, splits=splits, inclusive=inclusive)
     build.tokenizer.task = saved.task
-    unused = 0
-    for collector, examples, n in ((build.train, saved.train, asked[0]), (build.test, saved.test, asked[1])):
-        if seed is not None:
+    n_train, n_validation, n_test = asked
+    n_validation = n_validation or n_test
+    train, validation, note = saved.train, saved.validation, "" if seed is None else f", seed {seed}"
+    if seed is not None:
+        for examples in (train, validation or [], saved.test):
             random.Random(seed).shuffle(examples)
+    if validation is None and len(train) > 0:
+        n, by = n_validation or len(saved.test), FILE_SEED if seed is None else seed
+        train, validation = divided(train, n, by, saved.source, kept=n_train or 0)
+        note += f", {len(validation)} of the first held back for validation by seed {by}"
+    unused = 0
+    for collector, examples, n in (
+        (build.train, train, n_train),
+        (build.test, saved.test, n_test),
+        (build.validation, validation or [], n_validation),
+    ):
         rest = iter(examples)
         collector.fill(rest, n)
         unused += len(list(rest))
-    shuffled = "" if seed is None else f", seed {seed}"
-    return build.task(saved.source + shuffled, unused, saved.dropped)
+    return build.task(saved.source + note, unused, saved.dropped)

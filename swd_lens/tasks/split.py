@@ -139,7 +139,7 @@ class TaskSplit:
     """Tokenized examples of one split.
 
     Attributes:
-        name: "train" or "test".
+        name: "train", "validation" or "test".
         examples: the examples that were kept, in order.
         tokens: their prompts, one 1-D int64 tensor each; the scoring position is the last token.
         answer_ids, distractor_ids: token ids per example.

@@ -1,8 +1,8 @@
-"""Task: prompts with right and wrong next tokens, tokenized for one host, in a train and a test split.
+"""Task: prompts with right and wrong next tokens, tokenized for one host, in three splits: train, validation, test.
 
 1. `Task.from_prompts` takes a user's own lists, shuffles them once and splits them.
-2. `Task.from_examples` takes the two splits as they are; `Task.from_tokens` takes ids, and `Task.of_prompt` makes a split of one
-   prompt.
+2. `Task.from_examples` takes splits as they are, two or three: of two the training part is divided (`divided`).
+   `Task.from_tokens` takes ids, and `Task.of_prompt` makes a split of one prompt.
 3. Either way every prompt, answer and distractor is tokenized (`swd_lens.tasks.tokenize`): an answer or distractor that is
    not exactly one token makes the example unusable. It is refused (`on_bad="raise"`) or dropped and counted.
 4. A task says how many prompts it kept, and what became of the others.
@@ -20,6 +20,7 @@ from torch import Tensor
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import error, seen
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.tasks.generators.words import SPLITS
 from swd_lens.tasks.prompt import Prompt, decoded
 from swd_lens.tasks.split import Bucket, TaskExample, TaskSplit, Unusable
 from swd_lens.tasks.text import as_rows
@@ -33,18 +34,20 @@ _SHOWN = 5  # examples of each split on a card
 @in_plain_surroundings
 @dataclass(frozen=True)
 class Task:
-    """A task for one host: `train` gives scores and mean activations, `test` judges the circuits.
+    """A task for one host: `train` gives scores and mean activations, `validation` chooses (which prefix, which threshold, when
+    a search stops), `test` gives the numbers that are shown.
 
     Attributes:
         name: of the task.
-        train, test: the tokenized splits; no prompt is in both (but see `from_examples`).
+        train, validation, test: the tokenized splits; no prompt is in two of them (but see `from_examples`).
         source: where the examples come from; it goes into every result.
         prepend_bos: whether every prompt begins with BOS.
-        unused: prompts of the source that neither split needed.
+        unused: prompts of the source that no split needed.
     """
 
     name: str
     train: TaskSplit
+    validation: TaskSplit
     test: TaskSplit
     source: str
     prepend_bos: bool
@@ -53,35 +56,38 @@ class Task:
     def __post_init__(self) -> None:
         # Results are made from splits, and are to say where their prompts come from.
         about = {"source": self.source, "prepend_bos": self.prepend_bos}
-        for name in ("train", "test"):
+        for name in SPLITS:
             object.__setattr__(self, name, replace(getattr(self, name), **about))
 
     @seen
     def __repr__(self) -> str:
-        return f"Task({self.name}: {len(self.train)} train, {len(self.test)} test ({self.counts()}); {self.source})"
+        sizes = ", ".join(f"{len(split)} {name}" for name, split in zip(SPLITS, self.splits, strict=True))
+        return f"Task({self.name}: {sizes} ({self.counts()}); {self.source})"
 
     def _repr_html_(self) -> str:
         first = [
             replace(split, examples=split.examples[:_SHOWN], tokens=split.tokens[:_SHOWN]).table()
             for split in self.splits
         ]
-        shown = pd.concat(first, keys=["train", "test"], names=["split"]).reset_index("split")
-        words = f"{len(self.train)} train and {len(self.test)} test prompts ({self.counts()}). The first of each:"
+        shown = pd.concat(first, keys=list(SPLITS), names=["split"]).reset_index("split")
+        train, validation, test = map(len, self.splits)
+        words = f"{train} train, {validation} validation and {test} test prompts ({self.counts()}). The first of each:"
         about = {"source": self.source, "prepend_bos": self.prepend_bos, "d_vocab": self.train.d_vocab}
         return card(f"Task {self.name}", words, shown, folded_settings(about))
 
     @property
-    def splits(self) -> tuple[TaskSplit, TaskSplit]:
-        return self.train, self.test
+    def splits(self) -> tuple[TaskSplit, TaskSplit, TaskSplit]:
+        """Train, validation, test."""
+        return self.train, self.validation, self.test
 
     @property
     def dropped(self) -> dict[str, int]:
-        """reason -> how many examples of both splits were dropped for it, the most frequent first."""
-        return dict((Counter(self.train.dropped) + Counter(self.test.dropped)).most_common())
+        """reason -> how many examples of all splits were dropped for it, the most frequent first."""
+        return dict(sum((Counter(split.dropped) for split in self.splits), Counter[str]()).most_common())
 
     def counts(self) -> str:
         """What became of the source's prompts, in words: kept, dropped and why, not needed."""
-        kept, dropped = len(self.train) + len(self.test), self.dropped
+        kept, dropped = sum(map(len, self.splits)), self.dropped
         total = kept + sum(dropped.values()) + self.unused
         words = f"kept all {kept}" if kept == total else f"kept {kept} of {total}"
         words += f", {self.unused} not needed" if self.unused else ""
@@ -96,25 +102,32 @@ class Task:
         test: Sequence[TaskExample],
         model: Any,
         *,
+        validation: Sequence[TaskExample] | None = None,
+        seed: int = 0,
         source: str = "the user's own examples",
         prepend_bos: bool | None = False,
         on_bad: str = "raise",
         metric: Callable[..., Any] | None = None,
     ) -> "Task":
-        """Tokenize two splits for a host. They are taken as they are: a prompt may be in both.
+        """Tokenize splits for a host. They are taken as they are: a prompt may be in several.
 
         Args:
+            validation: None: the training part is divided. Of its different prompts, shuffled once, the last ones become validation: as
+                many as `test` has, at most a third, at least one; every example of a prompt goes with it.
+            seed: of that shuffle.
             prepend_bos: see `load_task`.
             on_bad: "raise", or "drop" to leave unusable examples out and count them.
             metric: see `from_prompts`.
 
         Raises:
-            TaskError: the host has no tokenizer, a split is (or becomes) empty, or, with on_bad="raise", an answer or
-                distractor is not exactly one token, answers overlap distractors, or a prompt is too long.
+            TaskError: the host has no tokenizer, a split is (or becomes) empty, a training part of one prompt is to be divided, or,
+                with on_bad="raise", an answer or distractor is not exactly one token, answers overlap distractors, or a
+                prompt is too long.
         """
         build = TaskBuilder(name, model, prepend_bos, on_bad=on_bad, metric=metric, repeats=True)
-        build.train.fill(train)
-        build.test.fill(test)
+        if validation is None and train:  # without training examples the error is that there are none
+            train, validation = divided(train, len(test), seed, f"task {name!r}")
+        build.fill(train, validation or (), test)
         return build.task(source)
 
     @classmethod
@@ -127,6 +140,7 @@ class Task:
         distractors: Iterable[str | Iterable[str]] | None = None,
         *,
         corrupt: Iterable[str] | None = None,
+        validation_fraction: float | int | None = None,
         test_fraction: float | int = 0.25,
         seed: int = 0,
         metric: Callable[..., Any] | None = None,
@@ -137,8 +151,8 @@ class Task:
 
             task = Task.from_prompts(
                 "capitals", model,
-                prompts=["The capital of France is", "The capital of Japan is"],
-                answers=[" Paris", " Tokyo"], distractors=[[" London", " Rome"], [" London", " Rome"]],
+                prompts=["The capital of France is", "The capital of Japan is", "The capital of Cuba is"],
+                answers=[" Paris", " Tokyo", " Havana"], distractors=[[" London", " Rome"]] * 3,
             )
 
         Args:
@@ -148,6 +162,8 @@ class Task:
             answers, distractors: right and wrong next tokens of each prompt: a string, or a list of strings. Mind the leading
                 space.
             corrupt: a corrupt prompt for each prompt.
+            validation_fraction: this share of the prompts is the validation split; at least one is. None: as many as the test split
+                has, at most half of the others.
             test_fraction: this share of the prompts, shuffled once, is the test split; at least one is.
             seed: of the shuffle.
             metric: metric(logits (batch, vocab) float32, examples) -> (batch,) takes the margin's place: larger is better, and
@@ -157,23 +173,18 @@ class Task:
             on_bad: "raise", or "drop" to leave unusable examples and duplicate prompts out and count them.
 
         Raises:
-            TaskError: something else than texts, lists of different lengths, fewer than two prompts, a share outside (0, 1), a
-                duplicate prompt, and all that `from_examples` refuses.
+            TaskError: something else than texts, lists of different lengths, fewer than three prompts, shares outside (0, 1) or
+                that leave nothing to train on, a duplicate prompt, and all that `from_examples` refuses.
         """
-        if not 0 < test_fraction < 1:
-            raise error("test-fraction-outside", test_fraction=test_fraction)
+        _check_fractions(validation_fraction, test_fraction)
         examples = _examples(name, prompts, answers, distractors, corrupt, metric)
         again = 0
-        if on_bad == "drop":  # before the split, so that both parts get their share
+        if on_bad == "drop":  # before the split, so that all parts get their share
             different = {example.prompt: example for example in reversed(examples)}
             again, examples = len(examples) - len(different), list(reversed(different.values()))
-        if len(examples) < 2:
-            raise error("own-task-of-one-prompt", name=name, n_examples=len(examples))
-        random.Random(seed).shuffle(examples)
-        n_test = min(max(1, round(len(examples) * test_fraction)), len(examples) - 1)
+        train, validation, test = _three_parts(name, examples, validation_fraction, test_fraction, seed)
         build = TaskBuilder(name, model, prepend_bos, on_bad=on_bad, metric=metric)
-        build.train.fill(examples[n_test:])
-        build.test.fill(examples[:n_test])
+        build.fill(train, validation, test)
         return build.task(f"the user's own prompts, seed {seed}", dropped={"train": Counter({DUPLICATE: again})})
 
     @classmethod
@@ -185,12 +196,14 @@ class Task:
         answers: Iterable[Any],
         distractors: Iterable[Any],
         *,
+        validation_fraction: float | int | None = None,
         test_fraction: float | int = 0.25,
         seed: int = 0,
     ) -> "Task":
         """A task of token ids, for hosts without a tokenizer and for prompts that no text gives.
 
-            task = Task.from_tokens("sums", model, prompts=[[3, 11, 4], [5, 11, 2]], answers=[7, 7], distractors=[8, [3, 4]])
+            prompts = [[3, 11, 4], [5, 11, 2], [2, 11, 4]]
+            task = Task.from_tokens("sums", model, prompts, answers=[7, 7, 6], distractors=[8, [3, 4], 7])
 
         Args:
             name: of the task.
@@ -198,21 +211,18 @@ class Task:
             prompts: rows of ids, of any lengths, or a (rows, pos) tensor. Nothing is put before them; the last is the scoring
                 position.
             answers, distractors: right and wrong next tokens of each prompt: an id, or a list of ids.
-            test_fraction, seed: see `from_prompts`.
+            validation_fraction, test_fraction, seed: see `from_prompts`.
 
         Raises:
-            TaskError: lists of different lengths, fewer than two prompts, a share outside (0, 1), a prompt that is there
-                twice, an answer outside the vocabulary, or one that is also a distractor.
+            TaskError: lists of different lengths, fewer than three prompts, shares outside (0, 1) or that leave nothing to train
+                on, a prompt that is there twice, an answer outside the vocabulary, or one that is also a distractor.
             TokenError: ids that this host cannot run, see `swd_lens.tasks.text.as_rows`.
         """
-        if not 0 < test_fraction < 1:
-            raise error("test-fraction-outside", test_fraction=test_fraction)
+        _check_fractions(validation_fraction, test_fraction)
         rows = [as_rows(prompt, model)[0] for prompt in _listed(name, "prompts", prompts)]
         sides = [
             _listed(name, what, side, len(rows)) for what, side in (("answers", answers), ("distractors", distractors))
         ]
-        if len(rows) < 2:
-            raise error("own-task-of-one-prompt", name=name, n_examples=len(rows))
         cases: dict[tuple[int, ...], tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = {}
         for i, (row, right, wrong) in enumerate(zip(rows, *sides, strict=True)):
             location, ids = f"task {name!r}, prompt {i}", tuple(row.tolist())
@@ -222,14 +232,12 @@ class Task:
             distractor = _single_ids(model, location, "a distractor", wrong)
             _require_apart(location, answer, distractor)
             cases[ids] = row, answer, distractor
-        shuffled = list(cases.values())
-        random.Random(seed).shuffle(shuffled)
-        n_test = min(max(1, round(len(shuffled) * test_fraction)), len(shuffled) - 1)
-        train, test = (
+        parts = _three_parts(name, list(cases.values()), validation_fraction, test_fraction, seed)
+        train, validation, test = (
             _split_of_ids(name, split, model, *zip(*part, strict=True))
-            for split, part in (("train", shuffled[n_test:]), ("test", shuffled[:n_test]))
+            for split, part in zip(SPLITS, parts, strict=True)
         )
-        return cls(name, train, test, f"the user's own token ids, seed {seed}", False)
+        return cls(name, train, validation, test, f"the user's own token ids, seed {seed}", False)
 
     @staticmethod
     def of_prompt(
@@ -257,6 +265,60 @@ class Task:
         _require_apart(location, right, wrong)
         split = _split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])
         return replace(split, source="one prompt", prepend_bos=read.prepend_bos)
+
+
+def divided(
+    examples: Sequence[TaskExample], n: int, seed: int, where: str, *, kept: int = 0
+) -> tuple[list[TaskExample], list[TaskExample]]:
+    """A training part in two: train and validation, each in the order that it had. No prompt is in both.
+
+    Args:
+        n: prompts of validation, at most a third of the different ones, at least one.
+        seed: of the shuffle whose last prompts they are.
+        where: names the part in an error.
+        kept: so many first examples stay in train, as long as the others are enough.
+
+    Raises:
+        TaskError: there is one prompt only.
+    """
+    different = list(dict.fromkeys(example.prompt for example in examples))
+    if len(different) < 2:
+        raise error("training-part-of-one-prompt", location=where)
+    n = max(1, min(n, len(different) // 3))
+    first = {example.prompt for example in examples[:kept]}
+    free = [prompt for prompt in different if prompt not in first]
+    drawn = free if len(free) >= n else different
+    random.Random(seed).shuffle(drawn)
+    chosen = set(drawn[-n:])
+    train = [example for example in examples if example.prompt not in chosen]
+    return train, [example for example in examples if example.prompt in chosen]
+
+
+def _check_fractions(validation: float | None, test: float) -> None:
+    if not 0 < test < 1:
+        raise error("test-fraction-outside", test_fraction=test)
+    if validation is not None and not (0 < validation < 1 and validation + test < 1):
+        raise error("validation-fraction-outside", validation_fraction=validation, test_fraction=test)
+
+
+def _three_parts(
+    name: str, cases: list[Any], validation_fraction: float | None, test_fraction: float, seed: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Train, validation and test of what is shuffled once; none is empty.
+
+    Raises:
+        TaskError: fewer than three cases.
+    """
+    n = len(cases)
+    if n < 3:
+        raise error("own-task-of-few-prompts", name=name, n_examples=n)
+    shuffled = [*cases]
+    random.Random(seed).shuffle(shuffled)
+    n_test = min(max(1, round(n * test_fraction)), n - 2)
+    others = n - n_test
+    asked = min(n_test, others // 2) if validation_fraction is None else round(n * validation_fraction)
+    end = n_test + min(max(1, asked), others - 1)
+    return shuffled[end:], shuffled[n_test:end], shuffled[:n_test]
 
 
 def _split_of_ids(
@@ -313,11 +375,11 @@ def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]
 
 
 class TaskBuilder:
-    """The two collectors of a task that is being made.
+    """The three collectors of a task that is being made.
 
     Args:
         on_bad, metric: see `Task.from_prompts`.
-        repeats: a prompt may come again; else it is a duplicate, so that none is in both splits.
+        repeats: a prompt may come again; else it is a duplicate, so that none is in two splits.
     """
 
     def __init__(
@@ -332,7 +394,17 @@ class TaskBuilder:
     ):
         self.tokenizer = TaskTokenizer(task, model, prepend_bos)
         seen = None if repeats else dict[tuple[int, ...], str]()
-        self.train, self.test = (Collector(split, self.tokenizer, seen, on_bad, metric) for split in ("train", "test"))
+        self.train, self.validation, self.test = (
+            Collector(split, self.tokenizer, seen, on_bad, metric) for split in SPLITS
+        )
+
+    def fill(
+        self, train: Iterable[TaskExample], validation: Iterable[TaskExample], test: Iterable[TaskExample]
+    ) -> None:
+        """Offer all examples of all splits; validation comes last, so that what it shares with the others stays theirs."""
+        self.train.fill(train)
+        self.test.fill(test)
+        self.validation.fill(validation)
 
     def task(self, source: str, unused: int = 0, dropped: Mapping[str, Counter[str]] | None = None) -> Task:
         """The task of what was collected.
@@ -342,7 +414,8 @@ class TaskBuilder:
         """
         dropped = dropped or {}
         self.tokenizer.unknown.warn(f"task {self.tokenizer.task!r}")
-        splits = (self.train.finish(dropped.get("train")), self.test.finish(dropped.get("test")))
+        collectors = (self.train, self.validation, self.test)
+        splits = [collector.finish(dropped.get(collector.split)) for collector in collectors]
         return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
 
 

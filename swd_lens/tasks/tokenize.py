@@ -2,7 +2,7 @@
 
 1. A `Collector` is offered examples one by one and keeps those that this host's tokenizer can score: every answer and
    distractor one token, no overlap between them, a prompt that fits the context. The others are counted by reason, or
-   refused (`on_bad="raise"`). A prompt whose ids were kept before, in this split or in the other one, is a duplicate.
+   refused (`on_bad="raise"`). A prompt whose ids were kept before, in this split or in another one, is a duplicate.
 2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason, and so is
    greater_digit where they are not; and a prompt of our own generator needs the tokens [century, two digits] in it, or "later"
    would not be about one token.
@@ -124,7 +124,7 @@ class Collector:
     """Keeps the usable examples of one split.
 
     Args:
-        split: "train" or "test".
+        split: "train", "validation" or "test".
         tokenizer: of the host.
         seen: ids of prompts kept so far and how each reads, shared by the collectors of a task, so that none straddles;
             None = duplicates are kept.
@@ -223,7 +223,7 @@ class Collector:
             same = (
                 "it was there before" if before == example.prompt else f"to this host it is {before!r}, of the same ids"
             )
-            raise Unusable(DUPLICATE, f"{same}, and a prompt must not be in both splits")
+            raise Unusable(DUPLICATE, f"{same}, and a prompt must not be in two splits")
         corrupt = None if example.corrupt is None else tokenizer.prompt(example.corrupt, "corrupt prompt")
         if self.metric is not None:
             return tokens, (), (), corrupt

@@ -64,7 +64,8 @@ def one_ranking(model, channels):
 def test_neurons_are_compared_like_any_other_units():
     model = families.bridge("gpt2")
     methods = {"neurons": baselines.channels_of(model), "SVD": baselines.svd(model, "mlp_out")}
-    task = swd.Task("by hand", split_for(model, 4, 1, "train"), split_for(model, 4, 2, "test"), "by hand", False)
+    splits = [split_for(model, 4, seed, name) for name, seed in (("train", 1), ("validation", 3), ("test", 2))]
+    task = swd.Task("by hand", *splits, "by hand", False)
     curves = swd.compare(methods, model, task)["by hand"].curves
     assert curves["neurons"].rows["edges"].iloc[-1] == 2 * 64 * (16 + 16 + 1)
     assert curves["neurons"].q_full == pytest.approx(curves["SVD"].q_full, abs=1e-4)

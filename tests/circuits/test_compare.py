@@ -38,7 +38,8 @@ def tokens():
 
 
 def task_named(name, seed):
-    return Task(name, random_split(seed=0), random_split(seed=seed, name="test"), "random", False)
+    validation, test = random_split(seed=seed + 50, name="validation"), random_split(seed=seed, name="test")
+    return Task(name, random_split(seed=0), validation, test, "random", False)
 
 
 TOY, OTHER = task_named("toy", 6), task_named("other", 8)  # test prompts on which the toy model's margin is positive
@@ -364,7 +365,9 @@ def test_costs_at_a_drop_of_the_micro_model():
     # tests/circuits/test_micro.py: ablating unit 1 (3 edges) takes 3 logits off, both units (6 edges) take 5.
     train = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
     test = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
-    comparison = compare(micro_model(), {"neurons": identity_factors()}, Task("micro", train, test, "by hand", False))
+    comparison = compare(
+        micro_model(), {"neurons": identity_factors()}, Task("micro", train, test, test, "by hand", False)
+    )
     (task,) = comparison
     for drop, units, edges in ((3, 1, 3), (3.5, 2, 6), (5, 2, 6), (5.5, None, None)):
         row = comparison.table(drop=drop).iloc[0]

@@ -145,7 +145,7 @@ def test_prefixes_judged_as_circuits_have_the_rows_of_the_curve(model, sets):
     scores = attribute(model, factors, TRAIN)
     curve = evaluate(model, factors, TEST, scores, kl=True, grid=[0, 1, 9, scores.n_units])
     named = {str(n): curve.circuit(n) for n in curve.rows["units"]}
-    rows = judge(model, factors, Task("t", TRAIN, TEST, "", False), named, kl=True)
+    rows = judge(model, factors, Task("t", TRAIN, TEST, TEST, "", False), named, kl=True)
     assert rows["circuit"].tolist() == list(named)
     numbers = rows.drop(columns="circuit")
     assert list(numbers.columns) == list(curve.rows.columns)

@@ -31,7 +31,7 @@ def micro():
     return (
         model,
         identity_factors(),
-        Task("by hand", TRAIN, TEST, "by hand", False),
+        Task("by hand", TRAIN, TEST, TEST, "by hand", False),
         attribute(model, identity_factors(), TRAIN),
     )
 
@@ -141,7 +141,8 @@ def toy():
     with torch.no_grad():  # the answers of prompt i are token i: a bias makes the margin positive
         model.unembed.b_U.copy_(torch.linspace(20.0, 0.0, model.cfg.d_vocab))
     factors = swd_zero_data(model, ["blocks.0.attn_o", "blocks.1.mlp_out"])
-    task = Task("toy", random_split(12), random_split(12, seed=5, name="test"), "random", False)
+    others = [random_split(12, seed=seed, name=name) for name, seed in (("validation", 6), ("test", 5))]
+    task = Task("toy", random_split(12), *others, "random", False)
     return model, factors, task, attribute(model, factors, task)
 
 

@@ -16,8 +16,8 @@ from tests.contract import swd_zero_data
 from tests.micro import micro_model, split_of, toy_model
 
 SITE = "blocks.0.mlp_out"
-TRAIN, TEST = able_split(12, seed=3, name="train"), able_split(8)
-TASK = Task("toy", TRAIN, TEST, "random", False)
+TRAIN, VALIDATION, TEST = able_split(12, seed=3, name="train"), able_split(8, seed=9, name="validation"), able_split(8)
+TASK = Task("toy", TRAIN, VALIDATION, TEST, "random", False)
 # One prompt of the micro model: token 2, hidden activation h = (4, 6), margin = x1 - x0 after the MLP.
 ONE = split_of([[2]], [[1]], [[0]], d_vocab=3)
 

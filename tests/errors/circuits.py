@@ -26,8 +26,8 @@ def setting():
     model = toy_model()
     with torch.no_grad():  # the answers of prompt i are token i: a bias makes the margin positive
         model.unembed.b_U.copy_(torch.linspace(20.0, 0.0, model.cfg.d_vocab))
-    train, test = random_split(12), random_split(12, seed=5, name="test")
-    task = Task("toy", train, test, "random", False)
+    others = [random_split(12, seed=seed, name=name) for name, seed in (("validation", 6), ("test", 5))]
+    task = Task("toy", random_split(12), *others, "random", False)
     factors = {site: baselines.svd(model, site) for site in (SITE, OTHER)}
     return model, factors, task, swd.attribute(model, factors[SITE], task)
 
@@ -207,6 +207,6 @@ def comparison_hosts_of_other_methods(folder, patch):
 @on_hooked
 def comparisons_of_other_tasks(folder, patch):
     model, factors, task, _ = setting()
-    other = Task("another", task.train, task.test, "random", False)
+    other = Task("another", *task.splits, "random", False)
     ours, theirs = (swd.compare(model, {name: factors[SITE]}, of) for name, of in (("a", task), ("b", other)))
     ours.beside(theirs)

@@ -171,7 +171,7 @@ def svg(inside="", box="0 0 1 1"):
 
 def task():
     examples = [swd.TaskExample("Then John and", (" Mary",), (" John",))]
-    return swd.Task.from_examples("ioi", examples, examples, model())
+    return swd.Task.from_examples("ioi", examples, examples, model(), validation=examples)
 
 
 def run_with(folder, change=None):

@@ -54,8 +54,8 @@ def factors(seed: int = 0) -> swd.FactorSet:
 
 @cache
 def task() -> Task:
-    train, test = able_split(8, seed=3, name="train"), able_split(8, seed=4)
-    return Task("toy", train, test, source="random", prepend_bos=False)
+    train, validation = able_split(8, seed=3, name="train"), able_split(8, seed=5, name="validation")
+    return Task("toy", train, validation, able_split(8, seed=4), source="random", prepend_bos=False)
 
 
 # ---------------------------------------------------------------------------------------------- calls that resume

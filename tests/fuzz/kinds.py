@@ -133,7 +133,7 @@ def _word_host() -> Any:
 def _task(name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         task = load_task(folder / name, _word_host())
-        return [(e.prompt, e.answers, e.distractors) for split in (task.train, task.test) for e in split.examples]
+        return [(e.prompt, e.answers, e.distractors) for split in task.splits for e in split.examples]
 
     return read
 

@@ -110,7 +110,7 @@ def calls():
         split = swd.tasks.TaskSplit(
             "test", tuple(examples), tuple(rows), *map(tuple, answers), families.D_VOCAB, metric=whole_metric
         )
-        swd.skill(model, swd.tasks.Task("whole", split, split, "made", False))
+        swd.skill(model, swd.tasks.Task("whole", split, split, split, "made", False))
 
     return {
         "fidelity": lambda model, rows: swd.fidelity(model, factors(model), rows, batch_size=32),

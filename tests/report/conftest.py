@@ -50,7 +50,7 @@ def _task(name: str, model: Any, answer: str, distractor: str) -> Task:
     examples = [
         TaskExample(prompt, (answer,), (distractor,)) for prompt in ("a| b| c", "a| c| b| d", "e| b| d", "e| c| Mary")
     ]
-    return Task.from_examples(name, examples, examples, model, source="made by <hand>")
+    return Task.from_examples(name, examples, examples, model, validation=examples, source="made by <hand>")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,8 @@ def session(default_model):
 
 
 def own(s, answer):
-    return swd.Task.from_prompts("own", s.model, [PROMPT, "The girl works because"], [answer] * 2, [" she"] * 2)
+    prompts = [PROMPT, "The girl works because", "The man works because"]
+    return swd.Task.from_prompts("own", s.model, prompts, [answer] * 3, [" she"] * 3)
 
 
 # What is typed -> class, and what its message has in it.

@@ -30,7 +30,7 @@ CALLS = {
     "unit_graph": lambda m, f, text: swd.unit_graph(m, f, [f"{SITE}/3"], prompt=text),
     "pack_text": lambda m, f, text: swd.pack_text(m, text * 40, context=8),
     "load_text": lambda m, f, text: swd.load_text([text * 40], m, 64, context=8),
-    "from_prompts": lambda m, f, text: capitals(m, [text, "The man works because"]),
+    "from_prompts": lambda m, f, text: capitals(m, [text, "The man works because", "The man is there because"]),
 }
 
 
@@ -57,7 +57,7 @@ def test_prompts_of_the_same_ids_do_not_straddle_train_and_test(default_model):
         capitals(default_model, prompts)
     with pytest.warns(UnknownWordsWarning):
         task = capitals(default_model, prompts, on_bad="drop")
-    kept = [tuple(tokens.tolist()) for split in (task.train, task.test) for tokens in split.tokens]
+    kept = [tuple(tokens.tolist()) for split in task.splits for tokens in split.tokens]
     assert len(set(kept)) == len(kept) == 4 and task.dropped == {"duplicate prompt": 2}
 
 

@@ -26,8 +26,8 @@ TEXT, HELD = random_tokens(12, 10), random_tokens(6, 10, seed=1)
 
 
 def task(name, seed):
-    train, test = able_split(8, seed=seed, name="train"), able_split(8, seed=seed + 1)
-    return swd.Task(name, train, test, source="random", prepend_bos=False)
+    train, validation = able_split(8, seed=seed, name="train"), able_split(8, seed=seed + 2, name="validation")
+    return swd.Task(name, train, validation, able_split(8, seed=seed + 1), source="random", prepend_bos=False)
 
 
 TOY, OTHER = task("toy", 3), task("other", 13)

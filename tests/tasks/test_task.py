@@ -69,7 +69,7 @@ def test_gradients_pass_through_whole_and_chosen_logits():
 
 def test_corrupt_prompts_are_tokenized_and_come_with_their_rows():
     pair = [TaskExample("the cat", ("sat",), ("ran",), corrupt="the dog ran"), TaskExample("the", ("he",), ("she",))]
-    task = Task.from_examples("mine", pair, [GOOD], FakeHost(), prepend_bos=True)
+    task = Task.from_examples("mine", pair, [GOOD], FakeHost(), validation=[GOOD], prepend_bos=True)
     assert [None if ids is None else ids.tolist() for ids in task.train.corrupt] == [[1, 2, 4, 6], None]
     short, long = task.train.buckets()
     assert short.corrupt == (None,) and short.examples == (pair[1],)
@@ -90,11 +90,12 @@ def test_buckets_hold_every_prompt_once_and_one_length_each():
 
 
 def test_tokens_answers_and_bos():
-    task = Task.from_examples("mine", [GOOD], [GOOD], FakeHost(), prepend_bos=True)
+    task = Task.from_examples("mine", [GOOD], [GOOD], FakeHost(), validation=[GOOD], prepend_bos=True)
     assert task.train.tokens[0].tolist() == [1, 2, 3]
     assert (task.train.answer_ids, task.train.distractor_ids) == (((5,),), ((6,),))
-    assert "1 train, 1 test" in repr(task)
-    assert (task.train.name, task.test.name) == ("train", "test") and task.test.task == "mine"
+    assert "1 train, 1 validation, 1 test" in repr(task)
+    assert [split.name for split in task.splits] == ["train", "validation", "test"] and task.test.task == "mine"
+    assert task.splits == (task.train, task.validation, task.test)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +119,11 @@ def test_tokens_answers_and_bos():
 )
 def test_unusable_examples_are_refused_or_dropped_and_counted(bad, message):
     with pytest.raises(TaskError, match=message):
-        Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost())
-    task = Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), on_bad="drop")
+        Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD])
+    task = Task.from_examples("mine", [GOOD, bad], [GOOD], FakeHost(), validation=[GOOD], on_bad="drop")
     assert len(task.train) == 1 and sum(task.train.dropped.values()) == 1
     (reason,) = task.train.dropped
-    assert f"1 train, 1 test (kept 2 of 3; dropped: 1 {reason})" in repr(task)
+    assert f"1 train, 1 validation, 1 test (kept 3 of 4; dropped: 1 {reason})" in repr(task)
 
 
 def test_a_text_that_the_tokenizer_cannot_read_is_refused(default_model):
@@ -140,7 +141,7 @@ def test_a_tokenizer_that_puts_a_space_before_every_text():
     host.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     example = TaskExample("a cat", (" sat",), (" ran",))
     assert len(host.tokenizer(" sat")["input_ids"]) == 2
-    task = Task.from_examples("mine", [example], [example], host)
+    task = Task.from_examples("mine", [example], [example], host, validation=[example])
     assert (task.train.answer_ids, task.train.distractor_ids) == (((4,),), ((5,),))
 
 
@@ -149,7 +150,9 @@ def test_empty_tasks_are_refused():
         Task.from_examples("mine", [], [GOOD], FakeHost())
     digits = TaskExample("the cat", ("42",), ("ran",))
     with pytest.raises(TaskError, match=r"no usable test example .*an answer is not one token \(1\).*single tokens"):
-        Task.from_examples("years", [GOOD], [digits], FakeHost(), on_bad="drop")
+        Task.from_examples("years", [GOOD], [digits], FakeHost(), validation=[GOOD], on_bad="drop")
+    with pytest.raises(TaskError, match="has no validation examples"):
+        Task.from_examples("mine", [GOOD], [GOOD], FakeHost(), validation=[])
     host = FakeHost()
     host.tokenizer = None
     with pytest.raises(TaskError, match="needs a host with a tokenizer"):
@@ -185,18 +188,16 @@ def test_greater_than_is_refused_where_digits_are_tokens_of_their_own():
         load_task("greater_than", FakeHost())
     example = TaskExample("the cat", ("42", "43"), ("01",))
     with pytest.raises(TaskError, match=reason):
-        Task.from_examples("years", [example], [example], FakeHost(), on_bad="drop")
+        Task.from_examples("years", [example], [example], FakeHost(), validation=[example], on_bad="drop")
 
 
 @pytest.mark.parametrize("family", ["ioi", "docstring", "greater_than", "gendered_pronoun"])
 def test_families_on_the_embedded_model(default_model, family):
-    task = load_task(family, default_model, n_train=60, n_test=40)
-    assert (len(task.train), len(task.test)) == (60, 40)
+    task = load_task(family, default_model, n_train=60, n_validation=30, n_test=40)
+    assert (len(task.train), len(task.validation), len(task.test)) == (60, 30, 40)
     assert task.prepend_bos and all(
         int(tokens[0]) == default_model.tokenizer.bos_token_id for tokens in task.train.tokens
     )
-    contents = [{example.meta["content"] for example in split.examples} for split in (task.train, task.test)]
-    assert not contents[0] & contents[1]
 
 
 def test_tasks_are_the_same_every_time(default_model):

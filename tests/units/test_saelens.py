@@ -292,7 +292,8 @@ def test_they_go_the_way_of_swd(tmp_path):
     import swd_lens as swd
 
     model, tokens = toy_model(), random_tokens(8, 10)
-    task = swd.Task("by hand", random_split(), random_split(seed=1, name="test"), "made here", False)
+    validation, test = random_split(seed=2, name="validation"), random_split(seed=1, name="test")
+    task = swd.Task("by hand", random_split(), validation, test, "made here", False)
     d_mlp, d_model = 32, 16
     about = {"read": "mlp.hook_in", "d_in": d_model, "d_out": d_model}
     sources = {

@@ -1,7 +1,7 @@
 """The task families as seeded generators of strings: no tokenizer, no tensor, no download.
 
 1. `words` holds the word lists and gives every piece of content (name pair, object and place, start year, neighbouring
-   arguments, some names) to one split.
+   arguments, some names) to one split. `content_of` says whose content each split of a task has.
 2. Each family draws content of a split, writes a prompt on a seen or an unseen template, and says which next tokens are right
    and wrong: four modules, `FAMILIES`, for the tasks that the embedded model was trained on, and `TABLES`, sentences as data,
    for what models of real text know.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from swd_lens.base.errors import error
 from swd_lens.tasks.generators import docstring, gendered_pronoun, greater_than, ioi, tables
 from swd_lens.tasks.generators.tables import TABLES
-from swd_lens.tasks.generators.words import SPLITS
+from swd_lens.tasks.generators.words import OWNERS, SPLITS, TASK_PARTS
 from swd_lens.tasks.split import TaskExample
 
 _MODULES = {module.FAMILY: module for module in (ioi, docstring, greater_than, gendered_pronoun)}
@@ -27,13 +27,23 @@ TEMPLATES = ("seen", "unseen", "all")
 _TRIES = 500  # draws without a new prompt before we believe that there are no more
 
 
+def content_of(family: str) -> dict[str, str]:
+    """Split of a task ("train", "validation", "test") -> whose content its prompts have, as `generate` calls it.
+
+    The embedded model read the "train" content of its own families (FAMILIES), so a task of theirs has none of that; the other
+    families were in no training text of ours.
+    """
+    return dict(zip(SPLITS, (*TASK_PARTS, "test") if family in FAMILIES else SPLITS, strict=True))
+
+
 def generate(family: str, split: str, n: int, seed: int = 0, templates: str = "seen") -> list[TaskExample]:
     """`n` different prompts of a task family.
 
     Args:
         family: one of GENERATED: "ioi", "docstring", "greater_than", "gendered_pronoun", "capital", "agreement", "succession",
             "greater_digit".
-        split: "train", "validation" or "test"; the splits share no content key (`meta["content"]`).
+        split: "train", "validation" or "test"; the splits share no content key (`meta["content"]`). Of FAMILIES also
+            "task train" or "task validation", the two parts of "validation" that a task has (`content_of`).
         n: how many, at least 1. The first prompts of a larger request are those of a smaller one.
         seed: another seed, other prompts of the same split.
         templates: "seen" (those of the training text), "unseen" (never trained on) or "all" (either, half and half).
@@ -59,7 +69,7 @@ def stream(family: str, split: str, seed: int = 0, templates: str = "seen") -> I
         ValueError: an unknown family, split or templates.
     """
     _check("family", family, GENERATED)
-    _check("split", split, SPLITS)
+    _check("split", split, OWNERS if family in FAMILIES else SPLITS)
     _check("templates", templates, TEMPLATES)
     return _draw(family, split, seed, templates)
 

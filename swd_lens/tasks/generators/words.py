@@ -4,7 +4,9 @@
    so the same prompts serve the embedded model and GPT-2.
 2. `split_of(kind, *key)`: a stable hash of the content decides train, validation or test; no prompt of one split shares
    its decisive content with another split, and nothing has to be stored.
-3. `draw_*`: draw content that belongs to a given split.
+3. A task's own three splits lie in what the embedded model never read: train and validation divide the text's "validation"
+   (`TASK_PARTS`, `owners_of`), test is the text's.
+4. `draw_*`: draw content that belongs to a given split or part.
 """
 
 import functools
@@ -13,6 +15,9 @@ import itertools
 import random
 
 SPLITS = ("train", "validation", "test")
+# The text's "validation" content in two: three fifths train a task, two fifths are its validation.
+TASK_PARTS = ("task train", "task validation")
+OWNERS = (*SPLITS, *TASK_PARTS)
 
 
 def as_words(text: str) -> tuple[str, ...]:
@@ -91,22 +96,31 @@ def split_of(kind: str, *key: str) -> str:
         kind: what the key is ("names", "object_place", "year", "arguments"): the kinds are split independently.
         key: the content, in the order that identifies it.
     """
+    return owners_of(kind, *key)[0]
+
+
+@functools.cache
+def owners_of(kind: str, *key: str) -> tuple[str, ...]:
+    """The split that owns a piece of content, see `split_of`, and of "validation" the part of it: "task train" for 6% of all
+    keys, "task validation" for 4%."""
     digest = hashlib.blake2b("/".join((kind, *key)).encode(), digest_size=4).digest()
     bucket = int.from_bytes(digest, "big") % 100
-    return "test" if bucket < 15 else "validation" if bucket < 25 else "train"
+    if bucket < 15 or bucket >= 25:
+        return ("test",) if bucket < 15 else ("train",)
+    return "validation", TASK_PARTS[bucket >= 21]
 
 
 @functools.cache
 def name_pairs(split: str) -> tuple[tuple[str, str], ...]:
     """All unordered pairs of different names owned by `split` (each once, alphabetical)."""
     pairs = itertools.combinations(sorted(NAMES), 2)
-    return tuple(pair for pair in pairs if split_of("names", *pair) == split)
+    return tuple(pair for pair in pairs if split in owners_of("names", *pair))
 
 
 @functools.cache
 def object_places(split: str) -> tuple[tuple[str, str], ...]:
     """All (object, place) combinations owned by `split`."""
-    return tuple(pair for pair in itertools.product(OBJECTS, PLACES) if split_of("object_place", *pair) == split)
+    return tuple(pair for pair in itertools.product(OBJECTS, PLACES) if split in owners_of("object_place", *pair))
 
 
 @functools.cache
@@ -119,24 +133,26 @@ def objects_at(split: str, place: str) -> tuple[str, ...]:
 def start_years(split: str) -> tuple[int, ...]:
     """All start years owned by `split`; their last two digits run from 02 to 98, so both sides of a question exist."""
     years = (100 * century + year for century in CENTURIES for year in range(2, 99))
-    return tuple(year for year in years if split_of("year", str(year)) == split)
+    return tuple(year for year in years if split in owners_of("year", str(year)))
 
 
 @functools.cache
 def next_arguments(split: str, argument: str) -> tuple[str, ...]:
     """The arguments that may stand right after `argument` in a signature of `split` (ordered pairs are split)."""
-    return tuple(other for other in ARGUMENTS if other != argument and split_of("arguments", argument, other) == split)
+    return tuple(other for other in ARGUMENTS if other != argument and split in owners_of("arguments", argument, other))
 
 
 @functools.cache
 def pronoun_names(split: str, gender: str) -> tuple[str, ...]:
     """The names of one gender ("she" or "he") that tag questions of `split` may be about.
 
-    By list position, not by hash, so that both genders give the same number: 7 test, 5 validation, 36 train names each.
+    By list position, not by hash, so that both genders give the same number: 7 test, 5 validation (3 train a task, 2 are its
+    validation), 36 train names each.
     """
     names = FEMALE if gender == "she" else MALE
-    owner = {3: "test", 9: "test", 15: "test", 6: "validation", 12: "validation"}
-    return tuple(name for i, name in enumerate(names) if owner.get(i % 20, "train") == split)
+    test = ("test",)
+    owners = {3: test, 9: test, 15: test, 6: ("validation", TASK_PARTS[0]), 12: ("validation", TASK_PARTS[1])}
+    return tuple(name for i, name in enumerate(names) if split in owners.get(i % 20, ("train",)))
 
 
 def draw_pair(rng: random.Random, split: str) -> tuple[str, str]:

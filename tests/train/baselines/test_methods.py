@@ -333,7 +333,8 @@ def test_learned_units_compare_with_swd(model):
     factors = swd.factorize(model, SITE, sparsity=0.5, preset="quick", outer_iterations=4, progress=False)
     methods = {"SWD": factors, "TC": train(model, "transcoder"), "VPD": lambda: train(model, "vpd_recon")}
     split = random_split()
-    task = swd.Task("by hand", split, random_split(name="test", seed=1), "by hand", False)
+    others = [random_split(name=name, seed=seed) for name, seed in (("validation", 2), ("test", 1))]
+    task = swd.Task("by hand", split, *others, "by hand", False)
     table = swd.compare(methods, model, task, tokens=TOKENS).table()
     assert list(table["method"]) == ["SWD", "TC", "VPD"] and table["CE difference"].notna().all()
 
