@@ -9,9 +9,9 @@
         logits, cache = model.run_with_cache("The list is")
         z = cache["mlp_out_unit", 2]                                   # (batch, pos, unit)
     task = swd.load_task("ioi", model)
-    scores = swd.attribute(model, factors, task.train)
-    curve = swd.evaluate(model, factors, task.test, scores)
-    print(curve.cost_at(sufficiency=0.9, cost="edges"))
+    scores = swd.attribute(model, factors, task)
+    curve = swd.evaluate(model, factors, task, scores)
+    print(curve.in_words())                                            # what the surface carries, how small a circuit recovers it
 
 The names of `PUBLIC` stand in the order of the flow: model, sites, factors, attached units, scores, circuits. Beside them are the
 namespaces `baselines`, `edit`, `qk`, `graph`, `interactions` and `study`, and `errors` and `types`, which collect what calls
@@ -95,6 +95,7 @@ ERRORS = {
     "TaskError": "base.errors",
     "TokenError": "base.errors",
     "TrainError": "base.errors",
+    "NotCarriedWarning": "base.errors",
     "UndefinedSufficiencyWarning": "base.errors",
     "UnitSourceError": "base.errors",
     "UnitsError": "base.errors",

@@ -15,15 +15,18 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
+
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.attribution import attribute
-from swd_lens.circuits.comparison import TOLERANCE, Comparison, TaskComparison
+from swd_lens.circuits.comparison import ROLES, TOLERANCE, Comparison, TaskComparison
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.frontier import evaluate
 from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.tasks.task import Task
+from swd_lens.units.factors import Factors
 
 
 @in_plain_surroundings
@@ -35,6 +38,7 @@ def compare(
     tokens: Any = None,
     reference: str | None = None,
     tolerance: float | int = TOLERANCE,
+    roles: Mapping[str, str] | None = None,
     fidelities: Mapping[str, Any] | None = None,
     attribution: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
@@ -50,10 +54,11 @@ def compare(
         methods: name -> factors (see `swd_lens.attach`), or a callable without arguments that makes them, or a list of
             either: seeds of one method, drawn as mean and band. Every callable is called once.
         tasks: one or several, tokenized for this host.
-        tokens: (rows, pos) held-out ids on which the CE of every replacement is measured; None: CE is not matched, and the
-            result says so.
-        reference: the method whose CE the others are matched to; None = the first.
-        tolerance: nats of CE within which replacements count as matched (paper: 0.001).
+        tokens: (rows, pos) held-out ids on which CE and KL of every replacement are measured; None: they are not matched, and
+            the result says so.
+        reference: the method whose CE and KL the others are matched to; None = the first.
+        tolerance: nats of CE, and of KL, that a matched method may be worse by, beyond two standard errors (paper: 0.001 of CE).
+        roles: method -> "swd", "control", "paper" or "trained", where factors do not say it themselves (`role_of`).
         fidelities: name of a curve ("SVD", "Random-B/0") -> its `Fidelity`, where it was measured already.
         attribution, evaluation: further options for `attribute` and `evaluate`.
         positions, ablation: see `attribute` and `evaluate`; several of either are combined: the first of both is the result,
@@ -93,7 +98,11 @@ def compare(
         evaluation=evaluation or {},
         progress=progress,
     )
-    how = {"reference": reference, "measured": measured, "tolerance": tolerance}
+    for method, role in (roles or {}).items():
+        if method not in methods or role not in ROLES:
+            raise error("comparison-unknown-role", method=method, role=role, choices=ROLES, methods=", ".join(methods))
+    known = {method: role_of(given) for method, given in methods.items()} | dict(roles or {})
+    how = {"reference": reference, "measured": measured, "tolerance": tolerance, "roles": known}
     return comparison_over_hosts(protocol, methods, hosts or {}, **how)
 
 
@@ -108,12 +117,14 @@ def comparison_over_hosts(
     own = {name: source for name, source in methods.items() if name not in hosts}
     if not own or set(hosts) - set(methods):
         raise error("comparison-hosts-of-other-methods", hosts=", ".join(hosts), methods=", ".join(methods))
-    measured = how.pop("measured", {})
+    measured, roles = how.pop("measured", {}), how.pop("roles", {})
 
     def on(run: Protocol, given: Mapping[str, Any]) -> Comparison:
         sources, groups = sources_of(given)
         known = {name: each for name, each in measured.items() if name in sources}
-        return comparison_of(run, sources, groups, measured=known, **how)
+        return comparison_of(
+            run, sources, groups, measured=known, roles={n: roles[n] for n in given if n in roles}, **how
+        )
 
     compared = on(protocol, own)
     for name, host in hosts.items():
@@ -129,8 +140,9 @@ def comparison_of(
     reference: str,
     measured: Mapping[str, Fidelity] = MappingProxyType({}),
     tolerance: float | int = TOLERANCE,
+    roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Comparison:
-    """What the protocol gives for these replacements, as a comparison; see `compare`."""
+    """Run the protocol for these replacements, and make a comparison of it; see `compare`."""
     outcomes = run_protocol(protocol, sources, measured)
     tasks = [task.name for task in protocol.tasks]
     first, *others = (
@@ -140,10 +152,29 @@ def comparison_of(
             outcomes.fidelities,
             reference,
             tolerance,
+            dict(roles),
         )
         for where, kind in product(protocol.positions, protocol.ablations)
     )
     return replace(first, others=tuple(others))
+
+
+def role_of(given: Any) -> str:
+    """The role of a method, from what made its units: trained, pruned or exact controls, the paper's solver, or SWD.
+
+    Args:
+        given: factors, seeds of them, or what makes them (which is not made for this: it counts as SWD).
+    """
+    first = given[0] if isinstance(given, list | tuple) and given else given
+    values = list(first.values()) if isinstance(first, Mapping) else [first]
+    unit = values[0] if values else None
+    if not isinstance(unit, Factors):
+        channels = getattr(unit, "provenance", {}).get("method") == "channels"
+        return "control" if channels else "trained" if hasattr(unit, "d_in") or isinstance(unit, nn.Module) else "swd"
+    preset, settings = unit.settings.get("preset"), unit.settings
+    if "method" in settings or preset in ("pruned", "svd_pruned"):
+        return "control"
+    return "paper" if preset == "paper" else "swd"
 
 
 def several(given: Any, name: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from swd_lens.circuits.plots import plot_curves, plot_frontiers
 from swd_lens.circuits.scores import UnitScores
 
 TOLERANCE = 0.001  # nats (paper §protocol)
+ROLES = ("swd", "control", "paper", "trained")
 _COSTS = ("units", "edges")  # in the order of a table's columns
 _DIFFERENCES = ("CE difference", "CE difference se", "KL difference", "KL difference se")
 
@@ -213,13 +214,14 @@ class Comparison(Mapping[str, TaskComparison], Record):
         if unknown := [method for method, yes in matched.items() if yes is None]:
             return f"CE and KL were not matched: not measured for {', '.join(unknown)} (pass tokens=)."
         if off := [self.label(method) for method, yes in matched.items() if not yes]:
-            return f"Worse than {self.reference} by more than {self.tolerance:g} nats, so not comparable with it: {', '.join(off)}."
+            worse = f"Worse than {self.reference} by more than {self.tolerance:g} nats"
+            return f"{worse}, so not comparable with it: {', '.join(off)}."
         of_methods = {method: self.ce_difference(method) or 0.0 for method in self.methods}
         worst = max(of_methods, key=lambda method: of_methods[method])
         shown = ", ".join(self._shown_difference(worst, of) for of in ("CE", "KL"))
         return (
-            f"Matched: no method's CE or KL is worse than that of {self.reference} by more than {self.tolerance:g} nats; the worst CE "
-            f"is that of {worst}, {shown}."
+            f"Matched: no method's CE or KL is worse than that of {self.reference} by more than {self.tolerance:g} nats; the "
+            f"worst CE is that of {worst}, {shown}."
         )
 
     def _shown_difference(self, method: str, of: str) -> str:
@@ -238,7 +240,9 @@ class Comparison(Mapping[str, TaskComparison], Record):
         references = self.methods.get(self.reference, ())
         if not references or not {name, *references} <= set(self.fidelities):
             return None, None
-        known = {each: self.fidelities[each].ce if of == "CE" else self.fidelities[each].kl for each in (name, *references)}
+        known = {
+            each: self.fidelities[each].ce if of == "CE" else self.fidelities[each].kl for each in (name, *references)
+        }
         difference = known[name] - sum(known[each] for each in references) / len(references)
         if name in references:
             return difference, None
@@ -317,8 +321,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
         return typed(pd.DataFrame(rows), **types)
 
     def fidelity(self) -> pd.DataFrame:
-        """One row per replacement: CE, CE delta (to the dense host), KL, and CE and KL less the reference's with standard errors; NA
-        if not measured.
+        """One row per replacement: CE, CE delta (to the dense host), KL, and CE and KL less the reference's with standard errors;
+        NA if not measured.
         """
         rows = []
         for method, seed, name in self._replacements():

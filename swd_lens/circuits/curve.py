@@ -42,9 +42,9 @@ class CostCurve(Record):
     Attributes:
         rows: one row per prefix on the test prompts, the empty one first and that of all units last: "units", "edges",
             "recovered", "sufficiency", "drop" (logits), each also "... low" and "... high", the ends of its 95 % interval over
-            prompts (measure.py), "recovered of dense", "q keep", "q ablate" (mean margins, logits), "accuracy keep", "accuracy ablate" (best answer
-            above every distractor), and "KL keep", "KL ablate" (KL from the replacement with all units at the scoring position,
-            nats) where they were asked for.
+            prompts (measure.py), "recovered of dense", "q keep", "q ablate" (mean margins, logits), "accuracy keep", "accuracy
+            ablate" (best answer above every distractor), and "KL keep", "KL ablate" (KL from the replacement with all units at
+            the scoring position, nats) where they were asked for.
         task: the task's name.
         q_dense, q_full, q_empty: mean test margin of the dense host, of the replacement with all units, and with every unit at
             its reference activation, in logits.
@@ -52,9 +52,9 @@ class CostCurve(Record):
         accuracy_dense, accuracy_full: accuracy of the dense host and of the replacement with all units.
         settings: the scores' settings plus ablation, split and number of prompts.
         validation: the same prefixes on the validation prompts: "units", "edges", "recovered", "recovered of dense",
-            "sufficiency", "drop", "q keep", "q ablate", and "random drop", the 95th percentile of the drops of random sets of as many edges (NaN where none were
-            drawn: they are, up to the first prefix that is above). Without rows where a single split was given: then
-            prefixes are chosen on the prompts that judge them.
+            "sufficiency", "drop", "q keep", "q ablate", and "random drop", the 95th percentile of the drops of random sets of as
+            many edges (NaN where none were drawn: they are, up to the first prefix that is above). Without rows where a single
+            split was given: then prefixes are chosen on the prompts that judge them.
         scores: what ranked the units; edges: site -> (unit,) their active edges.
         margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "full" and "dense" (prompt,).
     """
@@ -118,7 +118,8 @@ class CostCurve(Record):
         reference = {"mean": "its mean", "zero": "zero"}.get(str(self.settings.get("ablation")), reference)
         return (
             f"{self.surface} does not carry {self.task}: with all units the margin is {self.q_full:.2f}, with every unit at "
-            f"{reference} {self.q_empty:.2f} (a difference of {c.logits:+.2f} ± {c.se:.2f} logits; the model has {c.q_dense:.2f})."
+            f"{reference} {self.q_empty:.2f} (a difference of {c.logits:+.2f} ± {c.se:.2f} logits; the model has "
+            f"{c.q_dense:.2f})."
         )
 
     # ------------------------------------------------------------------------------------------ one prefix
@@ -169,7 +170,9 @@ class CostCurve(Record):
         asked = Threshold.given(**threshold)
         _check_cost(cost)
         if not self.carries:
-            warnings.warn(warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level())
+            warnings.warn(
+                warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level()
+            )
             return None
         return self.row_of(asked, cost)
 
@@ -258,11 +261,14 @@ class CostCurve(Record):
         if self.margins["full"].numel() < 2:
             raise error("interval-of-one-prompt", task=self.task)
         if not self.carries:
-            warnings.warn(warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level())
+            warnings.warn(
+                warning("surface-carries-nothing", sentence=self._does_not_carry()), stacklevel=callers_level()
+            )
             return None, None
         keep, ablate, full = (self.margins[name].double() for name in ("keep", "ablate", "full"))
+        margins = Margins(keep, ablate, full, keep[0], self.margins["dense"].double())
         costs = torch.tensor(self.rows[cost].tolist(), dtype=torch.float64)
-        low, high = crossing_interval(asked.contrast(Margins(keep, ablate, full, keep[0], self.margins["dense"].double())), costs, level)
+        low, high = crossing_interval(asked.contrast(margins), costs, level)
         return None if low is None else int(low), None if high is None else int(np.ceil(high))
 
     def __repr__(self) -> str:

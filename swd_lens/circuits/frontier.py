@@ -72,8 +72,8 @@ def evaluate(
         factors: the replacement that the scores were taken under.
         prompts: a task: its validation prompts choose prefixes, its test prompts measure them. A single split does both.
         scores: from `attribute`; they fix the ranking, the positions and the mean activations.
-        grid: prefix lengths; None = `prefix_grid`; "mib" adds to it the prefixes that `CostCurve.mib` needs. The empty circuit and
-            the whole set of units are always added.
+        grid: prefix lengths; None = `prefix_grid`; "mib" adds to it the prefixes that `CostCurve.mib` needs. The empty circuit
+            and the whole set of units are always added.
         ablation: "mean" (paper), "zero", or "resample": each prompt's units get their activations on its corrupt prompt.
         kl: also measure KL from the replacement with all units at the scoring position; slower, it needs the whole vocabulary.
         random_sets: how many random sets stand beside a prefix on the validation prompts, see `CostCurve.smallest_admissible`; 0

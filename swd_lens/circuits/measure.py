@@ -26,6 +26,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.hosts.sites import split_name
 
 LEVEL = 0.95  # of every interval
 RECOVERED = 0.9  # the usual threshold
@@ -158,7 +159,9 @@ def measured(margins: Margins, carried: Carried, task: str, *, warn: bool = True
         columns[name] = part.mean(1) / whole.mean() if defined else nothing
         columns[f"{name} low"], columns[f"{name} high"] = ratio_interval(part, whole) if defined else (nothing, nothing)
     of_dense = (margins.dense.double() - empty).mean()
-    columns["recovered of dense"] = (keep - empty).mean(1) / of_dense if of_dense > 0 else columns["recovered"] * math.nan
+    columns["recovered of dense"] = (
+        (keep - empty).mean(1) / of_dense if of_dense > 0 else columns["recovered"] * math.nan
+    )
     columns["drop"] = (full - ablate).mean(1)
     columns["drop low"], columns["drop high"] = mean_interval(full - ablate)
     columns |= {"q keep": keep.mean(1), "q ablate": ablate.mean(1)}
@@ -176,7 +179,9 @@ def mean_interval(values: Float[Tensor, "circuit prompt"], level: float = LEVEL)
     return mean - half, mean + half
 
 
-def ratio_interval(part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL) -> Ends:
+def ratio_interval(
+    part: Float[Tensor, "circuit prompt"], whole: Float[Tensor, " prompt"], level: float = LEVEL
+) -> Ends:
     """Fieller's interval of mean(part) / mean(whole), prompts paired.
 
     It holds every r for which mean(part - r whole) is within its t interval of 0. NaN where the mean of `whole` is itself
@@ -240,3 +245,9 @@ def surface_name(sites: Iterable[str]) -> str:
     """These sites as a sentence names them."""
     names = list(sites)
     return ", ".join(names) if 0 < len(names) <= 2 else f"{names[0]} and {len(names) - 1} more sites" if names else "it"
+
+
+def part_of(sites: Iterable[str]) -> str:
+    """Which part of a block these sites are in: "attention", "MLP", or "both". Circuits of unlike parts are not pooled."""
+    parts = {"attention" if split_name(site)[1].startswith("attn") else "MLP" for site in sites}
+    return parts.pop() if len(parts) == 1 else "both"

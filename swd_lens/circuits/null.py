@@ -10,7 +10,8 @@
    strata has no better chance than the others.
 4. All circuits are kept and ablated on the same prompts (frontier.py, `judge`).
 5. Rank p-values: (1 + how many of n random circuits do at least as well) / (n + 1), of what is recovered (kept margins order
-   circuits as recovered and sufficiency do) and of the drop. tests/circuits/test_calibration.py: both are uniform for random circuits.
+   circuits as recovered and sufficiency do) and of the drop. Both are uniform for random circuits
+   (tests/circuits/test_calibration.py).
 """
 
 from collections.abc import Mapping
@@ -156,7 +157,8 @@ def circuit_null(
     Args:
         model: the host, with these sites not attached.
         factors: the replacement that the scores were taken under.
-        task: its validation split chooses the prefix and its test split judges; a split alone does both, which favours the prefix.
+        task: its validation split chooses the prefix and its test split judges; a split alone does both, which favours
+            the prefix.
         circuit: the circuit in question, found with these scores, or how many of the best units; None: the prefix of the fewest
             edges that reaches the threshold.
         recovered, sufficiency: that threshold, see `CostCurve.cost_at`.
@@ -167,8 +169,8 @@ def circuit_null(
         ablation, batch_size, tokens_per_forward, dense: see `swd_lens.evaluate`.
 
     Raises:
-        ValueError: n below 1, an unknown match, no prefix that reaches the threshold, or the empty one does; the units do not carry
-            the task; a circuit of other scores, of more units than there are, or of every unit there is; and see
+        ValueError: n below 1, an unknown match, no prefix that reaches the threshold, or the empty one does; the units do not
+            carry the task; a circuit of other scores, of more units than there are, or of every unit there is; and see
             `swd_lens.evaluate`.
 
     Warns:

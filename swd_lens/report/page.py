@@ -20,7 +20,8 @@ from swd_lens.analysis.audit.drawing import unit_html, unit_style
 from swd_lens.base.errors import visible, visible_lines
 from swd_lens.base.files import write_text
 from swd_lens.base.panels import attention_heads, library
-from swd_lens.circuits.comparison import Comparison, TaskComparison
+from swd_lens.circuits.comparison import Comparison, TaskComparison, priced
+from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.screen import remark_of
 from swd_lens.report import plots, wording
 from swd_lens.report.looks import looks_of
@@ -30,8 +31,7 @@ from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView, Cell, ReportSection
 
-SUFFICIENCY, NECESSITY = 0.9, 0.5
-FAINT_DROP = 0.05  # a whole drop under this share of the margin is mostly noise; half of it is no finding
+NECESSITY = 0.5
 FILTERS = ("count", "fixed", "tiny", "signed", "percent", "duration", "readable")
 
 
@@ -108,7 +108,7 @@ def encodable(page: str) -> str:
 
 
 def _results(run: Run) -> Iterator[Section]:
-    yield Section("results", "Results", {"headline": headline(run, SUFFICIENCY), "main": main_replacement(run)})
+    yield Section("results", "Results", {"headline": headline(run), "main": main_replacement(run)})
 
 
 def _what(run: Run) -> Iterator[Section]:
@@ -201,9 +201,9 @@ def _circuits(run: Run) -> Iterator[Section]:
             column["svgs"] = {
                 cost: Markup(
                     plots.inline_svg(
-                        plots.circuit_column(comparison.curves, looks, SUFFICIENCY, cost),
+                        plots.circuit_column(comparison.curves, looks, RECOVERED, cost),
                         f"circuit-{i}-{j}-{cost}",
-                        f"{title}: sufficiency and drop against {wording.COSTS[cost]}",
+                        f"{title}: recovered and drop against {wording.COSTS[cost]}",
                         _in_words(comparison, cost),
                     )
                 )
@@ -213,12 +213,12 @@ def _circuits(run: Run) -> Iterator[Section]:
             (label, Markup(plots.swatch(looks[name], f"circuit-{i}-key-{k}")))
             for k, (name, label) in enumerate(surface["legend"].items())
         ]
-    thresholds = {"sufficiency": SUFFICIENCY, "necessity": NECESSITY, "faint_drop": FAINT_DROP}
+    thresholds = {"recovered": RECOVERED, "necessity": NECESSITY}
     yield Section("circuits", "Circuits", {"surfaces": surfaces, "costs": wording.COSTS, **thresholds})
 
 
 def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
-    """A comparison as rows; circuits of another CE than the reference's are no fair match, so the legend has the difference."""
+    """A comparison as rows; a method of worse CE or KL than the reference is no fair match, so the legend has the difference."""
     columns = [
         {"task": task, "comparison": of_task, "rows": _cost_rows(of_task), "curves": of_task.curves}
         for task, of_task in by_task.items()
@@ -232,19 +232,18 @@ def _circuits_of(title: str, by_task: Comparison) -> dict[str, Any]:
 def _cost_rows(comparison: TaskComparison) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for method, curve in comparison.curves.items():
-        drop = curve.rows["drop"].iloc[-1]
         costs = [
-            curve.cost_at(**{name: threshold}, cost=cost)
-            for name, threshold in (("sufficiency", SUFFICIENCY), ("necessity", NECESSITY))
+            priced(curve, Threshold(of, value), cost)
+            for of, value in (("recovered", RECOVERED), ("sufficiency", RECOVERED), ("necessity", NECESSITY))
             for cost in ("units", "edges")
         ]
         row = {"method": method, "margin": curve.q_full, "accuracy": curve.accuracy_full, "costs": costs}
-        rows.append({**row, "drop": drop, "faint": bool(abs(drop) < FAINT_DROP * abs(curve.q_full)), "best": []})
+        row |= {"carried": curve.carried, "sentence": "" if curve.carries else curve.in_words()}
+        rows.append({**row, "best": []})
     for costs in zip(*(row["costs"] for row in rows), strict=True):
-        # No circuit beats the empty one: where that suffices for some method, the others' sizes are no contest.
-        least = min((cost for cost in costs if cost is not None), default=0)
+        known = [cost for cost in costs if cost is not None]
         for row, cost in zip(rows, costs, strict=True):
-            row["best"].append(least > 0 and cost == least and costs.count(least) < len(costs))
+            row["best"].append(bool(known) and cost == min(known) and costs.count(cost) < len(costs))
     return rows
 
 
@@ -252,11 +251,14 @@ def _in_words(comparison: TaskComparison, cost: str) -> str:
     """The figure in words, for those who hear the page."""
     parts = []
     for method, curve in comparison.curves.items():
-        least = curve.cost_at(sufficiency=SUFFICIENCY, cost=cost)
+        if not curve.carries:
+            parts.append(f"{method}: {curve.in_words()}")
+            continue
+        least = priced(curve, Threshold("recovered", RECOVERED), cost)
         reached = "is never reached" if least is None else f"is reached with {least:,} {wording.COSTS[cost]}"
         drop = wording.fixed(curve.rows["drop"].iloc[-1], 2)
         parts.append(
-            f"{method}: sufficiency {SUFFICIENCY:g} {reached}; ablating every unit drops the margin by {drop} logits."
+            f"{method}: recovered {RECOVERED:g} {reached}; ablating every unit drops the margin by {drop} logits."
         )
     return " ".join(parts)
 

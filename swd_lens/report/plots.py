@@ -1,6 +1,6 @@
 """The report's figures: matplotlib figures, and how one becomes an <svg> element that is a good neighbour in a page.
 
-1. `circuit_column` draws one column of the paper's grid: a task's sufficiency above its drop, one curve per
+1. `circuit_column` draws one column of the paper's grid: what circuits of a task recover above its drop, one curve per
    method, against active edges or units. The page puts the columns of a surface side by side, or below each other on a phone.
 2. `relmse_dots` shows which matrices a replacement gets wrong: one row per site, one dot per method.
 3. `pattern_grid` draws attention patterns side by side, for paper and wherever no script runs: a head is a picture of one pixel
@@ -27,7 +27,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from swd_lens.base.errors import error, visible, visible_token
 from swd_lens.base.figures import DIVERGING, INK, SEQUENTIAL, literal, new_figure, svg
 from swd_lens.circuits import CostCurve
-from swd_lens.circuits.plots import SUFFICIENCY_RANGE, cost_axis, draw_curves
+from swd_lens.circuits.plots import SHARES, cost_axis, draw_curves
 from swd_lens.report.looks import Look
 from swd_lens.study.run_file import Replacement
 from swd_lens.study.section import AttentionView
@@ -44,12 +44,12 @@ _LONGEST = 12
 def circuit_column(
     curves: Mapping[str, CostCurve], looks: Mapping[str, Look], threshold: float | int = 0.9, cost: str = "edges"
 ) -> Figure:
-    """Sufficiency (above) and drop (below) against active edges or units, for one task."""
+    """What is recovered (above) and the drop (below) against active edges or units, for one task."""
     figure, axes = new_figure(2, 1, width=2.5, height=1.75)
     figure.set_layout_engine(None)  # the same margins in every column, so that columns align in the page
     figure.subplots_adjust(left=0.25, right=0.97, top=0.98, bottom=0.12, hspace=0.1)
     above, below = axes[:, 0]
-    for ax, column in ((above, "sufficiency"), (below, "drop")):
+    for ax, column in ((above, "recovered"), (below, "drop")):
         _draw(ax, curves, looks, column, cost)
         cost_axis(ax.xaxis, pd.concat([curve.rows[cost] for curve in curves.values()]))
     above.set_xlabel("")
@@ -71,7 +71,7 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], looks: Mapping[str, Look], 
         ax.text(
             0.5,
             0.5,
-            "not defined: the unpruned\nmargin is not positive",
+            "these units do not\ncarry the task",
             transform=ax.transAxes,
             ha="center",
             fontsize=8,
@@ -81,8 +81,8 @@ def _draw(ax: Axes, curves: Mapping[str, CostCurve], looks: Mapping[str, Look], 
             line.remove()
         return
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    if column == "sufficiency":
-        low, high = SUFFICIENCY_RANGE
+    if column == "recovered":
+        low, high = SHARES
         ax.set_ylim(max(low, min(-0.05, values.min() - 0.05)), min(high, max(1.1, values.max() + 0.05)))
 
 

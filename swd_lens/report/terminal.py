@@ -27,7 +27,7 @@ _SHORT = {
 def run_tables(run: Run) -> list[Table | Text]:
     """A run, surface by surface: how well each method stands in for the dense matrices, then what circuits cost.
 
-    Circuits: least cost, "units / edges", at sufficiency 0.9 and at half the whole drop.
+    Circuits: least cost, "units / edges", of recovering 0.9 of what the surface carries, and of half the whole drop.
     """
     # Sparsity stands in the methods' names.
     columns = ["method", "edges", "CE delta", "CE delta se", "KL", "top-1 agreement", "max relMSE"]
@@ -44,11 +44,17 @@ def run_tables(run: Run) -> list[Table | Text]:
         surface, *intervention = key if isinstance(key, tuple) else (key,)
         where = f", {intervention_words(*intervention)}" if intervention else ""
         shown = pd.DataFrame({"task": rows["task"], "method": rows["method"], "margin": rows["margin"]})
-        for title, threshold in (("sufficiency 0.9", "sufficiency 0.9"), ("half the drop", "necessity 0.5")):
+        shown["carried"] = [
+            c if yes else "no" for c, yes in zip(rows["carried"].round(2), rows["carries"], strict=True)
+        ]
+        for title, threshold in (("recovered 0.9", "recovered 0.9"), ("half the drop", "necessity 0.5")):
             units, edges = (rows[f"{cost} at {threshold}"] for cost in ("units", "edges"))
             shown[title] = [_cost(u, e) for u, e in zip(units, edges, strict=True)]
         tables.append(table(f"Circuits in {surface}{where}: least units / edges", shown))
-    return [*tables, Text("blank: never reached · 0: the empty circuit already suffices there", style="dim")]
+    return [
+        *tables,
+        Text('carried: logits of margin, or "no": then no circuit has a cost · blank: never reached', style="dim"),
+    ]
 
 
 def _cost(units: Any, edges: Any) -> str:

@@ -4,20 +4,22 @@
 2. Settings: a nested mapping becomes (depth, name, value) rows in its own order.
 3. `headline`: what a run found, in a few sentences made from its numbers alone. The subject is the sparsest replacement of the
    surface with most matrices; the controls are the exact ones that were run, and of its sparsity the paper's SWD and pruned ones.
-   It says how far the subject moves held-out cross-entropy and how often it agrees with the dense host; over all surfaces and
-   tasks, how often a circuit is needed at all, whose is cheaper in active edges, where the control's is, and where the two differ
-   in cross-entropy; and the smallest circuit that is not empty.
+   It opens with the surface that carries the largest share of a task: how much, how small a circuit recovers most of it, and
+   what the cheapest control needs. Then: how far the subject moves held-out cross-entropy; which tasks are not carried; over
+   all surfaces and tasks, MLPs and attention apart, whose circuits have fewer active edges, and where the two are no fair match.
 """
 
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from swd_lens.circuits import Comparison
+from swd_lens.circuits.comparison import priced
+from swd_lens.circuits.measure import RECOVERED, Threshold, part_of
 from swd_lens.study import Run
 from swd_lens.study.run_file import Replacement
 
@@ -126,31 +128,34 @@ def _value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Least active edges and units of one method for one surface and task; None: never reached, or not defined."""
+    """Least active edges and units of one method for one surface and task; None: never reached, or the task is not carried."""
 
     surface: str
     task: str
     method: str
+    part: str
     edges: int | None
     units: int | None
     all_units: int
-    defined: bool
+    carries: bool
 
 
-def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
+def headline(run: Run, recovered: float = RECOVERED) -> list[str]:
     """One to a few sentences, most important first; none where a run has nothing of the kind."""
     subject = main_replacement(run)
     if subject is None:
         return []
+    threshold = Threshold("recovered", recovered)
     costs = [
         Cost(
             surface,
             task,
             method,
-            edges=curve.cost_at(sufficiency=sufficiency, cost="edges"),
-            units=curve.cost_at(sufficiency=sufficiency, cost="units"),
+            part_of(curve.settings.get("units", ())),
+            edges=priced(curve, threshold, "edges"),
+            units=priced(curve, threshold, "units"),
             all_units=int(curve.rows["units"].max()),
-            defined=bool(curve.q_full > 0),
+            carries=curve.carries,
         )
         for surface, by_task in run.comparisons.items()
         for task, comparison in by_task.items()
@@ -161,9 +166,47 @@ def headline(run: Run, sufficiency: float = 0.9) -> list[str]:
         (surface, control)
         for surface, comparison in run.comparisons.items()
         for control in controls
-        if _ce_apart(comparison, subject.method, control)
+        if _worse(comparison, subject.method, control)
     }
-    return [_fidelity_sentence(subject), *cost_sentences(costs, subject.method, controls, sufficiency, apart)]
+    return [
+        *_opening(run, subject.method, controls, threshold, apart),
+        _fidelity_sentence(subject),
+        *cost_sentences(costs, subject.method, controls, recovered, apart),
+    ]
+
+
+def _opening(
+    run: Run, method: str, controls: Sequence[str], threshold: Threshold, apart: Collection[tuple[str, str]]
+) -> Iterator[str]:
+    """What the surface that carries the largest share of a task does for it, the circuit of that, and the cheapest control's."""
+    cells = [
+        (surface, task, of_task.curves)
+        for surface, by_task in run.comparisons.items()
+        for task, of_task in by_task.items()
+        if method in of_task.curves and of_task.curves[method].carries
+    ]
+    if not cells:
+        return
+    surface, task, curves = max(cells, key=lambda cell: cell[2][method].carried.logits / cell[2][method].q_dense)
+    curve, row = curves[method], curves[method].row_of(threshold, "edges")
+    logits = f"{fixed(curve.carried.logits, 2)} ± {fixed(curve.carried.se, 2)} of the {fixed(curve.q_dense, 2)} logits"
+    carried = f"{surface} carries {logits} by which the model prefers right answers to wrong ones in {readable(task)}"
+    if row is None:
+        yield f"{carried}; no circuit of its units recovers {percent(threshold.value, 0)} of that."
+        return
+    circuit = f"{count(row['units'])} of its {count(curve.rows['units'].max())} units"
+    circuit += f", with {plural(int(row['edges']), 'active edge')}"
+    test = f"recover {percent(row['recovered'], 0)} of that on prompts that they were not chosen on"
+    known = {c: priced(curves[c], threshold, "edges") for c in controls if c in curves and (surface, c) not in apart}
+    reaching = {name: cost for name, cost in known.items() if cost is not None}
+    best = min(reaching, key=lambda name: reaching[name], default=None)
+    beside = (
+        "no control that behaves alike has such a circuit"
+        if known
+        else "no control behaves alike enough to stand beside it"
+    )
+    beside = f"the cheapest control, {best}, needs {plural(reaching[best], 'active edge')}" if best else beside
+    yield f"{carried}; {circuit}, {test}{f'; {beside}' if controls else ''}."
 
 
 def main_replacement(run: Run) -> Replacement | None:
@@ -193,11 +236,10 @@ def _solved_beside(run: Run, subject: Replacement) -> list[str]:
     return list(dict.fromkeys(r.method for r in of_sparsity if r.pruned or r.paper))
 
 
-def _ce_apart(comparison: Comparison, method: str, control: str) -> bool:
-    """Whether the two are known to differ in cross-entropy by more than the comparison's tolerance."""
-    measured = comparison.fidelities
-    known = method in measured and control in measured
-    return known and abs(measured[method].ce - measured[control].ce) > comparison.tolerance
+def _worse(comparison: Comparison, method: str, control: str) -> bool:
+    """Whether the control's CE or KL is known to be worse than the method's by more than the comparison's tolerance."""
+    known = {method, control} <= set(comparison.methods)
+    return known and bool(replace(comparison, reference=method).out_by(control))
 
 
 def _fidelity_sentence(r: Replacement) -> str:
@@ -216,45 +258,46 @@ def cost_sentences(
     costs: Sequence[Cost],
     method: str,
     controls: Sequence[str],
-    sufficiency: float,
+    recovered: float,
     apart: Collection[tuple[str, str]] = (),
 ) -> Iterator[str]:
     """What circuits of the method cost, beside those of each control.
 
     Args:
-        apart: (surface, control) where the two differ in cross-entropy, so that their circuits are no fair match.
+        apart: (surface, control) where the control behaves worse than the method, so that their circuits are no fair match.
     """
     own = {(c.surface, c.task): c for c in costs if c.method == method}
     cases = plural(len(own), "case")
-    told = False
-    for control in controls:
-        exact = {(c.surface, c.task): c for c in costs if c.method == control}
-        # Where both need some edges: those of the control over the method's.
-        both = [(c, exact[key].edges or 0) for key, c in own.items() if key in exact]
-        contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
-        if contested:
-            of_cases = f"{len(contested)} of {cases}"
-            opening = f"Where both need a circuit to keep {percent(sufficiency, 0)} of the task margin ({of_cases} of surface "
-            opening = "" if told else f"{opening}and task), "
-            told = True
-            yield f"{opening}{_contest(contested, method, control, of_cases if not opening else '', apart)}"
-    empty = [f"{readable(c.task)} ({c.surface})" for c in own.values() if c.edges == 0]
-    if empty:
-        whom = f"For {conjunction(empty)}" if len(empty) <= 3 else f"In {len(empty)} of {cases}"
-        yield f"{whom} the empty circuit already suffices: these matrices are hardly needed at the scored positions."
-    undefined = sum(not c.defined for c in own.values())
-    if undefined:
+    nothing = [f"{readable(c.task)} ({c.surface})" for c in own.values() if not c.carries]
+    if nothing:
+        whom = conjunction(nothing) if len(nothing) <= _FEW else f"{len(nothing)} of {cases}"
         yield (
-            f"In {undefined} of {cases} sufficiency is not defined: the unpruned replacement has no positive margin, "
-            "because the model does not do the task."
+            f"Not carried: {whom}. There the margin with every unit at its reference activation is that with all of them, to "
+            "within the error or a twentieth of the model's, and no circuit has a cost."
         )
+    parts = list(dict.fromkeys(c.part for c in own.values()))
+    for part in parts:
+        told = False
+        of_part = {key: c for key, c in own.items() if c.part == part}
+        for control in controls:
+            exact = {(c.surface, c.task): c for c in costs if c.method == control}
+            # Where both need some edges: those of the control over the method's.
+            both = [(c, exact[key].edges or 0) for key, c in of_part.items() if key in exact]
+            contested = [(c, control_edges / c.edges) for c, control_edges in both if c.edges and control_edges]
+            if contested:
+                where = f" in {part}" if len(parts) > 1 else ""
+                of_cases = f"{len(contested)} of {plural(len(of_part), 'case')}{where}"
+                opening = f"Where both have a circuit that recovers {percent(recovered, 0)} ({of_cases} of surface and task), "
+                yield f"{'' if told else opening}{_contest(contested, method, control, of_cases if told else '', apart)}"
+                told = True
     # Nothing and everything are no circuits.
     circuits = [c for c in own.values() if c.edges and c.units and c.units < c.all_units]
     if circuits:
         least = min(circuits, key=lambda c: (c.edges or 0, c.surface, c.task))
         yield (
             f"The smallest circuit found: {count(least.units)} of the {plural(least.all_units, 'unit')} of {least.surface}, with "
-            f"{plural(least.edges or 0, 'active edge')}, keep {percent(sufficiency, 0)} of the margin of {readable(least.task)}."
+            f"{plural(least.edges or 0, 'active edge')}, recover {percent(recovered, 0)} of what it carries of "
+            f"{readable(least.task)}."
         )
 
 
@@ -278,7 +321,7 @@ def _contest(
     whole = sum(c.units == c.all_units for c, _ in contested)
     caveats = [f"in {whole} of {n}, {method} takes every unit it has"] if whole else []
     if unlike := sum((c.surface, control) in apart for c, _ in contested):
-        caveats.append(f"in {unlike} of {n}, cross-entropy differs: no fair match")
+        caveats.append(f"in {unlike} of {n}, its cross-entropy or KL is worse: no fair match")
     caveat = f" ({'; '.join(caveats)})" if caveats else ""
     dearer = [f"{readable(c.task)} ({c.surface})" for c, ratio in contested if ratio < 1]
     lost = f"; more for {conjunction(dearer)}" if n > 1 and 0 < len(dearer) <= _FEW else ""

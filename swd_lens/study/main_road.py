@@ -256,6 +256,7 @@ def run_study(
                 sources,
                 groups,
                 reference=next(iter(methods)),
+                roles=_roles(methods, solved_methods[surface], beside),
             )
             measured, solved_by = comparisons[surface].fidelities, solved_methods[surface]
             by_control = {method: solved_by[method].control if method in solved_by else None for method in timed}
@@ -304,6 +305,14 @@ def run_study(
             on_step(f"save the run in {folder}")
             run.save(folder)
         return run
+
+
+def _roles(methods: Mapping[str, Any], solved: Mapping[str, SolvedMethod], beside: Mapping[str, Any]) -> dict[str, str]:
+    """Method -> its role in a comparison."""
+    controls = {*EXACT.values(), RANDOM_B, *(name for name, how in solved.items() if how.control in PRUNED)}
+    paper = {name for name, how in solved.items() if how.control in PAPER}
+    roles = {name: "control" if name in controls else "paper" if name in paper else "swd" for name in methods}
+    return roles | dict.fromkeys(beside, "trained")
 
 
 def study_steps(n_surfaces: int, n_sparsities: int, controls: Sequence[str], *, saved: bool) -> list[str]:

@@ -81,13 +81,13 @@ class Run(Record):
             rows.append({**head, **r.fidelity.table().iloc[0].to_dict()})
         return pd.DataFrame(rows)
 
-    def circuit_table(self, sufficiency: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
-        """One row per surface, task and method: least cost at a sufficiency and at a fraction of the drop, and whether
+    def circuit_table(self, recovered: float | int = 0.9, necessity: float | int = 0.5) -> pd.DataFrame:
+        """One row per surface, task and method: least cost at a share recovered and at a fraction of the drop, and whether
         the method's CE is matched to that of the surface's first (see `Comparison.table`); with positions and ablation
         where there are several."""
         head = ["surface", *(["positions", "ablation"] if any(c.others for c in self.comparisons.values()) else [])]
         tables = [
-            each.table(sufficiency, necessity).assign(surface=surface, positions=positions, ablation=ablation)
+            each.table(recovered, necessity).assign(surface=surface, positions=positions, ablation=ablation)
             for surface, comparison in self.comparisons.items()
             for (positions, ablation), each in comparison.under_each().items()
         ]

@@ -37,7 +37,7 @@ NAME, WHAT = "run.json", "a run"
 # What folders of factors end in while a run is saved over another one.
 STAGED = ".new"
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
-_CURVE = {"units", "edges", "sufficiency", "drop"}  # columns of a curve that every report draws
+_CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 
 
 @dataclass(frozen=True)
@@ -293,6 +293,7 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
         "groups": {name: list(names) for name, names in comparison.groups.items()},
         "reference": comparison.reference,
         "tolerance": comparison.tolerance,
+        "roles": dict(comparison.roles),
         "fidelities": {name: measured.as_dict() for name, measured in comparison.fidelities.items()},
         **({"others": others} if others else {}),
     }
@@ -316,6 +317,7 @@ def comparisons_of(values: Mapping[str, Any]) -> dict[str, Comparison]:
             {name: Fidelity.from_dict(measured) for name, measured in own["fidelities"].items()},
             own["reference"],
             own["tolerance"],
+            checked("Comparison", described, {"roles": Mapping[str, str]}, optional=True).get("roles", {}),
         )
         others = checked("Comparison", described, {"others": list[list[Mapping[str, Any]]]}, optional=True)
         others = [replace(first, tasks=_tasks(own["tasks"], rows)) for rows in others.get("others", ())]

@@ -27,8 +27,9 @@ from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import CostCurve
 from swd_lens.circuits.compare import check_options, check_tasks
-from swd_lens.circuits.comparison import TOLERANCE, typed
+from swd_lens.circuits.comparison import TOLERANCE, priced, typed
 from swd_lens.circuits.fidelity import Fidelity
+from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.plots import cost_axis
 from swd_lens.circuits.protocol import Protocol, run_protocol
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -74,7 +75,7 @@ class Sweep(Record):
     """Every point, and the targets at which circuits are priced."""
 
     points: Sequence[SweepPoint]
-    sufficiency: Sequence[float | int]
+    recovered: Sequence[float | int]
     necessity: Sequence[float | int]
     tolerance: float | int
     settings: Mapping[str, Any]
@@ -97,30 +98,30 @@ class Sweep(Record):
             size |= {"mean relMSE": sum(errors) / len(errors), "max relMSE": max(errors), "CE delta": measured.ce_delta}
             size |= {"KL": measured.kl, "top-1 agreement": measured.top1_agreement}
             costs: dict[str, int | None] = {
-                f"{task}: {cost} at {name} {value:g}": curve.cost_at(**{name: value}, cost=cost)
+                f"{task}: {cost} at {target}": priced(curve, target, cost)
                 for task, curve in point.curves.items()
-                for name, value in targets
+                for target in targets
                 for cost in _COSTS
             }
             whole |= costs.keys()
             rows.append(row | costs | size)
         return typed(pd.DataFrame(rows), whole=whole)
 
-    def plot(self, sufficiency: float | int = 0.9, cost: str = "edges"):
-        """Relative Frobenius norm, CE delta, and each task's least cost at a sufficiency, against s; a matplotlib Figure.
+    def plot(self, recovered: float | int = RECOVERED, cost: str = "edges"):
+        """Relative Frobenius norm, CE delta, and each task's least cost of recovering a share, against s; a matplotlib Figure.
 
         Hollow markers: CE is not matched, so that circuits are not comparable with those of filled ones.
         """
 
         def circuit_cost(point: SweepPoint, task: str) -> int | None:
-            return point.curves[task].cost_at(sufficiency=sufficiency, cost=cost)
+            return priced(point.curves[task], Threshold("recovered", recovered), cost)
 
         panels: list[tuple[str, str, Callable[[SweepPoint], float | int | None]]] = [
             ("weights", "relative Frobenius norm", lambda point: point.relative_frobenius),
             ("behaviour", "CE delta (nats)", lambda point: point.fidelity.ce_delta),
         ]
         for task in self.points[0].curves:
-            least = f"{cost} at sufficiency {sufficiency:g}"
+            least = f"{cost} at recovered {recovered:g}"
             panels.append((literal(task.replace("_", " ")), least, partial(circuit_cost, task=task)))
         figure, axes = new_figure(1, len(panels), width=2.7, height=2.7)
         for ax, (title, label, value) in zip(axes[0], panels, strict=True):
@@ -155,7 +156,7 @@ class Sweep(Record):
         """Plain values: settings, targets, every point with its fidelity and its curves."""
         return {
             "settings": dict(self.settings),
-            "targets": {"sufficiency": list(self.sufficiency), "necessity": list(self.necessity)},
+            "targets": {"recovered": list(self.recovered), "necessity": list(self.necessity)},
             "tolerance": self.tolerance,
             "points": [
                 {"s": p.sparsity, "calibration": p.calibration, "edges": p.edges, "units": p.units}
@@ -185,18 +186,14 @@ class Sweep(Record):
         """Columns of `table` that are no circuits' costs."""
         return self.table().shape[1] - 2 * len(self._targets()) * len(self.points[0].curves)
 
-    def _targets(self) -> list[tuple[str, float | int]]:
-        return [("sufficiency", v) for v in self.sufficiency] + [("necessity", v) for v in self.necessity]
+    def _targets(self) -> list[Threshold]:
+        return [Threshold("recovered", v) for v in self.recovered] + [Threshold("necessity", v) for v in self.necessity]
 
     def _circuits(self) -> pd.DataFrame:
         """What circuits cost, one row per task and point: the card's table, in which no column is far to the right."""
         rows = [
             {"task": task, "s": point.sparsity, "calibration": point.calibration, "CE matched": self.matched(point)}
-            | {
-                f"{cost} at {name} {v:g}": curve.cost_at(**{name: v}, cost=cost)
-                for name, v in self._targets()
-                for cost in _COSTS
-            }
+            | {f"{cost} at {target}": priced(curve, target, cost) for target in self._targets() for cost in _COSTS}
             for task in self.points[0].curves
             for point in self.points
             for curve in [point.curves[task]]
@@ -214,7 +211,7 @@ def sweep(
     heldout: Any,
     sparsities: float | int | Sequence[float | int] | np.ndarray = SPARSITIES,
     zero_data: bool | Sequence[bool] = (True, False),
-    sufficiency: Sequence[float | int] = (0.5, 0.9),
+    recovered: Sequence[float | int] = (0.5, 0.9),
     necessity: Sequence[float | int] = (0.5,),
     tolerance: float | int = TOLERANCE,
     units: int | float | str | None = None,
@@ -236,7 +233,7 @@ def sweep(
         heldout: (rows, pos) ids that calibration did not see, for fidelity.
         sparsities: each inside (0, 1).
         zero_data: True: without calibration (G = I); False: with `tokens`; one of them or, by default, both.
-        sufficiency, necessity: targets at which circuits are priced: levels, and fractions of the whole drop.
+        recovered, necessity: targets at which circuits are priced: shares recovered, and fractions of the whole drop.
         tolerance: nats of |CE delta| up to which a point's circuits count as comparable.
         units, solver: see `swd_lens.factorize`.
         attribution, evaluation, positions, ablation: see `swd_lens.compare`.
@@ -291,7 +288,7 @@ def sweep(
     asked = {"model": str(model.cfg.model_name), "sites": [site.name for site in find_sites(model, sites)]}
     asked |= {"positions": positions, "ablation": ablation, "units": units, "solver": dict(solver)}
     asked |= standing_hooks(model)
-    return Sweep(points, tuple(sufficiency), tuple(necessity), tolerance, asked)
+    return Sweep(points, tuple(recovered), tuple(necessity), tolerance, asked)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -2,8 +2,7 @@
 
 `unit_cards`: a task's best units, each with what a reader wants to know of it.
 
-1. Per task, pick the surface on which the task depends most on single units: the one whose empty circuit keeps the least of
-   the margin, under the sparsest SWD replacement.
+1. Per task, pick the surface that carries most of it under the sparsest SWD replacement.
 2. Take its best units by score; their contexts on held-out text come from one pass per surface.
 3. Where the site writes to the residual stream, add the direct logit effect of the write vector.
 
@@ -143,13 +142,11 @@ def unit_cards(
         tokens: (rows, pos) held-out text for the contexts.
     """
 
-    def kept_by_nothing(surface: str, task: str) -> float:
-        rows = comparisons[surface][task].curves[factors[surface][0]].rows
-        kept = float(rows["sufficiency"].iloc[0])
-        return kept if kept == kept else float("inf")  # undefined sufficiency comes last
+    def carried(surface: str, task: str) -> float:
+        return comparisons[surface][task].curves[factors[surface][0]].carried.logits
 
     tasks = list(next(iter(comparisons.values())))
-    surface_of = {task: min(factors, key=lambda surface, task=task: kept_by_nothing(surface, task)) for task in tasks}
+    surface_of = {task: max(factors, key=lambda surface, task=task: carried(surface, task)) for task in tasks}
     cards: dict[str, list[TaskUnit]] = {}
     for surface in dict.fromkeys(surface_of.values()):
         method, replaced = factors[surface]

@@ -7,17 +7,16 @@
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from swd_lens.circuits import Comparison
-from swd_lens.circuits.comparison import typed
+from swd_lens.circuits.comparison import priced, typed
+from swd_lens.circuits.measure import Threshold
 from swd_lens.study.paper import primary
 from swd_lens.study.paper.materials import Materials
 from swd_lens.study.paper.primary import Ratio
-from swd_lens.study.paper.replacements import SOLVERS
 from swd_lens.study.paper.result import ItemResult, result_of, table_of
 from swd_lens.study.paper.settings import ItemSettings
 from swd_lens.study.section import Picture, SectionTable
@@ -31,7 +30,7 @@ def single_matrix(materials: Materials, settings: ItemSettings) -> ItemResult:
     site, sparsities = settings["site"], settings["sparsities"]
     methods = materials.solved(site, sparsities, {sparsities[-1]: settings["sparser_tokens"]})
     methods |= {"Neurons": materials.exact(site)["Neurons"], **materials.pruned(site, sparsities)}
-    methods |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    methods |= materials.trained_methods(site, settings["trained"])
     return _compared(materials, settings, {site: methods}, settings["ablations"])
 
 
@@ -41,7 +40,9 @@ def controls(materials: Materials, settings: ItemSettings) -> ItemResult:
     of_sites = {}
     for site in (settings["site"], *settings["further_sites"]):
         methods = materials.solved(site, sparsities) | materials.exact(site) | materials.pruned(site, sparsities)
-        of_sites[site] = methods | {"Random-B": baselines.random_b_seeds(materials.model, site, seeds)}
+        of_sites[site] = methods | materials.as_role(
+            "control", {"Random-B": baselines.random_b_seeds(materials.model, site, seeds)}
+        )
     return _compared(materials, settings, of_sites, ["mean"])
 
 
@@ -51,7 +52,7 @@ def mlp(materials: Materials, settings: ItemSettings) -> ItemResult:
     matrices = settings["matrices"]
     methods = materials.solved(matrices, sparsities)
     methods |= {"Neurons": materials.exact(matrices)["Neurons"], **materials.pruned(matrices, sparsities)}
-    methods |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    methods |= materials.trained_methods(site, settings["trained"])
     return _compared(materials, settings, {site: methods}, ["mean"])
 
 
@@ -63,37 +64,40 @@ def _compared(
     Args:
         surfaces: what is replaced -> method -> its units, or what makes them.
     """
-    how = {"sufficiency": settings["sufficiency"], "share_of_drop": settings["share_of_drop"]}
+    how = {"recovered": settings["recovered"], "share_of_drop": settings["share_of_drop"]}
     ratios: list[Ratio] = []
     tables, pictures, words, of_surfaces = [], [], [], {}
     for surface, methods in surfaces.items():
         compared = materials.compare(surface, methods, ablations=ablations)
         where = f", {surface}" if len(surfaces) > 1 else ""
-        swd = [name for name in compared.methods if name.startswith(tuple(SOLVERS))]
+        swd = compared.in_role("swd", "paper")
         ratios += [ratio for name in swd for ratio in primary.ratios(compared, name, surface, **how)]
         tables.append(table_of(f"Fidelity on held-out text{where}", compared.fidelity()))
         for (_, ablation), each in compared.under_each().items():
             tables.append(costs_table(each, ablation, where, **how))
             for cost in _COSTS:
-                title = f"Least {cost} by what the circuit keeps and takes, {ablation} ablation{where}"
-                pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["sufficiency"])))
+                title = f"Least {cost} by what the circuit recovers and takes, {ablation} ablation{where}"
+                pictures.append(Picture.of(each.plot(cost), title, _cheapest(each, cost, how["recovered"])))
         nulls = _nulls(materials, surface, methods, compared, [*swd, *(n for n in methods if "pruned" in n)])
         tables.append(table_of(f"Circuits beside random ones of the same edges, mean ablation{where}", nulls))
         of_surface = [
             _dense(compared),
+            *_not_carried(compared),
             compared.matching(),
-            *(_cheapest(each, "edges", how["sufficiency"]) for each in compared.under_each().values()),
+            *(_cheapest(each, "edges", how["recovered"]) for each in compared.under_each().values()),
             _nulls_in_words(nulls),
         ]
         words += [f"{surface}: {each}" for each in of_surface] if where else of_surface
         of_surfaces[surface] = _numbers(compared, nulls)
-    ratios = primary.adjusted(ratios)
-    caption = "Edges of SWD over those of the best control of no worse CE"
+    tests = primary.tests(ratios)
+    caption = "Edges of SWD over those of the cheapest control of no worse CE and KL"
     tables.append(table_of(caption, primary.table_of_ratios(ratios)))
-    said = primary.in_words(ratios)
-    pictures.insert(0, Picture.of(primary.plot(ratios), f"{caption}, and 95 % intervals over prompts", said[0]))
+    tables.append(table_of("SWD beside each control, over cells (sign test)", primary.table_of_tests(tests)))
+    said = primary.in_words(ratios, tests)
+    pictures.insert(0, Picture.of(primary.plot(ratios), caption, said[0]))
     findings = [*materials.left_out_in_words(), *words, *said]
     numbers = {"surfaces": of_surfaces, "ratios": [ratio.as_dict() for ratio in ratios]}
+    numbers["tests"] = [test.as_dict() for test in tests]
     return result_of(settings, materials, findings, tables, pictures, numbers)
 
 
@@ -114,7 +118,7 @@ def _numbers(compared: Comparison, nulls: pd.DataFrame) -> dict[str, Any]:
 def _nulls(
     materials: Materials, surface: str, methods: Mapping[str, Any], compared: Comparison, tested: Sequence[str]
 ) -> pd.DataFrame:
-    """Per task and method: its cheapest sufficient circuit, random circuits of the same edges, and the rank p-values."""
+    """Per task and method: its cheapest circuit, random circuits of the same edges, and the rank p-values."""
     rows = []
     for task, of_task in compared.items():
         for method in tested:
@@ -122,8 +126,8 @@ def _nulls(
             if null is not None:
                 of_value = null.table().set_index("measure")
                 row: dict[str, Any] = {"task": task, "method": method, "edges": int(null.rows["edges"].iloc[0])}
-                row["random circuits as good"] = of_value.loc["sufficiency", "as good"]
-                for value, p in (("sufficiency", null.sufficiency_p), ("drop", null.necessity_p)):
+                row["random circuits as good"] = of_value.loc["recovered", "as good"]
+                for value, p in (("recovered", null.recovered_p), ("drop", null.drop_p)):
                     row |= {
                         value: of_value.loc[value, "circuit"],
                         f"random {value}": of_value.loc[value, "random mean"],
@@ -135,9 +139,9 @@ def _nulls(
         "method",
         "edges",
         "random circuits as good",
-        "sufficiency",
-        "random sufficiency",
-        "p of sufficiency",
+        "recovered",
+        "random recovered",
+        "p of recovered",
     ]
     return pd.DataFrame(rows, columns=[*columns, "drop", "random drop", "p of drop"])
 
@@ -145,45 +149,60 @@ def _nulls(
 def _nulls_in_words(nulls: pd.DataFrame) -> str:
     """In how many circuits no random one does as well."""
     if nulls.empty:
-        return "No circuit is left to set beside random ones: none reaches the sufficiency with a unit."
+        return "No circuit is left to set beside random ones: none reaches the threshold with a unit."
     best = int((nulls["random circuits as good"] == 0).sum())
     return (
-        f"Beside random circuits of the same edges, {best} of {len(nulls)} circuits keep more of the margin than every random "
-        f"one; mean sufficiency {nulls['sufficiency'].mean():.3f} against {nulls['random sufficiency'].mean():.3f}, mean drop "
+        f"Beside random circuits of the same edges, {best} of {len(nulls)} circuits recover more than every random "
+        f"one; mean recovered {nulls['recovered'].mean():.3f} against {nulls['random recovered'].mean():.3f}, mean drop "
         f"{nulls['drop'].mean():.3g} against {nulls['random drop'].mean():.3g} logits."
     )
 
 
 def costs_table(
-    compared: Comparison, ablation: str, where: str = "", *, sufficiency: float | int, share_of_drop: float | int
+    compared: Comparison, ablation: str, where: str = "", *, recovered: float | int, share_of_drop: float | int
 ) -> SectionTable:
-    """Per task and method: units and edges at the sufficiency, and at the drop in logits that is the same for all methods."""
+    """Per task and method: what is carried, and units and edges at the targets: recovered, sufficiency (the paper's), and a drop
+    in logits that is the same for all methods.
+    """
     rows = []
     for task, of_task in compared.items():
         for method, names in compared.methods.items():
             curves = [of_task.curves[name] for name in names]
             drop = share_of_drop * curves[0].q_dense
-            row: dict[str, Any] = {
-                "task": task,
-                "method": method,
-                "margin": sum(c.q_full for c in curves) / len(curves),
-            }
-            for target, column, threshold in (
-                (f"sufficiency {sufficiency:g}", "sufficiency", sufficiency),
-                (f"drop of {drop:.3g} logits", "drop", drop),
+            row: dict[str, Any] = {"task": task, "method": method}
+            row |= {"margin": _mean([c.q_full for c in curves]), "empty": _mean([c.q_empty for c in curves])}
+            row["carried"] = "yes" if all(c.carries for c in curves) else "no"
+            for of, threshold in (
+                (f"recovered {recovered:g}", Threshold("recovered", recovered)),
+                (f"sufficiency {recovered:g}", Threshold("sufficiency", recovered)),
+                ("drop", Threshold("drop", drop)),
             ):
-                reaching = [c.rows[c.rows[column] >= threshold] for c in curves]
-                reached = [rows for rows in reaching if len(rows)]
                 for cost in _COSTS:
-                    mean = sum(int(rows[cost].min()) for rows in reached) / len(reached) if reached else None
-                    row[f"{cost} at {target.split(' of ')[0]}"] = mean
-            whole = sum(float(c.rows["drop"].iloc[-1]) for c in curves) / len(curves)
-            row |= {"drop asked for": drop, "drop of all units": whole}
-            row |= {"CE difference": compared.ce_difference(method)}
-            rows.append(row | {"CE difference se": compared.ce_difference_se(method)})
-    frame = typed(pd.DataFrame(rows), real={"CE difference", "CE difference se"})
+                    known = [value for c in curves if (value := priced(c, threshold, cost)) is not None]
+                    row[f"{cost} at {of}"] = _mean(known) if known else None
+            row |= {
+                "drop asked for": drop,
+                "drop of all units": _mean([float(c.rows["drop"].iloc[-1]) for c in curves]),
+            }
+            out = compared.out_by(method)
+            row |= {
+                "CE difference": compared.ce_difference(method),
+                "CE difference se": compared.ce_difference_se(method),
+            }
+            rows.append(row | {"KL difference": compared.kl_difference(method), "out by": ", ".join(out or ())})
+    frame = typed(pd.DataFrame(rows), real={"CE difference", "CE difference se", "KL difference"})
     caption = f"Least cost, {ablation} ablation; means over seeds; the drop is in logits, {share_of_drop:g} of the dense margin"
     return table_of(f"{caption}{where}", frame)
+
+
+def _mean(values: Sequence[float | int]) -> float:
+    return sum(values) / len(values)
+
+
+def _not_carried(compared: Comparison) -> list[str]:
+    """A sentence for each task that the reference's surface does not carry."""
+    curves = [of_task.curves[compared.methods[compared.reference][0]] for of_task in compared.values()]
+    return [curve.in_words() for curve in curves if not curve.carries]
 
 
 def _dense(compared: Comparison) -> str:
@@ -195,21 +214,18 @@ def _dense(compared: Comparison) -> str:
     return f"Margins of the dense model in logits: {', '.join(words)}."
 
 
-def _cheapest(compared: Comparison, cost: str, sufficiency: float | int) -> str:
-    """Per task the method with the least cost at a sufficiency, and what SWD by our default needs beside it."""
-    words = []
+def _cheapest(compared: Comparison, cost: str, recovered: float | int) -> str:
+    """Per task the method with the least cost, and what SWD by our default needs beside it."""
+    words, threshold = [], Threshold("recovered", recovered)
     for task, of_task in compared.items():
-        least = {name: curve.cost_at(sufficiency=sufficiency, cost=cost) for name, curve in of_task.curves.items()}
+        least = {name: priced(curve, threshold, cost) for name, curve in of_task.curves.items()}
         known = {name: value for name, value in least.items() if value is not None}
         if not known:
             words.append(f"{task}: no method reaches it")
             continue
         best = min(known, key=lambda name: known[name])
-        if known[best] == 0:
-            words.append(f"{task}: the empty circuit of {best} suffices")
-            continue
-        ours = {name: f"{known[name]:,}" if name in known else "never" for name in least if name.startswith("SWD s=")}
+        ours = {name: f"{known[name]:,}" if name in known else "never" for name in compared.in_role("swd")}
         beside = ", ".join(f"{name} {value}" for name, value in ours.items() if name != best)
         words.append(f"{task}: {best} {known[best]:,}" + (f" ({beside})" if beside else ""))
     _, ablation = compared.intervention
-    return f"Fewest {cost} at sufficiency {sufficiency:g}, {ablation} ablation: {'; '.join(words)}."
+    return f"Fewest {cost} at {threshold}, {ablation} ablation: {'; '.join(words)}."

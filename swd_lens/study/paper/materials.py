@@ -50,24 +50,25 @@ class Materials(Replacements):
         return kept_scores(self.parts, (surface, "scores", method, task.name, self.settings["positions"]), scored)
 
     def null(self, surface: str, method: str, make: Any, curve: CostCurve) -> CircuitNull | None:
-        """Random circuits of the edges of a curve's cheapest sufficient circuit; None where it has none but the empty one.
+        """Random circuits of the edges of a curve's cheapest circuit at the threshold; None where it has none but the empty one.
 
         Args:
             make: the method's units, or what makes them.
         """
-        if not curve.cost_at(sufficiency=self.settings["sufficiency"]):
+        threshold = {"recovered": self.settings["recovered"]}
+        if not curve.carries or not curve.cost_at(**threshold):
             return None
         assert curve.scores is not None
         scores, task = curve.scores, self.task(curve.task)
 
         def drawn() -> dict[str, Any]:
             self.on_step(f"random circuits beside that of {method} on {task.name}")
-            circuit = curve.circuit_at(sufficiency=self.settings["sufficiency"])
+            circuit = curve.circuit_at(**threshold)
             units = make() if callable(make) else make
             n = self.settings["random_circuits"]
             return circuit_null(self.model, units, task, scores, circuit=circuit, n=n, dense=self.dense).as_dict()
 
-        asked = (f"{self.settings['sufficiency']:g}", str(self.settings["random_circuits"]))
+        asked = (f"{self.settings['recovered']:g}", str(self.settings["random_circuits"]))
         return self.parts.values((surface, "null", method, task.name, *asked), drawn, CircuitNull.from_dict)
 
     def compare(
@@ -97,6 +98,6 @@ class Materials(Replacements):
             dense=self.dense,
         )
         reference = next(iter(methods))
-        return comparison_over_hosts(
-            protocol, methods, hosts, reference=reference, tolerance=self.settings["tolerance"]
-        )
+        roles = {method: self.roles[method] for method in methods if method in self.roles}
+        how = {"reference": reference, "tolerance": self.settings["tolerance"], "roles": roles}
+        return comparison_over_hosts(protocol, methods, hosts, **how)

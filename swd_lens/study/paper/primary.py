@@ -1,190 +1,228 @@
-"""The primary number: how many times the edges of the best control SWD needs (evidence.md §3). Fixed before anything was run, but
-for which controls count: RESULTS.md has the numbers by the first rule, too.
+"""The primary number: how many times the edges of a control SWD needs (evidence.md §3, measure.md §2).
 
-1. Per task and target: log(edges of SWD / edges of the best control), natural logarithm. The controls are all methods of a
-   comparison that are not SWD and whose CE is at most the tolerance above its own: matched, or nearer the dense model, as exact
-   neurons are. The best is the one with the least edges.
-2. Targets: a sufficiency, and a drop of a share of the dense margin, in logits (the same for every method).
-3. Its interval and p-value: the test prompts are drawn again, the same draws for both methods, and the least prefixes are found
-   anew. A draw in which one of the two reaches the target counts as that one's win; one in which neither does counts for nobody.
-4. p-values of several tasks are adjusted by Holm's method.
-5. A table, a picture, sentences.
+1. A cell is a task on a surface. Targets are the same for every method: a share of what the dense model's margin has beyond the
+   empty circuit, recovered when a circuit is kept, and a share of it taken when one is ablated.
+2. Controls are the methods of these roles whose CE and KL are not worse than SWD's (`Comparison.out_by`). A method of several
+   seeds is one control, of their median cost. Costs are `CostCurve.cost_at`'s: chosen on validation prompts.
+3. Beside which control? The one that is cheapest on the validation prompts is named in each cell, and its ratios are described by
+   their median and by what leaving out one cell does to it; nothing is tested of it, since the best of several wins by chance.
+4. Tested is each control by itself: in how many cells SWD needs fewer edges than it, by an exact sign test, whose unit is the
+   cell; p-values of the controls are adjusted by Holm's method. A cell in which only one of the two has a circuit counts as
+   that one's win. tests/study/paper/test_primary.py simulates the test with exchangeable methods.
+5. MLPs and attention are told apart. A table of cells, a table of controls, a picture, sentences.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from scipy.stats import binomtest
 
 from swd_lens.base.figures import INK, literal, new_figure, style
 from swd_lens.base.record import PlainRecord
 from swd_lens.circuits import Comparison, CostCurve
-from swd_lens.circuits.curve import resampled
+from swd_lens.circuits.measure import Threshold, part_of
 
 _MARKERS = "osD^vP"
-_FAR = 50.0  # of a logarithm: beyond every axis
-_DRAWS, _SEED, _LEVEL, _ALPHA = 2000, 0, 0.95, 0.05
+_ALPHA = 0.05
 
 
 @dataclass(frozen=True)
 class Ratio(PlainRecord):
-    """One task on one surface at one target.
+    """One cell at one target, SWD beside one control.
 
     Attributes:
-        swd, control: names of the methods; "" where no control reaches the target.
+        part: "MLP", "attention" or "both": where the surface is.
+        swd, control: names of the methods; control is "" where no control is matched.
+        cheapest: whether the control is the cheapest on validation prompts in this cell.
         swd_edges, control_edges: None where the target is not reached.
-        log_ratio: above 0: SWD needs more edges. low, high: its 95 % interval. NaN where one of the two has no circuit.
-        p: two-sided, of log_ratio = 0; p_holm: the same after Holm's adjustment over the tasks.
+        carried: whether the surface carries the task under SWD.
     """
 
     task: str
     surface: str
+    part: str
     target: str
     swd: str
     control: str
-    swd_edges: int | None
-    control_edges: int | None
-    log_ratio: float | int
-    low: float | int
-    high: float | int
-    p: float | int
-    p_holm: float | int = math.nan
+    cheapest: bool
+    swd_edges: float | int | None
+    control_edges: float | int | None
+    carried: bool
+
+    @property
+    def log_ratio(self) -> float:
+        """Natural logarithm of SWD's edges over the control's: above 0, SWD needs more. Infinite where only one of the two has a
+        circuit, NaN where neither has.
+        """
+        if self.swd_edges is None and self.control_edges is None:
+            return math.nan
+        if self.swd_edges is None or self.control_edges is None:
+            return math.inf if self.swd_edges is None else -math.inf
+        return math.log(max(self.swd_edges, 1) / max(self.control_edges, 1))
+
+
+@dataclass(frozen=True)
+class Test(PlainRecord):
+    """SWD beside one control, over cells.
+
+    Attributes:
+        fewer, more: cells in which SWD needs fewer edges than the control, and more.
+        median: of SWD's edges over the control's; infinite or zero where only one of the two has a circuit.
+        p: two-sided sign test; NaN without cells. p_holm: after Holm's adjustment over the controls.
+    """
+
+    part: str
+    target: str
+    swd: str
+    control: str
+    fewer: int
+    more: int
+    median: float
+    p: float
+    p_holm: float = math.nan
+
+
+# ---------------------------------------------------------------------------------------------- cells
 
 
 def ratios(
-    comparison: Comparison, swd: str, surface: str, *, sufficiency: float | int, share_of_drop: float | int
+    comparison: Comparison, swd: str, surface: str, *, recovered: float | int, share_of_drop: float | int
 ) -> list[Ratio]:
-    """The primary number of a method on every task of a comparison, at both targets, before Holm's adjustment.
+    """SWD beside every matched control, in every task of a comparison, at both targets.
 
     Args:
-        swd: the method that CE is matched to.
+        swd: the method that CE and KL are matched to.
         surface: what its methods replace.
-        share_of_drop: of the dense margin.
+        recovered, share_of_drop: of what the dense model's margin has beyond the empty circuit.
     """
-    controls = [name for name in comparison.methods if not name.startswith("SWD") and _no_worse(comparison, name, swd)]
+    matched_to_swd = replace(comparison, reference=swd)
+    controls = [name for name in comparison.in_role("control", "trained") if matched_to_swd.matched(name)]
     of_all = []
-    for target in (f"sufficiency {sufficiency:g}", f"drop of {share_of_drop:g} of the margin"):
-        of_all += [
-            _ratio(
-                of_task.curves,
-                task,
-                surface,
-                target,
-                swd,
-                [n for c in controls for n in comparison.methods[c]],
-                sufficiency,
-                share_of_drop,
+    for task, of_task in comparison.items():
+        curve = of_task.curves[swd]
+        whole = curve.q_dense - curve.q_empty
+        for target, threshold in (
+            (f"recovered {recovered:g}", Threshold("recovered of dense", recovered)),
+            (f"a drop of {share_of_drop:g}", Threshold("drop", share_of_drop * whole)),
+        ):
+            head = (task, surface, part_of(curve.settings.get("units", ())), target, swd)
+            own = _least([curve], threshold)
+            of_control = {name: [of_task.curves[seed] for seed in comparison.methods[name]] for name in controls}
+            chosen = {name: _least(curves, threshold, on_validation=True) for name, curves in of_control.items()}
+            cheapest = min(
+                (name for name in controls if chosen[name] is not None), key=chosen.__getitem__, default=None
             )
-            for task, of_task in comparison.items()
-        ]
+            of_all += [
+                Ratio(*head, name, name == cheapest, own, _least(curves, threshold), curve.carries)
+                for name, curves in of_control.items()
+            ] or [Ratio(*head, "", False, own, None, curve.carries)]
     return of_all
 
 
-def _no_worse(comparison: Comparison, control: str, swd: str) -> bool:
-    """Whether the control's CE is at most the tolerance above SWD's."""
-    theirs, ours = comparison.ce_difference(control), comparison.ce_difference(swd)
-    return theirs is not None and ours is not None and theirs - ours <= comparison.tolerance
+def _least(curves: Sequence[CostCurve], threshold: Threshold, *, on_validation: bool = False) -> float | None:
+    """The median over seeds of the least edges that reach the threshold; None where half of them or more do not, or do not carry
+    the task.
+
+    Args:
+        on_validation: on the validation prompts, by which a control is chosen; else on the test prompts.
+    """
+    least = []
+    for curve in curves:
+        rows = curve.validation if on_validation and len(curve.validation) else curve.rows
+        reached = rows.loc[threshold.reached(rows), "edges"]
+        least.append(float(reached.min()) if curve.carries and len(reached) else math.inf)
+    median = statistics.median(least)
+    return median if math.isfinite(median) else None
 
 
-def adjusted(ratios: Sequence[Ratio]) -> list[Ratio]:
-    """The same with each method's p-values at each target adjusted over the tasks (of all surfaces)."""
-    tests = dict.fromkeys((each.swd, each.target) for each in ratios)
-    return [each for test in tests for each in holm([ratio for ratio in ratios if (ratio.swd, ratio.target) == test])]
+# ---------------------------------------------------------------------------------------------- controls
 
 
-def _ratio(
-    curves: Mapping[str, CostCurve],
-    task: str,
-    surface: str,
-    target: str,
-    swd: str,
-    controls: Sequence[str],
-    sufficiency: float | int,
-    share_of_drop: float | int,
-) -> Ratio:
-    """At the sufficiency, or, where the target names a drop, at that."""
-    by_drop = target.startswith("drop")
-    need = share_of_drop * curves[swd].q_dense if by_drop else sufficiency
-    least = {name: _least(curves[name], need, by_drop) for name in (swd, *controls)}
-    reaching = [name for name in controls if math.isfinite(float(least[name]))]
-    control = min(reaching, key=lambda name: float(least[name]), default="")
-    edges = {name: int(value) if math.isfinite(float(value)) else None for name, value in least.items()}
-    our_edges, their_edges = edges[swd], edges.get(control)
-    if not our_edges or not their_edges:
-        return Ratio(task, surface, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
-    # The same draws of prompts for both: `resampled` draws by the seed.
-    swd_least, control_least = (_least(curves[name], need, by_drop, _DRAWS) for name in (swd, control))
-    known = swd_least.isfinite() | control_least.isfinite()
-    draws = (swd_least.clamp_min(1).log() - control_least.clamp_min(1).log())[known].sort().values
-    if not len(draws):
-        return Ratio(task, surface, target, swd, control, our_edges, their_edges, *(math.nan,) * 4)
-    cut = int((1 - _LEVEL) / 2 * (len(draws) - 1))
-    below, above = ((draws <= 0).sum() + 1) / (len(draws) + 1), ((draws >= 0).sum() + 1) / (len(draws) + 1)
-    log_ratio = math.log(our_edges / their_edges)
-    p = min(1.0, 2 * float(torch.minimum(below, above)))
-    return Ratio(
-        task,
-        surface,
-        target,
-        swd,
-        control,
-        our_edges,
-        their_edges,
-        log_ratio,
-        float(draws[cut]),
-        float(draws[-1 - cut]),
-        p,
-    )
+def tests(ratios: Sequence[Ratio]) -> list[Test]:
+    """A sign test of each control over its cells, with Holm's adjustment over the controls of a part, target and method."""
+    of_groups: dict[tuple[str, str, str], dict[str, list[Ratio]]] = {}
+    for each in ratios:
+        if each.control and each.carried and not math.isnan(each.log_ratio):
+            of_groups.setdefault((each.part, each.target, each.swd), {}).setdefault(each.control, []).append(each)
+    return [
+        test
+        for group, of_controls in of_groups.items()
+        for test in holm([_test(*group, control, cells) for control, cells in of_controls.items()])
+    ]
 
 
-def _least(curve: CostCurve, need: float | int, by_drop: bool, draws: int = 0) -> Float[Tensor, "*draw"]:
-    """The least edges of a prefix that reaches a sufficiency or a drop in logits, on all prompts or in each draw of them;
-    infinity where none does."""
-    margins = {name: torch.atleast_2d(values).double() for name, values in curve.margins.items()}
-    q = {name: resampled(of, draws, _SEED) if draws else of.mean(1)[None] for name, of in margins.items()}
-    kept = (q["keep"] >= need * q["unpruned"]) & (q["unpruned"] > 0)
-    reached = q["unpruned"] - q["ablate"] >= need if by_drop else kept
-    edges = torch.tensor(curve.rows["edges"].tolist(), dtype=torch.float64)
-    least = torch.where(reached, edges, torch.inf).amin(1)
-    return least if draws else least[0]
+def _test(part: str, target: str, swd: str, control: str, cells: Sequence[Ratio]) -> Test:
+    fewer, more = (sum(sign * each.log_ratio < 0 for each in cells) for sign in (1, -1))
+    p = float(binomtest(fewer, fewer + more).pvalue) if fewer + more else math.nan
+    return Test(part, target, swd, control, fewer, more, math.exp(statistics.median(r.log_ratio for r in cells)), p)
 
 
-def holm(of_tasks: Sequence[Ratio]) -> list[Ratio]:
-    """The same with p-values adjusted over them; those without one are left out of the count."""
-    tested = sorted((r for r in of_tasks if r.p == r.p), key=lambda r: r.p)
-    of_task, largest = {}, 0.0
-    for rank, each in enumerate(tested):
-        largest = max(largest, min(1.0, (len(tested) - rank) * each.p))
-        of_task[each.task, each.surface] = largest
-    return [replace(each, p_holm=of_task.get((each.task, each.surface), math.nan)) for each in of_tasks]
+def holm(of_controls: Sequence[Test]) -> list[Test]:
+    """These tests with p-values adjusted over them; those without one are left out of the count."""
+    tested = sorted((test for test in of_controls if test.p == test.p), key=lambda test: test.p)
+    adjusted, largest = {}, 0.0
+    for rank, test in enumerate(tested):
+        largest = max(largest, min(1.0, (len(tested) - rank) * test.p))
+        adjusted[test.control] = largest
+    return [replace(test, p_holm=adjusted.get(test.control, math.nan)) for test in of_controls]
+
+
+# ---------------------------------------------------------------------------------------------- shown
 
 
 def table_of_ratios(ratios: Sequence[Ratio]) -> pd.DataFrame:
-    """One row per task and target."""
+    """One row per cell, target and method: its edges beside those of the control that is cheapest on validation prompts."""
+    shown = [each for each in ratios if each.cheapest or not _has_cheapest(each, ratios)]
+    rows = dict.fromkeys((each.task, each.surface, each.target, each.swd) for each in shown)
+    firsts = [next(each for each in shown if (each.task, each.surface, each.target, each.swd) == row) for row in rows]
     return pd.DataFrame(
         {
             "task": each.task,
             "surface": each.surface,
             "target": each.target,
             "method": each.swd,
+            "carried": "yes" if each.carried else "no",
             "its edges": each.swd_edges,
-            "best control": each.control or None,
-            "control's edges": each.control_edges,
-            "log ratio": each.log_ratio,
-            "low": each.low,
-            "high": each.high,
+            "cheapest control": each.control if each.cheapest else None,
+            "control's edges": each.control_edges if each.cheapest else None,
+            "ratio": _finite(each.log_ratio) if each.cheapest else None,
+        }
+        for each in firsts
+    ).astype({"its edges": "Float64", "control's edges": "Float64", "ratio": "Float64"})
+
+
+def _has_cheapest(one: Ratio, ratios: Sequence[Ratio]) -> bool:
+    cell = (one.task, one.surface, one.target, one.swd)
+    return any(each.cheapest and (each.task, each.surface, each.target, each.swd) == cell for each in ratios)
+
+
+def _finite(log_ratio: float) -> float | None:
+    return math.exp(log_ratio) if math.isfinite(log_ratio) else None
+
+
+def table_of_tests(tests: Sequence[Test]) -> pd.DataFrame:
+    """One row per part, target, method and control."""
+    return pd.DataFrame(
+        {
+            "part": each.part,
+            "target": each.target,
+            "method": each.swd,
+            "control": each.control,
+            "fewer edges in": each.fewer,
+            "more edges in": each.more,
+            "median ratio": each.median if math.isfinite(each.median) else None,
+            "p": each.p,
             "p (Holm)": each.p_holm,
         }
-        for each in ratios
-    ).astype({"its edges": "Int64", "control's edges": "Int64"})
+        for each in tests
+    )
 
 
 def plot(ratios: Sequence[Ratio]):
-    """Times the best control's edges, with its interval: a panel per target, a row per task; a matplotlib Figure."""
+    """Times the edges of every control: a panel per target, a row per cell, the cheapest control filled; a matplotlib Figure."""
     cells = list(dict.fromkeys((each.task, each.surface) for each in ratios))
     methods = list(dict.fromkeys(each.swd for each in ratios))
     targets = list(dict.fromkeys(each.target for each in ratios))
@@ -192,25 +230,22 @@ def plot(ratios: Sequence[Ratio]):
     figure, axes = new_figure(1, len(targets), width=3.4, height=height)
     for ax, target in zip(axes[0], targets, strict=True):
         for i, method in enumerate(methods):
-            known = [r for r in ratios if r.target == target and r.swd == method and not math.isnan(r.log_ratio)]
-            rows = [
-                cells.index((r.task, r.surface)) + (i - (len(methods) - 1) / 2) * 0.75 / len(methods) for r in known
-            ]
-            times = [math.exp(r.log_ratio) for r in known]
-            look = {"color": style(i)["color"], "marker": _MARKERS[i % len(_MARKERS)]}
-            for r, row in zip(known, rows, strict=True):
-                # An end without bound (no circuit in some draws) leaves the panel.
-                ends = [math.exp(min(max(end, -_FAR), _FAR)) for end in (r.low, r.high)]
-                ax.plot(ends, [row, row], color=look["color"], linewidth=1.2, scalex=False)
-            ax.scatter(times, rows, s=22, label=literal(method), zorder=3, **look)
+            known = [r for r in ratios if (r.target, r.swd) == (target, method) and math.isfinite(r.log_ratio)]
+            shift = (i - (len(methods) - 1) / 2) * 0.75 / len(methods)
+            look = {"marker": _MARKERS[i % len(_MARKERS)], "edgecolors": style(i)["color"]}
+            for cheapest, face in ((False, "none"), (True, style(i)["color"])):
+                shown = [r for r in known if r.cheapest == cheapest]
+                rows = [cells.index((r.task, r.surface)) + shift for r in shown]
+                label = literal(method) if cheapest else None
+                ax.scatter([math.exp(r.log_ratio) for r in shown], rows, s=22, label=label, facecolors=face, **look)
         ax.axvline(1, color=INK, linewidth=0.9)
-        finite = [end for r in ratios for end in (r.low, r.log_ratio, r.high) if math.isfinite(end)]
+        finite = [r.log_ratio for r in ratios if math.isfinite(r.log_ratio)]
         ax.set_xscale("log")
         ax.set_xlim(math.exp(min([*finite, -0.7]) - 0.2), math.exp(max([*finite, 0.7]) + 0.2))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_ylim(len(cells) - 0.5, -0.5)
         ax.set_yticks(range(len(cells)), [literal(f"{task}\n{surface}") for task, surface in cells], fontsize=8)
-        ax.set_xlabel("times the edges of the best control", fontsize=9, color=INK)
+        ax.set_xlabel("times a control's edges (filled: the cheapest)", fontsize=9, color=INK)
         ax.set_title(literal(target), fontsize=9, color=INK)
     for ax in axes[0, 1:]:
         ax.set_yticklabels([])
@@ -219,29 +254,42 @@ def plot(ratios: Sequence[Ratio]):
     return figure
 
 
-def in_words(ratios: Sequence[Ratio]) -> list[str]:
-    """A sentence per target: how many times the best control's edges each method has, and in how many tasks significantly."""
+def in_words(ratios: Sequence[Ratio], tested: Sequence[Test]) -> list[str]:
+    """A sentence per part and target: the ratios to the cheapest control, what is missing, and which controls differ."""
     sentences = []
-    for target in dict.fromkeys(each.target for each in ratios):
-        at_target = [each for each in ratios if each.target == target]
-        if all(math.isnan(each.log_ratio) for each in at_target):
-            sentences.append(f"At {target} no task has both a circuit of SWD and a control of no worse CE with one.")
-            continue
-        n_tasks = len({(each.task, each.surface) for each in at_target})
-        words = [_of_method(name, at_target) for name in dict.fromkeys(each.swd for each in at_target)]
+    for part, target in dict.fromkeys((each.part, each.target) for each in ratios):
+        of_target = [each for each in ratios if (each.part, each.target) == (part, target)]
+        methods = dict.fromkeys(each.swd for each in of_target)
+        words = [_of_method([r for r in of_target if r.swd == name], name) for name in methods]
+        differ = [
+            _differing(test) for test in tested if (test.part, test.target) == (part, target) and test.p_holm < _ALPHA
+        ]
+        said = "; ".join(differ) or "no control differs beyond chance over the cells (sign test, Holm)"
         sentences.append(
-            f"At {target}, edges over those of the best control of no worse CE (geometric mean over tasks with both, of "
-            f"{n_tasks}; tasks with significantly fewer / more): {'; '.join(filter(None, words))}."
+            f"{part}, {target}, edges over those of the cheapest control: {'; '.join(words)}. {said[:1].upper()}{said[1:]}."
         )
     return sentences
 
 
-def _of_method(name: str, at_target: Sequence[Ratio]) -> str:
-    """ "SWD s=0.5 3.1 (0 / 2)"; nothing where no task has both circuits."""
-    known = [each for each in at_target if each.swd == name and not math.isnan(each.log_ratio)]
-    if not known:
-        return ""
-    significant = [each for each in known if each.p_holm < _ALPHA]
-    fewer = sum(each.log_ratio < 0 for each in significant)
-    mean = math.exp(sum(each.log_ratio for each in known) / len(known))
-    return f"{name} {mean:.3g} ({fewer} / {len(significant) - fewer})"
+def _of_method(of_method: Sequence[Ratio], name: str) -> str:
+    """ "SWD s=0.5 in the median 3.1 (2.0 to 3.6 leaving out one) of 4 cells, 1 not carried"."""
+    cells = {(each.task, each.surface): each for each in of_method}
+    cells |= {(each.task, each.surface): each for each in of_method if each.cheapest}
+    logs = [
+        each.log_ratio for each in cells.values() if each.cheapest and each.carried and math.isfinite(each.log_ratio)
+    ]
+    not_carried = sum(not each.carried for each in cells.values())
+    without = len(cells) - not_carried - len(logs)
+    missing = f", {not_carried} of {len(cells)} cells not carried" if not_carried else ""
+    missing += f", {without} without a circuit of both" if without else ""
+    if not logs:
+        return f"{name} none{missing}"
+    left_out = [statistics.median(logs[:i] + logs[i + 1 :]) for i in range(len(logs))] if len(logs) > 1 else []
+    spread = f" ({math.exp(min(left_out)):.3g} to {math.exp(max(left_out)):.3g} leaving out one)" if left_out else ""
+    return f"{name} {math.exp(statistics.median(logs)):.3g}{spread} in the median of {len(logs)}{missing}"
+
+
+def _differing(test: Test) -> str:
+    fewer = test.fewer > test.more
+    cells = f"{max(test.fewer, test.more)} of {test.fewer + test.more} cells (p = {test.p_holm:.2g})"
+    return f"{test.swd} needs {'fewer' if fewer else 'more'} edges than {test.control} in {cells}"

@@ -11,6 +11,8 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.circuits import Comparison
+from swd_lens.circuits.comparison import priced
+from swd_lens.circuits.measure import Threshold
 from swd_lens.study.data_efficiency import data_efficiency
 from swd_lens.study.efficiency import DataEfficiency
 from swd_lens.study.paper.circuit_items import costs_table
@@ -30,7 +32,7 @@ def tokens_needed(materials: Materials, settings: ItemSettings) -> ItemResult:
         for s in sparsities
         for solver in ("SWD (paper)", "SWD")
     }
-    methods |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    methods |= materials.trained_methods(site, settings["trained"])
     materials.on_step(f"measure {site} after {len(counts)} numbers of tokens")
     measured = data_efficiency(
         materials.model,
@@ -101,15 +103,16 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
     """Factors without and with calibration over sparsities: weights, behaviour, circuits; beside neurons and a transcoder."""
     site, grid = settings["site"], settings["grid"]
     label = settings["solver"]
-    methods: dict[str, Any] = {
+    made = {
         _named(s, without): partial(materials.swd, site, s, label, tokens=0 if without else None)
         for s in grid
         for without in (True, False)
     }
+    methods = materials.as_role("swd", made)
     frontier = {"Neurons": materials.exact(site)["Neurons"]}
     pruned = materials.pruned(site, settings["sparsities"])
     frontier |= {name: make for name, make in pruned.items() if name.startswith("Neurons")}
-    frontier |= {spec["label"]: partial(materials.trained, site, spec) for spec in settings["trained"]}
+    frontier |= materials.trained_methods(site, settings["trained"])
     compared = materials.compare(f"{site}, {label}", {**methods, **frontier})
     points = [
         _point(materials, compared, site, s, without, methods[_named(s, without)])
@@ -117,7 +120,7 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
         for without in (True, False)
     ]
     swept = Sweep(
-        points, (0.5, settings["sufficiency"]), (settings["share_of_drop"],), settings["tolerance"], {"site": site}
+        points, (0.5, settings["recovered"]), (settings["share_of_drop"],), settings["tolerance"], {"site": site}
     )
     table = swept.table()
     shown: Any = table[[name for name in table if ":" not in str(name)]]
@@ -126,11 +129,11 @@ def zero_data(materials: Materials, settings: ItemSettings) -> ItemResult:
         "Relative Frobenius norm of the error, zero-data beside calibrated: "
         + "; ".join(f"s={s:g} {without:.3f} beside {with_:.3f}" for s, (without, with_) in best.items())
         + ".",
-        *_smallest_circuits(points, settings["sufficiency"]),
+        *_smallest_circuits(points, settings["recovered"]),
     ]
     tables = [
         table_of("Weights and behaviour", shown),
-        costs_table(compared, "mean", sufficiency=settings["sufficiency"], share_of_drop=settings["share_of_drop"]),
+        costs_table(compared, "mean", recovered=settings["recovered"], share_of_drop=settings["share_of_drop"]),
     ]
     frontiers = compared.without([_named(s, False) for s in grid])
     pictures = [
@@ -175,15 +178,11 @@ def _relative(points: list[SweepPoint], sparsity: float | int) -> tuple[float, f
     return of_s[True], of_s[False]
 
 
-def _smallest_circuits(points: list[SweepPoint], sufficiency: float | int) -> list[str]:
-    """Per task the zero-data circuit of fewest units that reaches the sufficiency, over all sparsities."""
-    words = []
+def _smallest_circuits(points: list[SweepPoint], recovered: float | int) -> list[str]:
+    """Per task the zero-data circuit of fewest units that reaches the threshold, over all sparsities."""
+    words, threshold = [], Threshold("recovered", recovered)
     for task in points[0].curves:
-        costs = [
-            (point.curves[task].cost_at(sufficiency=sufficiency, cost="units"), point)
-            for point in points
-            if point.zero_data
-        ]
+        costs = [(priced(point.curves[task], threshold, "units"), point) for point in points if point.zero_data]
         known = [(cost, point.sparsity) for cost, point in costs if cost is not None]
         words.append(f"{task} never" if not known else "{}: {:,} at s={:g}".format(task, *min(known)))
-    return [f"Fewest units of a zero-data circuit at sufficiency {sufficiency:g}: {'; '.join(words)}."]
+    return [f"Fewest units of a zero-data circuit at {threshold}: {'; '.join(words)}."]

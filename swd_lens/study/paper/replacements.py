@@ -6,7 +6,9 @@
 3. A method's name stands for one replacement of a surface in the whole folder.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -44,7 +46,20 @@ SOLVERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Replacements(Sources):
-    """What the methods of the items are; arguments as for `Sources`."""
+    """What the methods of the items are; arguments as for `Sources`.
+
+    Attributes:
+        roles: method -> its role in comparisons, of every method that was asked for.
+    """
+
+    @functools.cached_property
+    def roles(self) -> dict[str, str]:
+        return {}
+
+    def as_role(self, role: str, methods: Mapping[str, Any]) -> dict[str, Any]:
+        """These methods, from now on known in this role ("swd", "control", "paper" or "trained")."""
+        self.roles.update(dict.fromkeys(methods, role))
+        return dict(methods)
 
     @property
     def workers(self) -> int:
@@ -97,18 +112,19 @@ class Replacements(Sources):
         fitted_on = {s: (tokens or {}).get(s, usual) for s in sparsities}
         # Fitted to other text it is another replacement, and needs another name.
         more = {s: f", {n:,} tokens" if n != usual else "" for s, n in fitted_on.items()}
-        return {
-            f"{solver} s={s:g}{more[s]}": partial(self.swd, sites, s, solver, tokens=fitted_on[s])
-            for s in sparsities
-            for solver in SOLVERS
-        }
+        methods: dict[str, Any] = {}
+        for s, (solver, how) in itertools.product(sparsities, SOLVERS.items()):
+            made = {f"{solver} s={s:g}{more[s]}": partial(self.swd, sites, s, solver, tokens=fitted_on[s])}
+            methods |= self.as_role("paper" if how.get("preset") == "paper" else "swd", made)
+        return methods
 
     def exact(self, sites: Any) -> dict[str, Any]:
         """Method -> what makes exact factors of W: its neurons, and its singular vectors."""
-        return {
+        made = {
             "Neurons": partial(baselines.neurons, self.model, sites),
             "SVD": partial(baselines.svd, self.model, sites),
         }
+        return self.as_role("control", made)
 
     def pruned(self, sites: Any, sparsities: Sequence[float]) -> dict[str, Any]:
         """Method -> what makes factors of those pruned to the same number of edges."""
@@ -116,9 +132,14 @@ class Replacements(Sources):
             "Neurons pruned": {"preset": "pruned", "basis": "neurons"},
             "SVD pruned": {"preset": "svd_pruned"},
         }
-        return {
+        made = {
             f"{label} s={s:g}": partial(self.swd, sites, s, **how) for s in sparsities for label, how in presets.items()
         }
+        return self.as_role("control", made)
+
+    def trained_methods(self, site: str, specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Method -> what trains it, see `trained`."""
+        return self.as_role("trained", {spec["label"]: partial(self.trained, site, spec) for spec in specs})
 
     def trained(self, site: str, spec: Mapping[str, Any], keep: Sequence[int] | None = None) -> LearnedUnits:
         """A baseline trained on the profile's text, now or earlier.

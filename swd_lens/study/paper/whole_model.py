@@ -63,9 +63,12 @@ def full_model(materials: Materials, settings: ItemSettings) -> ItemResult:
         hosts["trained sparse"] = second.load()
         methods["trained sparse"] = partial(baselines.channels_of, hosts["trained sparse"], settings["circuit_sites"])
     methods["the dense model's channels"] = partial(baselines.neurons, model, settings["circuit_sites"])
+    roles = {SWD_FT: "swd", "trained sparse": "trained", "the dense model's channels": "control"}
+    for method in methods:
+        materials.as_role(roles[method], {method: methods[method]})
     compared = materials.compare("full model", methods, hosts=hosts)
     table = pd.DataFrame(rows)
-    how = {"sufficiency": settings["sufficiency"], "share_of_drop": settings["share_of_drop"]}
+    how = {"recovered": settings["recovered"], "share_of_drop": settings["share_of_drop"]}
     tables = [table_of("Cross-entropy on held-out text", table), costs_table(compared, "mean", **how)]
     if replaced.samples is not None:
         tables.append(table_of("What the models write on", replaced.samples.table()))
