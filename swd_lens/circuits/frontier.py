@@ -97,6 +97,7 @@ def evaluate(
     require_no_dropout(model)
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
+        attachment.factors.require_made_for(scores.settings, "this ranking")
         edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
         lengths = _lengths(grid, scores, edges)
         ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])

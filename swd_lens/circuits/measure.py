@@ -58,7 +58,7 @@ class Carried:
 
     Attributes:
         logits: Q(full) - Q(empty).
-        se: its standard error, paired over prompts; NaN of a single prompt.
+        se: its standard error, paired over prompts; NaN of a single prompt, of which only its own margins are asked.
         q_dense: the dense host's mean margin.
     """
 
@@ -74,7 +74,8 @@ class Carried:
     @property
     def enough(self) -> bool:
         """Whether the surface carries the task: above two standard errors, and above a twentieth of |Q(dense)|."""
-        return self.logits > _LEAST_ERRORS * self.se and self.logits > _LEAST_SHARE * abs(self.q_dense)
+        beyond_error = math.isnan(self.se) or self.logits > _LEAST_ERRORS * self.se
+        return beyond_error and self.logits > _LEAST_SHARE * abs(self.q_dense)
 
 
 @dataclass(frozen=True)

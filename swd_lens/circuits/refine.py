@@ -182,6 +182,8 @@ def _surest(stop: "_Search", tried: Bool[Tensor, "circuit unit"], n_test: int) -
 def _room(contrast: Float[Tensor, "circuit prompt"], n_test: int) -> Float[Tensor, " circuit"]:
     """How far a mean over `n_test` further prompts may lie below the mean of these: one-sided 95 %."""
     n = contrast.shape[1]
+    if n == 1:  # one prompt says nothing of others: the search is about it alone
+        return torch.zeros(len(contrast), dtype=contrast.dtype)
     return t_quantile(n, _SURE) * contrast.std(1) * math.sqrt(1 / n + 1 / n_test)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swd_lens.circuits import intervention_hooks
 from swd_lens.hosts.sites import hook_name
 from swd_lens.tasks.task import TaskSplit
+from swd_lens.units import attach
 
 
 def able_split(n: int = 7, seed: int = 6, name: str = "test", same_lengths: bool = True) -> TaskSplit:
@@ -33,6 +35,20 @@ def able_split(n: int = 7, seed: int = 6, name: str = "test", same_lengths: bool
         distractor_ids=tuple((o[1], o[-1]) for o in order),
         corrupt=tuple(torch.randint(0, 20, (length,), generator=generator) for length in lengths),
     )
+
+
+def carried_by(model: Any, factors: Any, scores: Any, split: TaskSplit) -> TaskSplit:
+    """The same prompts, with what the model says of each, and most of it by these units beyond their means, as the right answer, and
+    its opposite as the wrong one: a task that these units carry."""
+    right, wrong = [], []
+    with attach(model, factors), torch.no_grad():
+        for prompt in split.tokens:
+            empty = last_logits(model, prompt, intervention_hooks(scores, [], "keep"))
+            full = last_logits(model, prompt)
+            order = (full + 3 * (full - empty)).argsort().tolist()
+            right.append((order[-1],))
+            wrong.append((order[0], order[1]))
+    return replace(split, answer_ids=tuple(right), distractor_ids=tuple(wrong))
 
 
 def margin_of(logits: Tensor, split: Any, i: int) -> Tensor:

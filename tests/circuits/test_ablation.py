@@ -82,7 +82,7 @@ def test_corrupt_prompts_that_lack_or_do_not_fit_are_named(toy):
     model, factors = toy
     split = able_split(same_lengths=False)
     scoring, everywhere = (attribute(model, factors, TRAIN, positions=p) for p in ("scoring", "all"))
-    evaluate(model, factors, split, scoring, ablation="resample", bootstrap=0)
+    evaluate(model, factors, split, scoring, ablation="resample")
     with pytest.raises(
         TaskError, match=r"same length; \d of 7 test prompts of 'by hand' differ, the first has \d tokens"
     ):

@@ -5,25 +5,28 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 
+from swd_lens.base.errors import NotCarriedWarning
 from swd_lens.circuits import CostCurve, UnitScores, attribute, evaluate
 from swd_lens.circuits.curve import MIB_FRACTIONS
-from tests.circuits.slow import able_split
+from tests.circuits.slow import carried_by
 from tests.contract import swd_zero_data
 from tests.micro import identity_factors, micro_model, random_split, split_of, toy_model
 
 # Not monotone: 2 units reach more than 3 do. Unit 3 of the ranking has no edges.
-#   k  edges  sufficiency  drop
-#   0      0          0.1   0.0
-#   1     10          0.5   1.0
-#   2     14          0.9   1.5
-#   3     14          0.8   3.0
-#   4     30          1.0   2.0
+#   k  edges  sufficiency  recovered  drop
+#   0      0          0.1       0      0.0
+#   1     10          0.5       4/9    1.0
+#   2     14          0.9       8/9    1.5
+#   3     14          0.8       7/9    3.0
+#   4     30          1.0       1      2.0
 ROWS = pd.DataFrame(
     {
         "units": [0, 1, 2, 3, 4],
         "edges": [0, 10, 14, 14, 30],
+        "recovered": [0.0, 4 / 9, 8 / 9, 7 / 9, 1.0],
         "sufficiency": [0.1, 0.5, 0.9, 0.8, 1.0],
         "drop": [0.0, 1.0, 1.5, 3.0, 2.0],
         "q keep": [1.0, 5.0, 9.0, 8.0, 10.0],
@@ -34,7 +37,9 @@ EDGES = {"s": torch.tensor([16, 10, 0, 4])}  # ranking: units 1, 3, 2, 0
 
 
 def curve(rows=ROWS, settings=None, **more):
-    return CostCurve(rows, "t", 11.0, 10.0, 1.0, 1.0, settings or {}, SCORES, EDGES, **more)
+    about = {"units": {"s": 4}, **(settings or {})}
+    how = {"carried_se": 0.5, "settings": about, "scores": SCORES, "edges": EDGES, **more}
+    return CostCurve(rows=rows, task="t", q_dense=11.0, q_full=10.0, q_empty=1.0, accuracy_dense=1.0, accuracy_full=1.0, **how)
 
 
 # ---------------------------------------------------------------------------------------------- cost_at
@@ -43,6 +48,10 @@ def curve(rows=ROWS, settings=None, **more):
 @pytest.mark.parametrize(
     ("how", "edges", "units"),
     [
+        ({}, 30, 4),  # 0.9 recovered
+        ({"recovered": 0.8}, 14, 2),
+        ({"recovered": 0.0}, 0, 0),
+        ({"recovered": 1.1}, None, None),
         ({"sufficiency": 0.05}, 0, 0),
         ({"sufficiency": 0.1}, 0, 0),
         ({"sufficiency": 0.11}, 10, 1),
@@ -67,7 +76,7 @@ def test_cost_at(how, edges, units):
     assert curve().cost_at(**how) == edges
     assert curve().cost_at(**how, cost="units") == units
     if units is None:
-        with pytest.raises(ValueError, match=r"no prefix of 't' reaches [13]\.\d+; the highest [a-z ]+ is [13]\.000"):
+        with pytest.raises(ValueError, match=r"no prefix of 't' reaches [13]\.\d+ on the test prompts; the highest [a-z ]+ is [13]\.000"):
             curve().circuit_at(**how)
     else:
         assert curve().circuit_at(**how, cost="units").n_units == units
@@ -79,13 +88,48 @@ def test_no_fraction_of_a_drop_that_is_not_there():
     assert curve(helps).cost_at(drop=0.5) == 10  # in logits there is one
 
 
+def test_what_is_chosen_on_validation_prompts_is_measured_on_test_prompts():
+    validation = ROWS.assign(recovered=[0.0, 0.95, 0.2, 0.8, 1.0], sufficiency=[0.1, 0.9, 0.1, 0.8, 1.0])
+    one = curve(validation=validation)
+    assert (curve().chosen_on, one.chosen_on) == ("test", "validation")
+    assert (curve().cost_at(), one.cost_at()) == (30, 10)
+    assert one.row_at()["recovered"] == 4 / 9  # which the test prompts say of it
+    assert one.cost_at(sufficiency=0.85) == 10 and one.circuit_at(sufficiency=0.85).n_units == 1
+    assert "1 units with 10 active edges recover 44% of it" in one.in_words()
+    with pytest.raises(ValueError, match="on the validation prompts; the highest sufficiency is 1.000"):
+        one.circuit_at(sufficiency=1.01)
+
+
+def test_a_surface_that_does_not_carry_the_task_has_a_sentence_and_no_cost():
+    # Carried is 9 of 11 logits: not above two errors of 4.6; and 9 of 200 is less than a twentieth.
+    for one in (curve(carried_se=4.6), replace(curve(), q_dense=200.0)):
+        assert not one.carries
+        assert "s does not carry t: with all units the margin is 10.00, with every unit at its reference" in one.in_words()
+        for call in (one.cost_at, one.row_at):
+            with pytest.warns(NotCarriedWarning, match="No circuit of these units has a cost"):
+                assert call(sufficiency=0.05) is None
+        with pytest.raises(ValueError, match="No circuit of these units can be chosen"):
+            one.circuit_at()
+        assert one.smallest_admissible() is None and one.circuit(2).n_units == 2
+    assert curve(carried_se=4.4).carries
+    # Of a single prompt there is no error: what it does on that prompt is all that is asked.
+    assert curve(carried_se=float("nan")).carries
+
+
+def test_the_smallest_admissible_prefix_beats_random_sets():
+    random = ROWS.assign(**{"random drop": [np.nan, 1.2, 1.4, 0.5, np.nan]})
+    assert curve(validation=random).smallest_admissible()["units"] == 2  # the first whose drop is above
+    assert curve(validation=random.assign(**{"random drop": 9.0})).smallest_admissible() is None
+    assert curve(validation=ROWS).smallest_admissible() is None and curve().smallest_admissible() is None
+
+
 def test_circuit_at_is_the_prefix_that_cost_at_prices():
     circuit = curve().circuit_at(sufficiency=0.8)
     # Of the two prefixes of 14 edges the shorter one.
     assert circuit.units == (("s", 1), ("s", 3)) and circuit.n_edges == 14
     assert circuit.provenance["kind"] == "prefix"
-    assert circuit.provenance["chosen_at"] == {"sufficiency": 0.8, "cost": "edges"}
-    assert curve().circuit_at(drop=1.5).provenance["chosen_at"] == {"drop": 1.5, "cost": "edges"}
+    assert circuit.provenance["chosen_at"] == {"sufficiency": 0.8, "cost": "edges", "chosen_on": "test"}
+    assert curve().circuit_at(drop=1.5).provenance["chosen_at"] == {"drop": 1.5, "cost": "edges", "chosen_on": "test"}
     assert curve().circuit(4).n_edges == 30 and curve().circuit(0).units == ()
     with pytest.raises(ValueError, match=r"n_units must lie in 0 \.\. 4, got 5"):
         curve().circuit(5)
@@ -93,53 +137,57 @@ def test_circuit_at_is_the_prefix_that_cost_at_prices():
 
 def test_min_cost():
     # From above: 1.0 costs 30, 0.9 costs 14 (2 units), 0.8 costs 14 too, so it adds nothing; 0.5 costs 10; 0.1 nothing.
-    table = curve().min_cost()
+    table = curve().min_cost("sufficiency")
     assert table.values.tolist() == [[0.1, 0], [0.5, 10], [0.9, 14], [1.0, 30]]
     # Drops: 3 costs 3 units, less than 2 does (4); 1.5 costs 2, 1 costs 1, 0 nothing.
     table = curve().min_cost("drop", "units")
     assert table.values.tolist() == [[0.0, 0], [1.0, 1], [1.5, 2], [3.0, 3]]
     for value, cost in curve().min_cost().values.tolist():
-        assert curve().cost_at(sufficiency=value) == cost
+        assert curve().cost_at(recovered=value) == cost
 
 
-def test_cost_interval_is_that_of_a_loop_over_draws():
+def test_cost_interval_inverts_a_t_test_at_every_cost():
+    """Against a loop: costs on a fine grid, prompts' margins mixed in log(1 + cost), scipy's own t test."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(5, 30, dtype=torch.float64, generator=generator)
     keep = torch.tensor(ROWS["q keep"].tolist(), dtype=torch.float64)[:, None] + 2 * noise
-    whole, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["drop"].tolist())[:, None].double() + noise
-    one = curve(margins={"keep": keep, "ablate": ablate, "unpruned": whole, "dense": whole})
-    generator = torch.Generator().manual_seed(5)
-    draws = torch.cat([torch.randint(30, (n, 30), generator=generator) for n in (128, 72)])
-    for how in (
-        *({"sufficiency": 0.85}, {"necessity": 0.6}, {"sufficiency": 1.02}, {"sufficiency": 9}),
-        *({"drop": 1.2}, {"drop": 2.95}, {"drop": 9}),
+    full, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["drop"].tolist())[:, None].double() + noise
+    one = curve(margins={"keep": keep, "ablate": ablate, "full": full, "dense": full + 1})
+    logs, fine = np.log1p(ROWS["edges"]), np.linspace(0, np.log1p(30), 4001)
+    mixed = {name: np.stack([np.interp(fine, logs, m) for m in of.T.numpy()]) for name, of in (("k", keep), ("a", ablate))}
+    whole, dense, empty = full.numpy()[:, None], full.numpy()[:, None] + 1, keep[0].numpy()[:, None]
+    for how, contrast in (
+        ({"recovered": 0.6}, mixed["k"] - 0.6 * whole - 0.4 * empty),
+        ({"recovered_of_dense": 0.6}, mixed["k"] - 0.6 * dense - 0.4 * empty),
+        ({"sufficiency": 0.6}, mixed["k"] - 0.6 * whole),
+        ({"necessity": 0.4}, whole - mixed["a"] - 0.4 * (whole - empty)),
+        ({"drop": 0.7}, whole - mixed["a"] - 0.7),
     ):
-        costs = []
-        for index in draws:
-            k, a, w = keep[:, index].mean(1), ablate[:, index].mean(1), whole[index].mean()
-            drawn = ROWS.assign(sufficiency=(k / w).numpy(), **{"drop": (w - a).numpy()})
-            costs.append(curve(drawn).cost_at(**how))
-        costs = sorted(np.inf if cost is None else cost for cost in costs)
-        # 2.5 % of 200 on either side.
-        expected = tuple(None if np.isinf(costs[i]) else costs[i] for i in (4, -5))
-        assert one.cost_interval(**how, times=200, seed=5) == expected
+        ends = scipy.stats.ttest_1samp(contrast, 0).confidence_interval(0.95)
+        low = np.expm1(fine[np.argmax(ends.high >= 0)]) if (ends.high >= 0).any() else None
+        high = np.expm1(fine[len(fine) - np.argmax((ends.low < 0)[::-1])]) if ends.low[-1] >= 0 else None
+        found = one.cost_interval(**how)
+        for end, expected in zip(found, (low, high), strict=True):
+            assert end is None if expected is None else end == pytest.approx(expected, abs=1.5)
     assert one.cost_interval(sufficiency=9) == (None, None)
 
 
 def test_what_is_refused():
     for call in (curve().cost_at, curve().circuit_at, curve().cost_interval):
-        with pytest.raises(ValueError, match="exactly one threshold"):
-            call()
-        with pytest.raises(ValueError, match="exactly one threshold"):
+        with pytest.raises(ValueError, match="give one threshold"):
             call(sufficiency=0.5, necessity=0.5)
-        with pytest.raises(ValueError, match=r"exactly one threshold: .* or drop=1\.0"):
+        with pytest.raises(ValueError, match=r"give one threshold: .* or drop=1\.0"):
             call(necessity=0.5, drop=1.0)
         with pytest.raises(ValueError, match="cost must be one of"):
             call(sufficiency=0.5, cost="tokens")
     with pytest.raises(ValueError, match="carries no margins"):
         curve().cost_interval(sufficiency=0.5)
+    with pytest.raises(ValueError, match="measured on a single prompt"):
+        curve(margins={"full": torch.ones(1)}).cost_interval()
+    with pytest.raises(ValueError, match=r"level must lie in \(0, 1\), got 95"):
+        curve().cost_interval(level=95)
     with pytest.raises(ValueError, match="carries no scores"):
-        CostCurve(ROWS, "t", 1.0, 1.0, 1.0, 1.0, {}).circuit_at(sufficiency=0.5)
+        curve(scores=None).circuit_at(sufficiency=0.5)
     with pytest.raises(ValueError, match="of must be one of"):
         curve().min_cost("accuracy")
 
@@ -149,14 +197,15 @@ def test_cost_at_reads_the_micro_models_curve():
     test = split_of([[2]], [[1]], [[0]], d_vocab=3, name="test")
     model = micro_model()
     found = evaluate(model, identity_factors(), test, attribute(model, identity_factors(), train))
-    # Sufficiency 0.5, 0.8, 1; drop 0, 3, 5; edges 0, 3, 6 (test_micro.py).
+    # Sufficiency 0.5, 0.8, 1, recovered 0, .6, 1; drop 0, 3, 5; edges 0, 3, 6 (test_micro.py).
+    assert found.rows["recovered"].tolist() == pytest.approx([0, 0.6, 1])
+    assert (found.q_dense, found.q_full, found.q_empty, found.carried.logits) == pytest.approx((10, 10, 5, 5))
+    assert (found.cost_at(), found.cost_at(recovered=0.6 - 1e-6)) == (6, 3)
     assert found.cost_at(sufficiency=0.75) == 3
     assert found.cost_at(sufficiency=0.9, cost="units") == 2
     assert found.cost_at(sufficiency=0.5) == 0
     assert found.cost_at(sufficiency=1.1) is None
     assert found.cost_at(necessity=0.5, cost="units") == 1  # drop 3 >= half of 5
-    # One prompt: every draw is that prompt.
-    assert found.cost_interval(sufficiency=0.75) == (3, 3)
 
 
 # ---------------------------------------------------------------------------------------------- the benchmark's areas
@@ -164,11 +213,10 @@ def test_cost_at_reads_the_micro_models_curve():
 
 def test_cpr_and_cmd_by_hand():
     rows = pd.DataFrame(
-        {"units": [0, 1, 2, 5, 10], "edges": [0, 20, 20, 90, 100], "q keep": [2.0, 4.0, 6.0, 14.0, 12.0]}
+        {"units": [0, 1, 2, 5, 10], "edges": [0, 20, 20, 90, 100], "recovered": [0.0, 0.2, 0.4, 1.2, 1.0]}
     )
     one = curve(rows, {"grid": "mib"})
-    one = CostCurve(**{**one.__dict__, "q_full": 12.0})
-    # f = (q - 2) / 10: 0, .2, .4, 1.2, 1. Of 10 units the fractions allow 0, 0, 0, 0, 0, 0, 1, 2, 5, 10:
+    # Of 10 units the fractions allow 0, 0, 0, 0, 0, 0, 1, 2, 5, 10:
     #   f = 0 up to .05, .2 at .1, .4 at .2, 1.2 at .5, 1 at 1.
     # Trapezoids: (.05)(.1) + (.1)(.3) + (.3)(.8) + (.5)(1.1) = .005 + .03 + .24 + .55 = .825
     # |1 - f| = 1 up to .05, .8, .6, .2, 0: (.049)(1) + (.05)(.9) + (.1)(.7) + (.3)(.4) + (.5)(.1) = .334
@@ -184,7 +232,7 @@ def test_areas_need_their_grid_and_a_full_circuit_that_differs_from_the_empty_on
         curve().mib()
     with pytest.raises(ValueError, match="cost must be one of"):
         curve(settings={"grid": "mib"}).mib("tokens")
-    flat = curve(ROWS.assign(**{"q keep": 10.0}), {"grid": "mib"})
+    flat = curve(ROWS.assign(recovered=np.nan), {"grid": "mib"})
     assert all(np.isnan(value) for value in flat.mib().values())
 
 
@@ -194,9 +242,10 @@ def test_areas_of_a_curve_are_those_of_all_prefixes(cost):
     """On the grid of evaluate(grid="mib") as with every single prefix evaluated: none that is larger fits a fraction."""
     model = toy_model()
     factors = swd_zero_data(model, "all")
-    scores, split = attribute(model, factors, random_split()), able_split(n=24)
-    found = evaluate(model, factors, split, scores, grid="mib", bootstrap=0)
-    every = evaluate(model, factors, split, scores, grid=range(scores.n_units + 1), bootstrap=0).rows
+    scores = attribute(model, factors, random_split())
+    split = carried_by(model, factors, scores, random_split(24, seed=6, name="test"))
+    found = evaluate(model, factors, split, scores, grid="mib")
+    every = evaluate(model, factors, split, scores, grid=range(scores.n_units + 1)).rows
     empty, full = every["q keep"].iloc[0], every["q keep"].iloc[-1]
     f = []
     for fraction in MIB_FRACTIONS:
@@ -212,19 +261,19 @@ def test_areas_of_a_curve_are_those_of_all_prefixes(cost):
 
 def test_plots_draw_every_point():
     figure = curve().plot()
-    for ax, column in zip(figure.axes, ("sufficiency", "drop"), strict=True):
+    for ax, column in zip(figure.axes, ("recovered", "drop"), strict=True):
         line = ax.lines[0]
         assert line.get_xdata().tolist() == ROWS["edges"].tolist()
         np.testing.assert_array_equal(line.get_ydata(), ROWS[column])
 
 
-def test_plots_shade_the_bootstrap_interval():
-    rows = ROWS.assign(**{"sufficiency low": ROWS["sufficiency"] - 0.1, "sufficiency high": ROWS["sufficiency"] + 0.2})
+def test_plots_shade_the_interval():
+    rows = ROWS.assign(**{"recovered low": ROWS["recovered"] - 0.1, "recovered high": ROWS["recovered"] + 0.2})
     above, below = replace(curve(), rows=rows).plot().axes
     (band,) = above.collections
     heights = band.get_paths()[0].vertices[:, 1]
-    assert heights.min() == pytest.approx(ROWS["sufficiency"].min() - 0.1)
-    assert heights.max() == pytest.approx(ROWS["sufficiency"].max() + 0.2)
+    assert heights.min() == pytest.approx(ROWS["recovered"].min() - 0.1)
+    assert heights.max() == pytest.approx(ROWS["recovered"].max() + 0.2)
     assert not below.collections  # it has no interval here
 
 
@@ -236,7 +285,8 @@ def test_tables_are_copies_and_settings_record_every_choice():
     model = micro_model()
     train = split_of([[0], [1]], [[1], [1]], [[0], [0]], d_vocab=3)
     scores = attribute(model, identity_factors(), train)
-    found = evaluate(model, identity_factors(), train, scores, grid=[1], ablation="zero", bootstrap=7, seed=2)
-    own = {"ablation": "zero", "test_split": "train", "n_test": 2, "grid": "own", "bootstrap": 7, "bootstrap_seed": 2}
+    found = evaluate(model, identity_factors(), train, scores, grid=[1], ablation="zero", random_sets=7, seed=2)
+    own = {"ablation": "zero", "test_split": "train", "n_test": 2, "grid": "own", "n_validation": 0}
+    own |= {"random_sets": 7, "random_sets_seed": 2}
     assert found.settings == {**scores.settings, **own, "replacement": {}}
-    assert found.as_dict()["settings"] == found.settings and len(found.as_dict()["rows"]) == 2
+    assert found.as_dict()["settings"] == found.settings and len(found.as_dict()["rows"]) == 3

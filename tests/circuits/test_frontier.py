@@ -11,11 +11,21 @@ import torch
 from swd_lens.base.errors import TaskError, UndefinedSufficiencyWarning
 from swd_lens.circuits import Circuit, attribute, evaluate, judge, prefix_grid
 from swd_lens.circuits.ablation import ABLATIONS
-from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths
+from swd_lens.circuits.frontier import MIB_FRACTIONS, _lengths, random_set
+from swd_lens.circuits.measure import Threshold
 from swd_lens.hosts import host_of
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
-from tests.circuits.slow import able_split, activations, last_logits, margin_of, margin_with, replacing, rows_for
+from tests.circuits.slow import (
+    able_split,
+    activations,
+    carried_by,
+    last_logits,
+    margin_of,
+    margin_with,
+    replacing,
+    rows_for,
+)
 from tests.contract import swd_zero_data
 from tests.micro import random_split, split_of, toy_model
 
@@ -90,6 +100,16 @@ def test_every_number_is_that_of_whole_prompts_one_by_one(model, sets, pattern, 
         assert curve.rows[f"accuracy {mode}"].tolist() == slow["correct"].mean(1).tolist()
         if mode == "keep":
             assert curve.q_full == pytest.approx(slow["margin"][-1].mean(), abs=1e-5)
+            assert curve.q_empty == pytest.approx(slow["margin"][0].mean(), abs=1e-5)
+            carried = slow["margin"][-1] - slow["margin"][0]
+            assert curve.carried.logits == pytest.approx(carried.mean(), abs=2e-5)
+            assert curve.carried_se == pytest.approx(carried.std(ddof=1) / len(carried) ** 0.5, rel=1e-3, abs=1e-5)
+            assert curve.carries == (curve.carried.logits > max(2 * curve.carried_se, 0.05 * abs(curve.q_dense)))
+            if curve.carries:
+                recovered = (slow["margin"].mean(1) - slow["margin"][0].mean()) / carried.mean()
+                np.testing.assert_allclose(curve.rows["recovered"], recovered, atol=1e-3)
+            else:
+                assert curve.rows["recovered"].isna().all()
             ratio = slow["margin"].mean(1) / slow["margin"][-1].mean()
             np.testing.assert_allclose(curve.rows["sufficiency"], ratio, atol=2e-5)
         else:
@@ -122,7 +142,7 @@ def test_means_of_every_kind_are_put_in_also_in_prompts_longer_than_any_of_train
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
-def test_keep_all_and_ablate_none_are_unpruned_and_keep_is_ablating_the_complement(model, sets, positions, ablation):
+def test_keep_all_and_ablate_none_are_the_full_set_and_keep_is_ablating_the_complement(model, sets, positions, ablation):
     for pattern in (KNOWN, "all"):
         factors = sets[pattern]
         scores = attribute(model, factors, TRAIN, positions=positions)
@@ -181,10 +201,10 @@ def test_a_margin_that_is_not_positive_gives_nan_and_a_warning(model, sets):
     factors = sets[KNOWN]
     scores = attribute(model, factors, TRAIN)
     wrong = replace(TEST, answer_ids=TEST.distractor_ids, distractor_ids=TEST.answer_ids)
-    with pytest.warns(UndefinedSufficiencyWarning, match=r"mean margin on 'by hand' is -\d\.\d+, not positive"):
+    with pytest.warns(UndefinedSufficiencyWarning, match=r"mean margin of 'by hand' with all units is -\d\.\d+, not positive"):
         curve = evaluate(model, factors, wrong, scores)
     assert curve.rows[["sufficiency", "sufficiency low", "sufficiency high"]].isna().all().all()
-    assert curve.rows["drop"].notna().all() and curve.cost_at(sufficiency=0.5) is None
+    assert curve.rows["drop"].notna().all()
     zero = split_of([[1, 2]], [[3]], [[3]], 20)  # right = wrong: a margin of exactly zero
     with pytest.warns(UndefinedSufficiencyWarning):
         assert judge(model, factors, zero, Circuit.of(factors, scores, []))["sufficiency"].isna().all()
@@ -204,7 +224,8 @@ def test_a_metric_takes_the_margins_place(model, sets):
     scores = attribute(model, factors, TRAIN)
     curve = evaluate(model, factors, split, scores, grid=[5], tokens_per_forward=50)
     with attach(model, factors):
-        for row, n in enumerate([5, scores.n_units]):
+        assert curve.rows["units"].tolist() == [0, 5, scores.n_units]
+        for row, n in enumerate([0, 5, scores.n_units]):
             masks = {site: rank > n for site, rank in scores.ranks().items()}
             values = {site: mean.expand(8, -1) for site, mean in scores.means.items()}
             slow = [margin_with(model, split, i, masks, values, "scoring") for i in range(len(split))]
@@ -239,8 +260,8 @@ def test_what_is_refused(model, sets):
             evaluate(model, factors, TEST, scores, grid=bad)
     with pytest.raises(ValueError, match="\"mib\", got 'all'"):
         evaluate(model, factors, TEST, scores, grid="all")
-    with pytest.raises(ValueError, match="bootstrap must be 0 or more"):
-        evaluate(model, factors, TEST, scores, bootstrap=-1)
+    with pytest.raises(ValueError, match="random_sets must be 0 or more"):
+        evaluate(model, factors, TEST, scores, random_sets=-1)
     with pytest.raises(ValueError, match=r"ablation must be one of .* got 'median'"):
         evaluate(model, factors, TEST, scores, ablation="median")
     with pytest.raises(TaskError, match="24 of 24 train prompts of 'by hand' have none, the first is 'prompt 0'"):
@@ -254,11 +275,48 @@ def replace_factors(f):
     return type(f)(f.read[:, order], f.write[order], weight=f.read @ f.write)
 
 
+def test_of_a_task_prefixes_are_chosen_on_validation_prompts_and_measured_on_test_prompts(model, sets):
+    factors = sets["all"]
+    scores = attribute(model, factors, TRAIN)
+    validation = carried_by(model, factors, scores, random_split(16, seed=11, name="validation"))
+    test = carried_by(model, factors, scores, random_split(16, seed=12, name="test"))
+    curve = evaluate(model, factors, Task("t", TRAIN, validation, test, "", False), scores, random_sets=9, seed=4)
+    assert curve.carries and curve.chosen_on == "validation"
+    assert curve.settings["n_validation"] == 16 and curve.settings["test_split"] == "test"
+    alone = {split.name: evaluate(model, factors, split, scores) for split in (validation, test)}
+    pd.testing.assert_frame_equal(curve.rows, alone["test"].rows)
+    shared = [name for name in curve.validation if name != "random drop"]
+    pd.testing.assert_frame_equal(curve.validation[shared], alone["validation"].rows[shared])
+    assert curve.cost_at() == alone["validation"].cost_at()
+    # Random sets: of the prefixes up to the smallest admissible one, and each with at most the prefix's edges.
+    best = curve.smallest_admissible()
+    drawn = curve.validation["random drop"].notna()
+    assert drawn.tolist() == [0 < n <= best["units"] for n in curve.validation["units"]]
+    again = evaluate(model, factors, Task("t", TRAIN, validation, test, "", False), scores, random_sets=9, seed=4)
+    pd.testing.assert_frame_equal(again.validation, curve.validation)
+    none = evaluate(model, factors, Task("t", TRAIN, validation, test, "", False), scores, random_sets=0)
+    assert "random drop" not in none.validation
+
+
+def test_the_drop_of_random_sets_is_that_of_judged_circuits(model, sets):
+    factors = sets[KNOWN]
+    scores = attribute(model, factors, TRAIN)
+    split = carried_by(model, factors, scores, random_split(16, seed=11, name="validation"))
+    curve = evaluate(model, factors, Task("t", TRAIN, split, split, "", False), scores, grid=[3], random_sets=6)
+    ranking, generator = scores.ranking(), torch.Generator().manual_seed(0)
+    edges = torch.tensor([int(curve.edges[site][unit]) for site, unit in ranking])
+    members = [random_set(edges, int(edges[:3].sum()), generator) for _ in range(6)]
+    assert all(int(edges[m].sum()) <= int(edges[:3].sum()) and not bool((edges[m] == 0).any()) for m in members)
+    named = {str(i): Circuit.of(factors, scores, [ranking[j] for j in m.nonzero()[:, 0]]) for i, m in enumerate(members)}
+    drops = judge(model, factors, split, named)["drop"]
+    assert curve.validation["random drop"][1] == pytest.approx(np.quantile(drops, 0.95), abs=1e-5)
+
+
 def test_grids():
     assert prefix_grid(20) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 20]
     assert prefix_grid(1) == [0, 1]
     assert 48 in prefix_grid(3072)  # method.md §0.5
-    assert prefix_grid(768)[-3:] == [384, 512, 768]
+    assert prefix_grid(768)[-4:] == [384, 512, 640, 768]  # 640 is of the paper's code
 
 
 def test_the_mib_grid_holds_the_largest_prefix_that_fits_each_fraction(model, sets):
@@ -272,11 +330,11 @@ def test_the_mib_grid_holds_the_largest_prefix_that_fits_each_fraction(model, se
 
 
 @pytest.mark.parametrize("positions", ["scoring", "all"])
-def test_keeping_all_and_ablating_none_are_the_unpruned_replacement_to_the_bit(model, sets, positions):
+def test_keeping_all_and_ablating_none_are_the_replacement_with_all_units_to_the_bit(model, sets, positions):
     factors = sets["all"]
     scores = attribute(model, factors, TRAIN, positions=positions)
-    curve = evaluate(model, factors, TEST, scores, bootstrap=0)
-    assert torch.equal(curve.margins["keep"][-1], curve.margins["unpruned"])
-    assert torch.equal(curve.margins["ablate"][0], curve.margins["unpruned"])
+    curve = evaluate(model, factors, TEST, scores)
+    assert torch.equal(curve.margins["keep"][-1], curve.margins["full"])
+    assert torch.equal(curve.margins["ablate"][0], curve.margins["full"])
     assert curve.rows["sufficiency"].iloc[-1] == 1.0 and curve.rows["drop"].iloc[0] == 0.0
-    assert curve.cost_at(sufficiency=1.0) is not None
+    assert Threshold("sufficiency", 1.0).reached(curve.rows).iloc[-1]

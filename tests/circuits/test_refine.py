@@ -3,17 +3,24 @@
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 
 from swd_lens.base.errors import UndefinedSufficiencyWarning
 from swd_lens.circuits import UnitScores, attribute, evaluate, judge, refine
+from swd_lens.circuits.bench import Bench
+from swd_lens.circuits.measure import Threshold
+from swd_lens.circuits.refine import _Search
+from swd_lens.hosts import host_of
 from swd_lens.tasks.task import Task
+from swd_lens.units import attach
 from swd_lens.units.factors import Factors
-from tests.circuits.slow import able_split
+from tests.circuits.slow import able_split, carried_by, last_logits, margin_of
 from tests.contract import swd_zero_data
-from tests.micro import micro_model, split_of, toy_model
+from tests.micro import micro_model, random_split, split_of, toy_model
 
 SITE = "blocks.0.mlp_out"
 TRAIN, VALIDATION, TEST = able_split(12, seed=3, name="train"), able_split(8, seed=9, name="validation"), able_split(8)
@@ -37,11 +44,11 @@ def toy():
 
 
 @pytest.fixture(scope="module")
-def every_prefix(toy):
-    """The curve of every prefix, and that of the usual grid, on the training prompts."""
-    model, factors, scores = toy
-    grids = (range(scores.n_units + 1), None)
-    return [evaluate(model, factors, TRAIN, scores, grid=grid, bootstrap=0) for grid in grids]
+def carried(toy):
+    """A task that the toy's units carry, of different prompts in its three splits."""
+    sizes = {"train": 24, "validation": 40, "test": 40}
+    splits = [carried_by(*toy, random_split(n, seed=50 + n + i, name=k)) for i, (k, n) in enumerate(sizes.items())]
+    return Task("toy", *splits, "random", False)
 
 
 def test_a_set_that_is_no_prefix_is_found():
@@ -55,9 +62,12 @@ def test_a_set_that_is_no_prefix_is_found():
         assert set(found.refined.units) == {(SITE, 0), (SITE, 2)}
         assert (getattr(found.prefix, f"n_{cost}"), getattr(found.refined, f"n_{cost}")) == price
         assert found.train == pytest.approx({"prefix": 8.4 / 8.8, "refined": 8 / 8.8}, rel=1e-6)
+        assert found.validation == found.train and found.of == "sufficiency"  # one split is all there is
+        same = refine(micro_model(), factors, ONE, scores, cost=cost)  # the empty circuit's margin is 0
+        assert (same.of, same.refined.units, same.prefix.units) == ("recovered", found.refined.units, found.prefix.units)
         assert found.test.empty and found.target == 0.9
         assert found.refined.provenance == {
-            "kind": "refined", "cost": cost, "sufficiency": 0.9, "ablation": "mean", "n_train": 1,
+            "kind": "refined", "cost": cost, "sufficiency": 0.9, "ablation": "mean", "n_train": 1, "n_validation": 1,
         }  # fmt: skip
 
 
@@ -83,51 +93,68 @@ def test_a_cheap_unit_goes_where_the_one_that_adds_least_per_edge_cannot():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("sufficiency", "cost"), [(0.65, "edges"), (0.9, "units"), (1.05, "edges")])
-def test_never_dearer_than_the_best_prefix_and_sufficient_on_train(toy, every_prefix, sufficiency, cost):
+@pytest.mark.parametrize(("how", "cost"), [({"recovered": 0.7}, "edges"), ({"sufficiency": 0.9}, "units"), ({}, "edges")])
+def test_never_dearer_than_the_prefix_and_sure_on_validation(toy, carried, how, cost):
     model, factors, scores = toy
-    found = refine(model, factors, TASK, scores, sufficiency=sufficiency, cost=cost, rounds=1)
-    price = getattr(found.prefix, f"n_{cost}")
-    least, tried = (curve.cost_at(sufficiency=sufficiency, cost=cost) for curve in every_prefix)
-    assert least <= price <= tried
-    assert getattr(found.refined, f"n_{cost}") < price  # this model has something to gain at all of these
-    assert min(found.train.values()) >= sufficiency - 1e-6
-    # Both numbers are those of judge, on train and on test.
+    found = refine(model, factors, carried, scores, cost=cost, rounds=1, **how)
+    of, target = next(iter(how.items()), ("recovered", 0.9))
+    assert (found.of, found.target) == (of, target)
+    assert getattr(found.refined, f"n_{cost}") < getattr(found.prefix, f"n_{cost}")  # this model has something to gain
+    # What is expected of the test prompts lies above the threshold, by a plain prediction bound on the validation prompts.
     both = {"prefix": found.prefix, "refined": found.refined}
-    again = judge(model, factors, TRAIN, both).set_index("circuit")["sufficiency"]
-    assert again.to_dict() == pytest.approx(dict(found.train), abs=1e-6)
-    pd.testing.assert_frame_equal(found.test, judge(model, factors, TEST, both))
-    assert found.table()["sufficiency (test)"].tolist() == found.test["sufficiency"].tolist()
+    curve = evaluate(model, factors, carried.validation, scores, grid=[])
+    for name, circuit in both.items():
+        keep = kept_margins(model, factors, carried.validation, circuit)
+        full, empty = (curve.margins[key].numpy() for key in ("full", "keep"))
+        contrast = keep - target * full - ((1 - target) * empty[0] if of == "recovered" else 0)
+        n = len(contrast)
+        room = scipy.stats.t.ppf(0.95, n - 1) * contrast.std(ddof=1) * (1 / n + 1 / len(carried.test)) ** 0.5
+        assert contrast.mean() >= room - 1e-5
+        assert found.validation[name] > target
+    # All numbers are those of judge, on each split.
+    for split, values in ((carried.train, found.train), (carried.validation, found.validation)):
+        again = judge(model, factors, split, both).set_index("circuit")[of]
+        assert again.to_dict() == pytest.approx(dict(values), abs=1e-5)
+    pd.testing.assert_frame_equal(found.test, judge(model, factors, carried, both))
+    assert found.table()[f"{of} (test)"].tolist() == found.test[of].tolist()
     assert found.table()["edges"].tolist() == [found.prefix.n_edges, found.refined.n_edges]
     for shown in (repr(found), found._repr_html_()):
         assert "refined" in shown or "->" in shown
 
 
-@pytest.mark.parametrize(("ablation", "least"), [("zero", 1.02), ("resample", 1.02)])
-def test_no_single_unit_of_the_refined_circuit_can_go(toy, ablation, least):
+def kept_margins(model, factors, split, circuit):
+    with circuit.attach(model, factors), torch.no_grad():
+        return np.array([float(margin_of(last_logits(model, p), split, i)) for i, p in enumerate(split.tokens)])
+
+
+@pytest.mark.parametrize("ablation", ["zero", "resample"])
+def test_no_single_unit_of_a_searched_circuit_can_go(toy, ablation):
+    """What the search itself ends in, before it is decided on validation prompts where to stop."""
     model, factors, scores = toy
-    found = refine(model, factors, TRAIN, scores, sufficiency=least, ablation=ablation, rounds=0)
-    assert found.refined.n_edges < found.prefix.n_edges
-    without = {
-        str(i): replace(found.refined, units=found.refined.units[:i] + found.refined.units[i + 1 :])
-        for i in range(found.refined.n_units)
-    }
-    rows = judge(model, factors, TRAIN, {"all": found.refined, **without}, ablation=ablation)
-    assert rows["sufficiency"][0] >= least - 1e-6 and (rows["sufficiency"][1:] < least + 1e-6).all()
+    with attach(model, factors) as attachment:
+        bench = Bench(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
+        search = _Search(bench, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
+        everything = torch.ones(scores.n_units, dtype=torch.bool)
+        start, end = search.at(1.02, start=everything, rounds=0)
+        assert search.price(end) < search.price(start)
+        inside = end.nonzero()[:, 0]
+        without = end.repeat(len(inside), 1)
+        without[torch.arange(len(inside)), inside] = False
+        assert search.values(end[None])[0] >= 1.02 - 1e-6 and bool((search.values(without) < 1.02 + 1e-6).all())
 
 
 @pytest.mark.slow
-def test_it_searches_on_train_only_and_on_no_more_prompts_than_it_was_told(toy):
+def test_test_prompts_choose_nothing_and_no_more_training_prompts_are_used_than_it_was_told(toy, carried):
     model, factors, scores = toy
     # Other test prompts: the same circuits.
-    other = replace(TASK, test=able_split(5, seed=20))
-    one, two = (refine(model, factors, task, scores, sufficiency=0.6, rounds=0) for task in (TASK, other))
+    other = replace(carried, test=carried_by(*toy, random_split(40, seed=20, name="test")))
+    one, two = (refine(model, factors, task, scores, recovered=0.6, rounds=0) for task in (carried, other))
     assert one.refined.units == two.refined.units and one.test["q keep"][1] != two.test["q keep"][1]
     first = {
-        name: getattr(TRAIN, name)[:5] for name in ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
+        name: getattr(carried.train, name)[:5] for name in ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
     }
-    few = refine(model, factors, TRAIN, scores, sufficiency=0.5, rounds=0, max_prompts=5)
-    same = refine(model, factors, replace(TRAIN, **first), scores, sufficiency=0.5, rounds=0)
+    few = refine(model, factors, carried, scores, recovered=0.5, rounds=0, max_prompts=5)
+    same = refine(model, factors, replace(carried, train=replace(carried.train, **first)), scores, recovered=0.5, rounds=0)
     assert few.refined.units == same.refined.units and few.refined.provenance["n_train"] == 5
 
 
@@ -137,28 +164,32 @@ def test_what_is_refused(toy):
         refine(model, factors, TASK, scores, cost="tokens")
     with pytest.raises(ValueError, match="max_prompts must be at least 1"):
         refine(model, factors, TASK, scores, max_prompts=0)
-    with pytest.raises(ValueError, match="no prefix keeps 9 of the margin"):
+    with pytest.raises(ValueError, match="no prefix can be expected to reach sufficiency 9 on further prompts: 8 prompts"):
         refine(model, factors, TASK, scores, sufficiency=9.0)
+    with pytest.raises(ValueError, match="give one threshold"):
+        refine(model, factors, TASK, scores, sufficiency=0.9, recovered=0.9)
     wrong = replace(TRAIN, answer_ids=TRAIN.distractor_ids, distractor_ids=TRAIN.answer_ids)
-    with pytest.raises(ValueError, match=r"is -\d\.\d+, not positive: sufficiency is undefined"):
-        refine(model, factors, wrong, scores)
+    for of in ("sufficiency", "recovered"):
+        with pytest.raises(ValueError, match=rf"of which {of} is a share, is -\d\.\d+ logits, not above zero"):
+            refine(model, factors, wrong, scores, **{of: 0.9})
     other = {site: Factors(f.read.flip(1), f.write.flip(0), weight=f.read @ f.write) for site, f in factors.items()}
     with pytest.raises(ValueError, match="with other factors of"):
         refine(model, other, TASK, scores)
     assert not hasattr(model.blocks[0], "hook_mlp_out_unit")
 
 
-def test_a_task_that_only_the_test_prompts_fail_is_judged_as_undefined(toy):
+def test_a_task_that_only_the_test_prompts_fail_is_judged_as_undefined(toy, carried):
     model, factors, scores = toy
-    wrong = replace(TEST, answer_ids=TEST.distractor_ids, distractor_ids=TEST.answer_ids)
+    test = carried.test
+    wrong = replace(test, answer_ids=test.distractor_ids, distractor_ids=test.answer_ids)
     with pytest.warns(UndefinedSufficiencyWarning):
-        found = refine(model, factors, replace(TASK, test=wrong), scores, sufficiency=0.5, rounds=0)
-    assert found.test["sufficiency"].isna().all() and min(found.train.values()) >= 0.5 - 1e-6
+        found = refine(model, factors, replace(carried, test=wrong), scores, recovered=0.5, rounds=0)
+    assert found.test["recovered"].isna().all() and min(found.validation.values()) >= 0.5 - 1e-6
 
 
-def test_an_empty_circuit_is_not_refined(toy):
+def test_an_empty_circuit_is_not_refined(toy, carried):
     model, factors, scores = toy
     with warnings.catch_warnings():
         warnings.simplefilter("error", UndefinedSufficiencyWarning)
-        found = refine(model, factors, TRAIN, scores, sufficiency=-100.0)
+        found = refine(model, factors, carried, scores, recovered=-0.5)
     assert found.prefix.units == found.refined.units == ()

@@ -202,7 +202,7 @@ def test_one_token_prompts_have_shortcuts(model, every):
     scores = attribute(model, factors, short)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        curve = evaluate(model, factors, short, scores, bootstrap=0)
+        curve = evaluate(model, factors, short, scores)
     assert curve.rows["q keep"].iloc[-1] == pytest.approx(curve.q_full, abs=1e-6)
 
 
@@ -237,7 +237,7 @@ def test_replacements_of_the_same_sites_share_what_was_found(model, monkeypatch)
     curves = []
     for units in methods:
         scores = attribute(model, units, TRAIN, dense=dense)
-        curves.append(evaluate(model, units, SPLIT, scores, dense=dense, grid=[0, 9], bootstrap=0))
+        curves.append(evaluate(model, units, SPLIT, scores, dense=dense, grid=[0, 9]))
     assert searched == [LAST] * 2 + [FIRST] * 2 + [LAST] * 4
-    alone = evaluate(model, methods[1], SPLIT, attribute(model, methods[1], TRAIN), grid=[0, 9], bootstrap=0)
+    alone = evaluate(model, methods[1], SPLIT, attribute(model, methods[1], TRAIN), grid=[0, 9])
     torch.testing.assert_close(curves[1].margins["keep"], alone.margins["keep"], atol=1e-5, rtol=1e-5)
