@@ -131,7 +131,7 @@ def _generated(build: TaskBuilder, family: str, asked: tuple[int, int, int], see
         examples = (_with_even_corrupt(example, build.tokenizer) for example in drawn)
         if content[collector.split] in (*TASK_PARTS, "validation"):
             # Parts of few names, two of a gender at the least: a tokenizer may have none of equal length among them. Prompts that
-            # can be resampled come first, the others where those are too few. (The large parts' prompts stay as they always were.)
+            # can be resampled come first, the others where those are too few. The large parts' prompts stay as they were.
             uneven: list[TaskExample] = []
             collector.fill(_even_first(examples, uneven, build.tokenizer), n)
             collector.fill(uneven, n)

@@ -414,9 +414,10 @@ class TaskBuilder:
         """
         dropped = dropped or {}
         self.tokenizer.unknown.warn(f"task {self.tokenizer.task!r}")
-        collectors = (self.train, self.validation, self.test)
-        splits = [collector.finish(dropped.get(collector.split)) for collector in collectors]
-        return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
+        train, validation, test = (
+            collector.finish(dropped.get(collector.split)) for collector in (self.train, self.validation, self.test)
+        )
+        return Task(self.tokenizer.task, train, validation, test, source, self.tokenizer.prepend_bos, unused)
 
 
 def _examples(

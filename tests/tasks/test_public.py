@@ -25,8 +25,8 @@ def gpt2(shared):
     return host
 
 
-# Sizes of train, validation and test, and what became of the file's prompts. Where there are fewer than 1000 different ones, train
-# and validation share what test leaves.
+# Sizes of train, validation and test, and what became of the file's prompts. Where there are fewer than 1000 different ones,
+# train and validation share what test leaves.
 COUNTS = {
     "ioi": ((600, 199, 200), "kept 999 of 1000; dropped: 1 duplicate prompt"),
     "docstring": ((600, 200, 200), "kept all 1000"),

@@ -177,7 +177,9 @@ def test_a_training_part_is_divided_by_prompts():
     again, other = (Task.from_examples("mine", train, test[:4], FakeHost(), seed=seed) for seed in (0, 1))
     assert again.validation.examples == task.validation.examples != other.validation.examples
     assert tuple(map(len, Task.from_examples("mine", train[1:3], test, FakeHost()).splits)) == (1, 1, 7)
-    with pytest.raises(TaskError, match=r"task 'mine' has one training prompt, which cannot be divided .* give a valid"):
+    with pytest.raises(
+        TaskError, match=r"task 'mine' has one training prompt, which cannot be divided .* give a valid"
+    ):
         Task.from_examples("mine", train[:2], test, FakeHost())
 
 
