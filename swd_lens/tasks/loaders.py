@@ -18,6 +18,7 @@ import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from swd_lens.tasks.files import (
     read_jsonl,
 )
 from swd_lens.tasks.generators import GENERATED, content_of, corrupts, stream
+from swd_lens.tasks.generators.words import TASK_PARTS
 from swd_lens.tasks.split import TaskExample
 from swd_lens.tasks.task import Task, TaskBuilder, divided
 from swd_lens.tasks.tokenize import DUPLICATE, TaskTokenizer
@@ -126,7 +128,15 @@ def _generated(build: TaskBuilder, family: str, asked: tuple[int, int, int], see
     for collector, n in zip((build.train, build.validation, build.test), asked, strict=True):
         # A bound, because a tokenizer may make every prompt unusable and there are millions of them.
         drawn = itertools.islice(stream(family, content[collector.split], seed), _DRAWS * n + 200)
-        collector.fill((_with_even_corrupt(example, build.tokenizer) for example in drawn), n)
+        examples = (_with_even_corrupt(example, build.tokenizer) for example in drawn)
+        if content[collector.split] in (*TASK_PARTS, "validation"):
+            # Parts of few names, two of a gender at the least: a tokenizer may have none of equal length among them. Prompts that
+            # can be resampled come first, the others where those are too few. The large parts' prompts stay as they were.
+            uneven: list[TaskExample] = []
+            collector.fill(_even_first(examples, uneven, build.tokenizer), n)
+            collector.fill(uneven, n)
+            continue
+        collector.fill(examples, n)
     return build.task(f"swd_lens generator, seed {seed}{_short_of(build, asked)}")
 
 
@@ -136,9 +146,30 @@ def _with_even_corrupt(example: TaskExample, tokenizer: TaskTokenizer) -> TaskEx
     Names differ in their number of tokens. Where no redraw fits, the corrupt prompt stays as it is.
     """
     length = len(tokenizer.ids(example.prompt))
-    others = itertools.chain([example.corrupt], itertools.islice(corrupts(example), _REDRAWS))
+    others = _different(itertools.chain([example.corrupt], itertools.islice(corrupts(example), _REDRAWS)))
     even = next((text for text in others if text is not None and len(tokenizer.ids(text)) == length), example.corrupt)
     return dataclasses.replace(example, corrupt=even)
+
+
+def _different(texts: Iterable[str | None]) -> Iterator[str | None]:
+    """The texts without those that were there before: few names make few corrupt prompts."""
+    before: set[str | None] = set()
+    for text in texts:
+        if text not in before:
+            before.add(text)
+            yield text
+
+
+def _even_first(
+    examples: Iterable[TaskExample], uneven: list[TaskExample], tokenizer: TaskTokenizer
+) -> Iterator[TaskExample]:
+    """The examples whose corrupt prompt is as long as theirs, or that no redraw can help; the others go to `uneven`."""
+    for example in examples:
+        long = example.corrupt is not None and len(tokenizer.ids(example.corrupt)) != len(tokenizer.ids(example.prompt))
+        if long and next(corrupts(example), None) is not None:
+            uneven.append(example)
+        else:
+            yield example
 
 
 def _shuffled(

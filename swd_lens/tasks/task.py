@@ -112,16 +112,16 @@ class Task:
         """Tokenize splits for a host. They are taken as they are: a prompt may be in several.
 
         Args:
-            validation: None: the training part is divided. Of its different prompts, shuffled once, the last ones become validation: as
-                many as `test` has, at most a third, at least one; every example of a prompt goes with it.
+            validation: None: the training part is divided. Of its different prompts, shuffled once, the last ones become
+                validation: as many as `test` has, at most a third, at least one; every example of a prompt goes with it.
             seed: of that shuffle.
             prepend_bos: see `load_task`.
             on_bad: "raise", or "drop" to leave unusable examples out and count them.
             metric: see `from_prompts`.
 
         Raises:
-            TaskError: the host has no tokenizer, a split is (or becomes) empty, a training part of one prompt is to be divided, or,
-                with on_bad="raise", an answer or distractor is not exactly one token, answers overlap distractors, or a
+            TaskError: the host has no tokenizer, a split is (or becomes) empty, a training part of one prompt is to be divided,
+                or, with on_bad="raise", an answer or distractor is not exactly one token, answers overlap distractors, or a
                 prompt is too long.
         """
         build = TaskBuilder(name, model, prepend_bos, on_bad=on_bad, metric=metric, repeats=True)
@@ -162,8 +162,8 @@ class Task:
             answers, distractors: right and wrong next tokens of each prompt: a string, or a list of strings. Mind the leading
                 space.
             corrupt: a corrupt prompt for each prompt.
-            validation_fraction: this share of the prompts is the validation split; at least one is. None: as many as the test split
-                has, at most half of the others.
+            validation_fraction: this share of the prompts is the validation split; at least one is. None: as many as the test
+                split has, at most half of the others.
             test_fraction: this share of the prompts, shuffled once, is the test split; at least one is.
             seed: of the shuffle.
             metric: metric(logits (batch, vocab) float32, examples) -> (batch,) takes the margin's place: larger is better, and
@@ -414,9 +414,10 @@ class TaskBuilder:
         """
         dropped = dropped or {}
         self.tokenizer.unknown.warn(f"task {self.tokenizer.task!r}")
-        collectors = (self.train, self.validation, self.test)
-        splits = [collector.finish(dropped.get(collector.split)) for collector in collectors]
-        return Task(self.tokenizer.task, *splits, source, self.tokenizer.prepend_bos, unused)
+        train, validation, test = (
+            collector.finish(dropped.get(collector.split)) for collector in (self.train, self.validation, self.test)
+        )
+        return Task(self.tokenizer.task, train, validation, test, source, self.tokenizer.prepend_bos, unused)
 
 
 def _examples(

@@ -52,13 +52,16 @@ def test_known_words_and_generated_prompts_are_silent(default_model):
 
 
 def test_prompts_of_the_same_ids_do_not_straddle_train_and_test(default_model):
-    prompts = [f"The {word} works because" for word in ("queen", "zebra", "unicorn", "man", "woman", "girl")]
+    prompts = [
+        f"The {word} works because"
+        for word in ("queen", "zebra", "unicorn", "man", "woman", "girl", "doctor", "teacher")
+    ]
     with pytest.raises(TaskError, match=r"to this host it is 'The \w+ works because', of the same ids"):
         capitals(default_model, prompts)
     with pytest.warns(UnknownWordsWarning):
         task = capitals(default_model, prompts, on_bad="drop")
     kept = [tuple(tokens.tolist()) for split in task.splits for tokens in split.tokens]
-    assert len(set(kept)) == len(kept) == 4 and task.dropped == {"duplicate prompt": 2}
+    assert len(set(kept)) == len(kept) == 6 and task.dropped == {"duplicate prompt": 2}
 
 
 # ---------------------------------------------------------------------------------------------- BOS
@@ -74,7 +77,7 @@ def test_strings_begin_with_bos_where_the_hosts_own_calls_do(default_model):
             assert (
                 list(prompt.ids) == default_model.to_tokens("The list is")[0].tolist() and prompt.prepend_bos is default
             )
-            task = capitals(default_model, ["The man works because", "The girl works because"])
+            task = capitals(default_model, [f"The {word} works because" for word in ("man", "woman", "girl")])
             assert task.prepend_bos is task.train.prepend_bos is default
             assert task.train.tokens[0].tolist() == default_model.to_tokens(task.train.examples[0].prompt)[0].tolist()
     finally:

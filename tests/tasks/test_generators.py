@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from swd_lens.tasks.generators import FAMILIES, TEMPLATES, corrupts, generate, greater_than, training_document, words
+from swd_lens.tasks.generators import (
+    FAMILIES,
+    GENERATED,
+    TEMPLATES,
+    content_of,
+    corrupts,
+    generate,
+    greater_than,
+    training_document,
+    words,
+)
 from swd_lens.tasks.generators.words import SPLITS
 
 GPT2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "gpt2"
@@ -27,6 +37,50 @@ def test_splits_share_no_content(family, key):
     assert not keys["validation"] & keys["test"]
     if key == "content":
         assert min(map(len, keys.values())) >= 10
+
+
+@pytest.mark.parametrize("family", GENERATED)
+def test_the_splits_of_a_task_share_no_content_and_no_prompt_whatever_the_seeds(family):
+    """Names, places, years, ...: whatever a generator divides, between any two splits of tasks of any two seeds."""
+    content, keys = content_of(family), ("content", "content_2")
+    drawn = {
+        split: [e for seed in range(4) for e in generate(family, owner, 150, seed=seed)]
+        for split, owner in content.items()
+    }
+    for one, other in itertools.combinations(drawn, 2):
+        for key in keys:
+            assert not {e.meta[key] for e in drawn[one] if key in e.meta} & {e.meta.get(key) for e in drawn[other]}
+        assert not {e.prompt for e in drawn[one]} & {e.prompt for e in drawn[other]}
+    for split, examples in drawn.items():
+        assert len({e.meta["content"] for e in examples}) >= 4
+        assert generate(family, content[split], 150, seed=3) == examples[-150:]
+        if family == "docstring":  # every two neighbours, also those of the corrupt prompts
+            for text in (text for e in examples for text in (e.prompt, e.corrupt)):
+                arguments = re.search(r"def \w+\((?:self, |cls, )?(.*?)\)", text).group(1).split(", ")
+                assert all(content[split] in words.owners_of("arguments", *pair) for pair in pairwise(arguments))
+        if family == "gendered_pronoun":
+            others = {name for s, owner in content.items() if s != split for name in names_of(owner)}
+            assert not any(re.search(rf"\b({'|'.join(others)})\b", f"{e.prompt} {e.corrupt}") for e in examples)
+
+
+def names_of(owner):
+    return [name for gender in ("she", "he") for name in words.pronoun_names(owner, gender)]
+
+
+def test_a_task_has_the_content_that_the_embedded_model_never_read():
+    for family in FAMILIES:
+        assert content_of(family) == {"train": "task train", "validation": "task validation", "test": "test"}
+    assert content_of("capital") == {split: split for split in SPLITS}
+    # The two parts are the text's "validation", which no training document has (tested below).
+    parts = [set(words.name_pairs(part)) for part in words.TASK_PARTS]
+    assert parts[0] | parts[1] == set(words.name_pairs("validation")) and not parts[0] & parts[1]
+    parts = [set(words.object_places(part)) for part in words.TASK_PARTS]
+    assert parts[0] | parts[1] == set(words.object_places("validation")) and not parts[0] & parts[1]
+    parts = [words.start_years(part) for part in words.TASK_PARTS]
+    assert sorted(parts[0] + parts[1]) == sorted(words.start_years("validation"))
+    assert [len(names_of(owner)) for owner in words.OWNERS] == [72, 10, 14, 6, 4]
+    with pytest.raises(ValueError, match="unknown split 'task train'; choose one of train, validation, test"):
+        generate("capital", "task train", 1)
 
 
 def test_seen_and_unseen_templates_are_different_sentences():

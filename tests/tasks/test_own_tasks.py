@@ -29,21 +29,34 @@ def test_five_lines():
         answers=["sat", "ran", "sat", ["ran", "sat"]],
         distractors=[["ran"], ["sat"], ["ran"], "dog"],
     )
-    assert (len(task.train), len(task.test)) == (3, 1) and "(kept all 4)" in repr(task)
-    answers = {e.prompt: (e.answers, e.distractors) for s in (task.train, task.test) for e in s.examples}
+    assert tuple(map(len, task.splits)) == (2, 1, 1) and "(kept all 4)" in repr(task)
+    answers = {e.prompt: (e.answers, e.distractors) for s in task.splits for e in s.examples}
     assert answers["she"] == (("ran", "sat"), ("dog",)) and answers["the dog"] == (("ran",), ("sat",))
 
 
 def test_splits_are_those_of_the_seed():
     def prompts(**options):
         task = Task.from_prompts("mine", FakeHost(), PROMPTS, **LISTS, **options)
-        return [e.prompt for e in task.train.examples], [e.prompt for e in task.test.examples]
+        return tuple([e.prompt for e in split.examples] for split in task.splits)
 
-    train, test = prompts()
-    assert (len(train), len(test)) == (19, 6) and not set(train) & set(test)
-    assert prompts() == (train, test) and prompts(seed=1) != (train, test)
-    assert [len(part) for part in prompts(test_fraction=0.001)] == [24, 1]
-    assert [len(part) for part in prompts(test_fraction=0.999)] == [1, 24]
+    parts = prompts()
+    assert [len(part) for part in parts] == [13, 6, 6] and len({prompt for part in parts for prompt in part}) == 25
+    assert prompts() == parts and prompts(seed=1) != parts
+    few = prompts(validation_fraction=0.1)
+    assert [len(part) for part in few] == [17, 2, 6] and few[2] == parts[2] and set(few[1]) < set(parts[1])
+    sizes = {(None, 0.001): [23, 1, 1], (None, 0.999): [1, 1, 23], (None, 0.5): [7, 6, 12], (None, 0.25): [13, 6, 6]}
+    sizes |= {(0.001, 0.001): [23, 1, 1], (0.99, 0.001): [1, 23, 1], (0.4, 0.5): [3, 10, 12]}
+    for (validation, test), expected in sizes.items():
+        found = prompts(validation_fraction=validation, test_fraction=test)
+        assert [len(part) for part in found] == expected
+
+
+def test_three_prompts_are_enough_and_two_are_not():
+    for seed in range(4):
+        task = Task.from_prompts("mine", FakeHost(), PROMPTS[:3], ["sat"] * 3, ["ran"] * 3, seed=seed)
+        assert tuple(map(len, task.splits)) == (1, 1, 1)
+    with pytest.raises(TaskError, match="has 2 prompts; train, validation and test need at least one each"):
+        Task.from_prompts("mine", FakeHost(), PROMPTS[:2], ["sat"] * 2, ["ran"] * 2)
 
 
 def test_any_iterable_will_do():
@@ -65,7 +78,7 @@ def test_a_metric_takes_the_margins_place():
     task = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=first_logit, corrupt=PROMPTS[::-1])
     assert task.train.token_ids is None
     (bucket,) = task.train.buckets()
-    logits = torch.randn(19, 11, dtype=torch.bfloat16)
+    logits = torch.randn(13, 11, dtype=torch.bfloat16)
     assert torch.equal(bucket.margin(logits), logits[:, 5].float() - logits[:, 6].float())
     assert bucket.correct(logits).isnan().all()
     with pytest.raises(TaskError, match="logits have 3 columns; give the whole vocabulary's 11"):
@@ -88,15 +101,15 @@ def test_a_metric_sees_the_examples_of_its_rows():
     ("value", "message"),
     [
         (torch.zeros(()), r"torch.float32 of shape \(\)"),
-        (torch.zeros(19, 2), r"torch.float32 of shape \(19, 2\)"),
-        (torch.zeros(19, dtype=torch.int64), r"torch.int64 of shape \(19,\)"),
+        (torch.zeros(13, 2), r"torch.float32 of shape \(13, 2\)"),
+        (torch.zeros(13, dtype=torch.int64), r"torch.int64 of shape \(13,\)"),
         (0.5, "it gave float"),
     ],
 )
 def test_a_metric_must_give_one_float_per_prompt(value, message):
     (bucket,) = Task.from_prompts("mine", FakeHost(), PROMPTS, metric=lambda *_: value).train.buckets()
-    with pytest.raises(TaskError, match=rf"must give one float per prompt, a tensor of shape \(19,\); .*{message}"):
-        bucket.margin(torch.zeros(19, 11))
+    with pytest.raises(TaskError, match=rf"must give one float per prompt, a tensor of shape \(13,\); .*{message}"):
+        bucket.margin(torch.zeros(13, 11))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +122,12 @@ def test_a_metric_must_give_one_float_per_prompt(value, message):
         ({"answers": ["42"] * 25}, "an answer is not one token: '42' is 2 tokens .* did you mean ' 42'"),
         ({"distractors": [[]] * 25}, "no answers or no distractors: 1 answers, 0 distractors"),
         ({"test_fraction": 1}, "test_fraction must lie between 0 and 1, got 1"),
-        ({"prompts": ["he"], "answers": ["sat"], "distractors": ["ran"]}, "has 1 prompts; .* need at least two"),
+        ({"prompts": ["he"], "answers": ["sat"], "distractors": ["ran"]}, "has 1 prompts; .* need at least one"),
+        (
+            {"validation_fraction": 0},
+            "validation_fraction must lie between 0 and 1 .* beside test_fraction=0.25, got 0",
+        ),
+        ({"validation_fraction": 0.5, "test_fraction": 0.5}, "and leave something to train on .*=0.5, got 0.5"),
     ],
 )
 def test_bad_input_is_named(changes, message):
@@ -139,10 +157,10 @@ def test_a_task_of_token_ids_needs_no_tokenizer():
     model = toy_model()
     prompts = [[1, 2, 3], [4, 5], torch.tensor([6, 7, 8]), [9]]
     task = Task.from_tokens("ids", model, prompts, [3, [4, 5], 6, 7], [[0], 1, [1, 2], 0])
-    assert (len(task.train), len(task.test), task.prepend_bos) == (3, 1, False) and "token ids" in task.source
+    assert (*map(len, task.splits), task.prepend_bos) == (2, 1, 1, False) and "token ids" in task.source
     found = {
         tuple(tokens.tolist()): (answers, distractors)
-        for split in (task.train, task.test)
+        for split in task.splits
         for tokens, answers, distractors in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True)
     }
     assert found == {
@@ -150,7 +168,7 @@ def test_a_task_of_token_ids_needs_no_tokenizer():
     }  # fmt: skip
     assert {example.prompt for example in task.train.examples} <= {"1 2 3", "4 5", "6 7 8", "9"}
     # The margin is that of the logits, by hand.
-    (bucket,) = [b for b in task.train.buckets() if b.tokens.shape[1] == 3][:1]
+    bucket = next(b for split in task.splits for b in split.buckets() if b.tokens.shape[1] == 3)
     logits = model(bucket.tokens)[:, -1]
     row = found[tuple(bucket.tokens[0].tolist())]
     expected = logits[0, list(row[0])].mean() - logits[0, list(row[1])].mean()
@@ -165,7 +183,7 @@ def test_a_task_of_token_ids_needs_no_tokenizer():
         ([[1], [2]], [2, 3], [3, [3, 4]], "an answer is also a distractor"),
         ([[1], [2]], [2, []], [3, 4], "no answers or no distractors"),
         ([[1], [2]], [2, 2.5], [3, 4], "an answer is no token"),
-        ([[1]], [2], [3], "1 prompt"),
+        ([[1], [2]], [2, 3], [3, 4], "2 prompts; train, validation and test"),
         ([[1], [2]], [2], [3, 4], "answers"),
         ([[1], [20]], [2, 3], [3, 4], "20"),
     ],

@@ -25,10 +25,12 @@ def gpt2(shared):
     return host
 
 
+# Sizes of train, validation and test, and what became of the file's prompts. Where there are fewer than 1000 different ones,
+# train and validation share what test leaves.
 COUNTS = {
-    "ioi": "kept 800 of 1000, 199 not needed; dropped: 1 duplicate prompt",
-    "docstring": "kept 800 of 1000, 200 not needed",
-    "greaterthan": "kept 800 of 1000, 188 not needed; dropped: 12 duplicate prompt",
+    "ioi": ((600, 199, 200), "kept 999 of 1000; dropped: 1 duplicate prompt"),
+    "docstring": ((600, 200, 200), "kept all 1000"),
+    "greaterthan": ((591, 197, 200), "kept 988 of 1000; dropped: 12 duplicate prompt"),
 }
 
 
@@ -36,16 +38,20 @@ COUNTS = {
 def test_public_files(shared, gpt2, name):
     path = shared / "tasks" / f"autocircuit_{name}.json"
     task = load_task(path, gpt2)
-    assert (len(task.train), len(task.test)) == (600, 200)
-    assert f"600 train, 200 test ({COUNTS[name]});" in repr(task)
-    train, test = ([example.prompt for example in split.examples] for split in (task.train, task.test))
-    assert len({*train, *test}) == 800
+    sizes, counts = COUNTS[name]
+    assert tuple(map(len, task.splits)) == sizes and f" test ({counts});" in repr(task)
+    train, validation, test = ([example.prompt for example in split.examples] for split in task.splits)
+    assert len({*train, *validation, *test}) == sum(sizes)
     # The places of the shuffle: all but those of dropped examples.
     order = [prompt["clean"] for prompt in json.loads(path.read_text())["prompts"]]
     random.Random(42).shuffle(order)
-    first = list(dict.fromkeys(order[:600]))
+    first = list(dict.fromkeys(order[: sizes[0]]))
     assert train[: len(first)] == first
     assert set(order[600:800]) - set(first) <= set(test)
+    # No place of the shuffle depends on how many prompts are to choose on.
+    few = load_task(path, gpt2, n_validation=50)
+    assert len(few.train) == 600 and len(few.validation) == 50 and train[: len(first)] == first
+    assert set(order[600:800]) - set(order[:600]) <= {e.prompt for e in few.test.examples}
     again = load_task(path, gpt2)
     assert [e.prompt for e in again.train.examples] == train and [e.prompt for e in again.test.examples] == test
     assert [e.prompt for e in load_task(path, gpt2, seed=1).train.examples] != train
@@ -55,15 +61,16 @@ def test_public_files(shared, gpt2, name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_reach_the_papers_numbers(gpt2, family):
     task = load_task(family, gpt2)
-    assert (len(task.train), len(task.test)) == (600, 200)
-    small = load_task(family, gpt2, n_train=50, n_test=20)
-    assert small.train.examples == task.train.examples[:50] and small.test.examples == task.test.examples[:20]
+    assert tuple(map(len, task.splits)) == (600, 200, 200)
+    small = load_task(family, gpt2, n_train=50, n_validation=30, n_test=20)
+    for of_small, of_task, n in zip(small.splits, task.splits, (50, 30, 20), strict=True):
+        assert of_small.examples == of_task.examples[:n]
 
 
 @pytest.mark.parametrize("family", ["ioi", "gendered_pronoun"])
 def test_generated_corrupt_prompts_are_as_long_as_theirs(gpt2, family):
     task = load_task(family, gpt2, n_train=200, n_test=200)
-    for split in (task.train, task.test):
+    for split in task.splits:
         assert [len(tokens) for tokens in split.corrupt] == [len(tokens) for tokens in split.tokens]
 
 

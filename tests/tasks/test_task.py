@@ -161,11 +161,34 @@ def test_empty_tasks_are_refused():
         Task.from_examples("mine", [GOOD], [GOOD], FakeHost(), on_bad="ignore")
 
 
+def test_a_training_part_is_divided_by_prompts():
+    """Examples given in two splits: validation is a part of the training examples, and no prompt is on both sides."""
+    words = ("the", "cat", "dog", "sat", "ran")
+    texts = [f"{first} {second}" for first in words for second in words]
+    train = [TaskExample(text, ("sat",), (wrong,)) for text in texts[:18] for wrong in ("ran", "he")]
+    test = [TaskExample(text, ("sat",), ("ran",)) for text in texts[18:]]
+    task = Task.from_examples("mine", train, test[:4], FakeHost())
+    assert tuple(map(len, task.splits)) == (28, 8, 4)  # four prompts of two examples each
+    of_train, of_validation = ([e for e in split.examples] for split in task.splits[:2])
+    assert sorted([*of_train, *of_validation], key=train.index) == train
+    assert of_train == sorted(of_train, key=train.index) and of_validation == sorted(of_validation, key=train.index)
+    assert not {e.prompt for e in of_train} & {e.prompt for e in of_validation}
+    assert len(Task.from_examples("mine", train, test, FakeHost()).validation) == 12  # a third of 18 prompts, not seven
+    again, other = (Task.from_examples("mine", train, test[:4], FakeHost(), seed=seed) for seed in (0, 1))
+    assert again.validation.examples == task.validation.examples != other.validation.examples
+    assert tuple(map(len, Task.from_examples("mine", train[1:3], test, FakeHost()).splits)) == (1, 1, 7)
+    with pytest.raises(
+        TaskError, match=r"task 'mine' has one training prompt, which cannot be divided .* give a valid"
+    ):
+        Task.from_examples("mine", train[:2], test, FakeHost())
+
+
 def test_load_task_names_what_exists():
     with pytest.raises(TaskError, match=r"'greater_then' is neither a task family .* Did you mean 'greater_than'\?"):
         load_task("greater_then", FakeHost())
-    with pytest.raises(TaskError, match="n_train=0"):
-        load_task("ioi", FakeHost(), n_train=0)
+    for n in ("n_train", "n_validation", "n_test"):
+        with pytest.raises(TaskError, match=f"{n}=0"):
+            load_task("ioi", FakeHost(), **{n: 0})
     with pytest.raises(TaskError, match=r"splits=.* belongs to Edge-Pruning folders; 'ioi' is split by n_train"):
         load_task("ioi", FakeHost(), splits=("a", "b"))
     with pytest.raises(TaskError, match="inclusive=True belongs to Edge-Pruning's greater-than"):
