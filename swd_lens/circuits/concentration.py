@@ -27,7 +27,7 @@ from swd_lens.circuits.ablation import Means
 from swd_lens.circuits.attribution import TrainingPass, first_order
 from swd_lens.circuits.shortcuts import find_shortcuts
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
-from swd_lens.tasks.task import Task, TaskSplit
+from swd_lens.tasks.task import TaskSplit, split_of_ids
 from swd_lens.tasks.text import as_rows
 from swd_lens.units import attach
 
@@ -106,21 +106,20 @@ def text_predictions(model: Any, tokens: Any, n: int, context: int, seed: int) -
     """Contexts of a text as prompts: the next token against the dense host's likeliest other one.
 
     Raises:
-        ValueError: rows shorter than a context and its next token, or fewer than three different contexts.
+        ValueError: rows shorter than a context and its next token, or fewer than two different contexts.
     """
     rows = as_rows(tokens, model)
     if context < 1 or rows.shape[1] < context + 1:
         raise error("concentration-rows-too-short", context=context, length=rows.shape[1])
     windows = rows.unfold(1, context + 1, context + 1).flatten(0, 1)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
-    # A task has two splits: one prediction more goes into the other one.
-    chosen = torch.tensor(_different(drawn)[: n + 1])
-    if len(chosen) < 3:
-        raise error("concentration-of-one-prediction", n=len(chosen) - 1)
+    chosen = torch.tensor(_different(drawn)[:n])
+    if len(chosen) < 2:
+        raise error("concentration-of-one-prediction", n=len(chosen))
     prompts, answers = chosen[:, :-1], chosen[:, -1]
     others = [_likeliest_other(model, *part) for part in zip(prompts.split(_BATCH), answers.split(_BATCH), strict=True)]
-    given = (prompts, answers.tolist(), torch.cat(others).tolist())
-    return Task.from_tokens("text", model, *given, test_fraction=1 / len(chosen), seed=seed).train
+    right, wrong = ([(token,) for token in of.tolist()] for of in (answers, torch.cat(others)))
+    return split_of_ids("text", "test", model, list(prompts), right, wrong)
 
 
 def _different(windows: Int[Tensor, "window pos"]) -> list[list[int]]:

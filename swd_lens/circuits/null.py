@@ -121,7 +121,7 @@ class CircuitNull(Record):
     def __repr__(self) -> str:
         return (
             f"CircuitNull({self.task}: {int(self.rows['units'].iloc[0]):,} units with {int(self.rows['edges'].iloc[0]):,} edges "
-            f"beside {len(self.rows) - 1} random circuits, match={self.settings.get('match')!r}; p of sufficiency "
+            f"beside {len(self.rows) - 1} random circuits, match={self.settings.get('match')!r}; p of recovered "
             f"{self.recovered_p:.3g}, of drop {self.drop_p:.3g})"
         )
 

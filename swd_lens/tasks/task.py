@@ -234,7 +234,7 @@ class Task:
             cases[ids] = row, answer, distractor
         parts = _three_parts(name, list(cases.values()), validation_fraction, test_fraction, seed)
         train, validation, test = (
-            _split_of_ids(name, split, model, *zip(*part, strict=True))
+            split_of_ids(name, split, model, *zip(*part, strict=True))
             for split, part in zip(SPLITS, parts, strict=True)
         )
         return cls(name, train, validation, test, f"the user's own token ids, seed {seed}", False)
@@ -263,7 +263,7 @@ class Task:
         right = _single_ids(model, location, "an answer", answers)
         wrong = _single_ids(model, location, "a distractor", distractors)
         _require_apart(location, right, wrong)
-        split = _split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])
+        split = split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])
         return replace(split, source="one prompt", prepend_bos=read.prepend_bos)
 
 
@@ -321,7 +321,7 @@ def _three_parts(
     return shuffled[end:], shuffled[n_test:end], shuffled[:n_test]
 
 
-def _split_of_ids(
+def split_of_ids(
     task: str,
     name: str,
     model: Any,

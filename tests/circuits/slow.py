@@ -45,7 +45,7 @@ def carried_by(model: Any, factors: Any, scores: Any, split: TaskSplit) -> TaskS
         for prompt in split.tokens:
             empty = last_logits(model, prompt, intervention_hooks(scores, [], "keep"))
             full = last_logits(model, prompt)
-            order = (full + 3 * (full - empty)).argsort().tolist()
+            order = (full + 10 * (full - empty)).argsort().tolist()
             right.append((order[-1],))
             wrong.append((order[0], order[1]))
     return replace(split, answer_ids=tuple(right), distractor_ids=tuple(wrong))

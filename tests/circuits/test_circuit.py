@@ -312,7 +312,7 @@ def test_attached_it_does_what_it_was_judged_by_and_leaves_no_trace(toy, positio
         with circuit.attach(model, factors, mode, ablation=ablation) as attachment, torch.no_grad():
             assert isinstance(attachment, swd.Attachment) and attachment.attached
             slow = [float(margin_of(last_logits(model, p), split, i)) for i, p in enumerate(split.tokens)]
-        assert curve.rows[f"q {mode}"][0] == pytest.approx(sum(slow) / len(slow), abs=2e-5)
+        assert curve.rows[f"q {mode}"][1] == pytest.approx(sum(slow) / len(slow), abs=2e-5)
     with pytest.raises(RuntimeError, match="from within"), circuit.attach(model, factors):
         raise RuntimeError("from within")
     with torch.no_grad():

@@ -39,7 +39,9 @@ EDGES = {"s": torch.tensor([16, 10, 0, 4])}  # ranking: units 1, 3, 2, 0
 def curve(rows=ROWS, settings=None, **more):
     about = {"units": {"s": 4}, **(settings or {})}
     how = {"carried_se": 0.5, "settings": about, "scores": SCORES, "edges": EDGES, **more}
-    return CostCurve(rows=rows, task="t", q_dense=11.0, q_full=10.0, q_empty=1.0, accuracy_dense=1.0, accuracy_full=1.0, **how)
+    return CostCurve(
+        rows=rows, task="t", q_dense=11.0, q_full=10.0, q_empty=1.0, accuracy_dense=1.0, accuracy_full=1.0, **how
+    )
 
 
 # ---------------------------------------------------------------------------------------------- cost_at
@@ -76,7 +78,10 @@ def test_cost_at(how, edges, units):
     assert curve().cost_at(**how) == edges
     assert curve().cost_at(**how, cost="units") == units
     if units is None:
-        with pytest.raises(ValueError, match=r"no prefix of 't' reaches [13]\.\d+ on the test prompts; the highest [a-z ]+ is [13]\.000"):
+        with pytest.raises(
+            ValueError,
+            match=r"no prefix of 't' reaches [13]\.\d+ on the test prompts; the highest [a-z ]+ is [13]\.000",
+        ):
             curve().circuit_at(**how)
     else:
         assert curve().circuit_at(**how, cost="units").n_units == units
@@ -104,7 +109,9 @@ def test_a_surface_that_does_not_carry_the_task_has_a_sentence_and_no_cost():
     # Carried is 9 of 11 logits: not above two errors of 4.6; and 9 of 200 is less than a twentieth.
     for one in (curve(carried_se=4.6), replace(curve(), q_dense=200.0)):
         assert not one.carries
-        assert "s does not carry t: with all units the margin is 10.00, with every unit at its reference" in one.in_words()
+        assert (
+            "s does not carry t: with all units the margin is 10.00, with every unit at its reference" in one.in_words()
+        )
         for call in (one.cost_at, one.row_at):
             with pytest.warns(NotCarriedWarning, match="No circuit of these units has a cost"):
                 assert call(sufficiency=0.05) is None
@@ -154,7 +161,9 @@ def test_cost_interval_inverts_a_t_test_at_every_cost():
     full, ablate = 10 + noise[0], 10 - torch.tensor(ROWS["drop"].tolist())[:, None].double() + noise
     one = curve(margins={"keep": keep, "ablate": ablate, "full": full, "dense": full + 1})
     logs, fine = np.log1p(ROWS["edges"]), np.linspace(0, np.log1p(30), 4001)
-    mixed = {name: np.stack([np.interp(fine, logs, m) for m in of.T.numpy()]) for name, of in (("k", keep), ("a", ablate))}
+    mixed = {
+        name: np.stack([np.interp(fine, logs, m) for m in of.T.numpy()]) for name, of in (("k", keep), ("a", ablate))
+    }
     whole, dense, empty = full.numpy()[:, None], full.numpy()[:, None] + 1, keep[0].numpy()[:, None]
     for how, contrast in (
         ({"recovered": 0.6}, mixed["k"] - 0.6 * whole - 0.4 * empty),
