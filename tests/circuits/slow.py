@@ -38,8 +38,8 @@ def able_split(n: int = 7, seed: int = 6, name: str = "test", same_lengths: bool
 
 
 def carried_by(model: Any, factors: Any, scores: Any, split: TaskSplit) -> TaskSplit:
-    """The same prompts, with what the model says of each, and most of it by these units beyond their means, as the right answer, and
-    its opposite as the wrong one: a task that these units carry."""
+    """A task that these units carry: the same prompts, with what the model says of each, above all by these units beyond their
+    means, as the right answer, and its opposite as the wrong one."""
     right, wrong = [], []
     with attach(model, factors), torch.no_grad():
         for prompt in split.tokens:

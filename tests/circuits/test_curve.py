@@ -80,7 +80,7 @@ def test_cost_at(how, edges, units):
     if units is None:
         with pytest.raises(
             ValueError,
-            match=r"no prefix of 't' reaches [13]\.\d+ on the test prompts; the highest [a-z ]+ is [13]\.000",
+            match=r"no prefix of 't' reaches [13]\.\d+ on the test .*; the highest [a-z ]+ is [13]\.000",
         ):
             curve().circuit_at(**how)
     else:
@@ -101,7 +101,7 @@ def test_what_is_chosen_on_validation_prompts_is_measured_on_test_prompts():
     assert one.row_at()["recovered"] == 4 / 9  # which the test prompts say of it
     assert one.cost_at(sufficiency=0.85) == 10 and one.circuit_at(sufficiency=0.85).n_units == 1
     assert "1 units with 10 active edges recover 44% of it" in one.in_words()
-    with pytest.raises(ValueError, match="on the validation prompts; the highest sufficiency is 1.000"):
+    with pytest.raises(ValueError, match=r"on the validation prompts; the highest sufficiency is 1\.000"):
         one.circuit_at(sufficiency=1.01)
 
 
