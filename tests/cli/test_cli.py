@@ -83,13 +83,16 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
         "--preset",
         "quick",
     ]
-    result = run(*arguments, *SMALL, *PROMPTS, "--json")
+    prompts = ["--n-train", "20", "--n-validation", "8", "--n-test", "10"]
+    result = run(*arguments, *SMALL, *prompts, "--json")
     assert result.exit_code == 0, result.output
     printed, saved = json.loads(result.stdout), json.loads((tmp_path / "run.json").read_text())
     assert list(saved)[-2:] == ["files", "sha256"]
     assert {k: v for k, v in printed.items() if k != "report"} == {k: saved[k] for k in list(saved)[:-2]}
     assert {curve["task"] for curve in saved["circuits"]} == {"ioi", "gendered_pronoun"}
     assert saved["settings"]["host"] == "HookedTransformer"
+    sizes = [[task[split] for split in ("train", "validation", "test")] for task in saved["settings"]["tasks"].values()]
+    assert sizes == [[20, 8, 10]] * 2
     assert {curve["method"] for curve in saved["circuits"]} == {
         *("SWD s=0.5", "SWD (paper) s=0.5", "Neurons pruned s=0.5", "neurons", "SVD")
     }
@@ -104,13 +107,13 @@ def test_circuit_writes_report_numbers_and_factors(tmp_path, monkeypatch):
     # The same command again goes on from there: nothing is measured or scored again.
     monkeypatch.setattr("swd_lens.circuits.protocol.fidelities", lambda *_: 1 / 0)
     monkeypatch.setattr("swd_lens.circuits.protocol.attribute", lambda *_: 1 / 0)
-    again = run(*arguments, *SMALL, *PROMPTS, "--json")
+    again = run(*arguments, *SMALL, *prompts, "--json")
     assert again.exit_code == 0, again.output
     values = json.loads(again.stdout)
     assert {key for key in printed if values[key] != printed[key]} <= {"seconds", "fidelity"}
     rows = [[{**row, "seconds": 0} for row in of_run["fidelity"]] for of_run in (values, printed)]
     assert rows[0] == rows[1]
-    refused = run(*arguments, *SMALL, *PROMPTS, "--outer-iterations", "5")
+    refused = run(*arguments, *SMALL, *prompts, "--outer-iterations", "5")
     assert refused.exit_code == 1 and "--overwrite" in refused.stderr
 
 

@@ -26,7 +26,8 @@ def test_the_folder_is_the_one_that_was_saved(run: Run, tmp_path: Path) -> None:
 def test_run_code_parses_and_names_every_choice(run: Run) -> None:
     code = run_code(run)
     compile(code, "run", "exec")
-    for part in (repr(HOSTILE_TASK), "outer_iterations=4", "sparsities=[0.5, 0.75]", "n_train=4", "'blocks.1.attn_o'"):
+    sizes = "n_train=4, n_validation=4, n_test=4"
+    for part in (repr(HOSTILE_TASK), "outer_iterations=4", "sparsities=[0.5, 0.75]", sizes, "'blocks.1.attn_o'"):
         assert part in code
 
 

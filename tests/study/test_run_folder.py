@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from swd_lens.base.parts import CALL, FOLDER, Parts
 from swd_lens.base.sealed import read_tensors, write_sealed, write_tensors
 from swd_lens.solver import svd_prune
 from swd_lens.study import Run, run_study
+from swd_lens.study.asked import task_fingerprint
 from swd_lens.study.run_file import STAGED
 from tests.analysis.audit_models import lettered
 from tests.circuits.slow import able_split
@@ -31,6 +33,12 @@ def task(name, seed):
 
 
 TOY, OTHER = task("toy", 3), task("other", 13)
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_task_of_other_prompts_is_another_task(split):
+    assert task_fingerprint(task("toy", 3)) == task_fingerprint(TOY)
+    assert task_fingerprint(replace(TOY, **{split: getattr(OTHER, split)})) != task_fingerprint(TOY)
 
 
 @pytest.fixture(scope="module")
