@@ -176,6 +176,7 @@ class Channels(nn.Module):
     b_out: Tensor
     edges_per_unit: Tensor
     valid_units: Tensor
+    possible_edges: int  # of each unit, in a host without zeros
 
     def __init__(
         self,
@@ -183,8 +184,10 @@ class Channels(nn.Module):
         b_out: Float[Tensor, " d_out"],
         edges: Int[Tensor, " unit"],
         valid: Bool[Tensor, " unit"],
+        possible_edges: int,
     ):
         super().__init__()
+        self.possible_edges = possible_edges
         for name, t in (("W_dec", w_out), ("b_out", b_out), ("edges_per_unit", edges), ("valid_units", valid)):
             self.register_buffer(name, t.detach().clone())
 
@@ -223,11 +226,14 @@ def _channels(host: Host, site: Site) -> CoderUnits:
     token = torch.zeros(1, 1, dtype=torch.int64)
     written = (host.weight(site) != 0).sum(1)
     read, biased = torch.zeros_like(written), torch.zeros_like(written)
+    possible = site.d_out
     for reader in of_layer:
         if reader != site:
             read += (host.weight(reader) != 0).sum(0)
             biased += bias_of(host, reader, token) != 0
-    coder = Channels(host.weight(site), bias_of(host, site, token), read + written + biased, (read > 0) & (written > 0))
+            possible += reader.d_in + 1
+    edges, valid = read + written + biased, (read > 0) & (written > 0)
+    coder = Channels(host.weight(site), bias_of(host, site, token), edges, valid, possible)
     provenance = {
         **described(host, site),
         "method": "channels",
