@@ -1,7 +1,6 @@
 """Bits: against binomials of whole numbers, for every kind of unit source, and what a circuit makes of them."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,15 +82,15 @@ def test_of_encode_decode_pairs_what_their_edges_are_of(model, name):
     assert bits.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-def test_a_source_that_says_its_edges_alone(model):
-    counted = SimpleNamespace(
-        d_in=3,
-        d_out=2,
-        n_units=3,
-        edges_per_unit=torch.tensor([2, 5, 4]),
-        valid_units=torch.tensor([True, True, False]),
-    )
-    bits = unit_bits_of({"a": counted})["a"]
+class Counted:
+    """Units of which nothing is known but their edges."""
+
+    d_in, d_out, n_units, edges, sparsity, provenance = 3, 2, 3, 11, 0.0, {}
+    edges_per_unit, valid_units = torch.tensor([2, 5, 4]), torch.tensor([True, True, False])
+
+
+def test_a_source_that_says_its_edges_alone():
+    bits = unit_bits_of({"a": Counted()})["a"]
     assert bits.tolist() == pytest.approx([math.log2(10) + 32, 80.0, 0.0])
 
 
