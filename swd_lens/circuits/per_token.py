@@ -8,8 +8,9 @@ By output (`by="output"`), at each site and token for itself:
 2. With y what the units write at this token and y_0 what they would write at their means, unit i contributes
    c_i = (z_i - mean_i) B_i to y - y_0. A set S writes y_S = y_0 + the sum of its contributions.
 3. The fewest units with |y - y_S|^2 <= (1 - recovered) |y - y_0|^2, looked for greedily: the unit next that takes most off the
-   squared error ("greedy"), or by the length of c_i ("size"). Where contributions are orthogonal (any SVD) both are the minimum;
-   else they are at least it, greedy mostly the lower one.
+   squared error ("greedy"), or the longest c_i ("size"). Where contributions are orthogonal (SVD, also whitened) both are the
+   minimum; else each is at least that. Embedded model: 36 and 64 neurons a token, 41 and 45 units of SWD, 34 and 31 of the
+   causal SVD.
 
 By loss (`by="loss"`), over all attached sites together:
 
@@ -159,7 +160,7 @@ def per_token_use(
 ) -> PerTokenUse:
     """The fewest units that recover a share of a site's output, or of the units' effect on the loss, at each token of a text.
 
-    An upper bound on the fewest: units are taken greedily. Exact by output for orthogonal write vectors (SVD, Random-B).
+    An upper bound on the fewest: units are taken greedily. Exact by output for orthogonal write vectors (SVD).
 
     Args:
         model: the host, with these sites not attached.
