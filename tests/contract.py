@@ -40,6 +40,12 @@ def swd_zero_data(model: Any, sites: str) -> FactorSet:
     return swd.factorize(model, sites, sparsity=0.4, outer_iterations=4, progress=False)
 
 
+def svd_whitened(model: Any, sites: str) -> FactorSet:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.cfg.d_vocab, (16, 12), generator=generator)
+    return baselines.svd(model, sites, whitened=True, tokens=tokens)
+
+
 def _learned(train: Callable[..., baselines.LearnedUnits]) -> Callable[[Any, str], dict[str, Any]]:
     """A few steps of training at every site: what the contract asks holds for every weight."""
 
@@ -130,6 +136,7 @@ def _from_disk(model: Any, sites: str, of: Callable[[Site], Any]) -> dict[str, A
 UNIT_SOURCES: dict[str, Callable[[Any, str], Mapping[str, Any]]] = {
     "identity": identity,
     "svd": baselines.svd,
+    "svd_whitened": svd_whitened,
     "random_b": baselines.random_b,
     "neurons": baselines.neurons,
     "swd": swd_calibrated,
@@ -142,12 +149,13 @@ UNIT_SOURCES: dict[str, Callable[[Any, str], Mapping[str, Any]]] = {
     "saelens_sae": saelens_sae,
     "saelens_sae_on_input": saelens_sae_on_input,
 }
-EXACT = ("identity", "svd", "random_b", "neurons")
+EXACT = ("identity", "svd", "svd_whitened", "random_b", "neurons")
 # Those that need sae_lens, which asks for transformer_lens < 4.
 NEED_SAELENS = ("saelens_transcoder", "saelens_sae", "saelens_sae_on_input")
 # What each source is asked of; the others of all sites.
 _EVERYWHERE = ("blocks.1.attn_qkv", "blocks.0.attn_o", "blocks.0.mlp_in", "blocks.1.mlp_out", "all")
 _SOME = {
+    "svd_whitened": ("blocks.1.mlp_out", "all"),
     "transcoder": ("blocks.1.attn_qkv", "blocks.1.mlp_out", "blocks.1.mlp", "all"),
     "vpd_recon": ("blocks.1.mlp_out", "blocks.1.mlp", "all"),
     "vpd_kl": ("blocks.1.attn_qkv", "blocks.0.attn_o", "blocks.1.mlp_out", "blocks.1.mlp"),

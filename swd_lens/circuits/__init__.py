@@ -9,6 +9,7 @@ from swd_lens.circuits.comparison import Comparison, TaskComparison
 from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.frontier import evaluate, judge, prefix_grid
+from swd_lens.circuits.per_token import PerTokenUse, per_token_use
 from swd_lens.circuits.plots import plot_curves
 from swd_lens.circuits.refine import Refinement, refine
 from swd_lens.circuits.scores import UnitScores
@@ -19,6 +20,7 @@ __all__ = [
     "CostCurve",
     "Fidelity",
     "NotCarriedWarning",
+    "PerTokenUse",
     "Refinement",
     "TaskComparison",
     "UndefinedSufficiencyWarning",
@@ -29,6 +31,7 @@ __all__ = [
     "fidelity",
     "intervention_hooks",
     "judge",
+    "per_token_use",
     "plot_curves",
     "prefix_grid",
     "refine",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base import __version__
@@ -22,6 +22,7 @@ from swd_lens.base.files import plain
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
 from swd_lens.circuits.ablation import intervention_hooks, replaced_masks
+from swd_lens.circuits.bits import selection_bits, unit_bits_of
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.units import Attachment, attach
 from swd_lens.units.coder import is_counted
@@ -40,12 +41,14 @@ class Circuit(Record):
         scores: of all units of these sites, with their means and settings.
         edges: site -> (unit,) active edges of every unit (0 where it reads or writes nothing).
         provenance: how it was chosen; plain JSON values.
+        bits: site -> (unit,) what it takes to write down each unit, see `swd_lens.circuits.bits`; {} where nobody said.
     """
 
     units: tuple[tuple[str, int], ...]
     scores: UnitScores
     edges: Mapping[str, Int[Tensor, " _unit"]]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    bits: Mapping[str, Float[Tensor, " _unit"]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, factors: Any, scores: UnitScores, units: Any, **provenance: Any) -> "Circuit":
@@ -69,7 +72,7 @@ class Circuit(Record):
         twice = [unit for unit in set(members) if members.count(unit) > 1]
         if twice:
             raise error("circuit-unit-twice", site=twice[0][0], index=twice[0][1], count=members.count(twice[0]))
-        return cls(tuple(members), scores, active_edges(units_of), provenance)
+        return cls(tuple(members), scores, active_edges(units_of), provenance, unit_bits_of(units_of))
 
     # ------------------------------------------------------------------ counts
 
@@ -84,12 +87,20 @@ class Circuit(Record):
         return sum(int(self.edges[site][unit]) for site, unit in self.units)
 
     @property
+    def n_bits(self) -> float | None:
+        """Bits to write the circuit down: its units' factors, and which of all units they are; None where no bits are known."""
+        if not self.bits:
+            return None
+        factors = sum(float(self.bits[site][unit]) for site, unit in self.units)
+        return factors + selection_bits(self.scores.n_units, self.n_units)
+
+    @property
     def names(self) -> list[str]:
         return [f"{site}/{unit}" for site, unit in self.units]
 
     def table(self) -> pd.DataFrame:
         """One row per unit: site, unit, head and its share (where a site has heads), rank among all units (from 1), score,
-        mean z, active edges.
+        mean z, active edges, bits (where they are known).
         """
         ranks = self.scores.ranks()
         means = {site: mean if mean.ndim == 1 else mean[-1] for site, mean in self.scores.means.items()}
@@ -102,6 +113,7 @@ class Circuit(Record):
                 "score": [float(self.scores.scores[site][unit]) for site, unit in self.units],
                 "mean z": [float(means[site][unit]) for site, unit in self.units],
                 "edges": [int(self.edges[site][unit]) for site, unit in self.units],
+                **({"bits": [float(self.bits[site][unit]) for site, unit in self.units]} if self.bits else {}),
             }
         )
 
@@ -172,7 +184,7 @@ class Circuit(Record):
         self._require_same_factors(other)
         of = {"this": dict(self.provenance), "other": dict(other.provenance)}
         of["other"]["task"] = other.scores.settings.get("task")
-        return Circuit(tuple(units), self.scores, self.edges, {"kind": how, **of})
+        return Circuit(tuple(units), self.scores, self.edges, {"kind": how, **of}, self.bits or other.bits)
 
     def _require_same_factors(self, other: "Circuit") -> None:
         for key in ("units", "factors"):
@@ -225,6 +237,7 @@ class Circuit(Record):
         tensors = {f"scores/{site}": value for site, value in self.scores.scores.items()}
         tensors |= {f"means/{site}": value for site, value in self.scores.means.items()}
         tensors |= {f"edges/{site}": value.to(torch.int64) for site, value in self.edges.items()}
+        tensors |= {f"bits/{site}": value.to(torch.float64) for site, value in self.bits.items()}
         about = {
             "version": _VERSION,
             "swd_lens": __version__,
@@ -260,6 +273,8 @@ class Circuit(Record):
             heads = {s: [(str(n), float(share)) for n, share in of] for s, of in about.get("heads", {}).items()}
             scores = UnitScores(parts[0], parts[1], dict(about["settings"]), heads)
             units = tuple((str(site), int(unit)) for site, unit in about["units"])
-            circuit = cls(units, scores, parts[2], dict(about["provenance"]))
+            known = any(name.startswith("bits/") for name in tensors)
+            bits = {s: tensors[f"bits/{s}"] for s in about["sites"]} if known else {}
+            circuit = cls(units, scores, parts[2], dict(about["provenance"]), bits)
             circuit.table()  # every unit is there
         return circuit

@@ -4,7 +4,7 @@ from typing import Any
 
 from swd_lens.report.wording import main_replacement
 from swd_lens.study import Run
-from swd_lens.study.controls import EXACT, RANDOM_B, RANDOM_B_SEEDS
+from swd_lens.study.controls import RANDOM_B, RANDOM_B_SEEDS
 from swd_lens.study.run_file import folders_of
 
 DEFAULT_MODEL = "swd-lens-default"
@@ -66,7 +66,7 @@ def run_code(run: Run) -> str:
     seeds = {len(c.groups[RANDOM_B]) for c in run.comparisons.values() if RANDOM_B in c.groups}
     lines += [f"    random_b_seeds={n}," for n in seeds if n != RANDOM_B_SEEDS]
     # What runs of former versions, which do not say it, had.
-    former = {"positions": "scoring", "ablation": "mean", "controls": list(EXACT)}
+    former = {"positions": "scoring", "ablation": "mean", "controls": ["neurons", "svd"]}
     if s.get("controls left out"):  # by name they would be refused, as by default they are not
         del former["controls"]
     lines += [f"    {name}={s.get(name, value)!r}," for name, value in former.items()]

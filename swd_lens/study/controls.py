@@ -1,6 +1,7 @@
 """The controls of a study: what stands beside SWD on every surface, by the names that callers give.
 
-1. Exact factorizations (`EXACT`): every matrix as a product without an error, made once per surface.
+1. Exact factorizations (`EXACT`): every matrix as a product without an error, made once per surface; those in `OF_TEXT` go by
+   the calibration text.
 2. The paper's solver with the paper's settings (`PAPER`), and what is pruned in place of being factorized (`PRUNED`): neurons and
    singular vectors with as few edges as SWD has. They are presets of the solver, and made at each sparsity of the study from the
    same calibration text. The paper's solver is solved in float64 where ours is, so that its supports are those of any machine.
@@ -19,7 +20,8 @@ from swd_lens.solver import DEFAULT_PRESET, PRESETS
 from swd_lens.solver.budget import edges
 
 # Control -> the method that it goes by; of solved ones its sparsity follows ("SWD (paper) s=0.5"), and the control is the preset.
-EXACT = {"neurons": "neurons", "svd": "SVD"}
+EXACT = {"neurons": "neurons", "svd": "SVD", "svd_whitened": "SVD whitened", "svd_causal": "SVD causal"}
+OF_TEXT = ("svd_whitened", "svd_causal")
 PAPER = {"paper": "SWD (paper)"}
 PRUNED = {"pruned": "Neurons pruned", "svd_pruned": "SVD pruned"}
 SOLVED = {**PAPER, **PRUNED}

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -51,6 +52,7 @@ from swd_lens.solver.budget import edges
 from swd_lens.study.asked import growing_parts, require_own, settings_of_parts, start_again
 from swd_lens.study.controls import (
     EXACT,
+    OF_TEXT,
     PAPER,
     PRUNED,
     RANDOM_B,
@@ -72,7 +74,12 @@ from swd_lens.units import UnitSet, matrices_of, weight_fingerprint
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.match import check_units
 
-_MAKERS = {"neurons": baselines.neurons, "svd": baselines.svd}
+_MAKERS: dict[str, Callable[..., FactorSet]] = {
+    "neurons": baselines.neurons,
+    "svd": baselines.svd,
+    "svd_whitened": partial(baselines.svd, whitened=True),
+    "svd_causal": partial(baselines.svd, weigh_outputs=True),
+}
 
 
 @in_plain_surroundings
@@ -112,12 +119,13 @@ def run_study(
         calibration_model: what to factorize, where it is not `model` itself: the same weights in float64, so that the factors
             do not depend on the rounding of a float32 forward (see `swd_lens.factorization.grams`).
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
-        controls: what stands beside SWD, any of "neurons" (the matrices' own inputs as units), "svd" and "random_b" (in the
-            circuits only), which are exact; and, made at each of the sparsities from the same calibration, "paper" (SWD by the
-            paper's solver with the paper's settings), "pruned" and "svd_pruned" (see `baselines`). None: neurons, svd, pruned and
-            paper, as far as they can be made: those of a sparsity where there is one, and the paper's where its solver can do
-            with so few edges (`settings["controls left out"]` says where it cannot). With `preset="paper"` the study itself is
-            of the paper's solver, and the control is left out.
+        controls: what stands beside SWD, any of "neurons" (the matrices' own inputs as units), "svd", "svd_whitened" and
+            "svd_causal" (in the metric of the calibration tokens) and "random_b" (in the circuits only), which are exact; and,
+            made at each of the sparsities from the same calibration, "paper" (SWD by the paper's solver with the paper's
+            settings), "pruned" and "svd_pruned" (see `baselines`). None: neurons, svd, pruned and paper, as far as they can be
+            made: those of a sparsity where there is one, and the paper's where its solver can do with so few edges
+            (`settings["controls left out"]` says where it cannot). With `preset="paper"` the study itself is of the paper's
+            solver, and the control is left out.
         random_b_seeds: how many (the paper has ten).
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
@@ -152,6 +160,8 @@ def run_study(
     if random_b_seeds < 1:
         raise error("study-without-seeds", n_seeds=random_b_seeds)
     usual, controls = controls is None, controls_of(controls, sparsities, solver)
+    if calibration_tokens is None and (of_text := [name for name in controls if name in OF_TEXT]):
+        raise error("study-control-without-text", controls=", ".join(of_text))
     began = time.perf_counter()
     for pattern in surfaces.values():
         sites = find_sites(model, pattern)  # an unknown site should fail before minutes of work
@@ -234,7 +244,8 @@ def run_study(
                 if control in controls:
                     on_step(f"exact factors of {surface}: {method}")
                     start = time.perf_counter()
-                    timed[method] = _MAKERS[control](model, names), time.perf_counter() - start
+                    of_text = {"tokens": calibration_tokens} if control in OF_TEXT else {}
+                    timed[method] = _MAKERS[control](model, names, **of_text), time.perf_counter() - start
             methods: dict[str, Any] = {method: solved for method, (solved, _) in timed.items()}
             if "random_b" in controls:
                 methods[RANDOM_B] = baselines.random_b_seeds(model, names, range(random_b_seeds))

@@ -159,14 +159,19 @@ class CoderUnits:
         before) has an `edges_per_unit` (unit,) of its own, and may have `valid_units` (unit,): they are taken as they are.
         """
         own = self._own("edges_per_unit")
-        reads, writes = self._edges()
+        reads, writes = self.edges_by_side()
         return reads + writes if own is None else own
+
+    @property
+    def says_its_edges(self) -> bool:
+        """Whether the coder has an `edges_per_unit` of its own, which its weights do not show."""
+        return self._own("edges_per_unit") is not None
 
     @property
     def valid_units(self) -> Bool[Tensor, " unit"]:
         """Units with at least one read and one write edge; the others contribute nothing but a constant."""
         own = self._own("valid_units")
-        reads, writes = self._edges()
+        reads, writes = self.edges_by_side()
         return (reads > 0) & (writes > 0) if own is None else own
 
     @property
@@ -202,8 +207,8 @@ class CoderUnits:
         weight = getattr(self.coder, name, None)
         return weight if isinstance(weight, Tensor) and weight.shape == shape else None
 
-    def _edges(self) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
-        """(read edges, write edges) of each unit."""
+    def edges_by_side(self) -> tuple[Int[Tensor, " unit"], Int[Tensor, " unit"]]:
+        """(read edges, write edges) of each unit, as its weights show them; see `edges_per_unit`."""
         d_read, d_out = self._known(self.d_read), self._known(self.d_out)
         reads, writes = torch.full((self.n_units,), d_read), torch.full((self.n_units,), d_out)
         if (encoder := self.read_weights) is not None:

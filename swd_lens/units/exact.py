@@ -1,6 +1,7 @@
 """Exact factorizations of one matrix, the controls without an error.
 
-1. `svd_factors`: W = U S V^T; read = U S, write = V^T. Units are ordered by singular value.
+1. `svd_factors`: W = U S V^T; read = U S, write = V^T. Units are ordered by singular value. With a Gram of the inputs, and of the
+   loss's gradients at the outputs, singular vectors are those of the metrics that the Grams give.
 2. `random_b_factors`: a random orthogonal Q instead of the singular vectors; the basis carries no information of W.
 3. `neuron_factors`: W's own coordinates. Unit i is input i with everything that it writes (read = I, write = W), or output i
    with everything that it reads (read = W, write = I).
@@ -15,31 +16,118 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.solver.automatic import automatic_shrinkage
+from swd_lens.solver.metric import Metric, correlations, power_of_two, require_positive
+from swd_lens.solver.validate import check_gram, check_tokens
 from swd_lens.units.factors import Factors
 
 SIDES = ("input", "output")
 
+# Least share of the identity in the outputs' Gram, whose root is inverted: behind a LayerNorm no gradient goes along the ones.
+_LEAST_OUTPUT_SHRINKAGE = 1e-4
+
 
 @in_plain_surroundings
-def svd_factors(weight: Float[Tensor, "d_in d_out"]) -> Factors:
+def svd_factors(
+    weight: Float[Tensor, "d_in d_out"],
+    gram: Tensor | None = None,
+    output_gram: Tensor | None = None,
+    *,
+    tokens: int | None = None,
+) -> Factors:
     """Singular value decomposition as units: read[:, i] = sigma_i u_i, write[i] = v_i, largest sigma first.
+
+    With the Gram G = C^T C of the inputs, sigma and v are those of C W ("whitened"): of all sums of k units the first k come
+    nearest to W in E |h W - h A_k B_k|^2, what they leave out being the sum of the other sigma squared. With H = D D^T of the
+    outputs, too, they are those of C W D ("causal"), and the error is that of E |(h W - h A_k B_k) D|^2. All min(d_in, d_out)
+    units are kept: the product is W whatever the Grams are.
 
     The sign of a pair is free; it is fixed by making the largest-magnitude entry of each write vector positive.
 
     Args:
         weight: (d_in, d_out), any floating dtype.
+        gram: (d_in, d_in) E[h^T h] of what the matrix reads, of any rank; None: the identity.
+        output_gram: (d_out, d_out) E[g^T g] of the loss's gradients at what it writes; None: all outputs count the same. A
+            ten-thousandth of its mean diagonal is added at least: its root is inverted.
+        tokens: how many the Grams were averaged over; both are shrunk towards the identity as in `swd_lens.solve`. None: not
+            shrunk, but for what is said of output_gram.
 
     Raises:
-        ValueError: a weight that is not finite.
+        ValueError: a weight that is not finite; or (GramError) no Gram of this matrix.
 
-    Source: paper, app. exact-dense-controls; method.md §4.1.
+    Source: paper, app. exact-dense-controls; method.md §4.1. The metrics: ours, after truncation-aware SVD (Wang et al., SVD-LLM,
+    2024) and K-FAC (solver/outputs.py).
     """
     dense = _finite(weight)
     left, singular, write = torch.linalg.svd(dense, full_matrices=False)
+    read, method = left * singular, "svd"
+    if gram is not None or output_gram is not None:
+        method = "svd_outputs" if gram is None else "svd_whitened" if output_gram is None else "svd_causal"
+        read, write = _turned(read, write, _root(gram, dense, tokens), _output_root(output_gram, dense, tokens))
     sign = _signs(write.gather(1, write.abs().argmax(1, keepdim=True)))
-    read = left * singular * sign.T
-    return _factors(weight, read, write * sign, {"method": "svd"})
+    return _factors(weight, read * sign.T, write * sign, {"method": method})
+
+
+def _turned(
+    read: Float[Tensor, "d_in unit"],
+    write: Float[Tensor, "unit d_out"],
+    root: Float[Tensor, "d_in d_in"] | None,
+    output_root: Float[Tensor, "d_out d_out"] | None,
+) -> tuple[Float[Tensor, "d_in unit"], Float[Tensor, "unit d_out"]]:
+    """The same product A M M^-1 B, with the singular vectors of C A B D as units.
+
+    The units of W itself are mixed among themselves and C is never inverted: what the inputs hardly show keeps its place
+    in W, and a Gram of low rank makes no factor large. M = R Y with D's part R of B and the right singular vectors Y of C A R;
+    without D it is orthogonal.
+    """
+    mix, back = None, None
+    seen = read if root is None else root @ read
+    if output_root is not None:
+        left, scale, _ = torch.linalg.svd(write @ output_root, full_matrices=False)
+        mix, back, seen = left * scale, (left / scale).T, seen @ (left * scale)
+    right = torch.linalg.svd(seen, full_matrices=False)[2]
+    turn = right.T if mix is None else mix @ right.T
+    turned, written = read @ turn, (right if back is None else right @ back) @ write
+    if output_root is None:
+        return turned, written
+    norms = written.norm(dim=1, keepdim=True)  # as everywhere write vectors have norm 1
+    return turned * norms.T, written / norms
+
+
+def _root(
+    gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int | None
+) -> Float[Tensor, "d_in d_in"] | None:
+    """C with C^T C = G as the solver's metric has it (solver/metric.py), up to a factor."""
+    if gram is None:
+        return None
+    check_gram(gram, dense.shape[0])
+    check_tokens(tokens)
+    gram = gram.to(dense)
+    shrinkage = automatic_shrinkage(AUTO, tokens, dense.shape[0])
+    metric = Metric.of(gram / power_of_two(gram.diagonal()), dense, shrinkage)
+    if metric.matrix is None:
+        return metric.scale.squeeze(1).diag()
+    values, vectors = metric.eigen
+    return values.sqrt().unsqueeze(1) * vectors.T * metric.scale.T
+
+
+def _output_root(
+    gram: Tensor | None, dense: Float[Tensor, "d_in d_out"], tokens: int | None
+) -> Float[Tensor, "d_out d_out"] | None:
+    """D with D D^T = H as the refit of outputs has it (solver/outputs.py), up to a factor."""
+    if gram is None:
+        return None
+    check_gram(gram, dense.shape[1], "output_gram")
+    check_tokens(tokens)
+    gram = gram.to(dense)
+    require_positive(correlations(gram)[0], "output_gram")
+    share = max(_LEAST_OUTPUT_SHRINKAGE, automatic_shrinkage(AUTO, tokens, dense.shape[1]))
+    shrunk = gram / gram.diagonal().mean() * (1 - share)
+    shrunk.diagonal().add_(share)
+    values, vectors = torch.linalg.eigh(shrunk)
+    return vectors * values.clamp_min(share / 2).sqrt()
 
 
 @in_plain_surroundings

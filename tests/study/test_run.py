@@ -245,6 +245,21 @@ def test_the_papers_swd_is_a_control(default_model, run, tmp_path):
     assert headline(loaded) == headline(run) and looks_of(loaded) == looks_of(run)
 
 
+def test_svd_in_the_metric_of_the_text_as_a_control(default_model, tasks):
+    site, rows = "blocks.3.mlp_out", swd.text_tokens(1024, split="train")
+    how = {"heldout_tokens": swd.text_tokens(512, split="test"), "controls": ("svd_whitened", "svd_causal")}
+    how |= {"sparsities": (0.75,), "outer_iterations": 4}
+    made = swd.run_study(default_model, {site: site}, tasks[1:], calibration_tokens=rows, **how)
+    by_method = {r.method: r for r in made.replacements}
+    assert list(by_method) == ["SWD s=0.75", "SVD whitened", "SVD causal"]
+    for method, options in (("SVD whitened", {"whitened": True}), ("SVD causal", {"weigh_outputs": True})):
+        alone = swd.baselines.svd(default_model, site, tokens=rows, **options)[site]
+        assert by_method[method].exact and torch.equal(by_method[method].factors[site].write, alone.write)
+        assert abs(by_method[method].fidelity.ce_delta) < 1e-4
+    with pytest.raises(ValueError, match="controls svd_whitened, svd_causal go by what the matrices read on text"):
+        swd.run_study(default_model, {site: site}, tasks[1:], **how)
+
+
 @pytest.mark.parametrize("asked", [None, ("paper", "svd")])
 def test_a_study_of_the_papers_solver_has_it_once(default_model, tasks, asked):
     with_paper = swd.run_study(
@@ -357,7 +372,8 @@ def test_what_it_refuses(default_model, tasks):
         with pytest.raises(ValueError, match="at least one surface, one task and one sparsity"):
             swd.run_study(default_model, surfaces, chosen, sparsities=sparsities, **data)
     with pytest.raises(
-        ValueError, match="no control 'pca'; there are neurons, svd, pruned, svd_pruned, paper, random_b"
+        ValueError,
+        match="no control 'pca'; there are neurons, svd, svd_whitened, svd_causal, pruned, svd_pruned, paper, random_b",
     ):
         swd.run_study(default_model, SURFACES, tasks, sparsities=(0.5,), controls=["svd", "pca"], **data)
     steps = []

@@ -1,6 +1,7 @@
 """Units that need no training, for comparison with SWD: exact controls of a host's matrices, and the channels of its MLPs.
 
 1. `svd`, `random_b`, `neurons`: the factorizations of units/exact.py for a host's sites, as a FactorSet that `attach` takes.
+   `svd` also in the metric of a text: of what the sites read there, and of what the loss sees of what they write.
    `pruned`, `svd_pruned`: neurons and SVD with as few edges as a factorization has, which are not exact.
 2. `channels_of`: an MLP's hidden channels, after the activation, the unit of sparse pretraining (method.md §3). They stand at
    mlp_out: z is what it reads, z W_out + b_out what it writes, so that the units compute what the host does, for every activation
@@ -21,22 +22,60 @@ from swd_lens.base.errors import error
 from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.factorize import factorize, stamp
+from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Pattern, Site, side_of_units
 from swd_lens.train.baselines.fits import bias_of
-from swd_lens.units import CoderUnits, described
+from swd_lens.units import CoderUnits, described, require_detached
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
 from swd_lens.units.factors import Factors, FactorSet
 
 
 @in_plain_surroundings
-def svd(model: Any, sites: Pattern) -> FactorSet:
+def svd(
+    model: Any,
+    sites: Pattern,
+    *,
+    whitened: bool = False,
+    weigh_outputs: bool = False,
+    tokens: Any = None,
+    batch_size: int = 16,
+    progress: bool = False,
+) -> FactorSet:
     """Exact SVD factors of the matrices that `sites` names (paper app. exact-dense-controls): all units, no sparsity.
+
+    Whitened, the singular vectors are those of C W, where G = C^T C is the Gram of what the site reads on these tokens in the
+    dense host: the first k units leave the least error of the site's outputs that k units can. With `weigh_outputs` they are
+    those of C W D ("causal"), where D D^T is the second moment of the loss's gradients at the site's outputs. Both are ours.
+
+    Args:
+        whitened: go by what the sites read.
+        weigh_outputs: go by what the loss sees of what they write, too; it whitens the inputs in any case.
+        tokens: (rows, pos) ids, or a `TokenStream`: the text of the Grams, which are shrunk as in `swd_lens.solve`.
+        batch_size: rows per forward.
+        progress: show a bar.
 
     Raises:
         UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
+        ValueError: whitened without tokens, or tokens for nothing.
+        TokenError, AttachError: bad tokens, or units are attached: they would change what the sites read.
     """
-    return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
+    if (whitened or weigh_outputs) != (tokens is not None):
+        raise error("svd-metric-without-tokens", whitened=whitened or weigh_outputs)
+    if tokens is None:
+        return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
+    found = find_sites(model, sites)
+    require_detached(model, "baselines.svd")
+    grams = collect_grams(model, found, tokens, batch_size=batch_size, progress=progress)
+    output_grams = collect_output_grams(model, found, tokens, progress=progress) if weigh_outputs else {}
+
+    def factorized(weight: Tensor, i: int) -> Factors:
+        name = found[i].name
+        return svd_factors(weight, grams[name], output_grams.get(name), tokens=grams.n_tokens)
+
+    method = "svd_causal" if weigh_outputs else "svd_whitened"
+    return _factor_set(model, sites, factorized, method=method, tokens=grams.n_tokens)
 
 
 @in_plain_surroundings
@@ -137,6 +176,7 @@ class Channels(nn.Module):
     b_out: Tensor
     edges_per_unit: Tensor
     valid_units: Tensor
+    possible_edges: int  # of each unit, in a host without zeros
 
     def __init__(
         self,
@@ -144,8 +184,10 @@ class Channels(nn.Module):
         b_out: Float[Tensor, " d_out"],
         edges: Int[Tensor, " unit"],
         valid: Bool[Tensor, " unit"],
+        possible_edges: int,
     ):
         super().__init__()
+        self.possible_edges = possible_edges
         for name, t in (("W_dec", w_out), ("b_out", b_out), ("edges_per_unit", edges), ("valid_units", valid)):
             self.register_buffer(name, t.detach().clone())
 
@@ -184,11 +226,14 @@ def _channels(host: Host, site: Site) -> CoderUnits:
     token = torch.zeros(1, 1, dtype=torch.int64)
     written = (host.weight(site) != 0).sum(1)
     read, biased = torch.zeros_like(written), torch.zeros_like(written)
+    possible = site.d_out
     for reader in of_layer:
         if reader != site:
             read += (host.weight(reader) != 0).sum(0)
             biased += bias_of(host, reader, token) != 0
-    coder = Channels(host.weight(site), bias_of(host, site, token), read + written + biased, (read > 0) & (written > 0))
+            possible += reader.d_in + 1
+    edges, valid = read + written + biased, (read > 0) & (written > 0)
+    coder = Channels(host.weight(site), bias_of(host, site, token), edges, valid, possible)
     provenance = {
         **described(host, site),
         "method": "channels",

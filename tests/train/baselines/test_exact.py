@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.solver import svd_prune
 from swd_lens.units import attach
@@ -158,3 +159,120 @@ def test_pruned_svd_of_a_host_goes_on_where_it_was_interrupted(tmp_path, monkeyp
     resumed = baselines.svd_pruned(model, "mlp_out", **how, out=tmp_path / "factors")
     for site, f in whole.items():
         assert torch.equal(resumed[site].read, f.read) and torch.equal(resumed[site].write, f.write)
+
+
+# ---------------------------------------------------------------------------------------------- whitened
+
+
+def gram_of(size: int, rank: int, seed: int = 1) -> torch.Tensor:
+    """E[h^T h] of `rank` vectors whose entries differ in scale."""
+    h = torch.randn(rank, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (h * torch.logspace(0, -2, size, dtype=torch.float64)).T @ h.mul(torch.logspace(0, -2, size)) / rank
+
+
+def lost_by(factors, weight, k, gram, output_gram) -> float:
+    """tr((W - A_k B_k)^T G (W - A_k B_k) H)."""
+    left_out = weight.double() - factors.read[:, :k].double() @ factors.write[:k].double()
+    return float((left_out * (gram @ left_out @ output_gram)).sum())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True], ids=["whitened", "causal"])
+def test_whitened_svd_is_exact_and_its_first_units_are_the_best_ones(shape, causal):
+    weight, gram = weight_of(shape), gram_of(shape[0], 60)
+    h = gram_of(shape[1], 60, seed=2)
+    # What the outputs' Gram is with its least share of the identity.
+    output_gram = (1 - 1e-4) * h / h.diagonal().mean() + 1e-4 * torch.eye(shape[1]) if causal else torch.eye(shape[1])
+    output_gram = output_gram.double()
+    factors = svd_factors(weight, gram, h if causal else None)
+    assert factors.n_units == min(shape) and factors.settings["method"] == ("svd_causal" if causal else "svd_whitened")
+    torch.testing.assert_close(factors.product(), weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(factors.write.norm(dim=1), torch.ones(min(shape)), rtol=1e-5, atol=1e-5)
+    # Eckart and Young: the squares of the singular values of C W D that are left out.
+    roots = [torch.linalg.cholesky(each) for each in (gram, output_gram)]
+    squares = torch.linalg.svdvals(roots[0].T @ weight.double() @ roots[1]).square()
+    for k in range(min(shape) + 1):
+        expected = float(squares[k:].sum())
+        assert lost_by(factors, weight, k, gram, output_gram) == pytest.approx(
+            expected, rel=1e-4, abs=1e-9 * float(squares.sum())
+        )
+    plain = svd_factors(weight)
+    ours, others = (lost_by(f, weight, 4, gram, output_gram) for f in (factors, plain))
+    assert ours < 0.99 * others
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_a_metric_it_is_the_svd(shape):
+    weight, plain = weight_of(shape), svd_factors(weight_of(shape))
+    identities = torch.eye(shape[0]), torch.eye(shape[1])
+    for factors in (svd_factors(weight, 3 * identities[0]), svd_factors(weight, *identities)):
+        torch.testing.assert_close(factors.read, plain.read, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(factors.write, plain.write, rtol=1e-4, atol=1e-4)
+    assert svd_factors(weight, None, identities[1]).settings["method"] == "svd_outputs"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True], ids=["whitened", "causal"])
+def test_grams_of_low_rank_leave_it_exact(shape, causal):
+    weight, gram = weight_of(shape), gram_of(shape[0], 3)
+    gram[2] = gram[:, 2] = 0.0  # an input that is never on
+    factors = svd_factors(weight, gram, gram_of(shape[1], 2, seed=2) if causal else None)
+    assert factors.relative_frobenius() < (2e-6 if not causal else 2e-5)
+    assert factors.read.isfinite().all() and factors.write.isfinite().all()
+    if not causal:  # three directions are all that the inputs have
+        assert lost_by(factors, weight, 3, gram, torch.eye(shape[1]).double()) < 1e-9 * float(gram.trace())
+
+
+def test_few_tokens_shrink_the_metric():
+    weight, gram = weight_of((24, 10)), gram_of(24, 60)
+    shrunk, plain = svd_factors(weight, gram, tokens=60), svd_factors(weight, gram)
+    many = svd_factors(weight, gram, tokens=10**9)
+    assert not torch.allclose(shrunk.write, plain.write, atol=1e-3)
+    torch.testing.assert_close(many.write, plain.write, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gram", [torch.eye(7), -torch.eye(5), torch.full((5, 5), torch.nan)])
+def test_a_gram_that_is_none_of_this_matrix_is_refused(gram):
+    with pytest.raises(swd.errors.GramError):
+        svd_factors(weight_of((5, 6)), gram)
+    with pytest.raises(swd.errors.GramError):
+        svd_factors(weight_of((6, 5)), None, gram)
+
+
+@pytest.mark.parametrize("how", [{"whitened": True}, {"weigh_outputs": True}])
+def test_whitened_svd_of_a_host(how):
+    model, tokens = toy_model(), random_tokens(8, 9)
+    sites = ["blocks.0.attn_o", "blocks.1.mlp_in", "blocks.1.mlp_out"]
+    made = baselines.svd(model, sites, tokens=tokens, **how)
+    assert list(made) == sites and made.provenance["method"] == ("svd_whitened" if "whitened" in how else "svd_causal")
+    dense = model(tokens)
+    with attach(model, made):
+        torch.testing.assert_close(model(tokens), dense, rtol=1e-4, atol=1e-4)
+    found = swd.find_sites(model, sites)
+    grams = swd.collect_grams(model, found, tokens)
+    plain = baselines.svd(model, sites)
+    if "whitened" in how:
+        for site in sites:
+            weight, size = plain[site].weight, plain[site].d_out
+            lost = [
+                lost_by(each[site], weight, 5, grams[site].double(), torch.eye(size).double()) for each in (made, plain)
+            ]
+            assert lost[0] < lost[1], site
+    expected = svd_factors(plain[sites[2]].weight, grams[sites[2]], tokens=72)
+    if "whitened" in how:
+        torch.testing.assert_close(made[sites[2]].write, expected.write, rtol=1e-4, atol=1e-4)
+
+
+def test_a_metric_needs_text_and_text_a_metric():
+    model = toy_model()
+    with pytest.raises(
+        ValueError, match=r"svd\(whitened=True\): whitened and weigh_outputs take their metric from text"
+    ):
+        baselines.svd(model, "mlp_out", whitened=True)
+    with pytest.raises(ValueError, match=r"svd\(whitened=False\)"):
+        baselines.svd(model, "mlp_out", tokens=random_tokens(2, 4))
+    with (
+        attach(model, baselines.neurons(model, "blocks.0.mlp_out")),
+        pytest.raises(swd.errors.AttachError, match=r"baselines\.svd"),
+    ):
+        baselines.svd(model, "mlp_out", whitened=True, tokens=random_tokens(2, 4))
