@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 CHUNK_BYTES = 2**26  # of one tensor of logits
@@ -106,23 +106,34 @@ class DensePredictions:
             self.ce = cross_entropy(self.log_p, self.targets).double()
 
     def divergence(
-        self, replaced: Float[Tensor, "batch pos vocab"], ce_deltas: Float[Tensor, " batch"] | None = None
+        self,
+        replaced: Float[Tensor, "batch pos vocab"],
+        ce_deltas: Float[Tensor, " batch"] | None = None,
+        counted: Bool[Tensor, "batch predictions"] | None = None,
     ) -> Divergence:
         """Sums over the predictions of a replaced host on the same rows.
 
         Args:
             replaced: its logits.
             ce_deltas: float64, on the CPU; what each row adds to the cross-entropy is added to it.
+            counted: which predictions count; None: all.
         """
         total = Divergence()
         with torch.no_grad():
             for rows, positions in self._parts():
                 log_q = _log_probabilities_in(self.buffers, "q", replaced[rows, positions])
                 ce_dense, ce = self.ce[rows, positions], cross_entropy(log_q, self.targets[rows, positions]).double()
-                if ce_deltas is not None:
+                agree, log_p = self.most_likely[rows, positions] == log_q.argmax(-1), self.log_p[rows, positions]
+                if counted is not None:
+                    that_count = counted[rows, positions].to(ce.device)
+                    if ce_deltas is not None:
+                        ce_deltas[rows] += ((ce - ce_dense) * that_count).sum(1).cpu()
+                    ce_dense, ce, agree = ce_dense[that_count], ce[that_count], agree[that_count]
+                    log_p, log_q = log_p[that_count], log_q[that_count]
+                elif ce_deltas is not None:
                     ce_deltas[rows] += (ce - ce_dense).sum(1).cpu()
-                same = float((self.most_likely[rows, positions] == log_q.argmax(-1)).sum())
-                kl = float(_kl_sum_over(self.buffers, self.log_p[rows, positions], log_q))  # writes over log_q
+                same = float(agree.sum())
+                kl = float(_kl_sum_over(self.buffers, log_p, log_q))  # writes over log_q
                 total += Divergence(float(ce_dense.sum()), float(ce.sum()), kl, same, ce.numel())
         return total
 

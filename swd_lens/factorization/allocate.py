@@ -193,7 +193,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
             continue
         grams: dict[str, Tensor] = {}
         if (known := None if kept is None else kept.collect(group)) is not None:
-            grams |= known
+            grams.update(known.by_site)
         elif job.stream is not None:
             collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
             grams.update(collected.by_site)
