@@ -198,7 +198,7 @@ def fidelities(
     require_no_dropout(model)
     if rows.shape[1] < 2:
         raise error("fidelity-of-single-tokens")
-    if counted is not None and not bool(predicted(counted).any()):
+    if (of_predictions := predicted(counted)) is not None and not bool(of_predictions.any()):
         raise error("nothing-predicted")
     host = host_of(model)
     units = {name: UnitSet.of(model, factors) for name, factors in replacements.items()}
@@ -266,8 +266,9 @@ class _Sums:
             of_rows = of_rows - mean * n_of_rows + mean * n_predictions / len(of_rows)
         # Rows are of one length, or were made so: the mean over predictions is the mean of the rows' means.
         se = float(of_rows.std() * len(of_rows) ** 0.5 / n_predictions) if len(of_rows) > 1 else None
+        means: dict[str, Any] = self.total.means()
         return Fidelity(
-            **self.total.means(),
+            **means,
             relmse=relmse,
             n_predictions=n_predictions,
             standing_hooks=tuple(hooks),
@@ -313,8 +314,8 @@ class _Runs(ABC):
         replaced: dict[str, Tensor] = {}
         for name, of_name in self.units.items():
             sums[name].ce_deltas.append(torch.zeros(len(batch), dtype=torch.float64))
-            if self.counted is not None:
-                sums[name].n_of_rows.append(predicted(self.counted).sum(1))
+            if (counted := predicted(self.counted)) is not None:
+                sums[name].n_of_rows.append(counted.sum(1))
             shown: set[str] = set()
 
             def compare(site: Site, y: Tensor, name: str = name, shown: set[str] = shown) -> None:
