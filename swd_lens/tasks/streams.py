@@ -201,7 +201,7 @@ class TokenStream:
             if len(row) != length:
                 raise error("stream-row-of-another-length", row=start + i, n_tokens=len(row), length=length)
         try:
-            batch = as_rows(torch.stack(rows), self._host)
+            batch = as_rows(torch.stack(rows), self._host, padded=self.counting.lengths is not None)
         except TokenError as cause:
             counted = ", counted from 0 here" if start else ""  # as_rows saw this batch alone
             raise error(

@@ -123,7 +123,7 @@ class Task:
         cls,
         name: str,
         model: Any,
-        prompts: Iterable[str],
+        prompts: Iterable[Any],
         answers: Iterable[str | Iterable[str]] | None = None,
         distractors: Iterable[str | Iterable[str]] | None = None,
         *,
