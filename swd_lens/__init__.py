@@ -93,6 +93,7 @@ ERRORS = {
     "SparsityError": "base.errors",
     "SpecError": "base.errors",
     "TaskError": "base.errors",
+    "TextWarning": "base.errors",
     "TokenError": "base.errors",
     "TrainError": "base.errors",
     "NotCarriedWarning": "base.errors",

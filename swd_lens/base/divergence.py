@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 CHUNK_BYTES = 2**26  # of one tensor of logits
@@ -110,22 +110,30 @@ class DensePredictions:
         replaced: Float[Tensor, "batch pos vocab"],
         ce_deltas: Float[Tensor, " batch"] | None = None,
         kls: Float[Tensor, " batch"] | None = None,
+        counted: Bool[Tensor, "batch predictions"] | None = None,
     ) -> Divergence:
         """Sums over the predictions of a replaced host on the same rows.
 
         Args:
             replaced: its logits.
             ce_deltas, kls: float64, on the CPU; what each row adds to the cross-entropy, and to KL, is added to them.
+            counted: which predictions count; None: all.
         """
         total = Divergence()
         with torch.no_grad():
             for rows, positions in self._parts():
                 log_q = _log_probabilities_in(self.buffers, "q", replaced[rows, positions])
                 ce_dense, ce = self.ce[rows, positions], cross_entropy(log_q, self.targets[rows, positions]).double()
+                agree, log_p = self.most_likely[rows, positions] == log_q.argmax(-1), self.log_p[rows, positions]
+                that_count = None if counted is None else counted[rows, positions].to(ce.device)
                 if ce_deltas is not None:
-                    ce_deltas[rows] += (ce - ce_dense).sum(1).cpu()
-                same = float((self.most_likely[rows, positions] == log_q.argmax(-1)).sum())
-                of_rows = _kl_sums_over(self.buffers, self.log_p[rows, positions], log_q).cpu()  # writes over log_q
+                    difference = ce - ce_dense
+                    ce_deltas[rows] += (difference if that_count is None else difference * that_count).sum(1).cpu()
+                if that_count is not None:
+                    ce_dense, ce, agree = ce_dense[that_count], ce[that_count], agree[that_count]
+                same = float(agree.sum())
+                of_predictions = _kls_over(self.buffers, log_p, log_q)  # writes over log_q
+                of_rows = (of_predictions if that_count is None else of_predictions * that_count).sum(1).cpu()
                 if kls is not None:
                     kls[rows] += of_rows
                 total += Divergence(float(ce_dense.sum()), float(ce.sum()), float(of_rows.sum()), same, ce.numel())
@@ -148,14 +156,14 @@ def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*s
     return torch.log_softmax(logits, -1, out=log_p)
 
 
-def _kl_sums_over(
+def _kls_over(
     buffers: Buffers, log_p: Float[Tensor, "batch pos vocab"], log_q: Float[Tensor, "batch pos vocab"]
-) -> Float[Tensor, " batch"]:
-    """`kl_sum` of each row, in buffers and the memory of log_q."""
+) -> Float[Tensor, "batch pos"]:
+    """KL of each prediction, in float64, in buffers and the memory of log_q."""
     p = torch.exp(log_p, out=buffers.take("p", tuple(log_p.shape), log_p.dtype, log_p.device))
     products = p.mul_(torch.sub(log_p, log_q, out=log_q))
     # What sum(dtype=torch.float64) does in memory of its own.
-    return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum((1, 2))
+    return buffers.take("sum", tuple(products.shape), torch.float64, products.device).copy_(products).sum(-1)
 
 
 def kl_sum(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vocab"]) -> Float[Tensor, ""]:

@@ -117,6 +117,10 @@ class TokenError(ValueError):
     """Text or tokens that this host cannot run."""
 
 
+class TextWarning(UserWarning):
+    """Text or a prompt that is read otherwise than the host was trained to, or than it looks; results are of what was read."""
+
+
 class UnknownWordsWarning(UserWarning):
     """A text has words that this host's tokenizer does not know; to the host they are all one."""
 

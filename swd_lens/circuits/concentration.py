@@ -3,7 +3,7 @@
 Where the units of a site spread every effect over many of them, each task's circuit is dear; this says so before there is a task.
 
 1. Predictions (`text_predictions`): contexts of one length are drawn from a text; the answer is the token that follows, the
-   distractor the dense host's likeliest other one.
+   distractor the dense host's likeliest other one. Where the host begins with BOS, so does every context, as every prompt does.
 2. Every unit's contribution to every margin, z dg/dz at the last position, as circuits are scored (attribution.py).
 3. Of each prediction: units by descending contribution, and the edges of the first ones that together have `share` of what all
    positive contributions add up to.
@@ -27,6 +27,8 @@ from swd_lens.circuits.ablation import Means
 from swd_lens.circuits.attribution import TrainingPass, first_order
 from swd_lens.circuits.shortcuts import find_shortcuts
 from swd_lens.hosts import host_of, require_gradients, require_no_dropout
+from swd_lens.tasks.counting import excluded
+from swd_lens.tasks.encoding import begins_with_bos
 from swd_lens.tasks.task import TaskSplit, split_of_ids
 from swd_lens.tasks.text import as_rows
 from swd_lens.units import attach
@@ -43,7 +45,7 @@ class Concentration(Record):
         log_se: standard error of the logarithm of `edges`, predictions being the observations.
         share: of the positive contributions.
         n_predictions: how many were looked at; those to which no unit contributes are left out.
-        settings: context length and seed.
+        settings: context length and seed, whether contexts begin with BOS, and how many predictions were left out, if any.
     """
 
     edges: float
@@ -70,6 +72,7 @@ def concentration(
     n_predictions: int = 256,
     context: int = 24,
     seed: int = 0,
+    exclude: Any = None,
 ) -> Concentration:
     """How few edges carry what these units do to the next token of a text.
 
@@ -81,7 +84,9 @@ def concentration(
         tokens: (rows, pos) ids, of at least `context` + 1 tokens a row.
         share: of the positive contributions, between 0 and 1.
         n_predictions: how many contexts are drawn; all where the text has fewer.
-        context: tokens before each prediction.
+        context: tokens of text before each prediction; a BOS stands before them where the host begins with one.
+        exclude: "special" (the tokenizer's special tokens) or ids: predictions that are read at such a token, and predictions of
+            such a token, are left out.
 
     Raises:
         ValueError: a share outside (0, 1), rows too short, fewer than two predictions, or units that contribute to none.
@@ -91,27 +96,40 @@ def concentration(
         raise error("concentration-share-outside", share=share)
     require_no_dropout(model)
     require_gradients(model)
-    split = text_predictions(model, tokens, n_predictions, context, seed)
+    split, about = text_predictions(model, tokens, n_predictions, context, seed, exclude)
     costs = _costs(model, factors, split, float(share))
     costs = costs[costs[:, 0] > 0]
     if len(costs) < 2:
         raise error("concentration-of-nothing", n_predictions=len(split))
     logs = costs.log()
     edges, units = logs.mean(0).exp().tolist()
-    settings = {"context": context, "seed": seed}
+    settings = {"context": context, "seed": seed, **about}
     return Concentration(edges, units, float(logs[:, 0].std() / len(logs) ** 0.5), float(share), len(logs), settings)
 
 
-def text_predictions(model: Any, tokens: Any, n: int, context: int, seed: int) -> TaskSplit:
-    """Contexts of a text as prompts: the next token against the dense host's likeliest other one.
+def text_predictions(
+    model: Any, tokens: Any, n: int, context: int, seed: int, exclude: Any = None
+) -> tuple[TaskSplit, dict[str, Any]]:
+    """Contexts of a text as prompts: the next token against the dense host's likeliest other one. And what to say of them.
 
     Raises:
         ValueError: rows shorter than a context and its next token, or fewer than two different contexts.
     """
-    rows = as_rows(tokens, model)
+    rows, counting = as_rows(tokens, model), excluded(exclude, model)
+    with_bos = begins_with_bos(model)
+    start = [model.tokenizer.bos_token_id] if with_bos else []
+    if with_bos and bool((rows[:, 0] == start[0]).all()):
+        rows = rows[:, 1:]  # contexts get their own
     if context < 1 or rows.shape[1] < context + 1:
         raise error("concentration-rows-too-short", context=context, length=rows.shape[1])
     windows = rows.unfold(1, context + 1, context + 1).flatten(0, 1)
+    about: dict[str, Any] = {"prepend_bos": with_bos}
+    if (counted := counting.of(windows)) is not None:
+        that_count = counted[:, -2:].all(1)
+        about |= {"exclude": list(counting.asked) if isinstance(counting.asked, tuple) else counting.asked}
+        about |= {"predictions_left_out": int((~that_count).sum())}
+        windows = windows[that_count]
+    windows = torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(windows), -1), windows], 1)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
     chosen = torch.tensor(_different(drawn)[:n])
     if len(chosen) < 2:
@@ -119,7 +137,7 @@ def text_predictions(model: Any, tokens: Any, n: int, context: int, seed: int) -
     prompts, answers = chosen[:, :-1], chosen[:, -1]
     others = [_likeliest_other(model, *part) for part in zip(prompts.split(_BATCH), answers.split(_BATCH), strict=True)]
     right, wrong = ([(token,) for token in of.tolist()] for of in (answers, torch.cat(others)))
-    return split_of_ids("text", "test", model, list(prompts), right, wrong)
+    return split_of_ids("text", "test", model, list(prompts), right, wrong), about
 
 
 def _different(windows: Int[Tensor, "window pos"]) -> list[list[int]]:

@@ -41,7 +41,7 @@ class CostCurve(Record):
 
     Attributes:
         rows: one row per prefix on the test prompts, the empty one first and that of all units last: "units", "edges",
-            "recovered", "sufficiency", "drop" (logits), each also "... low" and "... high", the ends of its 95 % interval over
+            "bits" (bits.py), "recovered", "sufficiency", "drop" (logits), each also "... low" and "... high", the ends of its 95 % interval over
             prompts (measure.py), "recovered of dense", "q keep", "q ablate" (mean margins, logits), "accuracy keep", "accuracy
             ablate" (best answer above every distractor), and "KL keep", "KL ablate" (KL from the replacement with all units at
             the scoring position, nats) where they were asked for.
@@ -55,11 +55,11 @@ class CostCurve(Record):
             "sufficiency", "drop", "q keep", "q ablate", and "random drop", the 95th percentile of the drops of random sets of as
             many edges (NaN where none were drawn: they are, up to the first prefix that is above). Without rows where a single
             split was given: then prefixes are chosen on the prompts that judge them.
-        scores: what ranked the units; edges: site -> (unit,) their active edges.
+        scores: what ranked the units; edges, bits: site -> (unit,) their active edges, and what they take to write down.
         margins: every test prompt's margin, in logits: "keep" and "ablate" (prefix, prompt), "full" and "dense" (prompt,).
     """
 
-    in_memory: ClassVar[tuple[str, ...]] = ("scores", "edges", "margins")
+    in_memory: ClassVar[tuple[str, ...]] = ("scores", "edges", "bits", "margins")
 
     rows: pd.DataFrame
     task: str
@@ -73,6 +73,7 @@ class CostCurve(Record):
     validation: pd.DataFrame = field(default_factory=pd.DataFrame)
     scores: UnitScores | None = None
     edges: Mapping[str, Int[Tensor, " _unit"]] = field(default_factory=dict)
+    bits: Mapping[str, Float[Tensor, " _unit"]] = field(default_factory=dict)
     margins: Mapping[str, Float[Tensor, "*_prefix _prompt"]] = field(default_factory=dict)
 
     def table(self) -> pd.DataFrame:
@@ -225,7 +226,7 @@ class CostCurve(Record):
         if not 0 <= n_units <= self.scores.n_units:
             raise error("n-units-outside", limit=self.scores.n_units, n_units=n_units)
         units = tuple(self.scores.ranking()[:n_units])
-        return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance})
+        return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance}, self.bits)
 
     def smallest_admissible(self) -> "pd.Series[Any] | None":
         """The row of the shortest admissible prefix: on validation prompts its drop is above the 95th percentile of the drops of

@@ -4,8 +4,8 @@
    replaced layer of each is kept, and each replacement takes up there (`_Staged`).
 2. Residuals are unembedded a chunk of rows and positions at a time: no tensor of logits has more than CHUNK_BYTES, whatever the
    batch and the vocabulary.
-3. Sum, over all next-token predictions, cross-entropy of both hosts, KL(dense || replaced) and top-1 agreement; over all
-   positions, squared error and squared norm of every site's output (bias included).
+3. Sum, over all next-token predictions that count (tasks/counting.py), cross-entropy of both hosts, KL(dense || replaced) and
+   top-1 agreement; over all positions that count, squared error and squared norm of every site's output (bias included).
 4. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
    With `local=True` the dense run also adds up each site's local error (local_error.py): nothing upstream has a part in it.
    Both hosts predict the same tokens, so that the CE delta's standard error is that of the rows' differences.
@@ -17,12 +17,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions, Divergence
@@ -30,13 +30,14 @@ from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.circuits.local_error import LocalErrors
+from swd_lens.circuits.local_error import LocalErrors, that_count
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.predictions import ends_in_whole_logits
 from swd_lens.hosts.recording import recording, require_seen, standing_hooks
 from swd_lens.hosts.sites import Site
-from swd_lens.tasks.text import as_rows
+from swd_lens.tasks.counting import predicted
 from swd_lens.units import Attachment, UnitSet, attach
 
 _TOKENS = 2_048  # of a forward
@@ -56,11 +57,14 @@ class Fidelity(Record):
         n_predictions: next-token predictions averaged over.
         standing_hooks: hooks of the caller's that were on the host, by name; files name them only where there were any.
         ce_delta_se: standard error of `ce_delta`, rows being the independent observations; None of a single row.
-        ce_delta_rows, kl_rows: delta and KL of each row; two replacements on the same rows are compared by their differences.
+        ce_delta_rows, kl_rows: delta and KL of each row; two replacements on the same rows are compared by their differences. Where
+            rows have different numbers of predictions that count, each row's part in the mean (of a ratio, linearized).
         local_relmse: site -> relative squared error on the dense host's inputs, tr(E^T G E) / tr(W^T G W) with E = W - A B and G
             the Gram of these tokens: without bias, and without what earlier sites did. Of an encode/decode pair: its output's
             error, bias included, over the same denominator; over the dense output with its bias at a whole MLP. Empty
             unless measured with `local=True`; a site whose input the host never shows is left out.
+        text: of the rows: `rows_begin_with_bos`, where the host has a BOS; with `exclude` or `attention_mask` what was left out,
+            `left_out` being positions.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
@@ -76,10 +80,11 @@ class Fidelity(Record):
     ce_delta_rows: Sequence[float] = ()
     kl_rows: Sequence[float] = ()
     local_relmse: Mapping[str, float] = field(default_factory=dict)
+    text: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None, "ce_delta_rows": [], "kl_rows": []}
-        absent["local_relmse"] = {}
+        absent |= {"local_relmse": {}, "text": {}}
         return {key: v for key, v in super().as_dict().items() if key not in absent or v != absent[key]}
 
     @property
@@ -120,7 +125,8 @@ class Fidelity(Record):
 
     def title(self) -> str:
         of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se
-        return f"{of}: CE delta {self.ce_delta:+.4f} {'' if se is None else f'± {se:.4f} '}nats"
+        left_out = f" ({self.text['left_out']:,} positions left out)" if "left_out" in self.text else ""
+        return f"{of}{left_out}: CE delta {self.ce_delta:+.4f} {'' if se is None else f'± {se:.4f} '}nats"
 
     def parts(self) -> tuple[Any, ...]:
         sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
@@ -141,6 +147,8 @@ def fidelity(
     *,
     batch_size: int | None = None,
     local: bool = False,
+    exclude: Any = None,
+    attention_mask: Any = None,
     progress: bool = False,
 ) -> Fidelity:
     """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5). Float32 throughout.
@@ -152,13 +160,17 @@ def fidelity(
         batch_size: rows per forward; None = as many as make 2,048 tokens.
         local: also measure each site on the dense host's inputs (`Fidelity.local_relmse`). Of all 16 matrices of the embedded
             model it takes 45 % more time, of its four mlp_out 14 %.
+        exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids. Left out are predictions that are read
+            at such a token, and predictions of such a token; of errors of outputs, their positions.
+        attention_mask: (rows, pos), 0 where `tokens` are padding, which is left out. Padding before a text is moved behind it.
 
     Raises:
-        TokenError: bad tokens, or rows of a single token.
+        TokenError: bad tokens, rows of a single token, or rows of which no prediction counts.
         AttachError: see `swd_lens.attach`.
         UnsupportedHostError: a site whose output the host's forward never shows.
     """
-    return fidelities(model, {"": factors}, tokens, batch_size=batch_size, local=local, progress=progress)[""]
+    how: dict[str, Any] = {"batch_size": batch_size, "local": local, "exclude": exclude}
+    return fidelities(model, {"": factors}, tokens, **how, attention_mask=attention_mask, progress=progress)[""]
 
 
 @in_plain_surroundings
@@ -169,24 +181,31 @@ def fidelities(
     *,
     batch_size: int | None = None,
     local: bool = False,
+    exclude: Any = None,
+    attention_mask: Any = None,
     progress: bool = False,
 ) -> dict[str, Fidelity]:
     """`fidelity` of several replacements of one host: the dense host runs once for all of them.
 
     Args:
         replacements: name -> what to attach.
-        model, tokens, batch_size, local: see `fidelity`.
+        model, tokens, batch_size, local, exclude, attention_mask: see `fidelity`.
 
     Raises:
         See `fidelity`.
     """
-    rows = as_rows(tokens, model)
+    stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
+    rows = torch.cat(list(stream.batches(stream.n_rows)))
+    counted = stream.counted(rows, 0)
     require_no_dropout(model)
     if rows.shape[1] < 2:
         raise error("fidelity-of-single-tokens")
+    if (of_predictions := predicted(counted)) is not None and not bool(of_predictions.any()):
+        raise error("nothing-predicted")
     host = host_of(model)
     units = {name: UnitSet.of(model, factors) for name, factors in replacements.items()}
     sums = {name: _Sums(of_name.sites) for name, of_name in units.items()}
+    warn_without_bos(model, stream, "held-out tokens")
     with torch.no_grad(), ExitStack() as stack:
         # A single replacement stays mounted; several may share sites, and take turns.
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
@@ -197,10 +216,13 @@ def fidelities(
             warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=callers_level())
             runs = _Whole(host, units, alone)
         size = batch_size or _rows_at_once(rows.shape[1], {site.name: site for s in sums.values() for site in s.sites})
-        for batch in tqdm(rows.split(size), desc="fidelity", unit="batch", disable=not progress, leave=False):
-            runs.add(batch, sums, errors.added() if errors else nullcontext())
-    hooks = standing_hooks(model).get("standing_hooks", ())
-    return {name: of_name.result(hooks, errors.relmse(name) if errors else {}) for name, of_name in sums.items()}
+        batches = [*zip(rows.split(size), [None] * len(rows) if counted is None else counted.split(size), strict=False)]
+        for batch, of_batch in tqdm(batches, desc="fidelity", unit="batch", disable=not progress, leave=False):
+            runs.counted = of_batch
+            runs.add(batch, sums, errors.added(of_batch) if errors else nullcontext())
+    hooks, about = standing_hooks(model).get("standing_hooks", ()), stream.about(model)
+    results = {name: of_name.result(hooks, errors.relmse(name) if errors else {}) for name, of_name in sums.items()}
+    return {name: replace(result, text=about) for name, result in results.items()}
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -216,32 +238,53 @@ class _Sums:
     norms: dict[str, Tensor] = field(default_factory=dict)
     ce_deltas: list[Tensor] = field(default_factory=list)  # of each batch, (row,)
     kls: list[Tensor] = field(default_factory=list)
+    n_of_rows: list[Tensor] = field(default_factory=list)  # predictions of each batch's rows, where not all count
 
-    def add_predictions(self, dense: DensePredictions, replaced: Float[Tensor, "batch pos vocab"], rows: slice):
+    def add_predictions(
+        self,
+        dense: DensePredictions,
+        replaced: Float[Tensor, "batch pos vocab"],
+        rows: slice,
+        counted: Bool[Tensor, "batch predictions"] | None,
+    ) -> None:
         """Of these rows of the batch that `ce_deltas` was begun for last."""
-        self.total += dense.divergence(replaced, self.ce_deltas[-1][rows], self.kls[-1][rows])
+        self.total += dense.divergence(replaced, self.ce_deltas[-1][rows], self.kls[-1][rows], counted)
 
     def add_output(
-        self, name: str, replaced: Float[Tensor, "*batch_pos d_out"], dense: Float[Tensor, "*batch_pos d_out"]
-    ):
+        self,
+        name: str,
+        replaced: Float[Tensor, "*batch_pos d_out"],
+        dense: Float[Tensor, "*batch_pos d_out"],
+        counted: Bool[Tensor, "batch pos"] | None,
+    ) -> None:
         for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
-            sums[name] = sums.get(name, 0.0) + value.double().square().sum().cpu()
+            sums[name] = sums.get(name, 0.0) + that_count(value, counted).double().square().sum().cpu()
 
     def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float]) -> Fidelity:
         relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
-        n_predictions, of_rows = self.total.n_predictions, torch.cat(self.ce_deltas)
-        # Rows are of one length: the mean over predictions is the mean of the rows' means.
-        se = float(of_rows.std() * len(of_rows) ** 0.5 / n_predictions) if len(of_rows) > 1 else None
+        n_predictions = self.total.n_predictions
+        deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
+        se = float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
+        means: dict[str, Any] = self.total.means()
         return Fidelity(
-            **self.total.means(),
+            **means,
             relmse=relmse,
             n_predictions=n_predictions,
             standing_hooks=tuple(hooks),
             ce_delta_se=se,
-            ce_delta_rows=tuple((of_rows * (len(of_rows) / n_predictions)).tolist()),
-            kl_rows=tuple((torch.cat(self.kls) * (len(of_rows) / n_predictions)).tolist()),
+            ce_delta_rows=tuple(deltas.tolist()),
+            kl_rows=tuple(kls.tolist()),
             local_relmse=local_relmse,
         )
+
+    def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+        """What each row says of the mean over predictions, from what it adds to their sum: the mean of these is that mean."""
+        n_predictions = self.total.n_predictions
+        if self.n_of_rows:
+            # The mean is a ratio of sums over rows: each row has the part in it that its linearization has.
+            n_of_rows, mean = torch.cat(self.n_of_rows), float(sums.sum()) / n_predictions
+            sums = sums - mean * n_of_rows + mean * n_predictions / len(sums)
+        return sums * (len(sums) / n_predictions)
 
 
 def _rows_at_once(n_positions: int, sites: Mapping[str, Site]) -> int:
@@ -264,6 +307,7 @@ class _Runs(ABC):
     def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
         self.host, self.units, self.alone = host, units, alone
         self.buffers = Buffers()
+        self.counted: Tensor | None = None  # (batch, pos) positions of the present batch that count; None: all
         self.sites = list({site.name: site for of_name in units.values() for site in of_name.sites}.values())
 
     def add(
@@ -280,11 +324,13 @@ class _Runs(ABC):
         for name, of_name in self.units.items():
             for of_rows in (sums[name].ce_deltas, sums[name].kls):
                 of_rows.append(torch.zeros(len(batch), dtype=torch.float64))
+            if (counted := predicted(self.counted)) is not None:
+                sums[name].n_of_rows.append(counted.sum(1))
             shown: set[str] = set()
 
             def compare(site: Site, y: Tensor, name: str = name, shown: set[str] = shown) -> None:
                 shown.add(site.name)
-                sums[name].add_output(site.name, y, seen.outputs[site.name])
+                sums[name].add_output(site.name, y, seen.outputs[site.name], self.counted)
 
             with self._mounted(of_name), self.host.outputs(of_name.sites, compare):
                 replaced[name] = self.replaced(batch, name)
@@ -323,8 +369,9 @@ class _Whole(_Runs):
         for row in range(len(batch)):  # one at a time: the log-probabilities of all would be as large as the logits
             rows = slice(row, row + 1)
             predictions = DensePredictions(dense[rows], batch[rows], self.buffers)
+            counted = None if self.counted is None else predicted(self.counted[rows])
             for name, logits in replaced.items():
-                sums[name].add_predictions(predictions, logits[rows], rows)
+                sums[name].add_predictions(predictions, logits[rows], rows, counted)
 
 
 class _Staged(_Runs):
@@ -350,9 +397,10 @@ class _Staged(_Runs):
         for rows, chunk in self._chunks(batch):
             tokens = batch[rows, chunk]
             predictions = DensePredictions(self.host.unembed(tokens, dense[rows, chunk]), tokens, self.buffers)
+            counted = None if self.counted is None else predicted(self.counted[rows, chunk])
             for name, residual in replaced.items():
                 logits = self.host.unembed(tokens, residual[rows, chunk])
-                sums[name].add_predictions(predictions, logits, rows)
+                sums[name].add_predictions(predictions, logits, rows, counted)
 
     def _chunks(self, batch: Int[Tensor, "batch pos"]) -> Iterator[tuple[slice, slice]]:
         """Rows and positions, as many at a time as CHUNK_BYTES allow; the last position of a chunk predicts nothing and begins

@@ -7,7 +7,7 @@
    validation prompts random sets of as many edges are ablated beside the prefixes, from the shortest on, until one prefix's
    drop is above the 95th percentile of theirs: the smallest admissible prefix.
 4. What the surface carries, what each prefix recovers, its sufficiency and drop, with intervals (measure.py); cost in units
-   (|S|, invalid ones included) and active edges (valid units' read and write nonzeros).
+   (|S|, invalid ones included), active edges (valid units' read and write nonzeros) and bits (bits.py).
 
 `judge` does the same for circuits of any other making.
 """
@@ -18,13 +18,14 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import replaced_masks
 from swd_lens.circuits.bench import Bench, Outcome
+from swd_lens.circuits.bits import selection_bits, unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import MIB_FRACTIONS, CostCurve
 from swd_lens.circuits.kept import DenseRuns
@@ -102,7 +103,9 @@ def evaluate(
         lengths = _lengths(grid, scores, edges)
         ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])
         costs = [0, *ranked.cumsum(0).tolist()]
+        bits = unit_bits_of(attachment.factors)
         head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
+        head["bits"] = _bits_of_prefixes(bits, scores, lengths)
 
         bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         outcome, full = _keep_and_ablate(bench, scores, lengths, kl)
@@ -139,8 +142,18 @@ def evaluate(
         validation=validation,
         scores=scores,
         edges=edges,
+        bits=bits,
         margins={"keep": margins.keep, "ablate": margins.ablate, "full": margins.full, "dense": margins.dense},
     )
+
+
+def _bits_of_prefixes(
+    bits: Mapping[str, Float[Tensor, " _unit"]], scores: UnitScores, lengths: list[int]
+) -> list[float]:
+    """What it takes to write down each prefix (bits.py)."""
+    ranked = torch.tensor([float(bits[site][unit]) for site, unit in scores.ranking()], dtype=torch.float64)
+    total = torch.cat([torch.zeros(1, dtype=torch.float64), ranked.cumsum(0)])
+    return [float(total[k]) + selection_bits(len(ranked), k) for k in lengths]
 
 
 def _keep_and_ablate(bench: Bench, scores: UnitScores, lengths: list[int], kl: bool) -> tuple[Outcome, Outcome]:
@@ -274,6 +287,7 @@ def judge(
             "circuit": list(named),
             "units": [circuit.n_units for circuit in named.values()],
             "edges": [circuit.n_edges for circuit in named.values()],
+            "bits": [circuit.n_bits for circuit in named.values()],
         }
     )
     rows = pd.concat([measured(margins, carried, split.task), _further(outcome)], axis=1)

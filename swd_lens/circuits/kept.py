@@ -23,7 +23,7 @@ from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Begun, Host
 from swd_lens.tasks.task import TaskSplit
 
-_SCORES, _MEANS, _EDGES, _MARGINS = "scores", "means", "edges", "margins"
+_SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "margins"
 
 
 def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitScores:
@@ -59,18 +59,20 @@ def kept_curve(parts: Parts, key: Key, scores: UnitScores, make: Callable[[], Co
 
     def part() -> tuple[dict[str, Tensor], dict[str, Any]]:
         curve = make()
-        tensors = _named(_EDGES, curve.edges) | _named(_MARGINS, curve.margins)
+        tensors = _named(_EDGES, curve.edges) | _named(_BITS, curve.bits) | _named(_MARGINS, curve.margins)
         return tensors, {"sites": list(curve.edges), "margins": list(curve.margins), "curve": curve.as_dict()}
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CostCurve:
         require_equal("CostCurve", "sites", sorted(values["sites"]), sorted(scores.scores))
         for site, of_site in scores.scores.items():
             _require_tensor(tensors, f"{_EDGES}/{site}", tuple(of_site.shape), floating=False)
+            _require_tensor(tensors, f"{_BITS}/{site}", tuple(of_site.shape))
         for name in values["margins"]:
             _require_tensor(tensors, f"{_MARGINS}/{name}", (..., tensors[f"{_MARGINS}/dense"].numel()))
-        edges = {site: tensors[f"{_EDGES}/{site}"] for site in values["sites"]}
+        edges, bits = ({site: tensors[f"{part}/{site}"] for site in values["sites"]} for part in (_EDGES, _BITS))
         margins = {name: tensors[f"{_MARGINS}/{name}"] for name in values["margins"]}
-        return replace(CostCurve.from_dict(values["curve"]), scores=scores, edges=edges, margins=margins)
+        found = {"scores": scores, "edges": edges, "bits": bits, "margins": margins}
+        return replace(CostCurve.from_dict(values["curve"]), **found)
 
     return parts.tensors(key, part, read)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.hosts import Host
@@ -38,10 +38,12 @@ class LocalErrors:
         self._errors: dict[str, dict[str, Tensor]] = {name: {} for name in units}
         self._norms: dict[str, Tensor] = {}
         self._inputs: dict[str, Tensor] = {}
+        self._counted: Tensor | None = None
 
     @contextmanager
-    def added(self) -> Iterator[None]:
-        """While open, every forward of the dense host is added."""
+    def added(self, counted: Bool[Tensor, "rows pos"] | None = None) -> Iterator[None]:
+        """While open, every forward of the dense host is added, at the positions that count (None: all)."""
+        self._counted = counted
         sites = list({site.name: site for of_name in self._units.values() for site in of_name.sites}.values())
         self._inputs.clear()
         with self._host.inputs(sites, self._keep_input), self._host.outputs(sites, self._add_site):
@@ -60,7 +62,7 @@ class LocalErrors:
             return
         weight = None if site.kind == "mlp" else self._host.weight(site).to(h.dtype)
         product = y if weight is None else h @ weight
-        _add(self._norms, site.name, product)
+        _add(self._norms, site.name, that_count(product, self._counted))
 
         def dense(x: Tensor) -> Tensor:
             """The site's own product of another input; its bias is what y has beside h W."""
@@ -69,12 +71,22 @@ class LocalErrors:
         for name, of_name in self._units.items():
             if site.name in of_name:
                 units = self._projection(of_name, site)
-                _add(self._errors[name], site.name, units.local(h, dense) - (y if units.gives_bias else product))
+                lost = units.local(h, dense) - (y if units.gives_bias else product)
+                _add(self._errors[name], site.name, that_count(lost, self._counted))
 
     def _projection(self, units: UnitSet, site: Site) -> Projection:
         if self._alone:
             return self._alone.projection(site.name)
         return projection_of(units[site.name], site.name, next(self._host.model.blocks[site.layer].parameters()))[0]
+
+
+def that_count(
+    value: Float[Tensor, "*batch d"], counted: Bool[Tensor, "rows pos"] | None
+) -> Float[Tensor, "*counted d"]:
+    """The vectors at positions that count, one per token being there; None: as they are."""
+    if counted is None:
+        return value
+    return value.reshape(-1, value.shape[-1])[counted.flatten().to(value.device)]
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Float[Tensor, "*batch d_out"]) -> None:

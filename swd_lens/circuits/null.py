@@ -198,7 +198,9 @@ def circuit_null(
     pool = _Pool.of(subject, match)
     generator = torch.Generator().manual_seed(seed)
     provenance = {"kind": "random", "match": match, "seed": seed}
-    draws = [Circuit(pool.draw(generator), scores, subject.edges, {**provenance, "draw": i}) for i in range(n)]
+    draws = [
+        Circuit(pool.draw(generator), scores, subject.edges, {**provenance, "draw": i}, subject.bits) for i in range(n)
+    ]
     named = {"circuit": subject} | {f"random {i}": drawn for i, drawn in enumerate(draws)}
     rows = judge(model, units, split, named, **how)
     # A drop is what ablation takes off the margin with all units.

@@ -30,6 +30,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.bench import Bench
+from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.frontier import judge, prefix_grid
@@ -143,7 +144,7 @@ def refine(
     n_test = len(task.test) if isinstance(task, Task) else len(split)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
-        edges, host = attachment.factors.active_edges, host_of(model)
+        edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
         how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
         search = _Search(Bench(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold)
         stop = search
@@ -161,7 +162,7 @@ def refine(
     about = {"cost": cost, threshold.of: threshold.value, "ablation": ablation, "n_train": len(split)}
     about |= {"n_validation": len(stopping), **standing_hooks(model)}
     circuits = {
-        kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about})
+        kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
     }
     test = pd.DataFrame()

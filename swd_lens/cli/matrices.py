@@ -90,6 +90,7 @@ def factorize(
     )
     rows: list[dict[str, Any]] = [
         {"site": name, "units": f.n_units, "edges": f.edges, "sparsity": f.sparsity}
+        | {"first positions": f.provenance.get("first_position_share")}
         | {"relMSE (calibration)": f.provenance["relmse"]}
         for name, f in factors.items()
     ]

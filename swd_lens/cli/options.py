@@ -40,6 +40,7 @@ from swd_lens.hosts.embedded import KINDS, load_default_model, text_tokens
 from swd_lens.hosts.load import load_host
 from swd_lens.solver import BASES, DEFAULT_PRESET, PRESETS
 from swd_lens.tasks import load_text, pack_text
+from swd_lens.tasks.encoding import begins_with_bos
 from swd_lens.tasks.named_text import NAMES
 
 app = new_app()
@@ -174,7 +175,8 @@ class TextOptions:
             with readable(self.text, "text in UTF-8"):
                 text = self.text.read_text(encoding="utf-8")
             rows = pack_text(model, text)
-            say(f"{self.text.name}: taken as 1 document of {rows.numel():,} tokens, no EOS inside")
+            begins = ", BOS before each row" if begins_with_bos(model) else ""
+            say(f"{self.text.name}: taken as 1 document of {rows.numel():,} tokens, no EOS inside{begins}")
             return rows
         length = min(int(model.cfg.n_ctx), 1024)
         n_rows = -(-wanted // length) - (-self.heldout_tokens // length)

@@ -31,6 +31,7 @@ from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.solve import naming, solve
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
+from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.predictions import Predictions, ends_in_whole_logits
 from swd_lens.hosts.recording import standing_hooks
@@ -114,6 +115,8 @@ def allocate(
         model, sites, stream, sparsity=sparsity, preset=preset, units=units, batch_size=batch_size, options=options
     )
     forecast(job)  # refuses what the solver would refuse, before anything is run
+    if stream is not None:
+        warn_without_bos(model, stream, "calibration tokens")
     job = with_chosen_bases(job, options.get("basis"), progress=progress)
     host, rows = host_of(model), _judged(judge, stream, model) if by == "kl" else None
     judged = None
@@ -193,7 +196,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
             continue
         grams: dict[str, Tensor] = {}
         if (known := None if kept is None else kept.collect(group)) is not None:
-            grams |= known
+            grams.update(known.by_site)
         elif job.stream is not None:
             collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
             grams.update(collected.by_site)

@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base import __version__
@@ -39,6 +39,7 @@ from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site, split_name
+from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import TokenStream, as_stream
 
 # A side is chosen where its edges are at most this share of the other's, and the difference is not chance. Nearer to each other
@@ -212,9 +213,12 @@ def _costs_of(
     logs: dict[str, list[Tensor]] = {site.name: [] for site in sites}
     with gradient_passes(model, sites, stream.first_row()[None], reads=True) as gradients_of:
         for rows in stream.batches(size):
-            seen = gradients_of(rows[:left])
+            rows = rows[:left]
+            counted = stream.counted(rows, n_rows - left)
+            seen = gradients_of(rows, predicted(counted))
             for site in sites:
-                logs[site.name].append(_log_costs(site, host.weight(site).float(), seen.pop(site.name), share))
+                log_costs = _log_costs(site, host.weight(site).float(), seen.pop(site.name), share, counted)
+                logs[site.name].append(log_costs)
             bar.update(min(size, left))
             left -= size
             if left <= 0:
@@ -223,15 +227,22 @@ def _costs_of(
 
 
 def _log_costs(
-    site: Site, weight: Float[Tensor, "d_in d_out"], at_site: AtSite, share: float
+    site: Site,
+    weight: Float[Tensor, "d_in d_out"],
+    at_site: AtSite,
+    share: float,
+    counted: Bool[Tensor, "rows pos"] | None,
 ) -> Float[Tensor, "prediction 2"]:
-    """Logarithms of the edges at each token that helps, on the sides of inputs and outputs."""
+    """Logarithms of the edges at each token that counts and helps, on the sides of inputs and outputs."""
     read, gradient = at_site
     assert read is not None
     # The last token of a row predicts nothing.
     x, g = (values[:, :-1].float().flatten(0, -2) for values in (read, gradient))
     if not bool(g.isfinite().all()):
         raise error("gradients-not-finite", site=site.name)
+    if counted is not None:
+        that_count = counted[:, :-1].flatten().to(x.device)
+        x, g = x[that_count], g[that_count]
     entries = weight != 0
     sides = (-x * (g @ weight.T), 1 + entries.sum(1)), (-(x @ weight) * g, 1 + entries.sum(0))
     costs = torch.stack([fewest_with(share, gains.clamp_(min=0), edges)[:, 0] for gains, edges in sides], 1)

@@ -13,14 +13,15 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
-from swd_lens.factorization.grams import collect_grams
+from swd_lens.factorization.grams import Grams, collect_grams
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, execution_key
+from swd_lens.tasks.counting import Counting
 from swd_lens.tasks.streams import TokenStream, as_stream
 
 KEPT_BYTES = 2**29
@@ -45,9 +46,11 @@ class CalibrationText(TokenStream):
     def __init__(self, tokens: Any, model: Any, n_bytes: int = KEPT_BYTES):
         stream = as_stream(tokens, model)
         super().__init__(lambda: iter(()), stream.n_rows)
+        self.counting = stream.counting
         self._stream, self._known, self.n_bytes = stream, stream._known, n_bytes
         # Shared with the copies that are bound to other hosts.
         self._kept: dict[Any, Tensor] = {}
+        self._first_shares: dict[Any, float] = {}
         self._expected: dict[str, Site] = {}
         self._side_costs: dict[Any, dict[str, Any]] = {}
 
@@ -56,11 +59,19 @@ class CalibrationText(TokenStream):
         bound._stream = self._stream.bound_to(model)
         return bound
 
+    def leaving_out(self, counting: Counting) -> "CalibrationText":
+        other = copy.copy(self)
+        other._stream, other.counting = self._stream.leaving_out(counting), counting
+        return other
+
     def batches(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
         yield from self._stream.batches(batch_size)
 
     def first_row(self) -> Int[Tensor, " pos"]:
         return self._stream.first_row()
+
+    def _look_through(self) -> None:
+        self._stream._look_through()
 
     def expect(self, sites: Iterable[Site]) -> None:
         """Collect these, too, when the first Gram is asked for: others will ask for them."""
@@ -68,7 +79,7 @@ class CalibrationText(TokenStream):
 
     def side_costs(self, model: Any) -> dict[str, Any]:
         """Site name -> what is known of its sides in a host as it stands now; callers put in what they find out."""
-        return self._side_costs.setdefault(_as_it_stands(model), {})
+        return self._side_costs.setdefault((*_as_it_stands(model), self.counting.key), {})
 
     def of_host(self, model: Any, batch_size: int, dtype: Literal["float32", "float64"]) -> "KnownGrams":
         """The Grams of a host as it stands now, known or to be collected."""
@@ -81,14 +92,14 @@ class KnownGrams:
     def __init__(self, text: CalibrationText, model: Any, batch_size: int, dtype: Literal["float32", "float64"]):
         self.text, self.model, self.batch_size = text, model, batch_size
         self.dtype: Literal["float32", "float64"] = dtype
-        self._key = (*_as_it_stands(model), batch_size, dtype)
+        self._key = (*_as_it_stands(model), batch_size, dtype, text.counting.key)
 
-    def collect(self, sites: Sequence[Site], progress: bool = False) -> dict[str, Float[Tensor, "_d_in _d_in"]] | None:
-        """Site -> Gram, in one pass with what is expected beside them, if any is missing; None where they cannot be kept.
+    def collect(self, sites: Sequence[Site], progress: bool = False) -> Grams | None:
+        """The Grams of sites, in one pass with what is expected beside them, if any is missing; None where they cannot be kept.
 
         To be called while the host runs as it did when this was made. Raises what `collect_grams` does.
         """
-        kept = self.text._kept
+        kept, shares = self.text._kept, self.text._first_shares
         if any(self._of(site) not in kept for site in sites):
             room = self.text.n_bytes - sum(gram.nbytes for gram in {id(gram): gram for gram in kept.values()}.values())
             together: dict[str, Site] = {}
@@ -105,7 +116,10 @@ class KnownGrams:
                 self.model, ordered, self.text, batch_size=self.batch_size, dtype=self.dtype, progress=progress
             )
             kept |= {self._of(site): grams[site.name] for site in ordered}
-        return {site.name: kept[self._of(site)] for site in sites}
+            shares |= {self._of(site): grams.first_share[site.name] for site in ordered}
+        by_site = {site.name: kept[self._of(site)] for site in sites}
+        first_share = {site.name: shares[self._of(site)] for site in sites}
+        return Grams(by_site, self.text.n_counted, first_share)
 
     def _of(self, site: Site) -> Any:
         return (*self._key, site.name)

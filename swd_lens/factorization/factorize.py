@@ -36,9 +36,9 @@ from swd_lens.factorization.job import Job
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
 from swd_lens.hosts import host_of
+from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
-from swd_lens.tasks.streams import as_stream
 from swd_lens.units import add_probe, described, is_bare, origin_of, require_detached, require_free
 from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights
@@ -64,6 +64,8 @@ def factorize(
     progress: bool = True,
     out: str | Path | None = None,
     overwrite: bool = False,
+    exclude: Any = None,
+    attention_mask: Any = None,
     **options: Any,
 ) -> FactorSet:
     """Factorize the matrices that `sites` names into sparse read and write factors (paper §2.1).
@@ -102,6 +104,10 @@ def factorize(
             The same call again after an interruption takes over what is finished and goes on; the result has the same
             bits as that of an uninterrupted call. None: nothing is written.
         overwrite: start again, in place of what `out` holds (which stays until the first new matrix is finished).
+        exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids, whose positions do not count: Grams and
+            output Grams are means over the others. The set's provenance says how many were left out, and each matrix's which
+            share of its Gram's trace the first positions of rows have (`first_position_share`).
+        attention_mask: (rows, pos), 0 where `tokens` are padding, which is left out. Padding before a text is moved behind it.
 
     Returns:
         FactorSet. Factors of a float32 host remember their dense weight, those of other hosts do not: it would be a float32
@@ -125,7 +131,7 @@ def factorize(
     job = Job.of(
         model,
         sites,
-        None if tokens is None else as_stream(tokens, model),
+        None if tokens is None else text_for(model, tokens, exclude=exclude, attention_mask=attention_mask),
         sparsity=sparsity,
         calibration=calibration,
         preset=preset,
@@ -138,6 +144,8 @@ def factorize(
     )
     rows = forecast(job)  # a bad option fails here, before anything is hashed, read or run
     job.warn_of_few_tokens()
+    if job.stream is not None:
+        warn_without_bos(model, job.stream, "calibration tokens")
     if shard is not None:
         part = Shard.parse(shard)
         job = job.only(part, {row.site: row.flops for row in rows})
@@ -198,13 +206,14 @@ def _factorized(
                 calibrated = replaced.calibrate(to_solve, progress and job.kind == "dense")
             bar.calibrated([site for site in stage if site.name not in done])
             alone = len(stage) == 1
+            shares = {name: of_site.first_share for name, of_site in calibrated.items()}
             tasks = _tasks(job, to_solve, calibrated, bar, in_process=pool.in_this_process(alone=alone))
             solved = pool.solve(tasks, alone=alone, on_iteration=bar.iterated if progress else None)
             for site in stage:
                 if site.name not in done:
                     in_shard = in_shards.get(site.name)
                     if in_shard is None:
-                        f = job.remembering(site, _stamped(job, site, next(solved)))
+                        f = job.remembering(site, _stamped(job, site, next(solved), shares.get(site.name)))
                     else:
                         f = _taken_over(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
@@ -239,8 +248,8 @@ def _tasks(
         yield job.task(site, calibrated.pop(site.name, None), bar.plan[site.name].peak_bytes)
 
 
-def _stamped(job: Job, site: Site, solved: Solved) -> Factors:
-    """The factors where the host's matrix is, with their provenance."""
+def _stamped(job: Job, site: Site, solved: Solved, first_share: float | None) -> Factors:
+    """The factors where the host's matrix is, with their provenance; `first_share` of their Gram, if they have one."""
     assert solved.site == site.name, f"{solved.site} came for {site.name}"
     weight = host_of(job.model).weight(site)
     home = weight.device if next(job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
@@ -248,6 +257,8 @@ def _stamped(job: Job, site: Site, solved: Solved) -> Factors:
     # Corrected, the solver saw the target, not W.
     error = f.relative_frobenius(weight.to(home)) if job.kind == "corrected" else solved.relative_frobenius
     calibration = {"calibration": job.kind, "tokens": job.n_tokens}
+    if first_share is not None:
+        calibration["first_position_share"] = first_share
     return stamp(f, job.model, site, {**calibration, "relmse": solved.relmse, "relative_frobenius": error})
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import cross_entropy, log_probabilities
@@ -46,7 +46,8 @@ class AtSite(NamedTuple):
     gradient: Float[Tensor, "rows pos d_out"]
 
 
-Pass = Callable[[Int[Tensor, "rows pos"]], dict[str, AtSite]]
+# Rows, and which of their next-token predictions count (None: all) -> what was seen at each site.
+Pass = Callable[[Int[Tensor, "rows pos"], Tensor | None], dict[str, AtSite]]
 
 
 def require_loss(model: Any, stream: TokenStream) -> None:
@@ -124,16 +125,22 @@ class _Shown:
 
         return keep
 
-    def gradients(self, rows: Int[Tensor, "rows pos"]) -> dict[str, AtSite]:
+    def gradients(
+        self, rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows predictions"] | None
+    ) -> dict[str, AtSite]:
         with torch.enable_grad():
             run = self.predictions.run(rows)
             read, written = self.read, self.written
             self.read, self.written = {}, {}
             require_seen(self.sites, written, "output")
-            loss = self.predictions.total(_cross_entropy, rows, run)
+            loss = self.predictions.total(_cross_entropy, rows, run, counted=counted)
             gradients = torch.autograd.grad(loss, list(written.values()))
         return {name: AtSite(read.get(name), g) for name, g in zip(written, gradients, strict=True)}
 
 
 def _cross_entropy(targets: Int[Tensor, "rows prediction"], logits: Tensor) -> Float[Tensor, ""]:
-    return cross_entropy(log_probabilities(logits), targets).sum()
+    """Summed over predictions that count: the others have no target."""
+    log_q = log_probabilities(logits)
+    if bool((targets >= 0).all()):
+        return cross_entropy(log_q, targets).sum()
+    return cross_entropy(log_q, targets.clamp(min=0))[(targets >= 0).to(log_q.device)].sum()

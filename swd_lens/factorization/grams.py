@@ -3,9 +3,10 @@
 1. Take the tokens as a stream (tasks/streams.py), or what is kept of them at a later block (residuals.py). Run them in batches,
    no further than the last wanted layer, or, from what is kept, than the last wanted matrix. Each site must have read one
    vector per token: one that was silent, or read twice, is an error, not a wrong Gram.
-2. `collect_grams`: G = mean over tokens of h^T h. At every site h^T h is added to a running float64 sum. Memory is one
-   (d_in, d_in) float64 sum per site, whatever the number of tokens, and one Gram while sums become Grams. Sites that read the
-   very same vectors (attn_q, attn_k, attn_v; mlp_gate, mlp_in) share one.
+2. `collect_grams`: G = mean over the tokens that count (tasks/counting.py) of h^T h. At every site h^T h is added to a running
+   float64 sum. Memory is one (d_in, d_in) float64 sum per site, whatever the number of tokens, and one Gram while sums become
+   Grams. Sites that read the very same vectors (attn_q, attn_k, attn_v; mlp_gate, mlp_in) share one. Beside it the share of the
+   trace that comes from the first positions of rows: an attention sink may have most of it.
 3. `collect_pairs` and `corrected`: what a matrix behind replaced ones should compute, so that it makes good what they changed.
    Sequential calibration fits the factors to W on the inputs of the replaced host, h. The dense host reads other inputs there,
    g, and writes g W. Fitting the factors to that instead,
@@ -22,10 +23,10 @@ threads it has; those of a float32 host differ in the last places, which choosin
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base.errors import error
@@ -36,6 +37,7 @@ from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import Start, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.sites import Site
+from swd_lens.tasks.streams import as_stream
 
 # Wider sums grow tile by tile, so that no product of their own size lies beside them. Up to here a product takes 64 MB, and
 # is one call, as it always was: a tile's product differs from the whole one in the last bit.
@@ -54,10 +56,16 @@ class Grams:
     """One Gram per site name, and the number of tokens (activation vectors) each was averaged over.
 
     Sites that read the very same vectors have one tensor: copy it before writing to it.
+
+    Attributes:
+        by_site: site name -> mean of h^T h.
+        n_tokens: that count.
+        first_share: site name -> share of the trace that comes from the first positions of rows.
     """
 
     by_site: Mapping[str, Float[Tensor, "_d_in _d_in"]]
     n_tokens: int
+    first_share: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, site: str) -> Tensor:
         return self.by_site[site]
@@ -73,22 +81,24 @@ def collect_grams(
     progress: bool = False,
     dtype: Literal["float32", "float64"] = "float32",
     residuals: Residuals | None = None,
+    exclude: Any = None,
 ) -> Grams:
     """Stream tokens through the host as it is now (attached units included) and average h^T h at every site, in one pass.
 
     Args:
         model: the host.
         sites: where to read.
-        tokens: (rows, pos) ids, or a `TokenStream`; every position counts, the first included.
+        tokens: (rows, pos) ids, or a `TokenStream`; every position counts, the first included, where `exclude` says nothing else.
         batch_size: rows per forward.
         dtype: of the products of one batch and of the Grams. Sums over batches are float64 in both, and so are products of
             a float64 host.
         residuals: take up there, with its tokens and its batches, in place of `tokens` and `batch_size`. The same Grams, to
             the bit.
+        exclude: "special" (the tokenizer's special tokens) or ids, whose positions do not count.
 
     Returns:
-        Grams; entry (i, j) in units of activation squared, mean over tokens. On the device of the activations, or on the CPU
-        where the sums are large beside that device's free memory.
+        Grams; entry (i, j) in units of activation squared, mean over tokens that count. On the device of the activations, or on
+        the CPU where the sums are large beside that device's free memory.
 
     Raises:
         TokenError: see `swd_lens.tasks.streams.as_stream`.
@@ -97,22 +107,26 @@ def collect_grams(
     """
     require_no_dropout(model)
     if residuals is None:
-        residuals = Residuals(model, tokens, batch_size)  # of block 0: nothing is kept
+        stream = as_stream(tokens, model, exclude=exclude)
+        residuals = Residuals(model, stream, batch_size)  # of block 0: nothing is kept
     if before := [site.name for site in sites if site.layer < residuals.layer]:
         raise error("site-before-the-residuals", sites=", ".join(before), layer=residuals.layer)
-    double, n_tokens = dtype == "float64", residuals.stream.n_tokens
+    double, n_tokens = dtype == "float64", residuals.stream.n_counted
     sums = _pass(sites, residuals, _Sums(double, share=True), progress)
     if sums.parted:
         sums = _pass(sites, residuals, _Sums(double, share=False), progress)
-    return Grams(sums.means(n_tokens), n_tokens)
+    first_share = sums.first_shares()
+    return Grams(sums.means(n_tokens), n_tokens, first_share)
 
 
 def _pass(sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
     """The sums over all tokens, or up to the batch in which they parted."""
     with torch.no_grad(), fused_attention(residuals.host, residuals.stream.first_row()[None]):
+        first_row = 0
         for tokens, start in _shown(residuals.batches(), residuals, progress):
-            sums.begin()
+            sums.begin(tuple(tokens.shape), residuals.stream.counted(tokens, first_row))
             residuals.run(tokens, start, sites, sums.add)
+            first_row += len(tokens)
             if sums.parted:
                 break
     return sums
@@ -142,11 +156,15 @@ class _Sums:
     previous: tuple[Site, Tensor, int] | None = None  # that owns a sum: what it read, and that tensor's version then
     first: bool = True
     parted: bool = False
+    shape: tuple[int, int] = (1, 1)  # of the present batch: rows, positions
+    counted: Tensor | None = None  # (rows, pos) of the present batch; None: every position
+    of_first: dict[str, Tensor] = field(default_factory=dict)  # sum of squares at first positions
 
-    def begin(self) -> None:
-        """A batch begins."""
+    def begin(self, shape: tuple[int, int], counted: Bool[Tensor, "rows pos"] | None) -> None:
+        """A batch of so many rows and positions begins, of which these positions count."""
         self.first = not self.by_site
         self.previous = None
+        self.shape, self.counted = shape, counted
 
     def add(self, site: Site, h: Tensor) -> None:
         h = h.detach()
@@ -157,6 +175,9 @@ class _Sums:
             self.parted |= owner != same
             return
         flat = _vectors(h, self.in_double)
+        flat, at_first = self._that_count(site, flat)
+        squares = torch.linalg.vector_norm(at_first, dtype=torch.float64).square().cpu()
+        self.of_first[site.name] = self.of_first.get(site.name, 0.0) + squares
         if site.name not in self.by_site:  # where the site is: layers may lie on several devices
             self.by_site[site.name] = torch.zeros(
                 site.d_in, site.d_in, dtype=torch.float64, device=_home(site.d_in, flat.device)
@@ -175,6 +196,31 @@ class _Sums:
         # Values, not addresses: a HookedTransformer normalizes anew for each of q, k and v.
         same = there.device == h.device and there._version == version and torch.equal(there, h)
         return other.name if same else None
+
+    def _that_count(
+        self, site: Site, flat: Float[Tensor, "vector d_in"]
+    ) -> tuple[Float[Tensor, "counted d_in"], Float[Tensor, "first d_in"]]:
+        """The vectors that count, and those of them at first positions.
+
+        Raises:
+            UnsupportedHostError: the site did not read one vector per token, so that it cannot be said which count.
+        """
+        n_rows, n_positions = self.shape
+        if len(flat) != n_rows * n_positions:
+            if self.counted is not None:
+                raise error("input-shown-twice", site=site.name, n_vectors=len(flat), n_tokens=n_rows * n_positions)
+            return flat, flat[:0]
+        at_first = flat.view(n_rows, n_positions, -1)[:, 0]
+        if self.counted is None:
+            return flat, at_first
+        counted = self.counted.to(flat.device)
+        return flat[counted.flatten()], at_first[counted[:, 0]]
+
+    def first_shares(self) -> dict[str, float]:
+        """Share of each sum's trace that comes from first positions; before `means`, which takes the sums."""
+        traces = {name: float(total.diagonal().sum()) for name, total in self.by_site.items()}
+        shares = {name: float(self.of_first[name]) / trace if trace > 0 else 0.0 for name, trace in traces.items()}
+        return shares | {name: shares[owner] for name, owner in self.owner.items()}
 
     def means(self, n_tokens: int) -> dict[str, Tensor]:
         """The Grams. Each sum goes as it is converted, so that at most one Gram lies beside the sums."""
@@ -225,6 +271,14 @@ def _home(d_in: int, device: torch.device) -> torch.device:
 # ---------------------------------------------------------------------------------------------- targets
 
 
+class Pair(NamedTuple):
+    """Of one site: the Gram of what it reads, its products with what it reads in the dense host, and `Grams.first_share`."""
+
+    gram: Float[Tensor, "_d_in _d_in"]
+    cross: Float[Tensor, "_d_in _d_in"]
+    first_share: float
+
+
 def collect_pairs(
     sites: Sequence[Site],
     replaced: Residuals,
@@ -233,7 +287,7 @@ def collect_pairs(
     *,
     progress: bool = False,
     dtype: str = "float32",
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> dict[str, Pair]:
     """Site -> (G, C), float64 (d_in, d_in) means over tokens of h^T h and h^T g; memory does not grow with the tokens.
 
     Args:
@@ -247,21 +301,34 @@ def collect_pairs(
         UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
     """
     sums = {site.name: [torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for _ in range(2)] for site in sites}
+    at_first, first_row = dict.fromkeys(sums, 0.0), 0
     both = zip(replaced.batches(), dense.batches(), strict=True)
     with fused_attention(replaced.host, replaced.stream.first_row()[None]):
         for (tokens, start), (_, dense_start) in _shown(both, replaced, progress):
             with as_dense():
                 dense_inputs = _inputs(dense, sites, tokens, dense_start, dtype)
             inputs = _inputs(replaced, sites, tokens, start, dtype)
+            counted = replaced.stream.counted(tokens, first_row)
+            counted = None if counted is None else counted.flatten()
             for name, (gram, cross) in sums.items():
                 h, g = inputs[name], dense_inputs[name]
+                first = torch.arange(0, len(h), tokens.shape[1])
+                if counted is not None:
+                    first = first[counted[first]]
+                at_first[name] += float(torch.linalg.vector_norm(h[first], dtype=torch.float64).square())
+                if counted is not None:
+                    h, g = h[counted], g[counted]
                 gram += (h.T @ h).to(gram)
                 cross += (h.T @ g).to(cross)
+            first_row += len(tokens)
     for name, pair in sums.items():
         for total in pair:
             _require_finite(name, total)
-    n_tokens = replaced.stream.n_tokens
-    return {name: (gram / n_tokens, cross / n_tokens) for name, (gram, cross) in sums.items()}
+    n_tokens = replaced.stream.n_counted
+    return {
+        name: Pair(gram / n_tokens, cross / n_tokens, at_first[name] / max(float(gram.diagonal().sum()), 1e-300))
+        for name, (gram, cross) in sums.items()
+    }
 
 
 def _inputs(

@@ -173,6 +173,9 @@ class Job:
 
     @property
     def n_tokens(self) -> int:
+        """Tokens that count."""
+        if self.stream is not None:
+            return self.stream.n_counted
         rows, pos = self.token_shape or (0, 0)
         return rows * pos
 
@@ -222,6 +225,7 @@ class Job:
             "preset": self.preset,
             "calibration": self.kind,
             "tokens": self.n_tokens,
+            **({} if self.stream is None else self.stream.about(self.model)),
             **self._weighing(),
             **standing_hooks(self.model),
         }
@@ -236,6 +240,8 @@ class Job:
         if self.stream is not None:
             shared["tokens_sha256"] = self.stream.fingerprint()
             shared["batch_size"] = self.batch_size  # the order of a sum
+            if not self.stream.counting.all:
+                shared["exclude"] = list(self.stream.counting.ids)
             shared["host_sha256"] = host_fingerprint(self.model, self.model.cfg)
             shared |= standing_hooks(self.model)
             if self.gram_dtype != "float32":

@@ -2,7 +2,8 @@
 
 1. The text is run forward and back a few rows at a time, as the dense host (gradients.py), which gives the gradient g of each
    output.
-2. H = mean over tokens of g^T g, in float32: no support is chosen by it, so that last digits do not grow.
+2. H = mean over tokens that count (tasks/counting.py) of g^T g, in float32: no support is chosen by it, so that last digits do
+   not grow.
 
 What a factorization does with them: solver/outputs.py.
 """
@@ -18,6 +19,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.gradients import gradient_passes, require_loss, rows_per_pass
 from swd_lens.hosts.sites import Site
+from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import as_stream
 
 
@@ -47,12 +49,16 @@ def collect_output_grams(
     with gradient_passes(model, sites, stream.first_row()[None]) as gradients_of:
         total = -(-stream.n_rows // size)
         bar = tqdm(stream.batches(size), desc="gradients", total=total, unit="batch", disable=not progress, leave=False)
+        first_row = 0
         for rows in bar:
-            for name, at_site in gradients_of(rows).items():
+            counted = stream.counted(rows, first_row)
+            first_row += len(rows)
+            for name, at_site in gradients_of(rows, predicted(counted)).items():
                 flat = at_site.gradient.float().flatten(0, -2)
+                flat = flat if counted is None else flat[counted.flatten().to(flat.device)]
                 sums[name] = sums[name].addmm_(flat.T, flat) if name in sums else flat.T @ flat
     for name, gradient_sum in sums.items():
         if not bool(gradient_sum.isfinite().all()):
             raise error("gradients-not-finite", site=name)
-    n_tokens = stream.n_rows * stream.row_length
+    n_tokens = stream.n_counted
     return {name: gradient_sum.div_(n_tokens) for name, gradient_sum in sums.items()}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swd_lens.base.surroundings import Undo
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.grams import collect_grams, collect_pairs, corrected
+from swd_lens.factorization.grams import Pair, collect_grams, collect_pairs, corrected
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
@@ -39,11 +39,18 @@ _READS_MLP_INPUT = ("mlp_gate", "mlp_in")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration says of one matrix: gram (d_in, d_in); target (d_in, d_out), to be factorized in W's place, or None; and
-    output_gram (d_out, d_out), or None where all outputs count the same."""
+    """What calibration says of one matrix.
+
+    Attributes:
+        gram: (d_in, d_in).
+        target: (d_in, d_out), to be factorized in W's place; None: W itself.
+        first_share: of the Gram's trace, from first positions of rows.
+        output_gram: (d_out, d_out); None where all outputs count the same.
+    """
 
     gram: Tensor
     target: Tensor | None
+    first_share: float
     output_gram: Tensor | None = None
 
 
@@ -164,12 +171,14 @@ class ReplacedHost:
             with self._dense():
                 dense = self._at(layer, "dense")
             pairs = collect_pairs(sites, replaced, dense, self._dense, progress=progress, dtype=self.dtype)
-            return {site.name: self._with_target(site, *pairs.pop(site.name)) for site in sites}
+            return {site.name: self._with_target(site, pairs.pop(site.name)) for site in sites}
         with self._dense() if self.kind == "dense" else ExitStack():
             if self._known is not None and (self.kind == "dense" or not self._attachments):
                 known = self._known.collect(sites, progress)
                 if known is not None:
-                    return {name: Calibrated(gram, None) for name, gram in known.items()}
+                    return {
+                        name: Calibrated(gram, None, known.first_share[name]) for name, gram in known.by_site.items()
+                    }
             residuals = self._at(layer, "replaced") if self.keep else None
             grams = collect_grams(
                 self.model,
@@ -180,11 +189,11 @@ class ReplacedHost:
                 dtype=self.dtype,
                 residuals=residuals,
             )
-        return {site.name: Calibrated(grams[site.name], None) for site in sites}
+        return {site.name: Calibrated(grams[site.name], None, grams.first_share[site.name]) for site in sites}
 
-    def _with_target(self, site: Site, gram: Tensor, cross: Tensor) -> Calibrated:
-        target = corrected(host_of(self.model).weight(site), gram, cross)
-        return Calibrated(gram if self.dtype == "float64" else gram.float(), target)
+    def _with_target(self, site: Site, pair: Pair) -> Calibrated:
+        target = corrected(host_of(self.model).weight(site), pair.gram, pair.cross)
+        return Calibrated(pair.gram if self.dtype == "float64" else pair.gram.float(), target, pair.first_share)
 
     def _at(self, layer: int, host: Literal["replaced", "dense"]) -> Residuals:
         """What enters a layer of the host as it is, or of the dense host; not moved forward where it would not be used again."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +24,7 @@ from swd_lens.hosts import Host, Start
 TOKENS = 2_048  # of a forward, where its caller says nothing else
 _CHECKED = 32  # positions
 AGREES = 1e-4  # of the largest logit
+NO_TARGET = -1  # in place of a target, where a prediction does not count
 
 Measure = Callable[..., Tensor]
 
@@ -80,6 +81,7 @@ class Predictions:
         rows: Int[Tensor, "rows pos"],
         *runs: Float[Tensor, "rows pos _width"],
         behind_last: bool = False,
+        counted: Bool[Tensor, "rows predictions"] | None = None,
     ) -> Float[Tensor, "..."]:
         """Sum over parts of measure(targets (row, prediction), logits (row, prediction, vocab) of each run).
 
@@ -87,10 +89,14 @@ class Predictions:
             rows: what was run; position t predicts token t + 1.
             runs: of `run`, on these rows.
             behind_last: also of the last position, whose target is not known: there are fewer targets then than predictions.
+            counted: predictions that count; the target of another one is NO_TARGET. None: all count.
         """
+        targets_of = rows if counted is None else rows.clone()
+        if counted is not None:
+            targets_of[:, 1:].masked_fill_(~counted.to(rows.device), NO_TARGET)
 
         def of_part(row: slice, prediction: slice, *runs: Tensor) -> Tensor:
-            targets = rows[row, prediction.start + 1 : prediction.stop + 1]
+            targets = targets_of[row, prediction.start + 1 : prediction.stop + 1]
             return measure(targets, *(self._logits(rows, run, row, prediction) for run in runs))
 
         parts = list(self.parts(rows, rows.shape[1] - (not behind_last)))

@@ -6,8 +6,9 @@
 3. The next token is the likeliest one (temperature 0), or the largest of logits / temperature + Gumbel noise, which is a
    draw from the softmax. The noise depends on seed, prompt and step alone: every host gets the same, so that what differs
    between two continuations comes from the model. Ties go to the lowest id.
-4. A row stops at EOS, after `max_new_tokens`, or when the context is full; which of them is said. Rows that have stopped
-   run along until all have: the batch, and with it the rounding of the others, is then the same for every host.
+4. A row stops at a stop token (EOS, and all others of the host's generation_config), after `max_new_tokens`, or when the context
+   is full; which of them is said. Rows that have stopped run along until all have: the batch, and with it the rounding of the
+   others, is then the same for every host.
 """
 
 import hashlib
@@ -37,6 +38,7 @@ from swd_lens.hosts import Host, host_of, require_no_dropout
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import matches
+from swd_lens.tasks.encoding import stop_tokens
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.tasks.text import same_length
 from swd_lens.units import attach
@@ -51,9 +53,9 @@ class Continuation(PlainRecord):
     """What one host wrote behind one prompt.
 
     Attributes:
-        tokens: the new ids; EOS, if it came, is the last.
-        text: decoded, EOS left out; None without a tokenizer.
-        stop: "eos", "length" (max_new_tokens) or "context" (prompt and new tokens fill n_ctx).
+        tokens: the new ids; EOS or another stop token, if one came, is the last.
+        text: decoded, that token left out; None without a tokenizer.
+        stop: "eos" (a stop token), "length" (max_new_tokens) or "context" (prompt and new tokens fill n_ctx).
         departs: index in `tokens` of the first one that differs from the dense host's; None if none does.
     """
 
@@ -182,8 +184,10 @@ def generate(
     Args:
         model: the host, with these sites not attached.
         factors: what to attach (see `swd_lens.attach`), or several: {"SWD": before, "SWD-FT": after}.
-        prompts: a string, several, or token ids: (rows, pos), or a list of rows of any lengths.
-        max_new_tokens: at most so many per prompt; fewer where EOS comes or n_ctx is reached.
+        prompts: a string, the messages of a chat (`[{"role": "user", "content": "..."}]`), several of them, or token ids:
+            (rows, pos), or a list of rows of any lengths.
+        max_new_tokens: at most so many per prompt; fewer where a stop token comes (EOS, or another that the host's
+            generation_config names) or n_ctx is reached.
         temperature: 0 takes the likeliest token.
         seed: of the sampling noise, which is the same for every host. Prompts that are equal are sampled differently.
         prepend_bos: of prompts that are strings; None = as `swd_lens.load_task`: with BOS where the host was trained so.
@@ -262,7 +266,7 @@ def _continue(
 ) -> list[tuple[int, ...]]:
     """New tokens of each row of a batch, EOS included."""
     tokens = torch.tensor([rows[prompt] for prompt in batch])
-    start, n_ctx, eos = tokens.shape[1], int(host.model.cfg.n_ctx), _eos(host.model)
+    start, n_ctx, stop = tokens.shape[1], int(host.model.cfg.n_ctx), stop_tokens(host.model)
     running = torch.ones(len(tokens), dtype=torch.bool)
     for step in range(min(most, n_ctx - start)):
         values = host.last_logits(tokens).float().cpu()
@@ -275,12 +279,16 @@ def _continue(
         ids = torch.arange(values.shape[1])
         largest = ids.where(values == values.amax(1, keepdim=True), values.shape[1]).amin(1)
         tokens = torch.cat([tokens, largest[:, None]], 1)
-        if eos is not None:
-            running &= largest != eos
-            if not running.any():
-                break
-    new = tokens[:, start:].tolist()
-    return [tuple(row[: row.index(eos) + 1] if eos in row else row) for row in new]
+        running &= ~torch.isin(largest, torch.tensor(stop, dtype=largest.dtype))
+        if not running.any():
+            break
+    return [_until(row, stop) for row in tokens[:, start:].tolist()]
+
+
+def _until(row: list[int], stop: Sequence[int]) -> tuple[int, ...]:
+    """A row up to its first stop token, that included."""
+    ends = [place for place, token in enumerate(row) if token in stop]
+    return tuple(row[: ends[0] + 1] if ends else row)
 
 
 def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vocab"]:
@@ -291,16 +299,12 @@ def _gumbel(seed: int, prompt: int, step: int, vocab: int) -> Float[Tensor, " vo
     return -torch.log(-torch.log(uniform))
 
 
-def _eos(model: Any) -> int | None:
-    return None if model.tokenizer is None else getattr(model.tokenizer, "eos_token_id", None)
-
-
 def _sample(model: Any, row: tuple[int, ...], written: Mapping[str, tuple[int, ...]], most: int) -> Sample:
     """One prompt's continuations, decoded and compared with the dense host's."""
-    eos, dense = _eos(model), written[DENSE]
+    ends, dense = stop_tokens(model), written[DENSE]
     by_host = {}
     for label, tokens in written.items():
-        ended = eos is not None and tokens[-1:] == (eos,)
+        ended = tokens[-1:] != () and tokens[-1] in ends
         stop = "eos" if ended else "length" if len(tokens) == most else "context"
         departs = next((i for i, (a, b) in enumerate(zip(tokens, dense, strict=False)) if a != b), None)
         by_host[label] = Continuation(tokens, _text(model, row, tokens[:-1] if ended else tokens), stop, departs)

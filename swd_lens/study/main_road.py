@@ -394,6 +394,7 @@ def _settings(
         "sparsities": [float(s) for s in sparsities],
         "calibration tokens": 0 if calibration is None else as_stream(calibration, model).n_tokens,
         "held-out tokens": as_stream(heldout, model).n_tokens,
+        **as_stream(heldout, model).about(model),
         "tasks": {
             task.name: {
                 "train": len(task.train),

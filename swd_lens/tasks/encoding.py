@@ -8,7 +8,8 @@
    in memory) the one at hand is asked; without BOS, or files that are gone, the answer is no.
 3. `UnknownWords` collects the words of texts that the tokenizer has no token of their own for (it reads "<|unk|>" there, the same
    for all of them), and warns once with all of them.
-4. `vocabulary_hash` tells tokenizers of one size apart: by it a task knows the one that it was made with.
+4. `special_ids` are the tokens that are no text; `stop_tokens` those behind which a host writes nothing.
+5. `vocabulary_hash` tells tokenizers of one size apart: by it a task knows the one that it was made with.
 """
 
 import functools
@@ -54,6 +55,41 @@ def _saved_adds_bos(source: str) -> bool:
     if saved.bos_token_id is None:
         return False
     return _puts_bos(saved) if stated is None else bool(stated)
+
+
+def special_ids(model: Any) -> tuple[int, ...]:
+    """The ids of a host's special tokens, ascending: BOS, EOS, padding, unknown words, and what a chat template adds."""
+    special = set(getattr(model.tokenizer, "all_special_ids", ()))
+    added = getattr(model.tokenizer, "added_tokens_decoder", None) or {}
+    special |= {token for token, of_token in added.items() if getattr(of_token, "special", False)}
+    return tuple(sorted(token for token in special if 0 <= token < int(model.cfg.d_vocab)))
+
+
+def stop_tokens(model: Any) -> tuple[int, ...]:
+    """The tokens that end a host's text, ascending: its tokenizer's EOS, and all that its generation_config names.
+
+    That of transformers' own model, where the host holds one; else what lies beside the tokenizer's files (never the network).
+    """
+    if model.tokenizer is None:
+        return ()
+    inner = getattr(getattr(model, "original_model", None), "generation_config", None)
+    named = getattr(inner, "eos_token_id", None)
+    if named is None:
+        named = _saved_stop_tokens(getattr(model.tokenizer, "name_or_path", "") or "")
+    stop = {getattr(model.tokenizer, "eos_token_id", None), *(named if isinstance(named, list | tuple) else [named])}
+    return tuple(sorted(int(token) for token in stop if token is not None))
+
+
+@functools.cache
+def _saved_stop_tokens(source: str) -> tuple[int, ...]:
+    """What the generation_config.json beside a tokenizer says; read once for each."""
+    from transformers import GenerationConfig
+
+    try:
+        named = GenerationConfig.from_pretrained(source, local_files_only=True).eos_token_id if source else None
+    except Exception:  # there is none, or it is not in the hub's cache
+        named = None
+    return tuple(named) if isinstance(named, list | tuple) else () if named is None else (named,)
 
 
 def _puts_bos(tokenizer: Any) -> bool:

@@ -1,7 +1,8 @@
 """Prompt: what a host is to run on, as token ids, given as text or as ids.
 
-1. `Prompt.of` turns a text into ids with the host's tokenizer, with a BOS where the host puts one and a warning that names the
-   words it does not know (encoding.py), as for tasks; ids are checked as token rows are (text.py). `Prompt.several` reads a list.
+1. `Prompt.of` turns a text, or the messages of a chat (chat.py), into ids with the host's tokenizer, with a BOS where the host
+   puts one and a warning that names the words it does not know (encoding.py), as for tasks. A text that brings its BOS gets no
+   second one, which is said; ids are checked as token rows are (text.py). `Prompt.several` reads a list.
 2. What a prompt may lack (one row, tokens to score, room in the context) are fields: each caller says in its own words what it
    needs. `Prompt.row` gives the ids to a host that can run them.
 3. `decoded` and `token_strings` are how ids read.
@@ -16,6 +17,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.tasks.cautions import begins_twice, warn_of_second_bos
+from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.encoding import UnknownWords
 from swd_lens.tasks.text import as_rows
 from swd_lens.tasks.tokenize import TaskTokenizer
@@ -27,7 +30,7 @@ class Prompt:
 
     Attributes:
         ids: token ids, BOS included; where several rows were given, those of the first.
-        text: as it was given; None: it came as ids.
+        text: as it was given, or of the chat; None: it came as ids.
         prepend_bos: whether the text got a BOS; None: it came as ids.
         n_rows: how many rows of ids were given.
         unusable: why nothing can be scored on the text ("empty prompt: ..." or "prompt longer than the context: ..."); None
@@ -45,21 +48,20 @@ class Prompt:
         """Read one prompt.
 
         Args:
-            given: a text, or (pos,) token ids.
+            given: a text, a list of messages with "role" and "content", or (pos,) token ids.
             caller: who asks, for messages of the tokenizer.
             prepend_bos: of a text; None = as the host does it, as for tasks.
 
         Raises:
-            TokenError: a text for a host without a tokenizer, or ids that are none (see `as_rows`).
+            TokenError: a text for a host without a tokenizer, a chat that cannot be made a text (see `chat_text`), or ids that
+                are none (see `as_rows`).
             TaskError: a BOS is asked of a tokenizer that has none.
         """
-        unknown = UnknownWords(model.tokenizer)
-        prompt = cls._read(model, given, caller, prepend_bos, unknown)
-        unknown.warn(caller)
-        return prompt
+        return cls._read_all(model, [given], caller, prepend_bos)[0]
 
     @classmethod
     def _read(cls, model: Any, given: Any, caller: str, prepend_bos: bool | None, unknown: UnknownWords) -> "Prompt":
+        given = as_text(model, given, prepend_bos)
         if not isinstance(given, str):
             rows = as_rows(given, model)
             return cls(tuple(rows[0].tolist()), n_rows=len(rows))
@@ -72,13 +74,20 @@ class Prompt:
 
     @classmethod
     def several(cls, model: Any, given: Any, caller: str, *, prepend_bos: bool | None = None) -> "list[Prompt]":
-        """Read prompts: one text, one row of ids, or a list of texts and rows (a (rows, pos) tensor is one). Raises as `of`."""
-        prompts = [given] if isinstance(given, str) else list(given)
+        """Read prompts: one text, chat or row of ids, or a list of them (a (rows, pos) tensor is one). Raises as `of`."""
+        prompts = [given] if isinstance(given, str) or is_chat(given) else list(given)
         if prompts and all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in prompts):
             prompts = [torch.as_tensor(prompts)]
+        return cls._read_all(model, prompts, caller, prepend_bos)
+
+    @classmethod
+    def _read_all(cls, model: Any, prompts: list[Any], caller: str, prepend_bos: bool | None) -> "list[Prompt]":
+        """Prompts, and one warning of each kind for all of them."""
         unknown = UnknownWords(model.tokenizer)
         read = [cls._read(model, prompt, caller, prepend_bos, unknown) for prompt in prompts]
         unknown.warn(caller)
+        given = [prompt.text for prompt in read if prompt.text is not None and prompt.prepend_bos]
+        warn_of_second_bos(model.tokenizer, caller, [text for text in given if begins_twice(model.tokenizer, text)])
         return read
 
     def row(self, model: Any) -> Int[Tensor, " pos"]:

@@ -3,7 +3,9 @@
 1. A `TokenStream` is a function that starts the rows anew, and how many of them to take. `as_stream` makes one of whatever a
    user passes as tokens: a tensor, array or list; a memory-mapped file; or a stream.
 2. A pass takes the rows batch by batch and checks each batch as `as_rows` does. Its ids go into a running CRC.
-3. Calibration needs the same rows in every pass. The first row is compared at the start of a pass and the CRC at its end;
+3. Which positions count in sums over the text (counting.py) goes with the stream; those that are left out are counted in the
+   first whole pass, and so are the rows that begin with BOS (`about`: what results say of their text).
+4. Calibration needs the same rows in every pass. The first row is compared at the start of a pass and the CRC at its end;
    too few rows, rows of another length and other rows than before are errors.
 """
 
@@ -11,19 +13,21 @@ import copy
 import hashlib
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import TokenError, error
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.tasks.counting import Counting, excluded, padding_last
 from swd_lens.tasks.text import as_rows
 
 # A host that has every token: for streams that were given to none yet.
@@ -39,6 +43,8 @@ class _Known:
     first_row: Tensor | None = None
     checksum: int | None = None
     fingerprint: str | None = None
+    firsts: Counter[int] | None = None  # first tokens of all rows
+    left_out: dict[Any, int] = field(default_factory=dict)  # Counting.key -> positions
 
 
 @in_plain_surroundings
@@ -66,6 +72,7 @@ class TokenStream:
         self._source = cast(Callable[[], Iterable[Any]], source)
         self._n_rows, self._host = int(n_rows), _ANY_HOST
         self._known = _Known(row_length)
+        self.counting = Counting()
 
     def __repr__(self) -> str:
         return f"TokenStream({self.n_rows} rows of {self._known.row_length or 'equally many'} tokens)"
@@ -95,6 +102,52 @@ class TokenStream:
         bound._host = model
         return bound
 
+    def leaving_out(self, counting: Counting) -> "TokenStream":
+        """The same stream, of which other positions count."""
+        other = copy.copy(self)
+        other.counting = counting
+        return other
+
+    def counted(self, batch: Int[Tensor, "rows pos"], first_row: int) -> Bool[Tensor, "rows pos"] | None:
+        """Which positions of a batch count, which begins with row `first_row`; None: all."""
+        return self.counting.of(batch, first_row)
+
+    @property
+    def n_counted(self) -> int:
+        """Positions that count; a pass finds it out, unless one has.
+
+        Raises:
+            TokenError: none does.
+        """
+        if self.counting.all:
+            return self.n_tokens
+        self._look_through()
+        n = self.n_tokens - self._known.left_out[self.counting.key]
+        if n == 0:
+            raise error("nothing-counts", n_tokens=self.n_tokens, exclude=self.counting.asked)
+        return n
+
+    def about(self, model: Any) -> dict[str, Any]:
+        """What results say of their text: whether every row begins with this host's BOS (nothing where it has none), and what
+        was left out, if anything."""
+        bos = getattr(getattr(model, "tokenizer", None), "bos_token_id", None)
+        said: dict[str, Any] = {}
+        if bos is not None:
+            self._look_through()
+            assert self._known.firsts is not None
+            said["rows_begin_with_bos"] = self._known.firsts[bos] == self.n_rows
+        if not self.counting.all:
+            asked = self.counting.asked
+            said["exclude"] = list(asked) if isinstance(asked, tuple) else asked
+            said["left_out"] = self.n_tokens - self.n_counted
+        return said
+
+    def _look_through(self) -> None:
+        """A pass, unless one has counted first tokens and what is left out."""
+        if self._known.firsts is None or self.counting.key not in self._known.left_out:
+            for _ in self.batches(_ROWS_AT_ONCE):
+                pass
+
     def batches(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
         """A fresh pass: all rows in order, int64 on the CPU, `batch_size` rows at a time, fewer in the last batch.
 
@@ -102,6 +155,7 @@ class TokenStream:
             TokenError: too few rows, rows of another length, no tokens of this host, or other rows than in the pass before.
         """
         rows, checksum = iter(self._source()), 0
+        firsts, left_out = Counter[int](), 0
         for start in range(0, self.n_rows, batch_size):
             size = min(batch_size, self.n_rows - start)
             taken = list(itertools.islice(rows, size))
@@ -109,10 +163,14 @@ class TokenStream:
                 raise self._too_few(start + len(taken))
             batch = self._checked(taken, start)
             checksum = zlib.crc32(batch.numpy().data, checksum)
+            firsts.update(batch[:, 0].tolist())
+            counted = self.counting.of(batch, start)
+            left_out += 0 if counted is None else int((~counted).sum())
             yield batch
         if self._known.checksum not in (None, checksum):
             raise _other_rows("of the same first row, but not of the same rows")
-        self._known.checksum = checksum
+        self._known.checksum, self._known.firsts = checksum, firsts
+        self._known.left_out[self.counting.key] = left_out
 
     def first_row(self) -> Int[Tensor, " pos"]:
         """The first row; the source is asked for it once."""
@@ -130,6 +188,8 @@ class TokenStream:
             digest = hashlib.sha256(str((self.n_rows, self.row_length)).encode())
             for batch in self.batches(_ROWS_AT_ONCE):
                 digest.update(batch.numpy().data)
+            if self.counting.lengths is not None:
+                digest.update(self.counting.lengths.numpy().data)
             self._known.fingerprint = digest.hexdigest()
         return self._known.fingerprint
 
@@ -141,7 +201,7 @@ class TokenStream:
             if len(row) != length:
                 raise error("stream-row-of-another-length", row=start + i, n_tokens=len(row), length=length)
         try:
-            batch = as_rows(torch.stack(rows), self._host)
+            batch = as_rows(torch.stack(rows), self._host, padded=self.counting.lengths is not None)
         except TokenError as cause:
             counted = ", counted from 0 here" if start else ""  # as_rows saw this batch alone
             raise error(
@@ -174,26 +234,43 @@ class _Held(TokenStream):
     def batches(self, batch_size: int) -> Iterator[Int[Tensor, "_rows pos"]]:
         yield from self._rows.split(batch_size)
 
+    def _look_through(self) -> None:
+        counted = self.counting.of(self._rows)
+        self._known.firsts = Counter(self._rows[:, 0].tolist())
+        self._known.left_out[self.counting.key] = 0 if counted is None else int((~counted).sum())
 
-def as_stream(tokens: Any, model: Any) -> TokenStream:
+
+def as_stream(tokens: Any, model: Any, *, exclude: Any = None, attention_mask: Any = None) -> TokenStream:
     """Tokens of any form as a stream for a host.
 
     Args:
         tokens: (rows, pos) integers in a tensor, array or nested list, (pos,) for a single row: checked at once. A 2-D
             `numpy.memmap`: its rows are read as they are needed. A `TokenStream`: checked in every pass.
         model: the host.
+        exclude: "special", or ids: their positions do not count (counting.py); None: as the stream has it.
+        attention_mask: (rows, pos) of tokens in memory, 0 where they are padding, which does not count either.
 
     Raises:
-        TokenError: see `swd_lens.tasks.text.as_rows`; or an iterator, which can be gone through only once.
+        TokenError: see `swd_lens.tasks.text.as_rows`; an iterator, which can be gone through only once; or see
+            `swd_lens.tasks.counting`.
     """
+    if attention_mask is not None and isinstance(tokens, TokenStream | Iterator | np.memmap):
+        raise error("mask-of-a-stream", kind=type(tokens).__name__)
     if isinstance(tokens, TokenStream):
-        return tokens.bound_to(model)
+        stream = tokens.bound_to(model)
+        return stream if exclude is None else stream.leaving_out(excluded(exclude, model))
     if isinstance(tokens, Iterator):
         raise error("tokens-only-once", kind=type(tokens).__name__)
+    counting = excluded(exclude, model)
     if isinstance(tokens, np.memmap) and tokens.ndim == 2 and len(tokens):
         rows = _integers(tokens)
-        return TokenStream(lambda: iter(rows), len(rows), row_length=rows.shape[1]).bound_to(model)
-    return _Held(as_rows(tokens, model)).bound_to(model)
+        stream = TokenStream(lambda: iter(rows), len(rows), row_length=rows.shape[1])
+    elif attention_mask is None:
+        stream = _Held(as_rows(tokens, model))
+    else:
+        rows, lengths = padding_last(tokens, attention_mask, model)
+        stream, counting = _Held(rows), replace(counting, lengths=lengths)
+    return stream.leaving_out(counting).bound_to(model)
 
 
 def _row(row: Any, number: int) -> Tensor:

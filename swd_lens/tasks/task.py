@@ -20,6 +20,7 @@ from torch import Tensor
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import error, seen
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.generators.words import SPLITS
 from swd_lens.tasks.prompt import Prompt, decoded
 from swd_lens.tasks.split import Bucket, TaskExample, TaskSplit, Unusable
@@ -135,7 +136,7 @@ class Task:
         cls,
         name: str,
         model: Any,
-        prompts: Iterable[str],
+        prompts: Iterable[Any],
         answers: Iterable[str | Iterable[str]] | None = None,
         distractors: Iterable[str | Iterable[str]] | None = None,
         *,
@@ -158,7 +159,8 @@ class Task:
         Args:
             name: of the task.
             model: the host, with a tokenizer.
-            prompts: each up to the scoring position; the next token is the answer.
+            prompts: each up to the scoring position; the next token is the answer. A text, or messages (`[{"role": "user",
+                "content": "..."}]`), which the tokenizer's chat template makes a text.
             answers, distractors: right and wrong next tokens of each prompt: a string, or a list of strings. Mind the leading
                 space.
             corrupt: a corrupt prompt for each prompt.
@@ -177,6 +179,7 @@ class Task:
                 that leave nothing to train on, a duplicate prompt, and all that `from_examples` refuses.
         """
         _check_fractions(validation_fraction, test_fraction)
+        prompts, corrupt = (_texts_of_chats(model, column, prepend_bos) for column in (prompts, corrupt))
         examples = _examples(name, prompts, answers, distractors, corrupt, metric)
         again = 0
         if on_bad == "drop":  # before the split, so that all parts get their share
@@ -251,7 +254,7 @@ class Task:
         units, take the scores of a task.
 
         Args:
-            prompt: a text, or (pos,) token ids.
+            prompt: a text, messages of a chat, or (pos,) token ids.
             answers, distractors: right and wrong next tokens: a text of one token (mind the leading space), an id, or several.
             prepend_bos: of a text; see `load_task`.
 
@@ -263,6 +266,7 @@ class Task:
         right = _single_ids(model, location, "an answer", answers)
         wrong = _single_ids(model, location, "a distractor", distractors)
         _require_apart(location, right, wrong)
+        _warn_of_prompt(model, read, (answers, distractors), (right, wrong))
         split = split_of_ids("one prompt", "train", model, [read.row(model)], [right], [wrong])
         return replace(split, source="one prompt", prepend_bos=read.prepend_bos)
 
@@ -368,6 +372,20 @@ def _single_ids(model: Any, location: str, role: str, given: Any) -> tuple[int, 
     return tuple(dict.fromkeys(ids))
 
 
+def _warn_of_prompt(
+    model: Any, prompt: Prompt, given: tuple[Any, Any], ids: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    """The cautions of one prompt, with its answers and distractors, where it is a text."""
+    if prompt.text is None:
+        return
+    tokenizer = TaskTokenizer("one prompt", model, False)  # a BOS in the text was warned of when it was read
+    right, wrong = (
+        tuple(t for t in (side if isinstance(side, list | tuple) else [side]) if isinstance(t, str)) for side in given
+    )
+    tokenizer.cautions.see(TaskExample(prompt.text, right, wrong), list(prompt.ids), *ids)
+    tokenizer.cautions.warn("the prompt")
+
+
 def _require_apart(location: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:
     if both := set(right) & set(wrong):
         why = Unusable("an answer is also a distractor", f"id {min(both)}")
@@ -414,6 +432,7 @@ class TaskBuilder:
         """
         dropped = dropped or {}
         self.tokenizer.unknown.warn(f"task {self.tokenizer.task!r}")
+        self.tokenizer.cautions.warn(f"task {self.tokenizer.task!r}")
         train, validation, test = (
             collector.finish(dropped.get(collector.split)) for collector in (self.train, self.validation, self.test)
         )
@@ -445,6 +464,13 @@ def _examples(
         )
         for i in range(n)
     ]
+
+
+def _texts_of_chats(model: Any, prompts: Any, prepend_bos: bool | None) -> Any:
+    """Prompts in a list, chats among them as texts; what is no list of them as it is."""
+    if not isinstance(prompts, list | tuple) or is_chat(prompts):
+        return prompts
+    return [as_text(model, prompt, prepend_bos) for prompt in prompts]
 
 
 def _listed(name: str, what: str, values: Any, n: int | None = None) -> list[Any]:

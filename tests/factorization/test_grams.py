@@ -189,7 +189,7 @@ def test_many_small_products_are_not_lost_in_a_large_sum():
     square = float(h[0, 0, 0] * h[0, 0, 0])
     site = swd.Site(0, "mlp_in", 1, 1)
     for _ in range(4000):
-        sums.begin()
+        sums.begin((1, 1), None)
         sums.add(site, h)
     assert float(sums.by_site[site.name]) == 4000 * square
     assert float(sums.means(4000)[site.name]) == square

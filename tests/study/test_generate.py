@@ -1,13 +1,17 @@
 """Samples: continuations of the dense and the replaced host, against writing on by hand."""
 
 import json
+import shutil
+from importlib import metadata
 
 import pytest
 import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.hosts.load import load_host
 from swd_lens.study.generate import DENSE, Samples, generate
+from swd_lens.tasks.encoding import stop_tokens
 from tests import families
 from tests.micro import random_tokens, toy_model
 
@@ -234,3 +238,23 @@ def test_on_a_bridge(family):
         written = sample.by_host[DENSE].tokens
         assert list(written) == expected[: len(written)] and (len(written) == 6 or written[-1] == 0)
         assert sample.by_host["replaced"].tokens
+
+
+def test_every_stop_token_of_the_generation_config_ends_a_text(tmp_path):
+    """A bridge's own network names them, and what lies beside the tokenizer of a HookedTransformer does."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(families.checkpoint("llama"), folder)
+    plain = load_host(str(folder), kind="bridge")
+    prompt = families.some_tokens(1, 5)
+    factors = swd.factorize(plain, "blocks.0.mlp_out", calibration="zero-data", preset="quick", progress=False)
+    written = generate(plain, factors, prompt, max_new_tokens=8)[0].by_host[DENSE].tokens
+    stop = written[3]
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [1, stop]}))
+    kinds = ("bridge", "hooked") if metadata.version("transformer_lens") < "4" else ("bridge",)
+    for kind in kinds:
+        host = load_host(str(folder), kind=kind)
+        assert stop_tokens(host) == tuple(sorted({1, stop}))
+        made = generate(host, factors, prompt, max_new_tokens=8)[0].by_host[DENSE]
+        assert made.tokens == written[: written.index(stop) + 1] and made.stop == "eos"
+        assert made.text == host.tokenizer.decode(list(made.tokens[:-1]))

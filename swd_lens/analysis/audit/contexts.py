@@ -7,11 +7,12 @@
    n and the number of units only. Token ids become strings (`TokenNames`) when a unit is looked at.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.errors import error
@@ -93,11 +94,17 @@ class TopPlaces:
         self.value = torch.empty(0, dtype=torch.float32)  # (unit, n), largest first; -1 where there is no place yet
         self.row = self.pos = self.tokens = self.z = torch.empty(0, dtype=torch.float32)
 
-    def add(self, first_row: int, rows: Int[Tensor, "rows pos"], z: Float[Tensor, "rows pos unit"]) -> None:
-        """A batch: its rows count from `first_row`."""
+    def add(
+        self,
+        first_row: int,
+        rows: Int[Tensor, "rows pos"],
+        z: Float[Tensor, "rows pos unit"],
+        counted: Bool[Tensor, "rows pos"] | None = None,
+    ) -> None:
+        """A batch: its rows count from `first_row`; places that do not count are none, but stand in windows."""
         if not len(self.value):
             self._start(z)
-        value, pos = self._largest(z)  # (unit, place); the places of a row stand together
+        value, pos = self._largest(z, counted)  # (unit, place); the places of a row stand together
         units = (value > self.value[:, -1:]).any(1).nonzero()[:, 0]  # the others' lists stay as they are
         if not len(units):
             return
@@ -115,9 +122,14 @@ class TopPlaces:
         self.pos[units] = torch.cat([self.pos[units], pos], 1).gather(1, keep)
         self.tokens[units], self.z[units] = tokens, around
 
-    def _largest(self, z: Float[Tensor, "rows pos unit"]) -> tuple[Tensor, Tensor]:
-        """|z| and position of each row's largest entries; of equal ones the earlier position comes first."""
+    def _largest(
+        self, z: Float[Tensor, "rows pos unit"], counted: Bool[Tensor, "rows pos"] | None
+    ) -> tuple[Tensor, Tensor]:
+        """|z| and position of each row's largest entries (-1 of one that does not count); of equal ones the earlier position
+        comes first."""
         size = z.abs()
+        if counted is not None:
+            size = size.masked_fill(~counted[..., None].to(z.device), -1.0)
         if self.per_row == 1:
             value, pos = size.max(1, keepdim=True)
         else:
@@ -136,6 +148,12 @@ class TopPlaces:
             strings = tuple(names(tokens[i]) for i in inside)
             contexts.append(Context(strings, tuple(z[i] for i in inside), self.before - inside[0]))
         return contexts
+
+    def share_on(self, ids: Sequence[int]) -> Float[Tensor, " unit"]:
+        """Per unit the share of its places at which it fires that lie on these tokens; 0 where it fires nowhere."""
+        fires = (self.value > 0).cpu()
+        on = torch.isin(self.tokens[..., self.before].cpu(), torch.tensor(list(ids), dtype=torch.int32)) & fires
+        return (on.sum(1) / fires.sum(1).clamp(min=1)).float()
 
     def cpu(self) -> "TopPlaces":
         """Itself, with everything on the CPU."""

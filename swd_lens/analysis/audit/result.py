@@ -54,7 +54,7 @@ class Audit:
         scores: task -> its UnitScores.
         labels: what the units are called.
         settings: model, factors, tokens and every choice.
-        n_tokens: tokens of text.
+        n_tokens: tokens of text that count.
         names, ends: how the host names tokens and the ends of edges.
         readout: what stands before its logits; None where it has no next-token logits.
     """
@@ -147,6 +147,7 @@ class Audit:
             smallest=float(of_site.smallest[column]),
             largest=float(of_site.largest[column]),
             density=float(of_site.density[column]),
+            special_peaks=float(of_site.special_peaks[column]),
             histogram=of_site.histograms[column],
             reads=None if read is None else edges_of(read[:, index], self.ends.read(site, len(read))),
             writes=None if write is None else edges_of(write[index], self.ends.written(site, write.shape[1])),
@@ -214,7 +215,8 @@ class Audit:
         return task
 
     def table(self) -> pd.DataFrame:
-        """One row per unit: statistics of z, the token at its highest peak, rank per task, label."""
+        """One row per unit: statistics of z, the token at its highest peak, the share of its peaks on special tokens, rank per
+        task, label."""
         rows = []
         for site, of_site in self.sites.items():
             for column, index in enumerate(of_site.units.tolist()):
@@ -227,6 +229,7 @@ class Audit:
                         "sd": float(of_site.sd[column]),
                         "density": float(of_site.density[column]),
                         "top token": first[0].tokens[first[0].peak] if first else "",
+                        "special peaks": float(of_site.special_peaks[column]),
                         **{f"{task} rank": self.ranks[task][site][index] for task in self._scored(site)},
                         "label": self.labels.text(f"{site}/{index}"),
                     }
@@ -327,7 +330,7 @@ class Audit:
             promoted, suppressed: [[token, centred logit per unit of z], ...], or null where the site does not write to the
                 residual stream.
             statistics: mean, sd, smallest, largest, density (share of tokens with |z| beyond a tenth of its largest),
-                n_tokens.
+                special_peaks (share of contexts whose peak is a special token), n_tokens.
             reads, writes: {"n": edges, "strongest": [[name of the end, weight], ...], "heads": {head: share of squared norm}},
                 or null.
 

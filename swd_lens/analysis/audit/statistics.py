@@ -50,6 +50,7 @@ class SiteAudit:
     Attributes:
         units: (unit,) their indices in the site.
         places: where each fires most.
+        special_peaks: (unit,) share of these places that lie on special tokens.
         mean, sd, smallest, largest, density: (unit,) of z, see `UnitProfile`.
         histograms: one per unit.
         coactive, correlation: (unit, neighbour) indices in the site and correlations of z.
@@ -57,6 +58,7 @@ class SiteAudit:
 
     units: Int[Tensor, " unit"]
     places: TopPlaces
+    special_peaks: Float[Tensor, " unit"]
     mean: Float[Tensor, " unit"]
     sd: Float[Tensor, " unit"]
     smallest: Float[Tensor, " unit"]

@@ -20,6 +20,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.sites import parse_unit
 
 MARK = ("<<", ">>")  # around the peak, where a context is plain text
+_STATISTICS = ("mean", "sd", "smallest", "largest", "density", "special_peaks", "n_tokens")
 _DIGITS = 5  # significant ones of z in an export
 
 
@@ -94,6 +95,7 @@ class UnitProfile(UnitCard):
         n_tokens: tokens that the statistics are over.
         mean, sd, smallest, largest: of z.
         density: share of tokens with |z| beyond a tenth of its largest.
+        special_peaks: share of its places of largest |z| that lie on special tokens (BOS, EOS, ...): no text speaks for these.
         histogram: tokens by z.
         similar: (unit, cosine) of the nearest write vectors of its site.
         coactive: (unit, correlation of z over the text), strongest first, of its site.
@@ -107,6 +109,7 @@ class UnitProfile(UnitCard):
     smallest: float
     largest: float
     density: float
+    special_peaks: float
     histogram: Histogram
     similar: tuple[tuple[str, float], ...]
     coactive: tuple[tuple[str, float], ...]
@@ -156,13 +159,12 @@ class UnitProfile(UnitCard):
             ],
             "promoted": self.logits and self.logits.promoted,
             "suppressed": self.logits and self.logits.suppressed,
-            "statistics": {
-                name: getattr(self, name) for name in ("mean", "sd", "smallest", "largest", "density", "n_tokens")
-            },
+            "statistics": {name: getattr(self, name) for name in _STATISTICS},
             "reads": self.reads and asdict(self.reads),
             "writes": self.writes and asdict(self.writes),
         }
 
     def _in_brief(self) -> str:
         label = "" if self.label is None else f" {self.label.label!r}"
-        return f"{label}{super()._in_brief()}, z {self.smallest:.3g} to {self.largest:.3g}"
+        special = f", {self.special_peaks:.0%} of its peaks on special tokens" if self.special_peaks else ""
+        return f"{label}{super()._in_brief()}, z {self.smallest:.3g} to {self.largest:.3g}{special}"

@@ -183,6 +183,7 @@ def measure(
         kl_prompts = _prompts(host, edits, rows, batch_size, progress)
         kl_text, n = _text(host, edits, stream, batch_size, progress)
     measurement = {"n_prompts": len(read), "n_text_predictions": n, "swd_lens": __version__, **standing_hooks(model)}
+    measurement |= {} if stream is None else stream.about(model)
     return [
         SideEffects(
             edit=edit,

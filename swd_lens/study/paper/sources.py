@@ -166,6 +166,7 @@ class Sources:
             "host_sha256": self._host,
             "text": str(self.source),
             "heldout_sha256": self._heldout,
+            **as_stream(self.heldout, self.model).about(self.model),
             **standing_hooks(self.model),
         }
 

@@ -22,8 +22,10 @@ from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require_no_dropout
+from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site
+from swd_lens.tasks.streams import as_stream
 from swd_lens.train.activations import KeptActivations, kept_activations
 from swd_lens.train.baselines.fits import CoderFit, HostFit, LocalFit, bias_of
 from swd_lens.train.baselines.spec import DEFAULT, TRANSCODERS, VPD_KLS, VPD_RECONS, TrainSpec, VpdSpec, recipe
@@ -210,6 +212,7 @@ def train_units(method: str, model: Any, site: Site, tokens: Any, spec: TrainSpe
     require_possible(how.out)
     keep = kept_steps(spec, how.keep)
     rows = rows_of(tokens, model)
+    warn_without_bos(model, as_stream(tokens, model), "training tokens")
     rows_per_step = _rows_per_step(spec, rows)
     require_no_dropout(model)
     host = host_of(model)

@@ -20,9 +20,10 @@ from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
 from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.beginnings import warn_without_bos
 from swd_lens.hosts.fused import fused_attention
 from swd_lens.hosts.recording import record, standing_hooks
-from swd_lens.tasks.streams import TokenStream
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.train.engine import Engine
 from swd_lens.train.finetune.fit import FinetuneFit, Heldout
 from swd_lens.train.finetune.mount import mounted, trainable
@@ -98,6 +99,7 @@ def finetune(
     if spec.keep == "best" and heldout is None:
         raise error("finetune-best-of-nothing")
     rows = _checked_rows(rows_of(tokens, model, (TokenStream,)), spec.batch_size, "tokens")
+    warn_without_bos(model, as_stream(tokens, model), "training tokens")
     heldout_rows = None if heldout is None else _checked_rows(rows_of(heldout, model, (TokenStream,)), 1, "heldout")
     require_no_dropout(model)
     require_gradients(model)

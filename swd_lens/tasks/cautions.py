@@ -1,0 +1,105 @@
+"""Cautions: what makes a task another one than it looks, although every prompt and answer can be tokenized.
+
+1. A prompt's text begins with BOS, which the host puts before prompts: it gets no second one.
+2. A prompt ends in a space, but the word that follows brings its own: the space is a token of its own there, which no text has.
+3. An answer has no space before it where the prompt ends within a line: it goes on the last word ("Paris" behind "is" is
+   "isParis"). Only of letters that have cases: there spaces stand between words.
+4. An answer stands in the prompt and no distractor does: a host that copies does the task.
+
+`Cautions` collects the prompts of a task, and warns once for each of these, naming the first of them.
+"""
+
+import warnings
+from typing import Any
+
+from swd_lens.base.errors import callers_level, warning
+from swd_lens.tasks.split import TaskExample
+
+_NAMED = 3  # prompts in a warning
+_END = 60  # characters of a prompt
+
+
+def begins_twice(tokenizer: Any, text: str) -> bool:
+    """Whether a text brings the BOS that would be put before it."""
+    bos = getattr(tokenizer, "bos_token", None)
+    return bool(bos) and text.startswith(bos)
+
+
+def warn_of_second_bos(tokenizer: Any, what: str, texts: list[str]) -> None:
+    """One TextWarning where texts brought their own BOS, which then got no second one."""
+    if texts:
+        named, bos = _named(texts, at_end=False), tokenizer.bos_token
+        warnings.warn(
+            warning("prompt-with-bos", what=what, n=len(texts), bos=bos, prompts=named), stacklevel=callers_level()
+        )
+
+
+class Cautions:
+    """What was found in the prompts of a task.
+
+    Args:
+        tokenizer: a `TaskTokenizer`.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.with_bos, self.with_space = dict[str, None](), dict[str, None]()
+        self.glued, self.given_away = dict[tuple[str, str], None](), dict[tuple[str, str], None]()
+
+    def see(self, example: TaskExample, ids: list[int], answers: tuple[int, ...], distractors: tuple[int, ...]) -> None:
+        """Note one example: its texts, and the ids of its prompt, answers and distractors (none where a metric judges)."""
+        prompt = example.prompt
+        if self.tokenizer.prepend_bos and begins_twice(self.tokenizer.tokenizer, prompt):
+            self.with_bos[prompt] = None
+        if prompt.endswith(" "):
+            self.with_space[prompt] = None
+        for text in (*example.answers, *example.distractors):
+            if self._goes_on_the_word(prompt, text):
+                self.glued[prompt, text] = None
+                break
+        inside = [token for token in answers if token in ids and self._is_word(token)]
+        if inside and not any(token in ids for token in distractors):
+            self.given_away[prompt, self.tokenizer.tokenizer.decode([inside[0]])] = None
+
+    def warn(self, what: str) -> None:
+        """One TextWarning for each kind that was found.
+
+        Args:
+            what: whose prompts, for the messages.
+        """
+        warn_of_second_bos(self.tokenizer.tokenizer, what, list(self.with_bos))
+        if self.with_space:
+            n, named = len(self.with_space), _named(list(self.with_space))
+            warnings.warn(warning("prompt-ends-in-space", what=what, n=n, prompts=named), stacklevel=callers_level())
+        if self.glued:
+            n, (prompt, answer) = len(self.glued), next(iter(self.glued))
+            message = warning("answer-goes-on-the-word", what=what, n=n, answer=answer, prompts=_named([prompt]))
+            warnings.warn(message, stacklevel=callers_level())
+        if self.given_away:
+            n, (prompt, answer) = len(self.given_away), next(iter(self.given_away))
+            message = warning("answer-in-the-prompt", what=what, n=n, answer=answer, prompts=_named([prompt]))
+            warnings.warn(message, stacklevel=callers_level())
+
+    def _goes_on_the_word(self, prompt: str, answer: str) -> bool:
+        """Whether an answer would be glued to the prompt's last word, while it is a token with its space, too."""
+        if not (_has_case(answer[:1]) and (_has_case(prompt[-1:]) or prompt[-1:].isdigit())):
+            return False
+        alone, spaced = self.tokenizer.short(answer), self.tokenizer.short(" " + answer)
+        return len(alone) == 1 and len(spaced) == 1 and alone != spaced
+
+    def _is_word(self, token: int) -> bool:
+        return self.tokenizer.tokenizer.decode([token]).strip()[:1].isalpha()
+
+
+def _has_case(character: str) -> bool:
+    """Whether it is a letter of Latin, Greek, Cyrillic, ...: of scripts with spaces between words."""
+    return character.lower() != character.upper()
+
+
+def _named(texts: list[str], at_end: bool = True) -> str:
+    """The first texts, each by its end (or its beginning), and how many more there are."""
+    shown = [
+        text if len(text) <= _END else f"…{text[-_END:]}" if at_end else f"{text[:_END]}…" for text in texts[:_NAMED]
+    ]
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return ", ".join(map(repr, shown)) + more

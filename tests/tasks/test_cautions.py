@@ -1,0 +1,102 @@
+"""What makes a task another one than it looks."""
+
+import warnings
+
+import pytest
+
+import swd_lens as swd
+from swd_lens.base.errors import TextWarning
+from swd_lens.hosts.embedded import load_default_model
+from swd_lens.tasks.cautions import Cautions
+from swd_lens.tasks.loaders import GENERATED
+from swd_lens.tasks.split import TaskExample
+from swd_lens.tasks.tokenize import TaskTokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_default_model()
+
+
+def told(model, prompts, answers, distractors, **how):
+    """TextWarnings of a task."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        n = len(prompts)
+        swd.Task.from_prompts("mine", model, prompts, [answers] * n, [distractors] * n, **how)
+    return [str(each.message) for each in caught if each.category is TextWarning]
+
+
+def test_a_prompt_with_bos_gets_no_second_one(model):
+    prompts = ["<|bos|> Then Mary", " Then John"]
+    with pytest.warns(TextWarning, match=r"task 'mine': 1 prompts begin with '<\|bos\|>', .*: '<\|bos\|> Then Mary'"):
+        task = swd.Task.from_prompts("mine", model, prompts, [" went"] * 2, [" gave"] * 2)
+    assert sorted(tokens.tolist()[0] for split in (task.train, task.test) for tokens in split.tokens) == [0, 0]
+    assert sorted(tokens.tolist().count(0) for split in (task.train, task.test) for tokens in split.tokens) == [1, 1]
+    assert not told(model, prompts, " went", " gave", prepend_bos=False)
+
+
+def test_a_prompt_that_ends_in_a_space(model):
+    (said,) = told(model, ["Then Mary ", "Then John "], " went", " gave")
+    assert said.startswith("task 'mine': 2 prompts end in a space: ") and "'Then Mary '" in said
+
+
+def test_an_answer_that_goes_on_the_last_word(model):
+    (said,) = told(model, ["Then Mary", "Then John"], "Jane", " gave")
+    assert "go on with the last word of 2 prompts: 'Jane' behind 'Then " in said
+    assert not told(model, ["Then Mary ,", "Then John ,"], "Jane", " gave")  # no word that it could go on with
+    assert not told(model, ["Then Mary", "Then John"], " Jane", " gave")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [("from the year 1732 to the year 17", "41"), ("param_", "name"), ("猫は", "猫"), ("كتاب", "كتاب"), ("the", ",")],
+)
+def test_digits_code_and_scripts_without_spaces_are_not_told(model, prompt, answer):
+    """Whatever the tokenizer makes of them: here every text is one token, with a space another one."""
+    tokenizer = TaskTokenizer("mine", model)
+    tokenizer.short = lambda text: (len(text),)
+    cautions = Cautions(tokenizer)
+    assert not cautions._goes_on_the_word(prompt, answer)
+    assert cautions._goes_on_the_word("the year 17", "on")
+
+
+def test_an_answer_that_the_prompt_gives_away(model):
+    (said,) = told(model, ["Mary gave a drink to", "John gave a drink to"], " drink", " store")
+    assert "in 2 prompts an answer stands and no distractor does: ' drink' in" in said
+    assert not told(model, ["Mary gave a drink to", "John gave a drink to"], " drink", " gave")
+    assert not told(model, ["Mary gave a drink to", "John gave a drink to"], " store", " lake")
+
+
+def test_one_prompt_is_told_as_a_task_is(model):
+    with pytest.warns(TextWarning, match="the prompt: 1 prompts end in a space"):
+        swd.Task.of_prompt(model, "Then Mary ", " went", " gave")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TextWarning)
+        swd.Task.of_prompt(model, "Then Mary", " went", " gave")
+        swd.Task.of_prompt(model, [9, 8, 7], " went", 11)
+
+
+def test_many_prompts_are_named_by_their_first(model):
+    names = ["Mary", "John", "Jane", "Anna", "Paula"]
+    (said,) = told(model, [f"Then {name} " for name in names], " went", " gave")
+    assert said.count("'Then ") == 3 and " and 2 more" in said
+
+
+@pytest.mark.parametrize("family", GENERATED)
+def test_our_own_tasks_are_not_told(model, family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TextWarning)
+        try:
+            swd.load_task(family, model, n_train=60, n_test=20)
+        except swd.errors.TaskError:
+            assert family in ("capital", "agreement", "greater_digit")  # which this vocabulary cannot say
+
+
+def test_texts_without_an_example_are_not_looked_at(model):
+    """A metric judges: there are no answers."""
+    cautions = Cautions(TaskTokenizer("mine", model))
+    cautions.see(TaskExample("Then Mary", (), ()), [1065, 204], (), ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cautions.warn("mine")
