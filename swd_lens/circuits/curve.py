@@ -40,11 +40,11 @@ class CostCurve(Record):
     """What nested prefixes of a ranking cost and do, on one task.
 
     Attributes:
-        rows: one row per prefix on the test prompts, the empty one first and that of all units last: "units", "edges",
-            "bits" (bits.py), "recovered", "sufficiency", "drop" (logits), each also "... low" and "... high", the ends of its 95 % interval over
-            prompts (measure.py), "recovered of dense", "q keep", "q ablate" (mean margins, logits), "accuracy keep", "accuracy
-            ablate" (best answer above every distractor), and "KL keep", "KL ablate" (KL from the replacement with all units at
-            the scoring position, nats) where they were asked for.
+        rows: one row per prefix on the test prompts, the empty one first and that of all units last: "units", "edges", "bits"
+            (bits.py), "recovered", "sufficiency", "drop" (logits), the last three each also "... low" and "... high", the ends of
+            its 95 % interval over prompts (measure.py), "recovered of dense", "q keep", "q ablate" (mean margins, logits),
+            "accuracy keep", "accuracy ablate" (best answer above every distractor), and "KL keep", "KL ablate" (KL from the
+            replacement with all units at the scoring position, nats) where they were asked for.
         task: the task's name.
         q_dense, q_full, q_empty: mean test margin of the dense host, of the replacement with all units, and with every unit at
             its reference activation, in logits.

@@ -57,8 +57,8 @@ class Fidelity(Record):
         n_predictions: next-token predictions averaged over.
         standing_hooks: hooks of the caller's that were on the host, by name; files name them only where there were any.
         ce_delta_se: standard error of `ce_delta`, rows being the independent observations; None of a single row.
-        ce_delta_rows, kl_rows: delta and KL of each row; two replacements on the same rows are compared by their differences. Where
-            rows have different numbers of predictions that count, each row's part in the mean (of a ratio, linearized).
+        ce_delta_rows, kl_rows: delta and KL of each row; two replacements on the same rows are compared by their differences.
+            Where rows have different numbers of predictions that count, each row's part in the mean (of a ratio, linearized).
         local_relmse: site -> relative squared error on the dense host's inputs, tr(E^T G E) / tr(W^T G W) with E = W - A B and G
             the Gram of these tokens: without bias, and without what earlier sites did. Of an encode/decode pair: its output's
             error, bias included, over the same denominator; over the dense output with its bias at a whole MLP. Empty
