@@ -9,6 +9,8 @@
 4. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
    With `local=True` the dense run also adds up each site's local error (local_error.py): nothing upstream has a part in it.
    Both hosts predict the same tokens, so that the CE delta's standard error is that of the rows' differences.
+5. A host in half precision runs one more replacement, a lossless one at the same sites (floor.py): what is not above its KL and
+   CE difference is the dtype's rounding, and marked.
 
 Runs in stages are verified on a few tokens before they are trusted; where a host gives other logits, everything is run whole.
 """
@@ -30,6 +32,7 @@ from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.circuits.floor import Floor, Floors
 from swd_lens.circuits.local_error import LocalErrors
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.fused import fused_attention
@@ -61,6 +64,8 @@ class Fidelity(Record):
             the Gram of these tokens: without bias, and without what earlier sites did. Of an encode/decode pair: its output's
             error, bias included, over the same denominator; over the dense output with its bias at a whole MLP. Empty
             unless measured with `local=True`; a site whose input the host never shows is left out.
+        floor: of a host in half precision, what a lossless replacement of the same sites shows on these tokens; None in float32,
+            and where its factors would take more than 2 GiB.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
@@ -75,15 +80,27 @@ class Fidelity(Record):
     ce_delta_se: float | None = None
     ce_delta_rows: Sequence[float] = ()
     local_relmse: Mapping[str, float] = field(default_factory=dict)
+    floor: Floor | None = None
 
     def as_dict(self) -> dict[str, Any]:
         absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None, "ce_delta_rows": [], "local_relmse": {}}
+        absent["floor"] = None
         return {key: v for key, v in super().as_dict().items() if key not in absent or v != absent[key]}
 
     @property
     def ce_delta(self) -> float:
         """CE(replaced) - CE(dense)."""
         return self.ce - self.ce_dense
+
+    @property
+    def below_floor(self) -> tuple[str, ...]:
+        """Which of "CE delta" and "KL" a lossless replacement in this dtype could show, too: no more than the floor's, the CE
+        delta's within two standard errors."""
+        if self.floor is None:
+            return ()
+        of_ce = abs(self.floor.ce_delta) + 2 * (self.floor.ce_delta_se or 0.0)
+        below = {"CE delta": abs(self.ce_delta) <= of_ce, "KL": self.kl <= self.floor.kl}
+        return tuple(name for name, is_below in below.items() if is_below)
 
     def difference_se(self, *others: "Fidelity") -> float | None:
         """Standard error of this CE less the others' mean, paired over rows.
@@ -99,7 +116,8 @@ class Fidelity(Record):
         return float((rows[0] - torch.stack(rows[1:]).mean(0)).std() / n_rows**0.5)
 
     def table(self) -> pd.DataFrame:
-        """One row: the model-level metrics, the CE delta's standard error where there is one, and site relMSE."""
+        """One row: the model-level metrics, the CE delta's standard error where there is one, the floor of half precision, and
+        site relMSE."""
         errors = list(self.relmse.values())
         se = {} if self.ce_delta_se is None else {"CE delta se": [self.ce_delta_se]}
         return pd.DataFrame(
@@ -112,12 +130,21 @@ class Fidelity(Record):
                 "top-1 agreement": [self.top1_agreement],
                 "mean relMSE": [sum(errors) / len(errors)],
                 "max relMSE": [max(errors)],
+                **self._floor_columns(),
             }
         )
 
+    def _floor_columns(self) -> dict[str, list[Any]]:
+        if self.floor is None:
+            return {}
+        below = ", ".join(self.below_floor)
+        return {"CE delta floor": [self.floor.ce_delta], "KL floor": [self.floor.kl], "below floor": [below]}
+
     def title(self) -> str:
         of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se
-        return f"{of}: CE delta {self.ce_delta:+.4f} {'' if se is None else f'± {se:.4f} '}nats"
+        below = " and ".join(self.below_floor)
+        marked = f"; {below}: not above what the host's dtype rounds off" if below else ""
+        return f"{of}: CE delta {self.ce_delta:+.4f} {'' if se is None else f'± {se:.4f} '}nats{marked}"
 
     def parts(self) -> tuple[Any, ...]:
         sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
@@ -140,7 +167,10 @@ def fidelity(
     local: bool = False,
     progress: bool = False,
 ) -> Fidelity:
-    """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5). Float32 throughout.
+    """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5).
+
+    Logits are compared in float32; a host in half precision runs in its dtype, and a lossless replacement beside it says what
+    its rounding alone makes (`Fidelity.floor`).
 
     Args:
         model: the host, with these sites not attached.
@@ -183,12 +213,14 @@ def fidelities(
         raise error("fidelity-of-single-tokens")
     host = host_of(model)
     units = {name: UnitSet.of(model, factors) for name, factors in replacements.items()}
+    floors = Floors(host, units, rows)
+    asked, units = units, units | floors.units
     sums = {name: _Sums(of_name.sites) for name, of_name in units.items()}
     with torch.no_grad(), ExitStack() as stack:
         # A single replacement stays mounted; several may share sites, and take turns.
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
         stack.enter_context(fused_attention(host, rows))
-        errors = LocalErrors(host, units, alone) if local else None
+        errors = LocalErrors(host, asked, alone) if local else None
         runs = _Staged(host, units, alone)
         if not runs.agree_with_whole(rows):
             warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=callers_level())
@@ -197,7 +229,9 @@ def fidelities(
         for batch in tqdm(rows.split(size), desc="fidelity", unit="batch", disable=not progress, leave=False):
             runs.add(batch, sums, errors.added() if errors else nullcontext())
     hooks = standing_hooks(model).get("standing_hooks", ())
-    return {name: of_name.result(hooks, errors.relmse(name) if errors else {}) for name, of_name in sums.items()}
+    for name in floors.units:
+        floors.add(name, sums[name].floor())
+    return {name: sums[name].result(hooks, errors.relmse(name) if errors else {}, floors.of(name)) for name in asked}
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -223,19 +257,27 @@ class _Sums:
         for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
             sums[name] = sums.get(name, 0.0) + value.double().square().sum().cpu()
 
-    def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float]) -> Fidelity:
+    def _ce_delta_se(self) -> float | None:
+        of_rows = torch.cat(self.ce_deltas)
+        # Rows are of one length: the mean over predictions is the mean of the rows' means.
+        return float(of_rows.std() * len(of_rows) ** 0.5 / self.total.n_predictions) if len(of_rows) > 1 else None
+
+    def floor(self) -> Floor:
+        means = self.total.means()
+        return Floor(means["kl"], means["ce"] - means["ce_dense"], self._ce_delta_se())
+
+    def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float], floor: Floor | None) -> Fidelity:
         relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
         n_predictions, of_rows = self.total.n_predictions, torch.cat(self.ce_deltas)
-        # Rows are of one length: the mean over predictions is the mean of the rows' means.
-        se = float(of_rows.std() * len(of_rows) ** 0.5 / n_predictions) if len(of_rows) > 1 else None
         return Fidelity(
             **self.total.means(),
             relmse=relmse,
             n_predictions=n_predictions,
             standing_hooks=tuple(hooks),
-            ce_delta_se=se,
+            ce_delta_se=self._ce_delta_se(),
             ce_delta_rows=tuple((of_rows * (len(of_rows) / n_predictions)).tolist()),
             local_relmse=local_relmse,
+            floor=floor,
         )
 
 
