@@ -83,6 +83,7 @@ ERRORS = {
     "FinetuneError": "base.errors",
     "FolderInUseError": "base.errors",
     "GramError": "base.errors",
+    "HostDiffersError": "base.errors",
     "HostInUseError": "base.errors",
     "QKError": "base.errors",
     "RayMissingError": "base.errors",

@@ -52,6 +52,14 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", {**_SMALL, "num_attention_heads": 2, "intermediate_size": 32}),
 }
 FAMILIES = tuple(_CONFIGS)
+# Families for single tests: of flat MLPs, and those that transformer_lens 3.9 computes otherwise than transformers.
+_OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "opt": ("OPTForCausalLM", "OPTConfig", {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", SIZES),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {**SIZES, "pad_token_id": 0}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", {**SIZES, "pad_token_id": 0, "sliding_window": 32}),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", {**SIZES, "head_dim": 8}),
+}
 HOOKED = ("gpt2", "pythia", "llama", "qwen2", "qwen3")  # what HookedTransformer 3.9 loads from a local folder
 CAUSAL = tuple(name for name in FAMILIES if name != "bert")
 
@@ -59,7 +67,7 @@ CAUSAL = tuple(name for name in FAMILIES if name != "bert")
 @cache
 def checkpoint(name: str) -> Path:
     """A folder with config.json, weights and tokenizer."""
-    return written(*_CONFIGS[name])
+    return written(*(_CONFIGS | _OTHERS)[name])
 
 
 def written(model_class: str, config_class: str, config: dict[str, Any]) -> Path:
@@ -77,7 +85,7 @@ def written(model_class: str, config_class: str, config: dict[str, Any]) -> Path
 
 def reference(name: str) -> Any:
     """transformers' own model."""
-    return network(_CONFIGS[name][0], checkpoint(name))
+    return network((_CONFIGS | _OTHERS)[name][0], checkpoint(name))
 
 
 def network(model_class: str, folder: Path) -> Any:

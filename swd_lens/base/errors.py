@@ -86,6 +86,10 @@ class UnsupportedHostError(TypeError):
     """The model is of a kind or shape that swd_lens cannot inject into; the message says what and why."""
 
 
+class HostDiffersError(UnsupportedHostError):
+    """A loaded host gives other logits than transformers' own model of the same checkpoint."""
+
+
 class AttachError(ValueError):
     """Units cannot be attached, detached or transported as asked; nothing was changed."""
 

@@ -9,6 +9,8 @@
 4. Divide at the end: means over predictions, and per site sum ||Y_rep - Y_dense||^2 / sum ||Y_dense||^2 (method.md §5.5).
    With `local=True` the dense run also adds up each site's local error (local_error.py): nothing upstream has a part in it.
    Both hosts predict the same tokens, so that the CE delta's standard error is that of the rows' differences.
+5. A host in half precision runs one more replacement, a lossless one at the same sites (floor.py): what is not above its KL and
+   CE difference is the dtype's rounding, and marked.
 
 Runs in stages are verified on a few tokens before they are trusted; where a host gives other logits, everything is run whole.
 """
@@ -30,6 +32,7 @@ from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.circuits.floor import Floor, Floors
 from swd_lens.circuits.local_error import LocalErrors, that_count
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
@@ -65,6 +68,8 @@ class Fidelity(Record):
             unless measured with `local=True`; a site whose input the host never shows is left out.
         text: of the rows: `rows_begin_with_bos`, where the host has a BOS; with `exclude` or `attention_mask` what was left out,
             `left_out` being positions.
+        floor: of a host in half precision, what a lossless replacement of the same sites shows on these tokens; None in float32,
+            and where its factors would take more than 2 GiB.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("ce_delta",)
@@ -81,16 +86,27 @@ class Fidelity(Record):
     kl_rows: Sequence[float] = ()
     local_relmse: Mapping[str, float] = field(default_factory=dict)
     text: Mapping[str, Any] = field(default_factory=dict)
+    floor: Floor | None = None
 
     def as_dict(self) -> dict[str, Any]:
         absent: dict[str, Any] = {"standing_hooks": [], "ce_delta_se": None, "ce_delta_rows": [], "kl_rows": []}
-        absent |= {"local_relmse": {}, "text": {}}
+        absent |= {"local_relmse": {}, "text": {}, "floor": None}
         return {key: v for key, v in super().as_dict().items() if key not in absent or v != absent[key]}
 
     @property
     def ce_delta(self) -> float:
         """CE(replaced) - CE(dense)."""
         return self.ce - self.ce_dense
+
+    @property
+    def below_floor(self) -> tuple[str, ...]:
+        """Which of "CE delta" and "KL" a lossless replacement in this dtype could show, too: no more than the floor's, the CE
+        delta's within two standard errors."""
+        if self.floor is None:
+            return ()
+        of_ce = abs(self.floor.ce_delta) + 2 * (self.floor.ce_delta_se or 0.0)
+        below = {"CE delta": abs(self.ce_delta) <= of_ce, "KL": self.kl <= self.floor.kl}
+        return tuple(name for name, is_below in below.items() if is_below)
 
     def difference_se(self, *others: "Fidelity", of: str = "CE") -> float | None:
         """Standard error of this CE (or `of="KL"`) less the others' mean, paired over rows.
@@ -107,7 +123,8 @@ class Fidelity(Record):
         return float((rows[0] - torch.stack(rows[1:]).mean(0)).std() / n_rows**0.5)
 
     def table(self) -> pd.DataFrame:
-        """One row: the model-level metrics, the CE delta's standard error where there is one, and site relMSE."""
+        """One row: the model-level metrics, the CE delta's standard error where there is one, the floor of half precision, and
+        site relMSE."""
         errors = list(self.relmse.values())
         se = {} if self.ce_delta_se is None else {"CE delta se": [self.ce_delta_se]}
         return pd.DataFrame(
@@ -120,13 +137,23 @@ class Fidelity(Record):
                 "top-1 agreement": [self.top1_agreement],
                 "mean relMSE": [sum(errors) / len(errors)],
                 "max relMSE": [max(errors)],
+                **self._floor_columns(),
             }
         )
+
+    def _floor_columns(self) -> dict[str, list[Any]]:
+        if self.floor is None:
+            return {}
+        below = ", ".join(self.below_floor)
+        return {"CE delta floor": [self.floor.ce_delta], "KL floor": [self.floor.kl], "below floor": [below]}
 
     def title(self) -> str:
         of, se = f"Fidelity of {len(self.relmse)} sites on {self.n_predictions:,} predictions", self.ce_delta_se
         left_out = f" ({self.text['left_out']:,} positions left out)" if "left_out" in self.text else ""
-        return f"{of}{left_out}: CE delta {self.ce_delta:+.4f} {'' if se is None else f'± {se:.4f} '}nats"
+        below = " and ".join(self.below_floor)
+        marked = f"; {below}: not above what the host's dtype rounds off" if below else ""
+        se = "" if se is None else f"± {se:.4f} "
+        return f"{of}{left_out}: CE delta {self.ce_delta:+.4f} {se}nats{marked}"
 
     def parts(self) -> tuple[Any, ...]:
         sites = pd.DataFrame({"site": list(self.relmse), "relMSE": list(self.relmse.values())})
@@ -151,7 +178,10 @@ def fidelity(
     attention_mask: Any = None,
     progress: bool = False,
 ) -> Fidelity:
-    """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5). Float32 throughout.
+    """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5).
+
+    Logits are compared in float32; a host in half precision runs in its dtype, and a lossless replacement beside it says what
+    its rounding alone makes (`Fidelity.floor`).
 
     Args:
         model: the host, with these sites not attached.
@@ -204,13 +234,15 @@ def fidelities(
         raise error("nothing-predicted")
     host = host_of(model)
     units = {name: UnitSet.of(model, factors) for name, factors in replacements.items()}
+    floors = Floors(host, units, rows)
+    asked, units = units, units | floors.units
     sums = {name: _Sums(of_name.sites) for name, of_name in units.items()}
     warn_without_bos(model, stream, "held-out tokens")
     with torch.no_grad(), ExitStack() as stack:
         # A single replacement stays mounted; several may share sites, and take turns.
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
         stack.enter_context(fused_attention(host, rows))
-        errors = LocalErrors(host, units, alone) if local else None
+        errors = LocalErrors(host, asked, alone) if local else None
         runs = _Staged(host, units, alone)
         if not runs.agree_with_whole(rows):
             warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=callers_level())
@@ -221,8 +253,12 @@ def fidelities(
             runs.counted = of_batch
             runs.add(batch, sums, errors.added(of_batch) if errors else nullcontext())
     hooks, about = standing_hooks(model).get("standing_hooks", ()), stream.about(model)
-    results = {name: of_name.result(hooks, errors.relmse(name) if errors else {}) for name, of_name in sums.items()}
-    return {name: replace(result, text=about) for name, result in results.items()}
+    for name in floors.units:
+        floors.add(name, sums[name].floor())
+    return {
+        name: replace(sums[name].result(hooks, errors.relmse(name) if errors else {}, floors.of(name)), text=about)
+        for name in asked
+    }
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -260,21 +296,29 @@ class _Sums:
         for sums, value in ((self.errors, replaced.float() - dense), (self.norms, dense)):
             sums[name] = sums.get(name, 0.0) + that_count(value, counted).double().square().sum().cpu()
 
-    def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float]) -> Fidelity:
+    def _ce_delta_se(self) -> float | None:
+        deltas = self._parts_of_rows(torch.cat(self.ce_deltas))
+        return float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
+
+    def floor(self) -> Floor:
+        means = self.total.means()
+        return Floor(means["kl"], means["ce"] - means["ce_dense"], self._ce_delta_se())
+
+    def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float], floor: Floor | None) -> Fidelity:
         relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
         n_predictions = self.total.n_predictions
         deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
-        se = float(deltas.std() / len(deltas) ** 0.5) if len(deltas) > 1 else None
         means: dict[str, Any] = self.total.means()
         return Fidelity(
             **means,
             relmse=relmse,
             n_predictions=n_predictions,
             standing_hooks=tuple(hooks),
-            ce_delta_se=se,
+            ce_delta_se=self._ce_delta_se(),
             ce_delta_rows=tuple(deltas.tolist()),
             kl_rows=tuple(kls.tolist()),
             local_relmse=local_relmse,
+            floor=floor,
         )
 
     def _parts_of_rows(self, sums: Float[Tensor, " row"]) -> Float[Tensor, " row"]:

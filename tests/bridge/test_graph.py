@@ -34,7 +34,7 @@ def test_contributions_add_up_where_there_are_no_biases(name):
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", "pythia", "llama", "qwen2", "opt"])
 @pytest.mark.parametrize("attention", ["none", "frozen"])
 def test_the_same_graph_on_both_hosts(name, attention):
     pytest.importorskip("transformer_lens.HookedTransformer", reason="transformer_lens 4 has no HookedTransformer")

@@ -109,8 +109,8 @@ def test_undoing_an_older_swap_spares_the_newer_one():
 def test_a_swap_that_fails_half_way_leaves_no_trace(host, monkeypatch):
     import swd_lens.hosts.bridge as bridge
 
-    def fail(leaves, projection, name):
-        original(leaves[:1], projection, name)
+    def fail(leaves, projection, name, rows):
+        original(leaves[:1], projection, name, rows)
         raise KeyboardInterrupt
 
     original = bridge.mount

@@ -17,7 +17,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 
 import swd_lens as swd
 from swd_lens import baselines
-from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts import agreement, find_sites, host_of
 from swd_lens.hosts.sites import parse_unit
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors, FactorSet
@@ -487,6 +487,28 @@ def no_hooked_transformer(_, monkeypatch):
     folder = str(families.checkpoint("gpt2"))
     without_hooked_transformer(monkeypatch)
     swd.load_host(folder, kind="hooked")
+
+
+def _off_by(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = agreement._run
+    monkeypatch.setattr(agreement, "_run", lambda model, row: run(model, row) * (1 + share))
+    swd.load_host(str(families.checkpoint("gpt2")), kind="bridge")
+
+
+@trigger
+def host_differs(_, monkeypatch):
+    _off_by(0.01, monkeypatch)
+
+
+@trigger
+def host_differs_a_little(_, monkeypatch):
+    _off_by(5e-4, monkeypatch)
+
+
+@trigger
+def host_not_compared(_, monkeypatch):
+    monkeypatch.setattr(agreement.Reference, "see", lambda self, network: None)
+    swd.load_host(str(families.checkpoint("gpt2")), kind="bridge")
 
 
 @trigger

@@ -25,6 +25,7 @@ from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, 
 from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.leaves import (
     Packed,
+    Rows,
     leaves_of_block,
     matrix,
     mount,
@@ -129,9 +130,13 @@ class BridgeHost(BridgeRuns, Host):
         with ExitStack() as stack:
             for site in sites:
                 self._call_leaves(site, stack.callback)
+                rows = self._watched_rows(site, stack.callback)
+
+                def show(_: nn.Module, args: Any, site: Site = site, rows: Rows = rows) -> None:
+                    use(site, rows.apart(args[0]))
+
                 # Of a packed site q's input speaks for all three.
-                hook = self._leaves(site)[0].register_forward_pre_hook(lambda _, args, site=site: use(site, args[0]))
-                stack.callback(hook.remove)
+                stack.callback(self._leaves(site)[0].register_forward_pre_hook(show).remove)
             yield
 
     @contextmanager
@@ -139,11 +144,19 @@ class BridgeHost(BridgeRuns, Host):
         with ExitStack() as stack:
             for site in sites:
                 self._call_leaves(site, stack.callback)
+                rows = self._watched_rows(site, stack.callback)
                 leaves, parts = self._leaves(site), {}
                 for part, leaf in enumerate(leaves):
-                    gather = _gatherer(site, part, len(leaves), parts, use)
+                    gather = _gatherer(site, part, len(leaves), parts, rows, use)
                     stack.callback(leaf.register_forward_hook(gather).remove)
             yield
+
+    def _watched_rows(self, site: Site, register: Register) -> Rows:
+        """Batch and positions of the site's block, noted until the undo."""
+        rows, block = Rows(), self.model.blocks[site.layer]
+        register(lambda: rows.leave(block))
+        rows.watch(block)
+        return rows
 
     def _call_leaves(self, site: Site, register: Register) -> None:
         """Make a GatedMLPBridge that multiplies by processed weights itself (gated_mlp.py:108) call its projections."""
@@ -180,6 +193,7 @@ class BridgeHost(BridgeRuns, Host):
         self._refuse(site)
         leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], f"hook_{site.kind}_unit"
         mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
+        rows = Rows()
         registries = (
             (block._modules, attribute),
             (block._hook_registry, attribute),
@@ -189,6 +203,7 @@ class BridgeHost(BridgeRuns, Host):
         def undo() -> None:
             # Takes out what this swap put in and nothing else, so that it serves twice and after half a swap.
             unmount(leaves, mounted)
+            rows.leave(block)
             for names, name in registries:
                 if names.get(name) is hook:
                     del names[name]
@@ -198,7 +213,8 @@ class BridgeHost(BridgeRuns, Host):
         for names, name in registries:
             names[name] = hook
         hook.name = site.hook_name
-        mount(leaves, mounted, site.name)
+        rows.watch(block)
+        mount(leaves, mounted, site.name, rows)
 
     def _refuse(self, site: Site) -> None:
         block = self.model.blocks[site.layer]
@@ -242,17 +258,24 @@ class _Parameters(Shadow):
 
 
 def _gatherer(
-    site: Site, part: int, n_parts: int, parts: dict[int, Tensor], use: Callable[[Site, Tensor], None]
+    site: Site,
+    part: int,
+    n_parts: int,
+    parts: dict[int, Tensor],
+    rows: Rows,
+    use: Callable[[Site, Tensor], None],
 ) -> Any:
     """A forward hook that hands over the outputs of all parts side by side, once the last of them is there."""
 
-    def gather(_: nn.Module, args: Any, out: Tensor) -> None:
+    def gather(_: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         if part in parts:  # an earlier forward was left half-way
             parts.clear()
-        parts[part] = out
+        parts[part] = shown = rows.apart(out)
         if len(parts) == n_parts:
-            whole = torch.cat([parts[i] for i in range(n_parts)], dim=-1) if n_parts > 1 else out
+            whole = torch.cat([parts[i] for i in range(n_parts)], dim=-1) if n_parts > 1 else shown
             parts.clear()
             use(site, whole)
+        # Flat rows go on from the tensor that was shown, so that it has a gradient.
+        return None if shown is out else shown.flatten(0, 1)
 
     return gather

@@ -8,6 +8,8 @@
 3. A mounted leaf refuses to show `.weight`: code upstream that multiplies by it itself (attention.py:_compute_per_head_result,
    attention.py:_project_per_head_qkv) then fails with the reason instead of using a matrix that is not in use.
 4. Three leaves q, k, v can share one projection, `Packed`: it runs once per input and hands out the slices.
+5. Some blocks (OPT's) flatten rows and positions before their matrices. `Rows` notes the shape in which a block is entered, and
+   whoever looks at a leaf gets (batch, pos, d) all the same.
 """
 
 import inspect
@@ -35,6 +37,40 @@ from transformers.pytorch_utils import Conv1D
 from swd_lens.base.errors import error
 from swd_lens.hosts.sites import PACKED, BlockShapes
 
+# ---------------------------------------------------------------------------------------------- batch and positions
+
+
+class Rows:
+    """Batch and positions of what a block runs on, noted when it is entered: a pre-hook of the block.
+
+    An object, not a closure: a deep copy of the host has its own.
+    """
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        self.shape = tuple(hidden.shape[:-1]) if isinstance(hidden, Tensor) else ()
+
+    def watch(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self, with_kwargs=True)
+
+    def leave(self, block: nn.Module) -> None:
+        """The step back; it serves twice, and where nothing was watched."""
+        for key in [key for key, hook in block._forward_pre_hooks.items() if hook is self]:
+            del block._forward_pre_hooks[key]
+            block._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def are_flat_in(self, h: Float[Tensor, "*batch d"]) -> bool:
+        """Whether the block has made one axis of its batch and positions."""
+        return h.ndim == 2 and len(self.shape) == 2 and h.shape[0] == self.shape[0] * self.shape[1]
+
+    def apart(self, h: Float[Tensor, "*flat d"]) -> Float[Tensor, "*batch d"]:
+        """With batch and positions each in its axis."""
+        return h.unflatten(0, self.shape) if self.are_flat_in(h) else h
+
+
 # ---------------------------------------------------------------------------------------------- one leaf
 
 
@@ -43,6 +79,11 @@ def _with_projection(plain: Any, name: str) -> type:
 
     class Factored(plain):
         def forward(self, h: Tensor) -> Tensor:
+            if self.unit_rows.are_flat_in(h):
+                return self._units(self.unit_rows.apart(h)).flatten(0, 1)
+            return self._units(h)
+
+        def _units(self, h: Tensor) -> Tensor:
             if isinstance(self.unit_projection, Packed):
                 return self.unit_projection.take(self.unit_part, h)
             return self.unit_projection(h, self.bias, lambda h: _dense(self, h))
@@ -112,12 +153,16 @@ def mounted_site(module: nn.Module) -> str | None:
     return module.__dict__.get("unit_site")
 
 
-def mount(modules: Sequence[nn.Module], projection: nn.Module, site_name: str) -> None:
-    """Put the projection in place of the modules: a leaf, a whole MLP, or (then it is a `Packed`) the leaves q, k, v."""
+def mount(modules: Sequence[nn.Module], projection: nn.Module, site_name: str, rows: Rows) -> None:
+    """Put the projection in place of the modules: a leaf, a whole MLP, or (then it is a `Packed`) the leaves q, k, v.
+
+    Args:
+        rows: of their block, which it watches.
+    """
     for part, module in enumerate(modules):
         # A child of the first only: parameters and state_dict list it once.
         (module._modules if part == 0 else module.__dict__)["unit_projection"] = projection
-        module.__dict__.update(unit_site=site_name, unit_part=part)
+        module.__dict__.update(unit_site=site_name, unit_part=part, unit_rows=rows)
         if _is_leaf(type(module)) and "forward" in module.__dict__:
             # Upstream's own of Falcon's leaves, which would go before the class's.
             module.__dict__["unit_forward"] = module.__dict__["forward"]
@@ -133,7 +178,7 @@ def unmount(modules: Sequence[nn.Module], projection: nn.Module) -> None:
         module.__class__ = _plain_class(type(module))
         if "unit_forward" in module.__dict__:
             module.__dict__["forward"] = module.__dict__["unit_forward"]
-        for name in ("unit_forward", "unit_site", "unit_part", "unit_projection"):
+        for name in ("unit_forward", "unit_site", "unit_part", "unit_rows", "unit_projection"):
             module.__dict__.pop(name, None)
         # Last: a second call, after an interruption, knows by it that there is something left to do.
         module._modules.pop("unit_projection", None)

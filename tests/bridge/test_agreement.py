@@ -1,0 +1,139 @@
+"""load_host compares a bridge with transformers' own model; on transformer_lens 3.9 and 4.x. HookedTransformers: tests/hosts."""
+
+import warnings
+from contextlib import contextmanager
+from importlib import metadata
+
+import pytest
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoModelForCausalLM
+
+from swd_lens import HostDiffersError, load_host
+from swd_lens.hosts import agreement
+from swd_lens.hosts.agreement import difference_of
+from tests import families
+
+VERSION = int(metadata.version("transformer_lens").split(".")[0])
+SUSPECTS = ("stablelm", "cohere", "cohere2", "hunyuan")
+
+
+def folder(name):
+    return str(families.checkpoint(name))
+
+
+def measured(model, name):
+    """Largest difference from transformers' model over its largest logit, on rows of this test's own."""
+    tokens = families.some_tokens(2, 40, seed=3)
+    with torch.no_grad():
+        expected, found = families.reference(name)(tokens).logits, model(tokens)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def loaded_with(monkeypatch, change):
+    """Bridges on which `change` was done after they were made."""
+    boot = TransformerBridge.boot_transformers
+
+    def booted(*args, **kwargs):
+        model = boot(*args, **kwargs)
+        with torch.no_grad():
+            change(model)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformerBridge, "boot_transformers", staticmethod(booted))
+        yield
+
+
+def scaled(by):
+    def change(model):
+        model.ln_final.original_component.weight.mul_(by)
+
+    return change
+
+
+@pytest.mark.parametrize("name", SUSPECTS)
+def test_a_family_that_the_bridge_computes_otherwise_is_refused_or_right(name):
+    refused = None
+    for kind in ("bridge", "auto"):
+        try:
+            model = load_host(folder(name), kind=kind)
+        except HostDiffersError as error:
+            refused = str(error)
+            assert "this TransformerBridge of swd-lens-" in refused and "check=False loads it all the same" in refused
+            assert f"transformer_lens {metadata.version('transformer-lens')}" in refused
+            assert measured(load_host(folder(name), kind=kind, check=False), name) > 0.01
+        else:
+            assert measured(model, name) < 1e-5
+    assert VERSION > 3 or refused is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*families.FAMILIES, "opt"])
+def test_a_host_that_is_right_says_how_far_it_is_off_and_is_as_without_the_check(name, dtype):
+    model, plain = (
+        load_host(folder(name), "bridge", dtype=dtype),
+        load_host(folder(name), "bridge", dtype=dtype, check=False),
+    )
+    difference = difference_of(model)
+    assert difference is not None and difference < 1e-5 and difference_of(plain) is None
+    assert model.cfg.dtype == plain.cfg.dtype == getattr(torch, dtype) and not model.training
+    states = model.state_dict(), plain.state_dict()
+    assert list(states[0]) == list(states[1])
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_wrong_host_is_refused_and_a_slightly_wrong_one_warned_of(monkeypatch, dtype):
+    step = torch.finfo(getattr(torch, dtype)).eps
+    with loaded_with(monkeypatch, scaled(1 + max(2e-3, 4 * step))):
+        with pytest.raises(
+            HostDiffersError, match=r"other logits than transformers' own .* at position \d+ of a row of 32"
+        ):
+            load_host(folder("llama"), "bridge", dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_host(folder("llama"), "bridge", dtype=dtype, check=False)
+    with loaded_with(monkeypatch, scaled(1 + max(3e-4, 2 * step))):
+        with pytest.warns(UserWarning, match="which is more than rounding makes") as seen:
+            load_host(folder("llama"), "bridge", dtype=dtype)
+        assert [w.filename for w in seen if "rounding" in str(w.message)] == [__file__]
+
+
+def test_large_models_in_half_precision_are_compared_within_their_rounding(monkeypatch):
+    monkeypatch.setattr(agreement, "EXACT_BYTES", 0)
+    for dtype in ("bfloat16", "float16", "float32"):
+        difference = difference_of(load_host(folder("qwen2"), "bridge", dtype=dtype))
+        assert difference is not None and difference < 1e-2
+    with pytest.raises(HostDiffersError), loaded_with(monkeypatch, scaled(1.1)):
+        load_host(folder("qwen2"), "bridge", dtype="bfloat16")
+    with pytest.raises(HostDiffersError), loaded_with(monkeypatch, scaled(float("nan"))):
+        load_host(folder("qwen2"), "bridge", dtype="bfloat16")
+
+
+def test_the_checkpoint_is_read_once_and_both_run_once(monkeypatch):
+    read, runs = [], []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def counted(*args, **kwargs):
+        read.append(load(*args, **kwargs))
+        read[-1].model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
+        return read[-1]
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    load_host(folder("llama"), "bridge")
+    assert len(read) == 1 and len(runs) == 2
+
+
+def test_a_model_that_takes_more_than_tokens_is_not_compared_and_that_is_said():
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": families.D_VOCAB}
+    t5 = families.written("T5ForConditionalGeneration", "T5Config", {**sizes, "decoder_start_token_id": 0})
+    with pytest.warns(
+        UserWarning, match="without being compared .*: transformers' own model does not run on tokens alone"
+    ):
+        model = load_host(str(t5), "bridge")
+    assert difference_of(model) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_host(str(t5), "bridge", check=False)

@@ -1,0 +1,90 @@
+"""load_host compares a HookedTransformer with transformers' own model, and "auto" takes the kind that agrees."""
+
+import pytest
+import torch
+from transformer_lens import HookedTransformer
+from transformers import AutoModelForCausalLM
+
+from swd_lens import HostDiffersError, load_host
+from swd_lens.hosts.agreement import difference_of
+from swd_lens.hosts.hooked import layout
+from tests import families
+from tests.bridge.test_agreement import folder, loaded_with, scaled
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """HookedTransformers whose last norm is scaled by 1.01."""
+    lay_out = layout.lay_out
+
+    def laid_out_wrongly(model):
+        lay_out(model)
+        with torch.no_grad():
+            model.ln_final.w.mul_(1.01)
+
+    monkeypatch.setattr(layout, "lay_out", laid_out_wrongly)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*families.HOOKED, "opt"])
+def test_a_host_that_is_right_is_as_without_the_check(name, dtype):
+    model, plain = (load_host(folder(name), "hooked", dtype=dtype, check=check) for check in (True, False))
+    difference = difference_of(model)
+    assert difference is not None and difference < (1e-5 if dtype == "float32" else 1e-3)
+    assert model.cfg.dtype == plain.cfg.dtype == getattr(torch, dtype)
+    for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+def test_a_wrong_one_is_refused_and_auto_takes_the_bridge(wrong, monkeypatch):
+    with pytest.raises(
+        HostDiffersError, match=r'this HookedTransformer of .*by up to 0\.0\d+ of .*Try kind="bridge"; check=False'
+    ):
+        load_host(folder("gpt2"), "hooked")
+    assert type(load_host(folder("gpt2"), "hooked", check=False)).__name__ == "HookedTransformer"
+    assert type(load_host(folder("gpt2"), check=False)).__name__ == "HookedTransformer"
+    assert type(load_host(folder("gpt2"))).__name__ == "TransformerBridge"
+    with (
+        loaded_with(monkeypatch, scaled(1.02)),
+        pytest.raises(HostDiffersError, match="Another version of transformer_lens"),
+    ):
+        load_host(folder("gpt2"))
+    with loaded_with(monkeypatch, scaled(1.02)), pytest.raises(HostDiffersError, match='Try kind="hooked"'):
+        load_host(folder("gpt2"), "bridge")
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_name_is_compared_too_and_its_checkpoint_read_once(is_wrong, monkeypatch, request):
+    """The hub is a folder here."""
+    if is_wrong:
+        request.getfixturevalue("wrong")
+    read, load = [], AutoModelForCausalLM.from_pretrained
+    named = load_host(folder("gpt2"), "hooked", check=False)
+
+    def from_hub(name, **how):
+        read.append(name)
+        return load(folder("gpt2"), local_files_only=True, dtype=how["dtype"])
+
+    def from_pretrained(name, hf_model, **how):
+        assert hf_model is not None and next(hf_model.parameters()).dtype == how["dtype"]
+        return named
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_hub)
+    monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", from_pretrained)
+    monkeypatch.setattr("swd_lens.hosts.load._config", lambda *_: named.cfg)
+    if is_wrong:
+        with pytest.raises(HostDiffersError, match="this HookedTransformer of gpt2-medium gives other logits"):
+            load_host("gpt2-medium", "hooked")
+    else:
+        difference = difference_of(load_host("gpt2-medium", "hooked"))
+        assert difference is not None and difference < 1e-5
+    assert read == ["gpt2-medium"]
+
+
+def test_a_name_whose_weights_transformers_does_not_read_is_not_compared(monkeypatch):
+    named = load_host(folder("gpt2"), "hooked", check=False)
+    monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", lambda name, hf_model, **_: named)
+    monkeypatch.setattr("swd_lens.hosts.load._config", lambda *_: named.cfg)
+    with pytest.warns(UserWarning, match="transformer_lens loads it without transformers' own model"):
+        model = load_host("solu-1l", "hooked")
+    assert difference_of(model) is None
