@@ -168,7 +168,8 @@ class Scores:
 def attribute(model: Model, pairs: Mapping[str, Pair], train: Prompts, positions: str) -> Scores:
     """Step 3; at the last position ("scoring"), or at all of them: then the mean is over all tokens of all prompts."""
     chosen = slice(-1, None) if positions == "scoring" else slice(None)
-    scores, seen = dict.fromkeys(pairs, 0.0), {site: [] for site in pairs}
+    scores = {site: torch.zeros(pair.read.shape[1], dtype=torch.float64) for site, pair in pairs.items()}
+    seen: dict[str, list[Tensor]] = {site: [] for site in pairs}
     for i in range(len(train.tokens)):
         z: dict[str, Tensor] = {}
 
@@ -180,7 +181,7 @@ def attribute(model: Model, pairs: Mapping[str, Pair], train: Prompts, positions
         gradients = torch.autograd.grad(margin.sum(), [z[site] for site in pairs])
         for site, gradient in zip(pairs, gradients, strict=True):
             at = z[site].detach()[0, chosen]
-            scores[site] = scores[site] + (at * gradient[0, chosen]).sum(0).clamp(min=0) / len(train.tokens)
+            scores[site] += (at * gradient[0, chosen]).sum(0).clamp(min=0) / len(train.tokens)
             seen[site].append(at)
     return Scores(scores, {site: torch.cat(values).mean(0) for site, values in seen.items()})
 

@@ -124,7 +124,7 @@ def _of_rows(table: Any, measured: reference.Measured, defined: bool) -> dict[st
     }
     found = {}
     for name in ("q keep", "q ablate", "drop", *whole):
-        if not defined and name == "recovered" or not whole.get(name, 1.0) > 0:
+        if (not defined and name == "recovered") or not whole.get(name, 1.0) > 0:
             assert table[name].isna().all()
             continue
         by = measured.largest / whole.get(name, 1.0)

