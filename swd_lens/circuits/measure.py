@@ -16,8 +16,8 @@
 
 import math
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import pandas as pd
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.hosts.sites import split_name
+from swd_lens.tasks.task import TaskSplit
 
 LEVEL = 0.95  # of every interval
 RECOVERED = 0.9  # the usual threshold
@@ -50,6 +51,35 @@ class Margins:
     full: Float[Tensor, " prompt"]
     empty: Float[Tensor, " prompt"]
     dense: Float[Tensor, " prompt"]
+
+    def by_content(self, contents: Sequence[Hashable]) -> "Margins":
+        """One margin per content in place of one per prompt, see `by_content`."""
+        return Margins(**{field.name: by_content(getattr(self, field.name), contents) for field in fields(self)})
+
+
+def by_content(values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hashable]) -> Float[Tensor, "*circuit _content"]:
+    """Values of prompts as values of contents (names, years, ...), with the same mean.
+
+    Prompts about one name or year share most of what their margins differ by, and other splits have other names: what a mean
+    over prompts says of those, its number of contents says, not its number of prompts. The standard error of the values given
+    here is the cluster-robust one of the prompts' mean; everything in this module that takes prompts takes contents as well.
+
+    Args:
+        contents: of each prompt; where each has its own, nothing changes.
+    """
+    place = {content: i for i, content in enumerate(dict.fromkeys(contents))}
+    if len(place) == len(contents):
+        return values
+    of_prompt = torch.tensor([place[content] for content in contents])
+    mean, n_prompts = values.double().mean(-1, keepdim=True), values.shape[-1]
+    sums = torch.zeros(*values.shape[:-1], len(place), dtype=torch.float64)
+    sums.index_add_(-1, of_prompt, (values.double() - mean).cpu())
+    return mean + sums * (len(place) / n_prompts)
+
+
+def contents_of(split: TaskSplit) -> list[str]:
+    """Whom or what each prompt is about (`meta["content"]`); a prompt that says nothing of it is its own."""
+    return [example.meta.get("content", f"prompt {i}") for i, example in enumerate(split.examples)]
 
 
 @dataclass(frozen=True)

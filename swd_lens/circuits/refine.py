@@ -15,7 +15,6 @@
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ from swd_lens.circuits.bits import unit_bits_of
 from swd_lens.circuits.circuit import Circuit
 from swd_lens.circuits.curve import COSTS
 from swd_lens.circuits.frontier import judge, prefix_grid
-from swd_lens.circuits.measure import Margins, Threshold, t_quantile
+from swd_lens.circuits.measure import Margins, Threshold, by_content, contents_of, t_quantile
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Masks
 from swd_lens.hosts import host_of, require_no_dropout
@@ -49,8 +48,10 @@ _GROUPS, _ADDED = 24, (1, 4, 16)
 _MOST_TRIED = 256
 # A circuit of more units is not measured again for the sake of a last unit: a step must save this part of its cost.
 _LARGE, _WORTH = 64, 0.01
-# Of the margin that validation prompts ask for: how far above the threshold the search goes, the farthest first.
-_ABOVE = (1.5, 1.0, 0.5)
+# Searches, each at a target nearer to what the validation prompts ask for; enough once a circuit is so near to that.
+_SEARCHES, _NEAR = 4, 0.002
+_WITHIN = 8  # parts of a step that removes many units
+_ROUNDING = 1e-6  # of what a threshold is a share of: margins with every unit reach them
 _SURE = 0.9  # two-sided level of the prediction bound, whose lower end is then one-sided 95 %
 
 
@@ -140,27 +141,24 @@ def refine(
         raise error("unknown-cost", choices=COSTS, cost=cost)
     threshold = Threshold.given(recovered=recovered, sufficiency=sufficiency)
     split = _first(task.train if isinstance(task, Task) else task, max_prompts)
-    stopping = task.validation if isinstance(task, Task) else split
-    n_test = len(task.test) if isinstance(task, Task) else len(split)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
         edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
         how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
         search = _Search(Bench(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold)
         stop = search
-        if stopping is not split:
-            stop = _Search(Bench(host, attachment, stopping, scores, ablation, **how), scores, edges, cost, threshold)
-        prefix = _surest(stop, search.prefixes(), n_test)
-        needed = _needed(stop, prefix, n_test)
-        tried = [prefix]
-        for above in tqdm(_ABOVE, desc="refine", unit="target", disable=not progress, leave=False):
-            tried += search.at(threshold.value + above * needed, start=tried[-1], rounds=rounds)
-        best = _surest(stop, torch.stack(tried), n_test)
+        if isinstance(task, Task):
+            bench = Bench(host, attachment, task.validation, scores, ablation, **how)
+            stop = _Search(bench, scores, edges, cost, threshold, search, len(set(contents_of(task.test))))
+        prefix = _best_prefix(stop)
+        tried = _searched(search, stop, prefix, rounds, progress)
+        best = stop.cheapest(torch.stack(tried))
+        assert best is not None  # the prefix is among them
         both = torch.stack([prefix, best])
         values = {"train": search.values(both), "validation": stop.values(both)}
     named = {name: {"prefix": float(of[0]), "refined": float(of[1])} for name, of in values.items()}
     about = {"cost": cost, threshold.of: threshold.value, "ablation": ablation, "n_train": len(split)}
-    about |= {"n_validation": len(stopping), **standing_hooks(model)}
+    about |= {"n_validation": len(stop.bench.split), **standing_hooks(model)}
     circuits = {
         kind: Circuit(search.units(kept), scores, edges, {"kind": kind, **about}, bits)
         for kind, kept in (("prefix", prefix), ("refined", best))
@@ -171,26 +169,33 @@ def refine(
     return Refinement(**circuits, **named, test=test, target=float(threshold.value), of=threshold.of)
 
 
-def _surest(stop: "_Search", tried: Bool[Tensor, "circuit unit"], n_test: int) -> Bool[Tensor, " unit"]:
-    """The cheapest circuit whose contrast on the stopping prompts lies above what the test prompts may take off it."""
-    contrast = stop.contrast(tried)
-    good = contrast.mean(1) >= _room(contrast, n_test)
-    if not bool(good.any()):
-        raise error("refine-no-prefix", target=stop.threshold, n_prompts=contrast.shape[1])
-    return min(tried[good], key=lambda kept: (stop.price(kept), int(kept.sum())))
+def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
+    """The cheapest prefix that is good enough on the stopping prompts: of the grid, and of 32 lengths between the grid's last
+    that is not and first that is."""
+    lengths = torch.tensor(prefix_grid(len(stop.ranking)))
+    good = stop.good(stop.prefixes_of(lengths)).nonzero()[:, 0]
+    if not len(good):
+        raise error("refine-no-prefix", target=stop.threshold, n_prompts=len(stop.bench.split))
+    best = stop.cheapest(stop.prefixes_of(stop.filled(lengths, int(good[0]))))
+    assert best is not None
+    return best
 
 
-def _room(contrast: Float[Tensor, "circuit prompt"], n_test: int) -> Float[Tensor, " circuit"]:
-    """How far a mean over `n_test` further prompts may lie below the mean of these: one-sided 95 %."""
-    n = contrast.shape[1]
-    if n == 1:  # one prompt says nothing of others: the search is about it alone
-        return torch.zeros(len(contrast), dtype=contrast.dtype)
-    return t_quantile(n, _SURE) * contrast.std(1) * math.sqrt(1 / n + 1 / n_test)
-
-
-def _needed(stop: "_Search", prefix: Bool[Tensor, " unit"], n_test: int) -> float:
-    """That room around a circuit, in units of the threshold's value."""
-    return float(_room(stop.contrast(prefix[None]), n_test)[0]) / stop.whole
+def _searched(
+    search: "_Search", stop: "_Search", prefix: Bool[Tensor, " unit"], rounds: int, progress: bool
+) -> list[Bool[Tensor, " unit"]]:
+    """The prefix and the circuits of several searches, each at the target that the outcome of the last one asks for."""
+    tried, highest = [prefix], float(search.values(search.prefixes_of(torch.tensor(prefix_grid(len(search.ranking))))).max())
+    # On one split alone there is nothing to allow for.
+    target = search.threshold.value if search is stop else float(search.values(prefix[None])[0])
+    for _ in tqdm(range(1 if search is stop else _SEARCHES), desc="refine", unit="search", disable=not progress, leave=False):
+        found = search.at(target, start=prefix, rounds=rounds)
+        tried += found
+        short = stop.short(found[-1]) if found else 0.0
+        if abs(short) < _NEAR:
+            break
+        target = min(target + short, highest)
+    return tried
 
 
 class _Search:
@@ -203,8 +208,16 @@ class _Search:
         edges: Mapping[str, Int[Tensor, " _unit"]],
         cost: str,
         threshold: Threshold,
+        others: "_Search | None" = None,
+        n_further: int = 0,
     ):
+        """
+        Args:
+            others: further prompts that say how much contents differ.
+            n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
+        """
         self.bench, self.threshold, self.target, self.ranking = bench, threshold, threshold.value, scores.ranking()
+        self.others, self.n_further, self.contents = others, n_further, contents_of(bench.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
         # Units without edges cost nothing and do nothing but their constant; dividing by their cost must still work.
@@ -226,10 +239,42 @@ class _Search:
         """How much circuits recover, or their sufficiency."""
         return (self._margins(kept).mean(1) - self.zero) / self.whole
 
-    def contrast(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
-        """`Threshold.contrast` of circuits; recovered and sufficiency ask for no ablation."""
+    def over(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, " circuit"]:
+        """How far circuits are above the threshold, in logits, less what other prompts may take off that.
+
+        A one-sided 95 % prediction bound of the mean over `n_further` contents. What contents differ by is pooled over these
+        prompts and the others: a validation split may have four names.
+        """
+        contrast = self._contrast(kept)
+        if not self.n_further:
+            return contrast.mean(1)
+        of_contents = [by_content(contrast, self.contents)]
+        if self.others is not None:
+            of_contents.append(by_content(self.others._contrast(kept), self.others.contents))
+        degrees = [values.shape[1] - 1 for values in of_contents]
+        spread = sum((d * values.var(1) for d, values in zip(degrees, of_contents, strict=True)), start=torch.zeros(len(kept)))
+        spread = spread / max(1, sum(degrees))
+        # A content of theirs may have fewer prompts than one of these; never less than prompts of their own give.
+        there = torch.maximum(spread / self.n_further, contrast.var(1) / contrast.shape[1])
+        error_of_both = (spread / of_contents[0].shape[1] + there).sqrt()
+        return contrast.mean(1) - t_quantile(1 + sum(degrees), _SURE) * error_of_both
+
+    def _contrast(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
+        """`Threshold.contrast`; recovered and sufficiency ask for no ablation."""
         margins = self._margins(kept)
         return self.threshold.contrast(Margins(margins, margins, self.full, self.empty, self.full))
+
+    def good(self, kept: Bool[Tensor, "circuit unit"]) -> Bool[Tensor, " circuit"]:
+        return self.over(kept) >= -_ROUNDING * self.whole
+
+    def cheapest(self, kept: Bool[Tensor, "circuit unit"]) -> Bool[Tensor, " unit"] | None:
+        """Of those that are good enough."""
+        good = kept[self.good(kept)]
+        return min(good, key=lambda each: (self.price(each), int(each.sum())), default=None)
+
+    def short(self, kept: Bool[Tensor, " unit"]) -> float:
+        """How much more a circuit would have to reach, in units of the threshold's value; negative where it reaches enough."""
+        return -float(self.over(kept[None])[0]) / self.whole
 
     def _margins(self, kept: Bool[Tensor, "circuit unit"]) -> Float[Tensor, "circuit prompt"]:
         def masks(chunk: slice) -> Masks:
@@ -239,14 +284,18 @@ class _Search:
 
     def prefixes(self) -> Bool[Tensor, "circuit unit"]:
         """All prefixes of the grid, and some between the last that does not reach the target and the first that does."""
-        n = len(self.ranking)
-        lengths = torch.tensor(prefix_grid(n))
-        reached = (self.values(self._prefixes(lengths)) >= self.target).nonzero()[:, 0]
-        if len(reached) and reached[0] > 0:
-            low, high = int(lengths[reached[0] - 1]) + 1, int(lengths[reached[0]])
-            between = torch.linspace(low, high, min(32, high - low + 1), dtype=torch.float32).long()
-            lengths = torch.cat([lengths, between]).unique()
-        return self._prefixes(lengths)
+        lengths = torch.tensor(prefix_grid(len(self.ranking)))
+        reached = (self.values(self.prefixes_of(lengths)) >= self.target).nonzero()[:, 0]
+        return self.prefixes_of(self.filled(lengths, int(reached[0])) if len(reached) else lengths)
+
+    @staticmethod
+    def filled(lengths: Int[Tensor, " circuit"], first: int) -> Int[Tensor, " _circuit"]:
+        """With at most 32 lengths between the `first` of them and the one before."""
+        if not first:
+            return lengths
+        low, high = int(lengths[first - 1]) + 1, int(lengths[first])
+        between = torch.linspace(low, high, min(32, high - low + 1), dtype=torch.float32).long()
+        return torch.cat([lengths, between]).unique()
 
     def at(self, target: float, start: Bool[Tensor, " unit"], rounds: int) -> list[Bool[Tensor, " unit"]]:
         """The circuits that a search at this target passes on these prompts, from `start` or the best prefix on.
@@ -258,8 +307,8 @@ class _Search:
         begin = begin[self.values(begin) >= target]
         if not len(begin):
             return []
-        first = min(begin, key=lambda kept: (self.price(kept), int(kept.sum())))
-        passed = [first, self.removed(first)]
+        passed = [min(begin, key=lambda kept: (self.price(kept), int(kept.sum())))]
+        passed.append(self.removed(passed[0], passed))
         for _ in range(rounds):
             other = self.exchanged(passed[-1])
             if self.price(other) >= self.price(passed[-1]):
@@ -267,8 +316,14 @@ class _Search:
             passed.append(other)
         return passed
 
-    def removed(self, kept: Bool[Tensor, " unit"]) -> Bool[Tensor, " unit"]:
-        """The circuit after removing whatever can go; of large ones, until a step saves little."""
+    def removed(
+        self, kept: Bool[Tensor, " unit"], passed: list[Bool[Tensor, " unit"]] | None = None
+    ) -> Bool[Tensor, " unit"]:
+        """The circuit after removing whatever can go; of large ones, until a step saves little.
+
+        Args:
+            passed: gets what is passed on the way: circuits after each step, and some within steps that remove many.
+        """
         while True:
             inside = kept.nonzero()[:, 0].flip(0)[:_MOST_TRIED]  # lowest scores first
             if not len(inside):
@@ -286,9 +341,23 @@ class _Search:
                     return kept
                 smaller = without[int(can_go[self.costs[inside[can_go]].argmax()])]
             saved = self.price(kept) - self.price(smaller)
+            if passed is not None:
+                passed += [*self._between(kept, smaller, order), smaller]
             kept = smaller
             if int(kept.sum()) > _LARGE and saved < _WORTH * self.price(kept):
                 return kept
+
+    @staticmethod
+    def _between(
+        kept: Bool[Tensor, " unit"], smaller: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]
+    ) -> Bool[Tensor, "circuit unit"]:
+        """Circuits that lack a part of what the smaller one lacks, the first in the order."""
+        gone = order[~smaller[order]]
+        sizes = torch.linspace(0, len(gone), min(_WITHIN, len(gone)) + 1, dtype=torch.float32).long().unique()[1:-1]
+        between = kept.repeat(len(sizes), 1)
+        for row, size in enumerate(sizes.tolist()):
+            between[row, gone[:size]] = False
+        return between
 
     def _without_most(
         self, kept: Bool[Tensor, " unit"], order: Int[Tensor, " candidate"]
@@ -332,7 +401,7 @@ class _Search:
             best = min(best, self.removed(larger), key=self.price)
         return best
 
-    def _prefixes(self, lengths: Int[Tensor, " circuit"]) -> Bool[Tensor, "circuit unit"]:
+    def prefixes_of(self, lengths: Int[Tensor, " circuit"]) -> Bool[Tensor, "circuit unit"]:
         return torch.arange(len(self.ranking))[None] < lengths[:, None]
 
 
