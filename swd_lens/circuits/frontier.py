@@ -98,12 +98,12 @@ def evaluate(
     how: dict[str, Any] = {"batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     with attach(model, factors) as attachment:
         edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
+        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         lengths = _lengths(grid, scores, edges)
         ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])
         costs = [0, *ranked.cumsum(0).tolist()]
         head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
 
-        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         outcome, full = _keep_and_ablate(bench, scores, lengths, kl)
         of_dense = bench.dense()
         validation = pd.DataFrame()

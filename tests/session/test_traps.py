@@ -52,13 +52,13 @@ def test_known_words_and_generated_prompts_are_silent(default_model):
 
 
 def test_prompts_of_the_same_ids_do_not_straddle_train_and_test(default_model):
-    prompts = [f"The {word} works because" for word in ("queen", "zebra", "unicorn", "man", "woman", "girl")]
+    prompts = [f"The {word} works because" for word in ("queen", "zebra", "unicorn", "man", "woman", "girl", "boy", "doctor")]
     with pytest.raises(TaskError, match=r"to this host it is 'The \w+ works because', of the same ids"):
         capitals(default_model, prompts)
     with pytest.warns(UnknownWordsWarning):
         task = capitals(default_model, prompts, on_bad="drop")
     kept = [tuple(tokens.tolist()) for split in task.splits for tokens in split.tokens]
-    assert len(set(kept)) == len(kept) == 4 and task.dropped == {"duplicate prompt": 2}
+    assert len(set(kept)) == len(kept) == 6 and task.dropped == {"duplicate prompt": 2}
 
 
 # ---------------------------------------------------------------------------------------------- BOS
@@ -74,7 +74,7 @@ def test_strings_begin_with_bos_where_the_hosts_own_calls_do(default_model):
             assert (
                 list(prompt.ids) == default_model.to_tokens("The list is")[0].tolist() and prompt.prepend_bos is default
             )
-            task = capitals(default_model, ["The man works because", "The girl works because"])
+            task = capitals(default_model, ["The man works because", "The girl works because", "The boy works because"])
             assert task.prepend_bos is task.train.prepend_bos is default
             assert task.train.tokens[0].tolist() == default_model.to_tokens(task.train.examples[0].prompt)[0].tolist()
     finally:
@@ -125,14 +125,17 @@ def test_calls_of_the_dense_host_are_refused_while_attached(default_model, facto
 def test_thresholds_are_shares_and_tasks_are_of_their_tokenizer(default_model, factors):
     task = swd.load_task("gendered_pronoun", default_model, n_train=4, n_test=4)
     scores = swd.attribute(default_model, factors, task.train)
-    curve = swd.evaluate(default_model, factors, task.test, scores, bootstrap=0)
+    curve = swd.evaluate(default_model, factors, task.test, scores)
     for ask in (curve.cost_at, curve.circuit_at, curve.cost_interval):
         with pytest.raises(ValueError, match=r"sufficiency is a share: sufficiency=0\.9 is 90 %; got 90"):
             ask(sufficiency=90)
-    with pytest.raises(ValueError, match=r"necessity is a share"):
-        curve.cost_at(necessity=50)
+    for share in ("recovered", "necessity", "recovered_of_dense"):
+        with pytest.raises(ValueError, match=rf"{share.replace('_', ' ')} is a share"):
+            curve.cost_at(**{share: 50})
     with pytest.raises(ValueError, match=r"sufficiency is a share"):
         swd.refine(default_model, factors, task, scores, sufficiency=90)
+    with pytest.raises(ValueError, match=r"give one threshold: recovered=0\.9"):
+        curve.cost_at(recovered=0.9, sufficiency=0.9)
     tokenizer = default_model.tokenizer
     try:
         default_model.tokenizer = shuffled(tokenizer)

@@ -13,7 +13,7 @@ from tests.contract import identity
 from tests.micro import random_split, random_tokens, toy_model
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:the unpruned replacement's mean margin"
+    "ignore:the mean margin of"
 )  # of a model with random weights
 
 SITE = "blocks.1.mlp_out"

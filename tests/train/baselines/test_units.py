@@ -15,7 +15,7 @@ from tests.micro import random_split, random_tokens, toy_model
 from tests.train.conftest import everything
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:the unpruned replacement's mean margin"
+    "ignore:the mean margin of"
 )  # of a model with random weights
 
 SITE = "blocks.1.mlp_out"
