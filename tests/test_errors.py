@@ -117,7 +117,7 @@ def test_making_a_message_never_fails():
     assert str(error("no-such-site", pattern="x")).startswith("no site matches 'x'. Nearest: {nearest}.")
     assert isinstance(error("nothing-is-called-so", a=1), RuntimeError)
     assert str(error("undefined-sufficiency", task="t", margin=None)).startswith(
-        "the unpruned replacement's mean margin on 't' is None, not"
+        "the mean margin of 't' with all units is None, not positive"
     )
     assert isinstance(warning("few-tokens"), UserWarning) and isinstance(warning("no-such-site"), UserWarning)
     raised = error("setting-out-of-range", raised_as=errors.FinetuneError, name="steps", value=0, expected="1 or more")

@@ -152,8 +152,8 @@ class Kit:
         return {name: vars(of_site.coder) | dict(of_site.coder.state_dict()) for name, of_site in units.items()}
 
     def circuit(self) -> Any:
-        curve = swd.evaluate(self.model, self.factors, self.task, self.scores, bootstrap=20, kl=True)
-        return curve, swd.judge(self.model, self.factors, self.task, curve.circuit(5), bootstrap=20)
+        curve = swd.evaluate(self.model, self.factors, self.task, self.scores, random_sets=20, kl=True)
+        return curve, swd.judge(self.model, self.factors, self.task, curve.circuit(5))
 
     def qk(self) -> Any:
         screen = swd.qk_screen(self.model, self.attention, distance=2)
@@ -329,7 +329,7 @@ def watch(module: Any, args: Any, output: Any = None) -> None:
 
 NAMED = {
     "attribute": lambda kit: kit.attribute().settings,
-    "evaluate": lambda kit: swd.evaluate(kit.model, kit.factors, kit.task, kit.scores, bootstrap=0).settings,
+    "evaluate": lambda kit: swd.evaluate(kit.model, kit.factors, kit.task, kit.scores, random_sets=0).settings,
     "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task, kit.scores, rounds=0).refined.provenance,
     "fidelity": lambda kit: swd.fidelity(kit.model, kit.factors, kit.tokens).as_dict(),
     "factorize": lambda kit: kit.factorize().provenance,

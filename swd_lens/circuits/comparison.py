@@ -382,5 +382,5 @@ def typed(table: pd.DataFrame, whole: Iterable[str] = (), real: Iterable[str] = 
     """
     # By name where a column may be all None; floats stay floats, even if they happen to be whole.
     types: dict[str, str] = dict.fromkeys((*table.select_dtypes("float"), *real), "Float64")
-    types |= {**dict.fromkeys(whole, "Int64"), "matched": "boolean", "carries": "boolean"}
+    types |= {**dict.fromkeys(whole, "Int64"), "matched": "boolean", "carries": "boolean", "out by": "string"}
     return table.convert_dtypes().astype({column: kind for column, kind in types.items() if column in table})

@@ -100,6 +100,7 @@ def evaluate(
     with attach(model, factors) as attachment:
         attachment.factors.require_made_for(scores.settings, "this ranking")
         edges, provenance = attachment.factors.active_edges, attachment.factors.provenance
+        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         lengths = _lengths(grid, scores, edges)
         ranked = torch.tensor([int(edges[site][unit]) for site, unit in scores.ranking()])
         costs = [0, *ranked.cumsum(0).tolist()]
@@ -107,7 +108,6 @@ def evaluate(
         head = pd.DataFrame({"units": lengths, "edges": [costs[k] for k in lengths]})
         head["bits"] = _bits_of_prefixes(bits, scores, lengths)
 
-        bench = Bench(host_of(model), attachment, split, scores, ablation, progress=progress, dense=dense, **how)
         outcome, full = _keep_and_ablate(bench, scores, lengths, kl)
         of_dense = bench.dense()
         validation = pd.DataFrame()

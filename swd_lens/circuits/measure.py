@@ -57,7 +57,9 @@ class Margins:
         return Margins(**{field.name: by_content(getattr(self, field.name), contents) for field in fields(self)})
 
 
-def by_content(values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hashable]) -> Float[Tensor, "*circuit _content"]:
+def by_content(
+    values: Float[Tensor, "*circuit prompt"], contents: Sequence[Hashable]
+) -> Float[Tensor, "*circuit _content"]:
     """Values of prompts as values of contents (names, years, ...), with the same mean.
 
     Prompts about one name or year share most of what their margins differ by, and other splits have other names: what a mean

@@ -185,10 +185,15 @@ def _searched(
     search: "_Search", stop: "_Search", prefix: Bool[Tensor, " unit"], rounds: int, progress: bool
 ) -> list[Bool[Tensor, " unit"]]:
     """The prefix and the circuits of several searches, each at the target that the outcome of the last one asks for."""
-    tried, highest = [prefix], float(search.values(search.prefixes_of(torch.tensor(prefix_grid(len(search.ranking))))).max())
+    tried, highest = (
+        [prefix],
+        float(search.values(search.prefixes_of(torch.tensor(prefix_grid(len(search.ranking))))).max()),
+    )
     # On one split alone there is nothing to allow for.
     target = search.threshold.value if search is stop else float(search.values(prefix[None])[0])
-    for _ in tqdm(range(1 if search is stop else _SEARCHES), desc="refine", unit="search", disable=not progress, leave=False):
+    for _ in tqdm(
+        range(1 if search is stop else _SEARCHES), desc="refine", unit="search", disable=not progress, leave=False
+    ):
         found = search.at(target, start=prefix, rounds=rounds)
         tried += found
         short = stop.short(found[-1]) if found else 0.0
@@ -252,7 +257,9 @@ class _Search:
         if self.others is not None:
             of_contents.append(by_content(self.others._contrast(kept), self.others.contents))
         degrees = [values.shape[1] - 1 for values in of_contents]
-        spread = sum((d * values.var(1) for d, values in zip(degrees, of_contents, strict=True)), start=torch.zeros(len(kept)))
+        spread = sum(
+            (d * values.var(1) for d, values in zip(degrees, of_contents, strict=True)), start=torch.zeros(len(kept))
+        )
         spread = spread / max(1, sum(degrees))
         # A content of theirs may have fewer prompts than one of these; never less than prompts of their own give.
         there = torch.maximum(spread / self.n_further, contrast.var(1) / contrast.shape[1])

@@ -80,7 +80,7 @@ def _controls(model: Any, tasks: list[Any], args: argparse.Namespace) -> Any:
             "Random-B": seeds,
         }
         found = swd.compare(
-            methods, model, tasks, tokens=heldout, positions=args.positions, evaluation={"bootstrap": 0}
+            methods, model, tasks, tokens=heldout, positions=args.positions, evaluation={"random_sets": 0}
         )
         for task in tasks:
             curves = found[task.name].curves
@@ -122,7 +122,7 @@ def _widths(model: Any, tasks: list[Any], args: argparse.Namespace) -> Any:
                 row |= {"CE delta": measured.ce_delta, "KL": measured.kl}
                 for task in tasks:
                     scores = swd.attribute(model, factors, task, positions=args.positions)
-                    curve = swd.evaluate(model, factors, task, scores, bootstrap=0)
+                    curve = swd.evaluate(model, factors, task, scores, random_sets=0)
                     row[task.name] = curve.cost_at(sufficiency=0.9)
                     row[f"{task.name}, half drop"] = curve.cost_at(necessity=0.5)
                 yield row

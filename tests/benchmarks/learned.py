@@ -98,7 +98,7 @@ def _layers(model: Any, args: argparse.Namespace) -> None:
         for positions in POSITIONS:
             for task in _tasks(model, args):
                 scores = swd.attribute(model, factors, task, positions=positions)
-                curve = swd.evaluate(model, factors, task, scores, bootstrap=0)
+                curve = swd.evaluate(model, factors, task, scores, random_sets=0)
                 row[f"{task.name}, {positions}"] = curve.table()["drop"].iloc[-1] / curve.q_full
         for positions in POSITIONS:
             row[f"mean, {positions}"] = sum(row[f"{name}, {positions}"] for name in FAMILIES) / len(FAMILIES)
@@ -206,7 +206,7 @@ def _circuits(model: Any, args: argparse.Namespace, methods: Any, test: Any, fig
     for positions in POSITIONS:
         found = swd.compare(
             methods, model, _tasks(model, args), tokens=test, positions=positions, fidelities=fidelities,
-            evaluation={"bootstrap": 0},
+            evaluation={"random_sets": 0},
         )  # fmt: skip
         fidelities = found.fidelities
         if positions == POSITIONS[0]:
@@ -264,7 +264,7 @@ def _sparse(model: Any, args: argparse.Namespace) -> None:
         for task in _tasks(where, args):
             for positions in POSITIONS:
                 scores = swd.attribute(where, units, task, positions=positions)
-                curve = swd.evaluate(where, units, task, scores, bootstrap=0)
+                curve = swd.evaluate(where, units, task, scores, random_sets=0)
                 if positions == POSITIONS[0]:
                     row |= {f"{task.name}: margin": curve.q_full, f"{task.name}: accuracy": curve.accuracy_full}
                 both = [

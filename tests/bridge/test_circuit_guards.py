@@ -11,9 +11,7 @@ from swd_lens.circuits.shortcuts import find_shortcuts
 from swd_lens.hosts import host_of
 from tests import families
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the unpruned replacement's mean margin"
-)  # of a model with random weights
+pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
 
 SITE_0 = "blocks.0.mlp_out"
 
@@ -92,7 +90,7 @@ def test_metrics_may_write_into_their_logits_but_must_have_a_gradient():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
             scores = swd.attribute(model, factors, split)
-            found.append(swd.evaluate(model, factors, split, scores, kl=True, bootstrap=0).rows)
+            found.append(swd.evaluate(model, factors, split, scores, kl=True, random_sets=0).rows)
     np.testing.assert_allclose(found[0]["KL keep"], found[1]["KL keep"], rtol=1e-6, atol=1e-9)
 
     def right(logits, examples):
@@ -109,8 +107,8 @@ def test_grids_are_whole_numbers_and_curves_show_themselves():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
         scores = swd.attribute(model, factors, split)
-        curve = swd.evaluate(model, factors, split, scores, grid=torch.tensor([1, 2, 5, 5]), bootstrap=0)
-        assert curve.rows["units"].tolist() == [1, 2, 5, scores.n_units]
+        curve = swd.evaluate(model, factors, split, scores, grid=torch.tensor([1, 2, 5, 5]), random_sets=0)
+        assert curve.rows["units"].tolist() == [0, 1, 2, 5, scores.n_units]  # the empty circuit always
         with pytest.raises(ValueError, match=r"prefix lengths must be whole numbers, got 1\.5"):
             swd.evaluate(model, factors, split, scores, grid=[1.5])
         with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
@@ -125,7 +123,7 @@ def test_a_users_hook_that_wants_all_positions_keeps_the_runs_whole():
     model = families.bridge("llama")
     factors, split = swd.baselines.svd(model, SITE_0), small_split()
     scores = swd.attribute(model, factors, split)
-    plain = swd.evaluate(model, factors, split, scores, bootstrap=0).rows
+    plain = swd.evaluate(model, factors, split, scores, random_sets=0).rows
 
     def wants_position_3(x, hook):
         assert x[:, 3].shape[0]
@@ -133,5 +131,5 @@ def test_a_users_hook_that_wants_all_positions_keeps_the_runs_whole():
 
     with model.hooks(fwd_hooks=[("blocks.1.hook_in", wants_position_3)]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hooked = swd.evaluate(model, factors, split, scores, bootstrap=0).rows
+        hooked = swd.evaluate(model, factors, split, scores, random_sets=0).rows
     np.testing.assert_allclose(hooked.to_numpy(float), plain.to_numpy(float), rtol=1e-4, atol=1e-5)

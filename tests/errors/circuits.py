@@ -4,6 +4,7 @@ import dataclasses
 import json
 from functools import cache
 
+import pandas as pd
 import torch
 from safetensors.torch import save_file
 
@@ -13,7 +14,7 @@ from swd_lens.base.sealed import read_tensors, write_tensors
 from swd_lens.hosts import Start, host_of
 from swd_lens.tasks.task import Task
 from tests import families
-from tests.errors.triggers import TRIGGERS, on_hooked
+from tests.errors.triggers import TRIGGERS, on_hooked, trigger
 
 SITE, OTHER = "blocks.0.mlp_out", "blocks.1.mlp_out"
 
@@ -84,13 +85,31 @@ def undefined_sufficiency(folder, patch):
 @on_hooked
 def nothing_to_refine(folder, patch):
     model, factors, split, scores = reversed_task()
-    swd.refine(model, factors, split, scores)
+    swd.refine(model, factors, split, scores, sufficiency=0.9)
 
 
-@on_hooked
+def curve_of(q_full):
+    """A curve whose surface carries q_full - 1 logits of the dense model's 3, give or take a tenth."""
+    rows = {"units": [0, 1], "edges": [0, 4], "recovered": [0.0, 1.0], "sufficiency": [0.5, 1.0], "drop": [0.0, 1.0]}
+    about = {"task": "t", "q_dense": 3.0, "q_full": q_full, "q_empty": 1.0, "carried_se": 0.1}
+    return swd.CostCurve(
+        pd.DataFrame(rows), **about, accuracy_dense=1.0, accuracy_full=1.0, settings={"units": {SITE: 1}}
+    )
+
+
+@trigger
 def prefix_never_reaches(folder, patch):
-    model, factors, task, scores = setting()
-    swd.evaluate(model, factors[SITE], task, scores, grid=[0]).circuit_at(sufficiency=9.0)
+    curve_of(2.0).circuit_at(sufficiency=9.0)
+
+
+@trigger
+def surface_carries_nothing(folder, patch):
+    curve_of(1.1).cost_at(recovered=0.9)
+
+
+@trigger
+def circuit_of_nothing_carried(folder, patch):
+    curve_of(1.1).circuit_at(recovered=0.9)
 
 
 @on_hooked

@@ -61,7 +61,7 @@ def run(host: Any) -> Run:
     surfaces = {HOSTILE_SURFACE: "blocks.1.mlp_out", "attention": ["blocks.0.attn_qkv", "blocks.1.attn_o"]}
     options = {"sparsities": (0.5, 0.75), "cards_per_task": 2, "contexts_per_card": 2, "outer_iterations": 4}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the unpruned replacement's mean margin")  # of the second task
+        warnings.filterwarnings("ignore", message="the mean margin of")  # of the second task
         return run_study(host, surfaces, tasks, calibration_tokens=text, heldout_tokens=text.flip(0), **options)
 
 

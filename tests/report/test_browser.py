@@ -52,7 +52,7 @@ addEventListener("load", async () => {{
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
-    pytest.mark.filterwarnings("ignore:the unpruned replacement's mean margin"),  # of a model with random weights
+    pytest.mark.filterwarnings("ignore:the mean margin of"),  # of a model with random weights
 ]
 
 

@@ -17,7 +17,7 @@ class Session:
         self.model, self.factors = model, swd.baselines.svd(model, SITE)
         self.task = swd.load_task("gendered_pronoun", model, n_train=4, n_test=4)
         self.scores = swd.attribute(model, self.factors, self.task.train)
-        self.curve = swd.evaluate(model, self.factors, self.task.test, self.scores, bootstrap=0)
+        self.curve = swd.evaluate(model, self.factors, self.task.test, self.scores)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ SLIPS = {
     "cost_at by position": (
         lambda s: s.curve.cost_at(0.9),
         TypeError,
-        "CostCurve.cost_at(sufficiency=, necessity=, drop=, cost=)",
+        "CostCurve.cost_at(recovered=, sufficiency=, necessity=, drop=",
     ),
     "find_sites of a layer": (
         lambda s: swd.find_sites(s.model, 3),
@@ -134,7 +134,7 @@ def test_a_long_prompt_does_not_hide_the_reason(session):
 
 
 def test_compare_takes_the_model_first_and_the_former_order(session):
-    methods, how = {"SVD": session.factors}, {"evaluation": {"grid": [8], "bootstrap": 0}}
+    methods, how = {"SVD": session.factors}, {"evaluation": {"grid": [8], "random_sets": 0}}
     first = swd.compare(session.model, methods, session.task, **how)
     assert swd.compare(methods, session.model, session.task, **how).table().equals(first.table())
 

@@ -136,4 +136,4 @@ def test_what_changes_at_a_sparsity_of_nine_tenths(session):
         session.model, SITE, session.task, heldout=session.text, sparsities=0.9, zero_data=True, preset="quick"
     )
     columns = swept.table().columns.tolist()
-    assert columns[:4] == ["s", "calibration", "CE matched", "gendered_pronoun: units at sufficiency 0.5"]
+    assert columns[:4] == ["s", "calibration", "CE matched", "gendered_pronoun: units at recovered 0.5"]

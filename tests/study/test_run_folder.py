@@ -1,6 +1,7 @@
 """run_study with a folder: whatever interrupts it, the same call goes on, runs nothing twice, and gives the same run."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -62,6 +63,8 @@ def numbers(run):
 def without_seconds(value):
     if isinstance(value, dict):
         return {key: without_seconds(each) for key, each in value.items() if key != "seconds"}
+    if isinstance(value, float) and math.isnan(value):
+        return None  # as in files
     return [without_seconds(each) for each in value] if isinstance(value, list) else value
 
 

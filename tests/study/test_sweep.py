@@ -39,7 +39,7 @@ def test_one_row_per_sparsity_and_calibration(found):
     assert table["s"].tolist() == [*SPARSITIES] * 2
     assert table["calibration"].tolist() == ["zero-data"] * 3 + ["calibrated"] * 3
     for cost in ("units", "edges"):
-        for target in ("sufficiency 0.5", "sufficiency 0.9", "necessity 0.5"):
+        for target in ("recovered 0.5", "recovered 0.9", "necessity 0.5"):
             assert f"toy_task: {cost} at {target}" in table
 
 
@@ -98,7 +98,7 @@ def test_arrays_and_single_values(model, text):
 def test_figure_shows_the_table(found):
     table, figure = found.table(), found.plot()
     figure.draw_without_rendering()
-    columns = ("relative Frobenius", "CE delta", "toy_task: edges at sufficiency 0.9")
+    columns = ("relative Frobenius", "CE delta", "toy_task: edges at recovered 0.9")
     for ax, column in zip(figure.axes, columns, strict=True):
         for line, kind in zip(ax.lines, ("zero-data", "calibrated"), strict=True):
             rows = table[(table["calibration"] == kind) & table[column].notna()]
@@ -108,9 +108,9 @@ def test_figure_shows_the_table(found):
 
 def test_plain_values(found):
     saved = json.loads(json.dumps(plain(found.as_dict()), allow_nan=False))
-    assert len(saved["points"]) == 6 and saved["targets"] == {"sufficiency": [0.5, 0.9], "necessity": [0.5]}
+    assert len(saved["points"]) == 6 and saved["targets"] == {"recovered": [0.5, 0.9], "necessity": [0.5]}
     assert saved["points"][0]["circuits"][0]["rows"][0]["units"] == 0
-    assert "toy_task: units at sufficiency 0.5" in repr(found) and "<table" in found._repr_html_()
+    assert "toy_task: units at recovered 0.5" in repr(found) and "<table" in found._repr_html_()
 
 
 def test_options_that_compare_does_not_have_are_refused_before_any_work(model, text):

@@ -12,9 +12,7 @@ from swd_lens.units import CoderUnits
 from tests.contract import identity
 from tests.micro import random_split, random_tokens, toy_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the unpruned replacement's mean margin"
-)  # of a model with random weights
+pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
 
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(2, 6)

@@ -18,9 +18,7 @@ from swd_lens.units.saelens import from_saelens
 from swd_lens.units.unit_set import as_units
 from tests.micro import random_split, random_tokens, toy_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the unpruned replacement's mean margin"
-)  # of a model with random weights
+pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
 
 D_MODEL, D_MLP, UNITS = 6, 10, 16
 SITE = "blocks.1.mlp_out"

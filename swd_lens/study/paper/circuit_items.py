@@ -92,7 +92,12 @@ def _compared(
     tests = primary.tests(ratios)
     caption = "Edges of SWD over those of the cheapest control of no worse CE and KL"
     tables.append(table_of(caption, primary.table_of_ratios(ratios)))
-    tables.append(table_of("SWD beside each control, over cells (sign test)", primary.table_of_tests(tests)))
+    tables.append(
+        table_of(
+            "SWD beside each control: surfaces on which it needs fewer edges and more (sign test)",
+            primary.table_of_tests(tests),
+        )
+    )
     said = primary.in_words(ratios, tests)
     pictures.insert(0, Picture.of(primary.plot(ratios), caption, said[0]))
     findings = [*materials.left_out_in_words(), *words, *said]

@@ -3,17 +3,22 @@
 1. A cell is a task on a surface. Targets are the same for every method: a share of what the dense model's margin has beyond the
    empty circuit, recovered when a circuit is kept, and a share of it taken when one is ablated.
 2. Controls are the methods of these roles whose CE and KL are not worse than SWD's (`Comparison.out_by`). A method of several
-   seeds is one control, of their median cost. Costs are `CostCurve.cost_at`'s: chosen on validation prompts.
+   seeds is one control, of their median cost. Edges are the fewest that reach the target on the test prompts, SWD's and the
+   controls' alike.
 3. Beside which control? The one that is cheapest on the validation prompts is named in each cell, and its ratios are described by
    their median and by what leaving out one cell does to it; nothing is tested of it, since the best of several wins by chance.
-4. Tested is each control by itself: in how many cells SWD needs fewer edges than it, by an exact sign test, whose unit is the
-   cell; p-values of the controls are adjusted by Holm's method. A cell in which only one of the two has a circuit counts as
-   that one's win. tests/study/paper/test_primary.py simulates the test with exchangeable methods.
+4. Tested is each control by itself: on how many surfaces SWD needs fewer edges than it, by an exact sign test. A cell in which
+   only one of the two has a circuit is that one's win, and a surface is won in most of its cells. The unit is the surface, not
+   the cell: the tasks of a surface share its factors, and what makes these cheap makes them cheap for all its tasks. P-values of
+   the controls are adjusted by Holm's method. Where there are too few surfaces for any difference to be told from chance, the
+   sentence says that. tests/study/paper/test_primary.py simulates the test with exchangeable methods.
 5. MLPs and attention are told apart. A table of cells, a table of controls, a picture, sentences.
 """
 
+import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +42,9 @@ class Ratio(PlainRecord):
         part: "MLP", "attention" or "both": where the surface is.
         swd, control: names of the methods; control is "" where no control is matched.
         cheapest: whether the control is the cheapest on validation prompts in this cell.
-        swd_edges, control_edges: None where the target is not reached.
-        carried: whether the surface carries the task under SWD.
+        swd_edges, control_edges: None where the target is not reached; of several seeds the median.
+        sign: 1 where SWD needs more edges than the control (than most of its seeds), -1 where it needs fewer, else 0.
+        carried: whether the surface carries the task, under SWD or under the control.
     """
 
     task: str
@@ -50,6 +56,7 @@ class Ratio(PlainRecord):
     cheapest: bool
     swd_edges: float | int | None
     control_edges: float | int | None
+    sign: int
     carried: bool
 
     @property
@@ -66,12 +73,13 @@ class Ratio(PlainRecord):
 
 @dataclass(frozen=True)
 class Test(PlainRecord):
-    """SWD beside one control, over cells.
+    """SWD beside one control, over surfaces.
 
     Attributes:
-        fewer, more: cells in which SWD needs fewer edges than the control, and more.
-        median: of SWD's edges over the control's; infinite or zero where only one of the two has a circuit.
-        p: two-sided sign test; NaN without cells. p_holm: after Holm's adjustment over the controls.
+        fewer, more: surfaces on which SWD needs fewer edges than the control in most cells, and more.
+        median: over cells, of SWD's edges over the control's; infinite or zero where only one of the two has a circuit, NaN where
+            neither has.
+        p: two-sided sign test; NaN where no surface is won by either. p_holm: after Holm's adjustment over the controls.
     """
 
     part: str
@@ -109,22 +117,26 @@ def ratios(
             (f"a drop of {share_of_drop:g}", Threshold("drop", share_of_drop * whole)),
         ):
             head = (task, surface, part_of(curve.settings.get("units", ())), target, swd)
-            own = _least([curve], threshold)
+            own = _costs([curve], threshold)
             of_control = {name: [of_task.curves[seed] for seed in comparison.methods[name]] for name in controls}
-            chosen = {name: _least(curves, threshold, on_validation=True) for name, curves in of_control.items()}
-            cheapest = min(
-                (name for name in controls if chosen[name] is not None), key=chosen.__getitem__, default=None
-            )
-            of_all += [
-                Ratio(*head, name, name == cheapest, own, _least(curves, threshold), curve.carries)
-                for name, curves in of_control.items()
-            ] or [Ratio(*head, "", False, own, None, curve.carries)]
+            chosen = {
+                name: _median(_costs(curves, threshold, on_validation=True)) for name, curves in of_control.items()
+            }
+            cheapest = min((name for name in controls if chosen[name] < math.inf), key=chosen.__getitem__, default=None)
+            for name, curves in of_control.items():
+                costs = _costs(curves, threshold)
+                edges = (_known(own[0]), _known(_median(costs)))
+                carried = curve.carries or 2 * sum(seed.carries for seed in curves) > len(curves)
+                of_all.append(Ratio(*head, name, name == cheapest, *edges, _majority(own[0], costs), carried))
+            if not controls:
+                of_all.append(Ratio(*head, "", False, _known(own[0]), None, 0, curve.carries))
     return of_all
 
 
-def _least(curves: Sequence[CostCurve], threshold: Threshold, *, on_validation: bool = False) -> float | None:
-    """The median over seeds of the least edges that reach the threshold; None where half of them or more do not, or do not carry
-    the task.
+def _costs(curves: Sequence[CostCurve], threshold: Threshold, *, on_validation: bool = False) -> list[float]:
+    """The least edges that reach the threshold; infinite where none do, or the surface does not carry the task.
+
+    Not `CostCurve.cost_at`: it takes the costs of validation prompts, on which the control was chosen for being cheap.
 
     Args:
         on_validation: on the validation prompts, by which a control is chosen; else on the test prompts.
@@ -134,18 +146,40 @@ def _least(curves: Sequence[CostCurve], threshold: Threshold, *, on_validation: 
         rows = curve.validation if on_validation and len(curve.validation) else curve.rows
         reached = rows.loc[threshold.reached(rows), "edges"]
         least.append(float(reached.min()) if curve.carries and len(reached) else math.inf)
-    median = statistics.median(least)
-    return median if math.isfinite(median) else None
+    return least
+
+
+def _majority(own: float, of_seeds: Sequence[float]) -> int:
+    """1 where SWD needs more edges than most seeds, -1 where it needs fewer, else 0.
+
+    Not by their median: of two seeds that is above the middle where costs are skewed, and infinite where one has no circuit, so
+    that SWD would win by being one. Where most of all have no circuit, who has none is nobody's loss.
+    """
+    if 2 * sum(cost == math.inf for cost in (own, *of_seeds)) > 1 + len(of_seeds):
+        return 0
+    more = sum((own > each) - (own < each) for each in of_seeds)
+    return (more > 0) - (more < 0)
+
+
+def _median(values: Sequence[float]) -> float:
+    """Also of infinite values; halfway between one of each sign, of logarithms, counts as alike."""
+    middle = statistics.median(values)
+    return 0.0 if math.isnan(middle) else middle
+
+
+def _known(cost: float) -> float | None:
+    return cost if cost < math.inf else None
 
 
 # ---------------------------------------------------------------------------------------------- controls
 
 
 def tests(ratios: Sequence[Ratio]) -> list[Test]:
-    """A sign test of each control over its cells, with Holm's adjustment over the controls of a part, target and method."""
+    """A sign test of each control over its surfaces, with Holm's adjustment over the controls of a part, target and method."""
     of_groups: dict[tuple[str, str, str], dict[str, list[Ratio]]] = {}
     for each in ratios:
-        if each.control and each.carried and not math.isnan(each.log_ratio):
+        # Also where SWD does not carry the task, or has no circuit: to leave those out would be to leave out what it loses.
+        if each.control:
             of_groups.setdefault((each.part, each.target, each.swd), {}).setdefault(each.control, []).append(each)
     return [
         test
@@ -155,9 +189,13 @@ def tests(ratios: Sequence[Ratio]) -> list[Test]:
 
 
 def _test(part: str, target: str, swd: str, control: str, cells: Sequence[Ratio]) -> Test:
-    fewer, more = (sum(sign * each.log_ratio < 0 for each in cells) for sign in (1, -1))
+    wins = dict.fromkeys((each.surface for each in cells), 0)
+    for each in cells:
+        wins[each.surface] -= each.sign
+    fewer, more = sum(won > 0 for won in wins.values()), sum(won < 0 for won in wins.values())
     p = float(binomtest(fewer, fewer + more).pvalue) if fewer + more else math.nan
-    return Test(part, target, swd, control, fewer, more, math.exp(statistics.median(r.log_ratio for r in cells)), p)
+    known = [each.log_ratio for each in cells if not math.isnan(each.log_ratio)]
+    return Test(part, target, swd, control, fewer, more, _exp(_median(known)) if known else math.nan, p)
 
 
 def holm(of_controls: Sequence[Test]) -> list[Test]:
@@ -199,6 +237,10 @@ def _has_cheapest(one: Ratio, ratios: Sequence[Ratio]) -> bool:
     return any(each.cheapest and (each.task, each.surface, each.target, each.swd) == cell for each in ratios)
 
 
+def _exp(log_ratio: float) -> float:
+    return math.exp(log_ratio) if log_ratio < math.inf else math.inf
+
+
 def _finite(log_ratio: float) -> float | None:
     return math.exp(log_ratio) if math.isfinite(log_ratio) else None
 
@@ -211,8 +253,8 @@ def table_of_tests(tests: Sequence[Test]) -> pd.DataFrame:
             "target": each.target,
             "method": each.swd,
             "control": each.control,
-            "fewer edges in": each.fewer,
-            "more edges in": each.more,
+            "fewer edges on": each.fewer,
+            "more edges on": each.more,
             "median ratio": each.median if math.isfinite(each.median) else None,
             "p": each.p,
             "p (Holm)": each.p_holm,
@@ -255,41 +297,64 @@ def plot(ratios: Sequence[Ratio]):
 
 
 def in_words(ratios: Sequence[Ratio], tested: Sequence[Test]) -> list[str]:
-    """A sentence per part and target: the ratios to the cheapest control, what is missing, and which controls differ."""
+    """Per part and target a sentence on the ratios to the cheapest control and on what is missing, and one on chance."""
     sentences = []
     for part, target in dict.fromkeys((each.part, each.target) for each in ratios):
         of_target = [each for each in ratios if (each.part, each.target) == (part, target)]
         methods = dict.fromkeys(each.swd for each in of_target)
         words = [_of_method([r for r in of_target if r.swd == name], name) for name in methods]
-        differ = [
-            _differing(test) for test in tested if (test.part, test.target) == (part, target) and test.p_holm < _ALPHA
-        ]
-        said = "; ".join(differ) or "no control differs beyond chance over the cells (sign test, Holm)"
-        sentences.append(
-            f"{part}, {target}, edges over those of the cheapest control: {'; '.join(words)}. {said[:1].upper()}{said[1:]}."
-        )
+        chance = _beyond_chance([test for test in tested if (test.part, test.target) == (part, target)])
+        sentences.append(f"{part}, {target}: edges over those of the cheapest control: {'; '.join(words)}.{chance}")
     return sentences
 
 
 def _of_method(of_method: Sequence[Ratio], name: str) -> str:
-    """ "SWD s=0.5 in the median 3.1 (2.0 to 3.6 leaving out one) of 4 cells, 1 not carried"."""
-    cells = {(each.task, each.surface): each for each in of_method}
-    cells |= {(each.task, each.surface): each for each in of_method if each.cheapest}
-    logs = [
-        each.log_ratio for each in cells.values() if each.cheapest and each.carried and math.isfinite(each.log_ratio)
-    ]
-    not_carried = sum(not each.carried for each in cells.values())
-    without = len(cells) - not_carried - len(logs)
-    missing = f", {not_carried} of {len(cells)} cells not carried" if not_carried else ""
-    missing += f", {without} without a circuit of both" if without else ""
+    """ "SWD s=0.5 3.1 in the median of 4 (2.0 to 3.6 leaving out one), 1 not carried"."""
+    cells: dict[tuple[str, str], Ratio] = {}
+    carried = {(each.task, each.surface) for each in of_method if each.carried}
+    for each in sorted(of_method, key=lambda ratio: ratio.cheapest):  # the cheapest last, so that it is what stays
+        cells[each.task, each.surface] = each
+    logs = [each.log_ratio for each in cells.values() if each.cheapest and math.isfinite(each.log_ratio)]
+    beside = [each for key, each in cells.items() if key in carried and not (each.cheapest and _finite(each.log_ratio))]
+    only_swd, only_control = (
+        sum(each.swd_edges is not None for each in beside),
+        sum(each.cheapest and each.swd_edges is None and each.control_edges is not None for each in beside),
+    )
+    counts = (
+        (only_swd, f"{only_swd} where only it has a circuit"),
+        (only_control, f"{only_control} where only the control has one"),
+        (n := len(beside) - only_swd - only_control, f"{n} where neither has one"),
+        (n := len(cells) - len(carried), f"{n} of {len(cells)} cells not carried"),
+    )
+    missing = "".join(f", {said}" for count, said in counts if count)
     if not logs:
         return f"{name} none{missing}"
     left_out = [statistics.median(logs[:i] + logs[i + 1 :]) for i in range(len(logs))] if len(logs) > 1 else []
     spread = f" ({math.exp(min(left_out)):.3g} to {math.exp(max(left_out)):.3g} leaving out one)" if left_out else ""
-    return f"{name} {math.exp(statistics.median(logs)):.3g}{spread} in the median of {len(logs)}{missing}"
+    return f"{name} {math.exp(statistics.median(logs)):.3g} in the median of {len(logs)}{spread}{missing}"
+
+
+def _beyond_chance(tested: Sequence[Test]) -> str:
+    """A sentence with a space before it: which controls differ, that none does, or that there are too few surfaces to tell."""
+    tested = [test for test in tested if test.p == test.p]
+    if not tested:
+        return ""
+    if differ := [_differing(test) for test in tested if test.p_holm < _ALPHA]:
+        return f" Over surfaces (sign test, Holm): {'; '.join(differ)}."
+    n_controls = max(Counter(test.swd for test in tested).values())
+    n, needed = max(test.fewer + test.more for test in tested), _fewest_surfaces(n_controls)
+    among = f"{n} {'surface' if n == 1 else 'surfaces'} and {n_controls} {'control' if n_controls == 1 else 'controls'}"
+    if n < needed:
+        return f" With {among} no difference can be told from chance: that takes {needed} surfaces (sign test, Holm)."
+    return f" With {among} none differs beyond chance (sign test over surfaces, Holm)."
+
+
+def _fewest_surfaces(n_controls: int) -> int:
+    """So many that one of these controls can be significant: where all surfaces agree, p is 2 ** (1 - n)."""
+    return next(n for n in itertools.count(1) if n_controls * 2.0 ** (1 - n) < _ALPHA)
 
 
 def _differing(test: Test) -> str:
     fewer = test.fewer > test.more
-    cells = f"{max(test.fewer, test.more)} of {test.fewer + test.more} cells (p = {test.p_holm:.2g})"
-    return f"{test.swd} needs {'fewer' if fewer else 'more'} edges than {test.control} in {cells}"
+    surfaces = f"{max(test.fewer, test.more)} of {test.fewer + test.more} surfaces (p = {test.p_holm:.2g})"
+    return f"{test.swd} needs {'fewer' if fewer else 'more'} edges than {test.control} on {surfaces}"

@@ -14,9 +14,7 @@ from swd_lens.train.baselines import LearnedUnits
 from tests.micro import random_split, random_tokens, toy_model
 from tests.train.conftest import everything
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the unpruned replacement's mean margin"
-)  # of a model with random weights
+pytestmark = pytest.mark.filterwarnings("ignore:the mean margin of")  # of a model with random weights
 
 SITE = "blocks.1.mlp_out"
 TOKENS = random_tokens(24, 10)
