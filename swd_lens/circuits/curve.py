@@ -162,7 +162,7 @@ class CostCurve(Record):
         row = self.row_at(cost=cost, recovered_of_dense=recovered_of_dense, **given)
         return None if row is None else int(row[cost])
 
-    def row_at(self, *, cost: str = "edges", **threshold: float | int | None) -> "pd.Series[Any] | None":
+    def row_at(self, *, cost: str = "edges", **threshold: float | int | None) -> dict[str, Any] | None:
         """The row of the prefix that `cost_at` prices: chosen on validation prompts, measured on test prompts.
 
         Args:
@@ -177,7 +177,7 @@ class CostCurve(Record):
             return None
         return self.row_of(asked, cost)
 
-    def row_of(self, threshold: Threshold, cost: str) -> "pd.Series[Any] | None":
+    def row_of(self, threshold: Threshold, cost: str) -> dict[str, Any] | None:
         """`row_at` for tables of many curves: without its warning."""
         chosen = self.validation if len(self.validation) else self.rows
         reached = threshold.reached(chosen)
@@ -185,7 +185,7 @@ class CostCurve(Record):
             return None
         # Of equal costs (units without edges cost none) the shortest prefix.
         best = chosen.loc[reached].sort_values(by=[cost, "units"]).iloc[0]
-        return self.rows.loc[self.rows["units"] == best["units"]].iloc[0]
+        return dict(self.rows.loc[self.rows["units"] == best["units"]].iloc[0])
 
     def circuit_at(self, *, cost: str = "edges", **threshold: float | int | None) -> Circuit:
         """The prefix that `cost_at` prices.
@@ -228,14 +228,16 @@ class CostCurve(Record):
         units = tuple(self.scores.ranking()[:n_units])
         return Circuit(units, self.scores, self.edges, {"kind": "prefix", **self.settings, **provenance}, self.bits)
 
-    def smallest_admissible(self) -> "pd.Series[Any] | None":
+    def smallest_admissible(self) -> dict[str, Any] | None:
         """The row of the shortest admissible prefix: on validation prompts its drop is above the 95th percentile of the drops of
         random sets of as many edges (as in the paper's code). None where there is none, or none were drawn.
         """
         if not self.carries or "random drop" not in self.validation:
             return None
         admissible = self.validation.loc[self.validation["drop"] > self.validation["random drop"]]
-        return None if admissible.empty else self.rows.loc[self.rows["units"] == admissible["units"].min()].iloc[0]
+        if admissible.empty:
+            return None
+        return dict(self.rows.loc[self.rows["units"] == admissible["units"].min()].iloc[0])
 
     def cost_interval(
         self, *, cost: str = "edges", level: float | int = LEVEL, **threshold: float | int | None

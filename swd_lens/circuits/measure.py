@@ -161,7 +161,7 @@ class Threshold:
             return (full - ablate) - self.value * (full - empty)
         return full - ablate - self.value
 
-    def reached(self, rows: pd.DataFrame) -> "pd.Series[bool]":
+    def reached(self, rows: pd.DataFrame) -> pd.Series:
         """Which rows of `measured` reach it; the last row is that of all units."""
         if self.of == "necessity":
             whole = rows["drop"].iloc[-1]

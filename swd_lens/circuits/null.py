@@ -184,10 +184,10 @@ def circuit_null(
     units = UnitSet.of(model, factors)
     how: dict[str, Any] = {"ablation": ablation, "batch_size": batch_size, "tokens_per_forward": tokens_per_forward}
     how |= {"dense": DenseRuns() if dense is None else dense}
-    threshold = Threshold.given(recovered=recovered, sufficiency=sufficiency)
+    Threshold.given(recovered=recovered, sufficiency=sufficiency)  # refuses both before anything is run
     if circuit is None:
         curve = evaluate(model, units, task, scores, random_sets=0, **how)
-        subject = curve.circuit_at(**{threshold.of: threshold.value})
+        subject = curve.circuit_at(recovered=recovered, sufficiency=sufficiency)
     elif isinstance(circuit, Circuit):
         subject = circuit
     elif not 0 <= circuit <= scores.n_units:

@@ -166,7 +166,8 @@ def refine(
     test = pd.DataFrame()
     if isinstance(task, Task):
         test = judge(model, factors, task, circuits, ablation=ablation, tokens_per_forward=tokens_per_forward)
-    return Refinement(**circuits, **named, test=test, target=float(threshold.value), of=threshold.of)
+    how = {"test": test, "target": float(threshold.value), "of": threshold.of}
+    return Refinement(circuits["prefix"], circuits["refined"], named["train"], named["validation"], **how)
 
 
 def _best_prefix(stop: "_Search") -> Bool[Tensor, " unit"]:
