@@ -189,8 +189,9 @@ def _opening(
         return
     surface, task, curves = max(cells, key=lambda cell: cell[2][method].carried.logits / cell[2][method].q_dense)
     curve, row = curves[method], curves[method].row_of(threshold, "edges")
-    logits = f"{fixed(curve.carried.logits, 2)} ± {fixed(curve.carried.se, 2)} of the {fixed(curve.q_dense, 2)} logits"
-    carried = f"{surface} carries {logits} by which the model prefers right answers to wrong ones in {readable(task)}"
+    logits = f"{fixed(curve.carried.logits, 2)} ± {fixed(curve.carried.se, 2)} logits"
+    carried = f"{surface} carries {logits} of {readable(task)}, where the model prefers right answers to wrong ones by "
+    carried += fixed(curve.q_dense, 2)
     if row is None:
         yield f"{carried}; no circuit of its units recovers {percent(threshold.value, 0)} of that."
         return
