@@ -5,27 +5,35 @@
     python -m tests.benchmarks.demo --record a/run.json b/run.json ...     # also into results/demo.json
 
 1. Fidelity of every replacement: of the first run, and the largest difference that another run has there.
-2. Edges that a circuit needs for sufficiency .9 / for half the drop, a column per method; then units likewise. A cell
-   in which runs differ shows all of its values.
-3. SWD beside each control of its sparsity, and beside the exact ones, of the first run: in how many of the cases where both need
-   a circuit it has fewer edges, and how many times fewer in the median.
-4. With --record all tables go to results/demo.json, with the threads that the runs name; `python -m tests.benchmarks.results`
+2. Edges that a circuit needs to recover .9 of what its surface carries / for half the drop, a column per method; then units
+   likewise. A cell in which runs differ shows all of its values.
+3. SWD beside each control of its sparsity, and beside the exact ones, of the first run: in how many of the cases where both have
+   a circuit it has fewer edges, and how many times fewer in the median; MLPs and attention apart.
+4. Every cell of the first run by the rule of before and by today's: what is carried, the first prefix of sufficiency .9 on the
+   test prompts, and the prefix that recovers .9.
+5. With --record all tables go to results/demo.json, with the threads that the runs name; `python -m tests.benchmarks.results`
    then brings them into README.md and RESULTS.md.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from swd_lens.circuits import CostCurve
+from swd_lens.circuits.comparison import priced
+from swd_lens.circuits.measure import Threshold, part_of
+from swd_lens.study import Run as LoadedRun
 from tests.benchmarks.results import Table, record
 
 Run = dict[str, Any]
-SHARES = ("sufficiency 0.9", "half the drop")
-TOLERANCE = 0.001  # nats of CE within which circuits are comparable (paper §protocol)
+SHARES = {"recovered 0.9": Threshold("recovered", 0.9), "half the drop": Threshold("necessity", 0.5)}
 SAME_SPARSITY = 0.01
+SWD = "SWD s=0.75"  # of the table of cells
 
 
 def main() -> None:
@@ -34,7 +42,9 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write the tables to results/demo.json")
     args = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in args.paths]
-    tables = [fidelity_table(runs), circuit_table(runs, "edges"), circuit_table(runs, "units"), contest_table(runs[0])]
+    first = LoadedRun.load(args.paths[0].parent)
+    tables = [fidelity_table(runs), circuit_table(runs, "edges"), circuit_table(runs, "units")]
+    tables += [contest_table(runs[0], first), cells_table(first)]
     print(*(table.markdown() for table in tables), largest_difference(runs), sep="\n\n")
     if args.record:
         print(record("demo", tables, threads=sorted({run["settings"]["threads"] for run in runs})))
@@ -77,27 +87,21 @@ def circuit_table(runs: Sequence[Run], of: str) -> Table:
         [surface, task, *(agreed(cells[surface, task, method], lambda c: costs(c, of)) for method in methods)]
         for surface, task in dict.fromkeys((surface, task) for surface, task, _ in cells)
     ]
-    title = f"{of.capitalize()} of a circuit, at {SHARES[0]} and, behind the slash, {SHARES[1]} that ablating every unit causes"
+    recovered, half = SHARES
+    title = (
+        f"{of.capitalize()} of a circuit, at {recovered} and, behind the slash, {half} that ablating every unit causes"
+    )
     return Table(title, ["surface", "task", *methods], body, ["left"] * 2 + ["right"] * len(methods))
 
 
 def costs(circuit: Run, of: str) -> str:
-    """Units or edges at both shares; a dash where no prefix reaches one."""
-    each = [cost(circuit, share, of) for share in SHARES]
-    return "/".join("–" if number is None else f"{number:,}" for number in each)
+    """Units or edges at both shares; a dash where no prefix reaches one, "no" where the surface does not carry the task."""
+    curve = CostCurve.from_dict(circuit)
+    each = [priced(curve, share, of) for share in SHARES.values()]
+    return "/".join("–" if number is None else f"{number:,}" for number in each) if curve.carries else "no"
 
 
-def cost(circuit: Run, share: str, of: str) -> int | None:
-    """Units or edges of the first prefix that reaches the share; None if none does."""
-    rows = circuit["rows"]
-    if share == SHARES[0]:
-        reached = [row for row in rows if row["sufficiency"] is not None and row["sufficiency"] >= 0.9]
-    else:
-        reached = [row for row in rows if row["drop"] >= 0.5 * rows[-1]["drop"]]
-    return reached[0][of] if reached else None
-
-
-def contest_table(run: Run) -> Table:
+def contest_table(run: Run, loaded: LoadedRun) -> Table:
     """SWD at each sparsity beside every control with as many edges, and beside the exact ones."""
     kinds = {row["method"]: row for row in run["fidelity"]}
     own = [method for method, row in kinds.items() if not (row.get("pruned") or row.get("paper") or "factors" in row)]
@@ -109,27 +113,50 @@ def contest_table(run: Run) -> Table:
             for name, row in kinds.items()
             if name not in own and ("factors" in row or abs(row["sparsity"] - near) < SAME_SPARSITY)
         ]
-        for rival in rivals:
-            for share in SHARES:
-                ratios, matched = contest(run, method, rival, share)
-                body.append([method, rival, share, won(ratios), f"{statistics.median(ratios):.2f}", won(matched)])
-    columns = ["method", "beside", "at", "fewer edges in", "its edges over the method's, median", "where CE is matched"]
-    title = "SWD beside each control, where both need a circuit"
-    return Table(title, columns, body, ["left"] * 3 + ["right"] * 3)
+        for rival, part, (name, share) in itertools.product(rivals, ("MLP", "attention"), SHARES.items()):
+            ratios, matched = contest(loaded, part, method, rival, share)
+            median = f"{statistics.median(ratios):.2f}" if ratios else "–"
+            body.append([method, rival, part, name, won(ratios), median, won(matched)])
+    columns = ["method", "beside", "in", "at", "fewer edges in", "its edges over the method's, median"]
+    columns.append("where its CE and KL are not worse")
+    title = "SWD beside each control, where both have a circuit"
+    return Table(title, columns, body, ["left"] * 4 + ["right"] * 3)
 
 
-def contest(run: Run, method: str, rival: str, share: str) -> tuple[list[float], list[float]]:
-    """The rival's edges over the method's wherever both need some; and of these where their CE is within the tolerance."""
-    edges = {(c["surface"], c["task"], c["method"]): cost(c, share, "edges") for c in run["circuits"]}
-    ce = {(row["surface"], row["method"]): row["ce"] for row in run["fidelity"]}
+def contest(run: LoadedRun, part: str, method: str, rival: str, share: Threshold) -> tuple[list[float], list[float]]:
+    """The rival's edges over the method's wherever both have some; and of these where its CE and KL are not worse."""
     ratios, matched = [], []
-    for surface, task in dict.fromkeys((surface, task) for surface, task, _ in edges):
-        mine, other = edges[surface, task, method], edges[surface, task, rival]
-        if mine and other:
-            ratios.append(other / mine)
-            if abs(ce[surface, method] - ce[surface, rival]) <= TOLERANCE:
-                matched.append(other / mine)
+    for comparison in run.comparisons.values():
+        beside = replace(comparison, reference=method)
+        for of_task in comparison.values():
+            curves = of_task.curves
+            mine, other = (priced(curves[name], share, "edges") for name in (method, rival))
+            if mine and other and part_of(curves[method].settings["units"]) == part:
+                ratios.append(other / mine)
+                if beside.matched(rival):
+                    matched.append(other / mine)
     return ratios, matched
+
+
+def cells_table(run: LoadedRun) -> Table:
+    """Each cell by the rule of before and by today's."""
+    body = []
+    for surface, comparison in run.comparisons.items():
+        for task, of_task in comparison.items():
+            curve = of_task.curves[SWD]
+            before = curve.rows.loc[curve.rows["sufficiency"] >= 0.9].iloc[0]
+            row = curve.row_of(SHARES["recovered 0.9"], "edges")
+            now = (
+                ["no cost: not carried", "–"] if row is None else [f"{int(row['edges']):,}", f"{row['recovered']:.2f}"]
+            )
+            q = [f"{value:.2f}" for value in (curve.q_dense, curve.q_full, curve.q_empty)]
+            carried = f"{curve.carried.logits:.2f} ± {curve.carried.se:.2f}"
+            recovers = f"{before['recovered']:.2f}" if curve.carries else "–"
+            body.append([surface, task, *q, carried, f"{int(before['edges']):,}", recovers, *now])
+    columns = ["surface", "task", "Q(dense)", "Q(full)", "Q(empty)", "carried", "edges at sufficiency 0.9"]
+    columns += ["recovered by that", "edges at recovered 0.9", "recovered on test prompts"]
+    title = f"{SWD}: every cell by sufficiency, as until commit 328dbf3, and by what is recovered"
+    return Table(title, columns, body, ["left"] * 2 + ["right"] * 8)
 
 
 def won(ratios: Sequence[float]) -> str:
