@@ -236,7 +236,11 @@ def ratio_interval(
     for reach, side in ((below, -1), (above, 1)):
         t2 = reach**2 / (n * (n - 1))
         # r with bb r^2 - 2 ab r + aa <= 0.
-        aa, ab, bb = a.square() - t2 * p.square().sum(1), a * b - t2 * (p * w).sum(1), b.square() - t2 * w.square().sum()
+        aa, ab, bb = (
+            a.square() - t2 * p.square().sum(1),
+            a * b - t2 * (p * w).sum(1),
+            b.square() - t2 * w.square().sum(),
+        )
         ends.append((ab + side * (ab.square() - aa * bb).clamp_min(0).sqrt()) / bb)
         known &= bb > 0
     low, high = (torch.where(known, end, math.nan) for end in ends)
@@ -291,7 +295,9 @@ def crossing_interval(
     first = torch.arange(len(costs) - 1).repeat_interleave(len(steps))
     place = torch.cat([logs[first] + share[:, 0] * (logs[first + 1] - logs[first]), logs[-1:]])
     values = contrast.double()
-    lower, upper = mean_interval(torch.cat([(1 - share) * values[first] + share * values[first + 1], values[-1:]]), level)
+    lower, upper = mean_interval(
+        torch.cat([(1 - share) * values[first] + share * values[first + 1], values[-1:]]), level
+    )
     possible, unsure = (upper >= 0).nonzero()[:, 0], (lower < 0).nonzero()[:, 0]
     # The threshold may be reached from between the step before on.
     low = float(place[max(0, int(possible[0]) - 1)].expm1()) if len(possible) else None

@@ -141,8 +141,8 @@ BUGS = [
     # factorization
     Bug(
         "factorization/grams.py",
-        "(gram / n_tokens, cross / n_tokens)",
-        "(gram / n_tokens, cross)",
+        "Pair(gram / n_tokens, cross / n_tokens,",
+        "Pair(gram / n_tokens, cross,",
         "factorization/test_grams_corrected.py factorization/test_grams.py",
     ),
     Bug(
@@ -159,9 +159,9 @@ BUGS = [
     ),
     # circuits
     Bug(
-        "circuits/curve.py",
-        'return self.rows["sufficiency"] >= sufficiency',
-        'return self.rows["sufficiency"] > sufficiency',
+        "circuits/measure.py",
+        "return rows[self.of] >= self.value",
+        "return rows[self.of] > self.value",
         "circuits/test_curve.py circuits/test_micro.py",
     ),
     Bug(
@@ -176,7 +176,12 @@ BUGS = [
         "(difference.double() * total / (steps + 1))",
         "circuits/test_attribution.py",
     ),
-    Bug("circuits/refine.py", "return outcome.q / whole", "return whole / outcome.q", "circuits/test_refine.py"),
+    Bug(
+        "circuits/refine.py",
+        "(self._margins(kept).mean(1) - self.zero) / self.whole",
+        "(self._margins(kept).mean(1) + self.zero) / self.whole",
+        "circuits/test_refine.py",
+    ),
     Bug(
         "circuits/fidelity.py",
         "return self.ce - self.ce_dense",
