@@ -171,7 +171,7 @@ CALLS = {
     "attribute by gradients": lambda kit: kit.attribute(score="integrated_gradients", steps=2, positions="all"),
     "attribute by ablation": lambda kit: kit.attribute(score="ablation"),
     "circuits": Kit.circuit,
-    "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task, kit.scores, rounds=1),
+    "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task.train, kit.scores, rounds=1),
     "fidelity": lambda kit: swd.fidelity(kit.model, kit.factors, kit.tokens),
     "compare": lambda kit: swd.compare(
         {"SWD": kit.factors, "SVD": swd.baselines.svd(kit.model, SITES)}, kit.model, kit.task, tokens=kit.tokens

@@ -141,7 +141,7 @@ def test_no_single_unit_of_a_searched_circuit_can_go(toy, ablation):
         bench = Bench(host_of(model), attachment, TRAIN, scores, ablation, keep=True)
         search = _Search(bench, scores, attachment.factors.active_edges, "edges", Threshold("sufficiency", 1.02))
         everything = torch.ones(scores.n_units, dtype=torch.bool)
-        start, end = search.at(1.02, start=everything, rounds=0)
+        start, *_, end = search.at(1.02, start=everything, rounds=0)
         assert search.price(end) < search.price(start)
         inside = end.nonzero()[:, 0]
         without = end.repeat(len(inside), 1)

@@ -163,7 +163,7 @@ def test_a_local_checkpoint_trained_on_a_text_file(tmp_path, default_model):
     assert short.exit_code == 1 and "a baseline is trained on its first part" in re.sub(r"\s+", " ", short.stderr)
     text.write_text("Too short.")
     short = run("transcoder", *asked[:-4], "--out", tmp_path / "x", *small, *taken)
-    assert short.exit_code == 1 and "too few for one row of 64" in re.sub(r"\s+", " ", short.stderr)
+    assert short.exit_code == 1 and "too few for one row of 63" in re.sub(r"\s+", " ", short.stderr)
 
 
 def test_an_interruption_says_that_the_same_command_goes_on(tmp_path, monkeypatch):

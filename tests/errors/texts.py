@@ -54,14 +54,14 @@ def chat_refused(*_):
 
 @trigger
 def prompt_ends_in_space(*_):
-    asked(["Then Mary ", "Then John "], " gave", " went")
+    asked(["Then Mary ", "Then John ", "Then Jane "], " gave", " went")
 
 
 @trigger
 def answer_goes_on_the_word(*_):
-    asked(["Then Mary", "Then John"], "Jane", " went")
+    asked(["Then Mary", "Then John", "Then Anna"], "Jane", " went")
 
 
 @trigger
 def answer_in_the_prompt(*_):
-    asked(["Mary gave a drink to", "John gave a drink to"], " drink", " store")
+    asked(["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " drink", " store")

@@ -16,6 +16,7 @@ from swd_lens.base.figures import new_figure
 from swd_lens.base.panels import library
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import TaskComparison
+from swd_lens.circuits.measure import Threshold
 from swd_lens.report import render_report, wording, write_report
 from swd_lens.study import Run
 from swd_lens.study.section import Picture, ReportSection, SectionTable, drawing
@@ -156,22 +157,32 @@ def test_circuit_table_is_the_runs(run: Run, page: Page) -> None:
     wanted = Counter()
     for record in run.circuit_table().to_dict("records"):
         costs = [
-            record[f"{cost} at {what}"] for what in ("sufficiency 0.9", "necessity 0.5") for cost in ("units", "edges")
+            record[f"{cost} at {what}"] for what in ("recovered 0.9", "necessity 0.5") for cost in ("units", "edges")
         ]
-        wanted[
-            (
-                record["method"],
-                wording.fixed(record["margin"], 2),
-                *(wording.count(None if c != c else c) for c in _plain(costs)),
-            )
-        ] += 1
-    # ... method, margin, accuracy, four costs, whole drop; the task is in the first row of its block only
+        if record["carries"]:
+            cells = tuple(wording.count(None if c != c else c) for c in _plain(costs))
+            wanted[record["method"], wording.fixed(record["margin"], 2), *cells] += 1
+    assert wanted
+    # ... method, margin, accuracy, carried, costs at three thresholds; the task is in the first row of its block only
     found = Counter(
-        (row[-8], row[-7], *row[-5:-1])
+        (row[-10], row[-9], *row[-6:-4], *row[-2:])
         for row in page.rows
-        if len(row) in (8, 9) and row[-8] in {m for m, *_ in wanted}
+        if len(row) in (10, 11) and row[-10] in {m for m, *_ in wanted}
     )
     assert wanted <= found
+
+
+def test_a_surface_that_does_not_carry_a_task_has_a_sentence(run: Run, page: Page) -> None:
+    curves = [
+        (method, curve)
+        for by_task in run.comparisons.values()
+        for c in by_task.values()
+        for method, curve in c.curves.items()
+        if not curve.carries
+    ]
+    assert curves
+    for method, curve in curves:
+        assert any(row[-1] == curve.in_words() and method in row for row in page.rows)
 
 
 def _plain(costs: list[Any]) -> list[Any]:
@@ -180,11 +191,12 @@ def _plain(costs: list[Any]) -> list[Any]:
 
 def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: Page) -> None:
     curves = [curve for by_task in run.comparisons.values() for c in by_task.values() for curve in c.curves.values()]
-    rows = {tuple(row[-6:]) for row in page.rows if len(row) in (6, 7)}
+    rows = {tuple(row[-7:]) for row in page.rows if len(row) in (7, 8)}
     for curve in curves:
         for point in curve.rows.to_dict("records"):
-            cells = (wording.count(point["units"]), wording.count(point["edges"]), wording.fixed(point["sufficiency"]))
+            cells = (wording.count(point["units"]), wording.count(point["edges"]), wording.fixed(point["recovered"]))
             cells += (
+                wording.fixed(point["sufficiency"]),
                 wording.fixed(point["drop"]),
                 wording.percent(point["accuracy keep"]),
                 wording.percent(point["accuracy ablate"]),
@@ -198,8 +210,9 @@ def test_curves_are_there_as_numbers_and_as_pictures(run: Run, html: str, page: 
     }
     curve = run.comparisons[next(iter(run.comparisons))][curves[0].task].curves["SWD s=0.5"]
     for cost, said in (("edges", "active edges"), ("units", "units")):
-        least = curve.cost_at(sufficiency=0.9, cost=cost)
-        assert (f"with {least:,} {said}" if least is not None else "never reached") in words[cost][0]
+        row = curve.row_of(Threshold("recovered", 0.9), cost)
+        reached = "never reached" if row is None else f"with {int(row[cost]):,} {said}"
+        assert (reached if curve.carries else "does not carry") in words[cost][0]
 
 
 @pytest.mark.slow

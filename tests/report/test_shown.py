@@ -73,7 +73,7 @@ def test_circuit_and_refinement(run: Run) -> None:
     curve = run.comparisons["attention"]["other_way"].curves["SWD s=0.5"]
     whole, part = curve.circuit(30), curve.circuit(3)
     assert "and 10 more rows" in _shown(whole).text and part.names[0].split("/")[0] in _shown(part).text
-    found = Refinement(whole, part, {"prefix": 1.0, "refined": 0.9}, pd.DataFrame(), 0.9)
+    found = Refinement(whole, part, *[{"prefix": 1.0, "refined": 0.9}] * 2, pd.DataFrame(), 0.9)
     assert "other_way" in _shown(found).text and f"{1 - part.n_edges / whole.n_edges:.0%} fewer" in _shown(found).text
 
 

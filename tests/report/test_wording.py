@@ -57,43 +57,50 @@ def test_headline_is_made_from_the_numbers(run: Run) -> None:
     assert headline(Run({}, [], {}, [], 0.0)) == []
 
 
-def _cost(task: str, method: str, edges: int | None, units: int | None, defined: bool = True) -> Cost:
-    return Cost("mlp", task, method, edges, units, 64, defined)
+def _cost(
+    task: str, method: str, edges: int | None, units: int | None, carries: bool = True, part: str = "MLP"
+) -> Cost:
+    return Cost("mlp", task, method, part, edges, units, 64, carries)
 
 
 def test_cost_sentences() -> None:
     costs = [_cost("a", "S", 100, 4), _cost("a", "SVD", 300, 3)]
     costs += [_cost("b", "S", 500, 64), _cost("b", "SVD", 250, 2)]  # every unit, and more edges than the control
-    costs += [_cost("c_d", "S", 0, 0), _cost("c_d", "SVD", 0, 0), _cost("e", "S", None, None, False)]
-    contest, empty, undefined, least = cost_sentences(costs, "S", ["SVD"], 0.9)
+    costs += [_cost("e_f", "S", None, None, False)]
+    nothing, contest, least = cost_sentences(costs, "S", ["SVD"], 0.9)
     # ratios 3 and 1/2: median 1.75
     assert (
-        "2 of 4 cases" in contest
+        "2 of 3 cases" in contest
         and "1.8 times fewer active edges than SVD in the median, and fewer in 1 of 2; more for b (mlp)" in contest
     )
     assert "(in 1 of 2, S takes every unit it has)" in contest
-    assert empty.startswith("For c d (mlp) the empty circuit")
-    assert undefined.startswith("In 1 of 4 cases")
-    assert "4 of the 64 units of mlp, with 100 active edges, keep 90% of the margin of a." in least
+    assert nothing.startswith("Not carried: e f (mlp). There the margin") and nothing.endswith("no circuit has a cost.")
+    assert "4 of the 64 units of mlp, with 100 active edges, recover 90% of what it carries of a." in least
 
 
-def test_cost_sentences_say_where_cross_entropy_differs() -> None:
+def test_cost_sentences_say_where_a_control_behaves_worse() -> None:
     costs = [_cost("a", "S", 100, 4), _cost("a", "SVD", 300, 3)]
     (sentence, _) = cost_sentences(costs, "S", ["SVD"], 0.9, {("mlp", "SVD")})
-    assert sentence.endswith("than SVD (in 1 of 1, cross-entropy differs: no fair match).")
+    assert sentence.endswith("than SVD (in 1 of 1, its cross-entropy or KL is worse: no fair match).")
     assert "cross-entropy" not in next(cost_sentences(costs, "S", ["SVD"], 0.9, {("attention", "SVD")}))
 
 
 def test_of_several_controls_the_first_sentence_says_what_is_compared() -> None:
     costs = [_cost(task, method, edges, 4) for task in "ab" for method, edges in (("S", 200), ("P", 100), ("SVD", 300))]
     first, second, _ = cost_sentences(costs, "S", ["SVD", "P"], 0.9)
-    assert first.startswith(
-        "Where both need a circuit to keep 90% of the task margin (2 of 2 cases of surface and task), S needs"
-    )
+    assert first.startswith("Where both have a circuit that recovers 90% (2 of 2 cases of surface and task), S needs")
     assert second == (
         "S needs 2.0 times more active edges than P in the median (2 of 2 cases), and fewer in 0 of 2; more for a (mlp) and "
         "b (mlp)."
     )
+
+
+def test_mlps_and_attention_are_not_pooled() -> None:
+    costs = [_cost(task, "S", 100, 4, part=part) for task, part in (("a", "MLP"), ("b", "attention"))]
+    costs += [_cost("a", "SVD", 300, 3), _cost("b", "SVD", 50, 3, part="attention")]
+    of_mlp, of_attention, _ = cost_sentences(costs, "S", ["SVD"], 0.9)
+    assert "(1 of 1 case in MLP of surface and task), S needs 3.0 times fewer" in of_mlp
+    assert "(1 of 1 case in attention of surface and task), S needs 2.0 times more" in of_attention
 
 
 def test_cost_sentences_admit_a_loss_and_need_a_control() -> None:

@@ -128,7 +128,7 @@ def test_calls_of_the_dense_host_are_refused_while_attached(default_model, facto
 def test_thresholds_are_shares_and_tasks_are_of_their_tokenizer(default_model, factors):
     task = swd.load_task("gendered_pronoun", default_model, n_train=4, n_test=4)
     scores = swd.attribute(default_model, factors, task.train)
-    curve = swd.evaluate(default_model, factors, task.test, scores, bootstrap=0)
+    curve = swd.evaluate(default_model, factors, task.test, scores)
     for ask in (curve.cost_at, curve.circuit_at, curve.cost_interval):
         with pytest.raises(ValueError, match=r"sufficiency is a share: sufficiency=0\.9 is 90 %; got 90"):
             ask(sufficiency=90)

@@ -121,7 +121,7 @@ def test_a_finished_folder_is_read_and_nothing_is_run(model, whole):
     # With scores and margins, which a loaded run has not.
     comparison, loaded = run.comparisons["one"], Run.load(whole).comparisons["one"]
     curve = comparison["toy"].curves["SWD s=0.5"]
-    assert curve.circuit_at(sufficiency=0.0).n_units == 0 and curve.margins["dense"].dtype == torch.float64
+    assert curve.circuit(0).n_units == 0 and curve.margins["dense"].dtype == torch.float64
     assert comparison["toy"].scores["SVD"].ranking() and not loaded["toy"].scores
 
 

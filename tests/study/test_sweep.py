@@ -3,11 +3,13 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import swd_lens as swd
 from swd_lens.base.files import plain
 from swd_lens.circuits import fidelity
+from swd_lens.circuits.measure import Threshold
 from swd_lens.study.sweep import sweep
 from swd_lens.tasks.task import Task
 from tests.forwards import block_runs
@@ -75,7 +77,9 @@ def test_a_point_is_what_the_parts_find_alone(model, text, found):
     curve = swd.evaluate(model, factors, TASK, swd.attribute(model, factors, TASK))
     assert point.curves["toy_task"].rows.equals(curve.rows)
     row = found.table().iloc[-1]
-    assert row["toy_task: edges at necessity 0.5"] == curve.cost_at(necessity=0.5, cost="edges")
+    priced = curve.row_of(Threshold("necessity", 0.5), "edges")
+    cost = row["toy_task: edges at necessity 0.5"]
+    assert pd.isna(cost) if priced is None else cost == priced["edges"]
     assert row["CE delta"] == point.fidelity.ce_delta and row["max relMSE"] == max(point.fidelity.relmse.values())
 
 

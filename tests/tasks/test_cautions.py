@@ -28,24 +28,26 @@ def told(model, prompts, answers, distractors, **how):
 
 
 def test_a_prompt_with_bos_gets_no_second_one(model):
-    prompts = ["<|bos|> Then Mary", " Then John"]
+    prompts = ["<|bos|> Then Mary", " Then John", " Then Jane"]
     with pytest.warns(TextWarning, match=r"task 'mine': 1 prompts begin with '<\|bos\|>', .*: '<\|bos\|> Then Mary'"):
-        task = swd.Task.from_prompts("mine", model, prompts, [" went"] * 2, [" gave"] * 2)
-    assert sorted(tokens.tolist()[0] for split in (task.train, task.test) for tokens in split.tokens) == [0, 0]
-    assert sorted(tokens.tolist().count(0) for split in (task.train, task.test) for tokens in split.tokens) == [1, 1]
+        task = swd.Task.from_prompts("mine", model, prompts, [" went"] * 3, [" gave"] * 3)
+    assert sorted(tokens.tolist()[0] for split in task.splits for tokens in split.tokens) == [0, 0, 0]
+    assert sorted(tokens.tolist().count(0) for split in task.splits for tokens in split.tokens) == [1, 1, 1]
     assert not told(model, prompts, " went", " gave", prepend_bos=False)
 
 
 def test_a_prompt_that_ends_in_a_space(model):
-    (said,) = told(model, ["Then Mary ", "Then John "], " went", " gave")
-    assert said.startswith("task 'mine': 2 prompts end in a space: ") and "'Then Mary '" in said
+    (said,) = told(model, ["Then Mary ", "Then John ", "Then Jane "], " went", " gave")
+    assert said.startswith("task 'mine': 3 prompts end in a space: ") and "'Then Mary '" in said
 
 
 def test_an_answer_that_goes_on_the_last_word(model):
-    (said,) = told(model, ["Then Mary", "Then John"], "Jane", " gave")
-    assert "go on with the last word of 2 prompts: 'Jane' behind 'Then " in said
-    assert not told(model, ["Then Mary ,", "Then John ,"], "Jane", " gave")  # no word that it could go on with
-    assert not told(model, ["Then Mary", "Then John"], " Jane", " gave")
+    (said,) = told(model, ["Then Mary", "Then John", "Then Anna"], "Jane", " gave")
+    assert "go on with the last word of 3 prompts: 'Jane' behind 'Then " in said
+    assert not told(
+        model, ["Then Mary ,", "Then John ,", "Then Anna ,"], "Jane", " gave"
+    )  # no word that it could go on with
+    assert not told(model, ["Then Mary", "Then John", "Then Anna"], " Jane", " gave")
 
 
 @pytest.mark.parametrize(
@@ -62,10 +64,10 @@ def test_digits_code_and_scripts_without_spaces_are_not_told(model, prompt, answ
 
 
 def test_an_answer_that_the_prompt_gives_away(model):
-    (said,) = told(model, ["Mary gave a drink to", "John gave a drink to"], " drink", " store")
-    assert "in 2 prompts an answer stands and no distractor does: ' drink' in" in said
-    assert not told(model, ["Mary gave a drink to", "John gave a drink to"], " drink", " gave")
-    assert not told(model, ["Mary gave a drink to", "John gave a drink to"], " store", " lake")
+    (said,) = told(model, ["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " drink", " store")
+    assert "in 3 prompts an answer stands and no distractor does: ' drink' in" in said
+    assert not told(model, ["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " drink", " gave")
+    assert not told(model, ["Mary gave a drink to", "John gave a drink to", "Anna gave a drink to"], " store", " lake")
 
 
 def test_one_prompt_is_told_as_a_task_is(model):

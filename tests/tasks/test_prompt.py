@@ -79,9 +79,9 @@ def test_messages_go_through_the_chat_template_and_get_one_bos():
     one, two = Prompt.several(host, [chat, "the cat"], "test")
     assert one.ids == (1, 3, 5, 4, 6, 2) and two.ids == (2, 3)
     assert [p.ids for p in Prompt.several(host, chat, "test")] == [one.ids]
-    prompts = [[{"role": "user", "content": text}] for text in ("cat", "dog")]
-    task = swd.Task.from_prompts("t", host, prompts, ["sat"] * 2, ["ran"] * 2, prepend_bos=True)
-    assert sorted(split.tokens[0].tolist() for split in (task.train, task.test)) == [[1, 3, 2], [1, 4, 2]]
+    prompts = [[{"role": "user", "content": text}] for text in ("cat", "dog", "sat")]
+    task = swd.Task.from_prompts("t", host, prompts, ["sat"] * 3, ["ran"] * 3, prepend_bos=True)
+    assert sorted(split.tokens[0].tolist() for split in task.splits) == [[1, 3, 2], [1, 4, 2], [1, 5, 2]]
 
 
 def test_chats_that_no_template_reads():
