@@ -105,7 +105,7 @@ def test_several_tasks_are_kept_by_name(model, factors, both):
 
 
 def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, factors):
-    """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for what edges and bits are counted."""
+    """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for edges and bits."""
     f, bias = factors[SITE], model.blocks[1].mlp.b_out.detach()
 
     class Pair:
@@ -367,7 +367,7 @@ def test_roles_are_what_made_the_units_or_what_is_said(model, factors):
         "Random-B": baselines.random_b_seeds(model, SITE, seeds=[0]),  # makers: nothing is made to know their role
         "paper": swd.factorize(model, SITE, sparsity=0.5, preset="paper", outer_iterations=4, calibration="zero-data"),
         "pruned": swd.factorize(model, SITE, sparsity=0.5, preset="svd_pruned", calibration="zero-data"),
-        "channels": baselines.channels(model, SITE),
+        "channels": baselines.channels_of(model, SITE),
     }
     roles = {name: role_of(given) for name, given in methods.items()}
     assert roles == {
