@@ -1,0 +1,68 @@
+"""Whether intervals hold what they should, simulated: the margins of many prompts of the embedded model are a population."""
+
+import pytest
+import scipy.stats
+import torch
+
+import swd_lens as swd
+from swd_lens.circuits.measure import mean_interval, ratio_interval
+from swd_lens.hosts.embedded import load_default_model
+from tests.benchmarks.calibration import coverage, population
+
+SITE = "blocks.3.mlp_out"
+
+
+def whole_of(task_name: str, n: int):
+    """Margins of n test prompts under exact neurons, which need no solving, and the edges of each prefix."""
+    model = load_default_model()
+    factors = swd.baselines.neurons(model, SITE)
+    task = swd.load_task(task_name, model, n_train=200, n_validation=20, n_test=n)
+    curve = swd.evaluate(model, factors, task.test, swd.attribute(model, factors, task), random_sets=0)
+    assert curve.carries
+    return population(curve)
+
+
+def test_intervals_of_prompts_drawn_from_a_population_hold_its_values():
+    """By value the mean over prefixes; of the cost's interval the mean over thresholds. 150 draws: 1.8 % for a single one."""
+    found = coverage(*whole_of("gendered_pronoun", 600), n=100, draws=150)
+    kind = found["of"].str.split(" at ").str[0]
+    means = found.groupby(kind)["coverage"].mean()
+    assert set(means.index) == {"recovered", "sufficiency", "drop", "cost"}
+    assert means.between(0.91, 0.985).all(), means
+    assert (found["defined"] == 150).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["gendered_pronoun", "greater_than"])
+def test_intervals_hold_as_often_as_they_say(task):
+    found = coverage(*whole_of(task, 2000), n=100, draws=600)
+    means = found.groupby(found["of"].str.split(" at ").str[0])["coverage"].mean()
+    assert means.between(0.925, 0.98).all(), means
+
+
+def test_of_normal_values_they_are_students_and_fiellers():
+    generator = torch.Generator().manual_seed(0)
+    values = 2.0 + torch.randn(400, 60, dtype=torch.float64, generator=generator)  # 400 studies of 60 prompts, mean 2
+    low, high = mean_interval(values)
+    inside = float(((low < 2.0) & (high > 2.0)).double().mean())
+    assert 0.92 < inside < 0.985  # 95 % of 400, give or take 2 * 1.1 %
+    student = scipy.stats.ttest_1samp(values[0].numpy(), 0.0).confidence_interval(0.95)
+    assert low[0] <= student.low + 1e-9 and high[0] >= student.high - 1e-9
+    assert float(high[0] - low[0]) < 1.15 * (student.high - student.low)
+    # A ratio to a whole that hardly varies is a mean.
+    whole = torch.full((60,), 4.0, dtype=torch.float64)
+    of_ratio = ratio_interval(values, whole)
+    torch.testing.assert_close(of_ratio[0], low / 4, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(of_ratio[1], high / 4, rtol=1e-6, atol=1e-9)
+
+
+def test_a_denominator_that_could_be_zero_gives_no_interval():
+    generator = torch.Generator().manual_seed(1)
+    part, whole = (
+        torch.randn(3, 40, dtype=torch.float64, generator=generator),
+        torch.randn(40, generator=generator).double(),
+    )
+    low, high = ratio_interval(part, whole - whole.mean() + 0.01)
+    assert low.isnan().all() and high.isnan().all()
+    one = torch.ones(2, 1, dtype=torch.float64)
+    assert mean_interval(one)[0].isnan().all() and ratio_interval(one, one[0])[1].isnan().all()
