@@ -114,7 +114,7 @@ def refine(
     sufficiency: float | int | None = None,
     cost: str = "edges",
     ablation: str = "mean",
-    rounds: int = 2,
+    rounds: int = 1,
     max_prompts: int = 128,
     tokens_per_forward: int = 16_384,
     progress: bool = False,
