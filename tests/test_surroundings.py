@@ -330,7 +330,7 @@ def watch(module: Any, args: Any, output: Any = None) -> None:
 NAMED = {
     "attribute": lambda kit: kit.attribute().settings,
     "evaluate": lambda kit: swd.evaluate(kit.model, kit.factors, kit.task, kit.scores, random_sets=0).settings,
-    "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task, kit.scores, rounds=0).refined.provenance,
+    "refine": lambda kit: swd.refine(kit.model, kit.factors, kit.task.train, kit.scores, rounds=0).refined.provenance,
     "fidelity": lambda kit: swd.fidelity(kit.model, kit.factors, kit.tokens).as_dict(),
     "factorize": lambda kit: kit.factorize().provenance,
     "allocate": lambda kit: CALLS["allocate"](kit).settings,

@@ -60,7 +60,7 @@ def compare(
         tolerance: nats of CE, and of KL, that a matched method may be worse by, beyond two standard errors (paper: 0.001 of CE).
         roles: method -> "swd", "control", "paper" or "trained", where factors do not say it themselves (`role_of`).
         fidelities: name of a curve ("SVD", "Random-B/0") -> its `Fidelity`, where it was measured already.
-        attribution, evaluation: further options for `attribute` and `evaluate`; random sets are drawn where `random_sets` says so.
+        attribution, evaluation: further options for `attribute` and `evaluate`, which draws no random sets unless told to.
         positions, ablation: see `attribute` and `evaluate`; several of either are combined: the first of both is the result,
             the rest are its `others`.
         hosts: method -> its host, where that is not `model`: a sparsely pretrained one beside a tuned replacement, say (paper

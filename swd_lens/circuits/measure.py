@@ -312,7 +312,13 @@ def _standard_error(values: Float[Tensor, "*circuit prompt"]) -> Float[Tensor, "
 def surface_name(sites: Iterable[str]) -> str:
     """These sites as a sentence names them."""
     names = list(sites)
-    return names[0] if len(names) == 1 else f"the surface of {names[0]} and {len(names) - 1} more" if names else "the surface"
+    return (
+        names[0]
+        if len(names) == 1
+        else f"the surface of {names[0]} and {len(names) - 1} more"
+        if names
+        else "the surface"
+    )
 
 
 def part_of(sites: Iterable[str]) -> str:

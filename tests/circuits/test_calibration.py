@@ -39,8 +39,7 @@ def test_p_is_uniform_where_effects_follow_scores(match):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("match", ["edges", "score"])
-@pytest.mark.parametrize(("n_units", "best"), [(4, 1.0), (16, 0.5)])
+@pytest.mark.parametrize(("match", "n_units", "best"), [("edges", 4, 1.0), ("score", 4, 1.0), ("score", 16, 0.5)])
 def test_p_is_uniform_for_random_circuits_of_the_embedded_model(match, n_units, best):
     model = load_default_model()
     factors = swd.baselines.neurons(model, SITE)
