@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swd_lens.analysis.graph import attention_paths, replays, unit_graph
+from swd_lens.base.errors import TextWarning
 from swd_lens.circuits import Comparison
 from swd_lens.circuits.comparison import TaskComparison
 from swd_lens.circuits.screen import Screen, TaskScreen
@@ -57,14 +58,14 @@ def _task(name: str, model: Any, answer: str, distractor: str) -> Task:
 def run(host: Any) -> Run:
     """Two surfaces, two tasks (which ask opposite things, so that one of them has no positive margin), three methods."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="task .* an answer stands and no distractor does")  # random words
+        warnings.filterwarnings("ignore", category=TextWarning)  # random words
         tasks = [_task(HOSTILE_TASK, host, " Mary", " John"), _task("other_way", host, " John", " Mary")]
     text = torch.randint(0, len(VOCABULARY), (24, 20), generator=torch.Generator().manual_seed(0))
     surfaces = {HOSTILE_SURFACE: "blocks.1.mlp_out", "attention": ["blocks.0.attn_qkv", "blocks.1.attn_o"]}
     options = {"sparsities": (0.5, 0.75), "cards_per_task": 2, "contexts_per_card": 2, "outer_iterations": 4}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the mean margin of")  # of the second task
-        warnings.filterwarnings("ignore", message="task .* an answer stands and no distractor does")  # random words
+        warnings.filterwarnings("ignore", category=TextWarning)  # random words
         return run_study(host, surfaces, tasks, calibration_tokens=text, heldout_tokens=text.flip(0), **options)
 
 
