@@ -369,6 +369,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
     def _shown(self) -> pd.DataFrame:
         """The table without the spread over seeds, in digits that one can read."""
         shown = self._table(thresholds(), spread=False)
+        # Standard errors, and what other columns say ("out by" is empty where a method is matched), are in `table`.
+        shown = shown.drop(columns=["CE difference se", "KL difference se", "matched", "carries"])
         shown = shown.round({"margin": 3, "carried": 3, **dict.fromkeys(_DIFFERENCES, 5)})
         return shown.drop(columns="task") if len(self) == 1 else shown  # which the title says
 
