@@ -9,6 +9,7 @@
 
 import copy
 import difflib
+import json
 import math
 import os
 import shutil
@@ -164,8 +165,11 @@ def nonzeros(network: Any) -> dict[str, int]:
     return counts
 
 
-def save(network: Any, tokenizer: Any, folder: Path) -> list[str]:
+def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str]:
     """The checkpoint folder; returns its files, relative to the folder above it. Other files that lie there are left alone.
+
+    Args:
+        with_bos: whether the rows of the training text begin with BOS; the tokenizer's files say so to whoever loads them.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -177,6 +181,8 @@ def save(network: Any, tokenizer: Any, folder: Path) -> list[str]:
         with naming(folder), _without_bars():
             network.save_pretrained(part)
             tokenizer.save_pretrained(part)
+            stated = part / "tokenizer_config.json"
+            stated.write_text(json.dumps(json.loads(stated.read_text()) | {"add_bos_token": with_bos}, indent=2))
         names = sorted(path.relative_to(part) for path in part.rglob("*") if path.is_file())
         for name in names:
             with atomic(folder / name) as temporary:

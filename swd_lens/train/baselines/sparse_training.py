@@ -230,7 +230,9 @@ def sparse_pretrain(
             every = None if heldout_rows is None else eval_every
             engine = Engine(fit, rows, rows_per_update, folder, checkpoint_every, every)
             engine.run(progress=progress)
-        files = save(network, tokenizer, folder.path / MODEL)
+        bos = tokenizer.bos_token_id
+        with_bos = bos is not None and bool((next(rows.all(4))[:, 0] == bos).all())
+        files = save(network, tokenizer, with_bos, folder.path / MODEL)
         folder.end({**nonzeros(network), "tokens": engine.tokens, **engine.lines[-1]}, files)
         return _finished(folder)
 
