@@ -5,15 +5,14 @@
     python -m tests.benchmarks.bases --folder bases/ --models smollm2 --cells agreement --methods neurons "pruned s=0.5"
 
 1. A cell is a task and a matrix that it needs, of SmolLM2-135M (the one that the screen finds) or of the embedded model: 150
-   training and 50 test prompts, 8,192 calibration tokens, 8,192 (SmolLM2) or 131,072 held-out ones. The Gram is
+   training, 100 validation and 100 test prompts, 8,192 calibration tokens, 8,192 (SmolLM2) or 131,072 held-out ones. The Gram is
    collected once for all methods, and the dense host runs once for a few of them.
 2. Methods: SWD from the short side ("paper", today's default), from the neurons' side (at attn_o: the heads' dimensions) with
-   several shares of the edges for what stands between units and neurons, or with a quarter more units than neurons (a
-   mixture), or pruned neurons some of whose edges are exchanged (`swaps`); neurons and neurons with pruned weights, SVD.
-   "weighed": factors refitted to what the loss sees (output_gram).
+   two shares of the edges for what stands between units and neurons, neurons with pruned weights (both of as many settings:
+   fair.TRIES), neurons, SVD.
 3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; edges that
    carry half of the effect on a next token (`concentration`, on the calibration text); units and edges of the cheapest circuit at
-   sufficiency .9 and at half the drop; how many units read or write a single coordinate.
+   recovered .9 and at half the drop, chosen on validation prompts; how many units read or write a single coordinate.
 4. How well the concentration foretells circuits: Spearman's correlation over the methods of a cell, with edges at half the drop.
 5. What is fair: beside each SWD the fewest edges that units from neurons, and pruned neurons, need at no worse CE, whatever their
    own sparsity; and at no worse KL, which does not hang on which tokens happen to come next in the held-out text.
@@ -22,9 +21,8 @@
 """
 
 import argparse
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +32,21 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.files import write_text
 from swd_lens.factorization.grams import collect_grams
-from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site, side_of_units
 from tests.benchmarks.circuit_rows import COLUMNS, Made, Make, cells_of, row_of_task, rows_on_text
-from tests.benchmarks.fair import FAIR, MATCHED, SPARSITIES, TOLERANCE, foretold, matched_rows
+from tests.benchmarks.fair import (
+    FAIR,
+    FROM_NEURONS,
+    MATCHED,
+    PRUNED,
+    SHARES,
+    SPARSITIES,
+    TOLERANCE,
+    TRIES,
+    foretold,
+    matched_rows,
+)
 from tests.benchmarks.results import Table, record
 
 # Model -> (task, matrix).
@@ -56,33 +64,17 @@ CELLS = {
         for task in ("gendered_pronoun", "greater_than")
     ),
 }
-# Of pruned neurons, and of units that start as neurons, so that some have the CE of a factorization.
-PRUNED = (0.25, 0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
-FROM_NEURONS = (0.375, 0.4375, 0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875)
-# Of K, for what stands between units and neurons. The solver refuses 0, and gives every unit one edge however small the share:
-# by 0 we mean that, pruned neurons whose support the solver chooses.
-SHARES = (0, 0.01, 0.03, 0.05, 0.15)
-# Units that start as neurons, and a quarter more that start as further copies of the strongest of them.
-MIXTURES = tuple((share, s) for share in (0.05, 0.15) for s in (0.5, 0.75, 0.8125))
-# How often edges of pruned neurons are exchanged, so that their units mix neurons where that is cheaper.
-SWAPS = 5
-PROMPTS, CALIBRATION = (150, 50), 8_192
+PROMPTS, CALIBRATION = (150, 100), 8_192
 HELDOUT = {"smollm2": 8_192, "default": 131_072}
 AT_ONCE = 6  # methods whose factors are compared in one run over the held-out text
 
-# The Gram of the loss's gradients at a site's outputs, for who asks.
-OutputGram = Callable[[], torch.Tensor]
 
+def methods() -> dict[str, Make]:
+    """Label -> factors of a model's site, its weight and Gram."""
 
-def methods(output_gram: OutputGram | None = None) -> dict[str, Make]:
-    """Label -> factors of a model's site, its weight and Gram; `output_gram` is that site's, needed by what is weighed."""
-
-    def solved(of_neurons: bool = False, weighed: bool = False, **how: Any) -> Make:
+    def solved(of_neurons: bool = False, **how: Any) -> Make:
         def make(model: Any, site: Site, weight: torch.Tensor, gram: torch.Tensor) -> Any:
-            side: dict[str, Any] = {"basis": side_of_units(site.kind)} if of_neurons else {}
-            if weighed:
-                assert output_gram is not None
-                side["output_gram"] = output_gram()
+            side = {"basis": side_of_units(site.kind)} if of_neurons else {}
             return swd.solve(weight, gram, tokens=CALIBRATION, **side, **how)
 
         return make
@@ -91,25 +83,11 @@ def methods(output_gram: OutputGram | None = None) -> dict[str, Make]:
         "neurons": lambda model, site, weight, gram: baselines.neurons(model, site.name),
         "SVD": lambda model, site, weight, gram: baselines.svd(model, site.name),
     }
-    for s in PRUNED:
-        makers[f"pruned s={s}"] = solved(True, sparsity=s, preset="pruned")
-        makers[f"weighed, pruned s={s}"] = solved(True, weighed=True, sparsity=s, preset="pruned")
-    for s in SPARSITIES:
-        makers[f"SWD s={s}"] = solved(sparsity=s)
-        makers[f"SWD 2x s={s}"] = solved(sparsity=s, units="2x")
-    for s in FROM_NEURONS:
-        for share in SHARES:
-            how: dict[str, Any] = {"sparsity": s, "square_share": share or 1e-9}
-            makers[f"from neurons, {share} of K, s={s}"] = solved(True, **how)
-            makers[f"from neurons, weighed, {share} of K, s={s}"] = solved(True, weighed=True, **how)
-    for s in PRUNED:
-        how = {"sparsity": s, "preset": "pruned", "swaps": SWAPS}
-        makers[f"from neurons, {SWAPS} swaps, s={s}"] = solved(True, **how)
-        makers[f"from neurons, weighed, {SWAPS} swaps, s={s}"] = solved(True, weighed=True, **how)
-    for share, s in MIXTURES:
-        how = {"sparsity": s, "square_share": share, "units": "1.25x"}
-        makers[f"from neurons, 1.25x units, {share} of K, s={s}"] = solved(True, **how)
-        makers[f"from neurons, weighed, 1.25x units, {share} of K, s={s}"] = solved(True, weighed=True, **how)
+    makers |= {f"pruned s={s}": solved(True, sparsity=s, preset="pruned") for s in PRUNED}
+    makers |= {f"SWD s={s}": solved(sparsity=s) for s in SPARSITIES}
+    for share in SHARES:
+        for s in FROM_NEURONS:
+            makers[f"from neurons, {share} of K, s={s}"] = solved(True, sparsity=s, square_share=share)
     return makers
 
 
@@ -153,12 +131,12 @@ def main() -> None:
 def _record(name: str, model: str, tables: list[Table], threads: int) -> None:
     text = "presidents' addresses" if name == "smollm2" else "its own text"
     about = [
-        f"150 training and 50 test prompts, {CALIBRATION:,} calibration and {HELDOUT[name]:,} held-out tokens of {text}. "
-        '"text": edges that carry half of the effect on a next token, without a task.',
+        f"150 training, 100 validation and 100 test prompts, {CALIBRATION:,} calibration and {HELDOUT[name]:,} held-out tokens "
+        f'of {text}. "text": edges that carry half of the effect on a next token, without a task.',
         "The second and third tables are the fair ones: beside each SWD the fewest edges of units from neurons, and of pruned "
-        f"neurons, whose CE, or KL, is at most {TOLERANCE} above SWD's, at any share and sparsity that was measured. More were "
-        'measured of the former, so that their best is of more tries. "weighed": refitted to what the loss sees '
-        "(`weigh_outputs`); the column of units from neurons has the better of weighed and not.",
+        f"neurons, whose CE, or KL, is at most {TOLERANCE} above SWD's, each of {len(TRIES['pruned'])} settings. Prefixes, and "
+        "with them the setting of fewest edges, are chosen on validation prompts; in brackets stands what the circuit recovers on "
+        "test prompts.",
     ]
     title = f"{model}: units that start as neurons, beside those that do not"
     file, order = ("bases", 9) if name == "smollm2" else ("bases_embedded", 10)
@@ -209,7 +187,7 @@ def _measure_matrix(
     """Write the rows of one matrix that are missing, by (task, method)."""
     [site] = swd.find_sites(model, place)
     weight, gram = host_of(model).weight(site), collect_grams(model, [site], texts[0]).by_site[place]
-    makers = methods(functools.cache(functools.partial(_output_gram, model, site, texts[0])))
+    makers = methods()
     tasks = {
         cell: swd.load_task(cell, model, n_train=PROMPTS[0], n_test=PROMPTS[1])
         for cell in dict.fromkeys(cell for cell, _ in missing)
@@ -223,10 +201,6 @@ def _measure_matrix(
                 row = on_text[method] | row_of_task(model, tasks[cell], site, made[method].factors)
                 write_text(file, json.dumps(row))
                 print(" | ".join([cell, place, method, *cells_of(row)]), flush=True)
-
-
-def _output_gram(model: Any, site: Site, tokens: Any) -> torch.Tensor:
-    return collect_output_grams(model, [site], tokens)[site.name]
 
 
 def _file(folder: Path, model: str, cell: str, place: str, method: str) -> Path:

@@ -3,7 +3,8 @@
 1. `Made.by` makes the factors.
 2. `rows_on_text`, of several methods at once: edges, relMSE on the calibration text, CE delta and KL on held-out text, edges that
    carry half of the effect on a next token.
-3. `row_of_task`: units and edges of the cheapest circuits. A row is both.
+3. `row_of_task`: units and edges of the cheapest circuits, chosen on validation prompts, and what they recover on test prompts. A
+   row is both.
 4. `cells_of` shows it, under COLUMNS.
 
 Benchmarks that compare where units start (bases.py, sides.py) have these rows.
@@ -18,6 +19,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens.circuits.fidelity import fidelities
+from swd_lens.circuits.measure import Threshold
 from swd_lens.hosts.sites import Site, side_of_units
 
 COLUMNS = [
@@ -29,7 +31,7 @@ COLUMNS = [
     "CE delta",
     "KL",
     "text",
-    "suff. 0.9: units / edges",
+    "recovered 0.9: units / edges",
     "half drop: units / edges",
 ]
 COLUMNS += ["units of one neuron", "seconds"]
@@ -84,10 +86,15 @@ def rows_on_text(
 def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: str = "scoring") -> dict[str, Any]:
     """What a task says of factors of a matrix: units and edges of the cheapest circuits; `positions` are of interventions."""
     replacement = {matrix.name: factors}
-    curve = swd.evaluate(model, replacement, task, swd.attribute(model, replacement, task, positions=positions))
-    row = {"margin": curve.q_dense, "empty": float(curve.rows["sufficiency"].iloc[0])}
-    for name, key, share in (("sufficiency", "sufficiency", 0.9), ("drop", "necessity", 0.5)):
-        row[name] = [curve.cost_at(**{key: share}, cost=cost) for cost in ("units", "edges")]
+    curve = swd.evaluate(
+        model, replacement, task, swd.attribute(model, replacement, task, positions=positions), random_sets=0
+    )
+    row = {"margin": curve.q_dense, "carried": curve.carried.mean, "carries": curve.carries}
+    for name, threshold in (("recovered", Threshold("recovered", 0.9)), ("drop", Threshold("necessity", 0.5))):
+        by_units, by_edges = curve.row_of(threshold, "units"), curve.row_of(threshold, "edges")
+        row[name] = [None, None, None]
+        if by_units is not None and by_edges is not None:
+            row[name] = [int(by_units["units"]), int(by_edges["edges"]), float(by_edges["recovered"])]
     return row
 
 
@@ -101,8 +108,9 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     """A measured row as the table shows it, from COLUMNS[3] on."""
 
     def cost(of: str) -> str:
-        units, edges = row[of]
-        return "" if units is None else f"{units:,} / {edges:,}"
+        units, edges, _ = row[of]
+        never = "" if row["carries"] else "not carried"
+        return never if units is None else f"{units:,} / {edges:,}"
 
     se = "" if row["ce_delta_se"] is None else f" ± {row['ce_delta_se']:.4f}"
     return [
@@ -111,7 +119,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
         f"{row['ce_delta']:+.4f}{se}",
         f"{row['kl']:.4f}",
         "" if row["text"] is None else f"{row['text']:,.0f}",
-        cost("sufficiency"),
+        cost("recovered"),
         cost("drop"),
         f"{row['single']:,} of {row['units']:,}",
         f"{row['seconds']:.0f}",

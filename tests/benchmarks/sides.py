@@ -9,7 +9,7 @@
 2. Methods: each side's own coordinates and the singular vectors, exact and pruned; SWD from the short side ("paper"), from the
    inputs and from the outputs. Measured as in bases.py, of whose kind the rows are.
 3. What text says (`swd.choose_basis`, on the calibration text): edges of an effect on a next token on the side of inputs over
-   those on the side of outputs. What tasks say: the same of a circuit's edges, at sufficiency .9 and at half the drop, for each
+   those on the side of outputs. What tasks say: the same of a circuit's edges, at recovered .9 and at half the drop, for each
    pair of methods that differ in the side only.
 4. Both beside each other, a row for each cell; in how many they name the same side; and what the side that text names costs over
    the other one.
@@ -77,7 +77,7 @@ PROMPTS = {"default": (150, 50), "smollm2": (100, 40)}
 HELDOUT = 4_096
 Cell = Mapping[str, Any]  # what text and tasks say of a cell
 SIDES = ("input", "output")
-OF = (("sufficiency", "suff. 0.9"), ("drop", "half drop"))
+OF = (("recovered", "recovered 0.9"), ("drop", "half drop"))
 # Of pairs of methods that differ in the side only: {} stands for the side.
 PAIRS = {
     "exact": "{}s",
