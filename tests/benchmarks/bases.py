@@ -135,7 +135,7 @@ def _record(name: str, model: str, tables: list[Table], threads: int) -> None:
         f'of {text}. "text": edges that carry half of the effect on a next token, without a task.',
         "The second and third tables are the fair ones: beside each SWD the fewest edges of units from neurons, and of pruned "
         f"neurons, whose CE, or KL, is at most {TOLERANCE} above SWD's, each of {len(TRIES['pruned'])} settings. Prefixes, and "
-        "with them the setting of fewest edges, are chosen on validation prompts; in brackets stands what the circuit recovers on "
+        "with them the setting of fewest edges, are chosen on validation prompts; in brackets stands what they recover on "
         "test prompts.",
     ]
     title = f"{model}: units that start as neurons, beside those that do not"

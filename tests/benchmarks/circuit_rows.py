@@ -89,7 +89,7 @@ def row_of_task(model: Any, task: Any, matrix: Site, factors: Any, positions: st
     curve = swd.evaluate(
         model, replacement, task, swd.attribute(model, replacement, task, positions=positions), random_sets=0
     )
-    row = {"margin": curve.q_dense, "carried": curve.carried.mean, "carries": curve.carries}
+    row = {"margin": curve.q_dense, "carried": curve.carried.logits, "carries": curve.carries}
     for name, threshold in (("recovered", Threshold("recovered", 0.9)), ("drop", Threshold("necessity", 0.5))):
         by_units, by_edges = curve.row_of(threshold, "units"), curve.row_of(threshold, "edges")
         row[name] = [None, None, None]
