@@ -106,16 +106,15 @@ def test_never_dearer_than_the_prefix_and_sure_on_validation(toy, carried, how, 
     of, target = next(iter(how.items()), ("recovered", 0.9))
     assert (found.of, found.target) == (of, target)
     assert getattr(found.refined, f"n_{cost}") <= getattr(found.prefix, f"n_{cost}")
-    # What is expected of the test prompts lies above the threshold, by a plain prediction bound on the validation prompts.
+    # What is expected of the test prompts lies above the threshold, by a plain prediction bound: the mean of the validation
+    # prompts, spread pooled over these and the training prompts (each is about something of its own).
     both = {"prefix": found.prefix, "refined": found.refined}
-    curve = evaluate(model, factors, carried.validation, scores, grid=[])
     for name, circuit in both.items():
-        keep = kept_margins(model, factors, carried.validation, circuit)
-        full, empty = (curve.margins[key].numpy() for key in ("full", "keep"))
-        contrast = keep - target * full - ((1 - target) * empty[0] if of == "recovered" else 0)
-        n = len(contrast)
-        room = scipy.stats.t.ppf(0.95, n - 1) * contrast.std(ddof=1) * (1 / n + 1 / len(carried.test)) ** 0.5
-        assert contrast.mean() >= room - 1e-5
+        there, here = (contrast(toy, split, circuit, of, target) for split in (carried.train, carried.validation))
+        degrees = len(there) + len(here) - 2
+        spread = ((len(there) - 1) * there.var(ddof=1) + (len(here) - 1) * here.var(ddof=1)) / degrees
+        ahead = max(spread, here.var(ddof=1)) / len(carried.test)  # both splits have as many prompts
+        assert here.mean() >= scipy.stats.t.ppf(0.95, degrees) * (spread / len(here) + ahead) ** 0.5 - 1e-5
         assert found.validation[name] > target
     # All numbers are those of judge, on each split.
     for split, values in ((carried.train, found.train), (carried.validation, found.validation)):
@@ -126,6 +125,15 @@ def test_never_dearer_than_the_prefix_and_sure_on_validation(toy, carried, how, 
     assert found.table()["edges"].tolist() == [found.prefix.n_edges, found.refined.n_edges]
     for shown in (repr(found), found._repr_html_()):
         assert "refined" in shown or "->" in shown
+
+
+def contrast(toy, split, circuit, of, target):
+    """How far every prompt's margin with the circuit kept is above what the threshold asks."""
+    model, factors, scores = toy
+    margins = evaluate(model, factors, split, scores, grid=[]).margins
+    full, empty = margins["full"].numpy(), margins["keep"][0].numpy()
+    asked = target * full + ((1 - target) * empty if of == "recovered" else 0)
+    return kept_margins(model, factors, split, circuit) - asked
 
 
 def kept_margins(model, factors, split, circuit):
