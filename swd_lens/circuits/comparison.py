@@ -10,7 +10,7 @@
 compare.py runs what is in it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import pandas as pd
 
 from swd_lens.base.errors import error
 from swd_lens.base.record import Record
-from swd_lens.circuits.curve import CostCurve, over_seeds
+from swd_lens.circuits.curve import CostCurve, SeedCosts, over_seeds
 from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.circuits.measure import RECOVERED, Threshold
 from swd_lens.circuits.plots import plot_curves, plot_frontiers
@@ -47,6 +47,17 @@ def priced(curve: CostCurve, threshold: Threshold, cost: str) -> int | None:
     return None if row is None else int(row[cost])
 
 
+def admissible(curves: Sequence[CostCurve]) -> dict[str, SeedCosts]:
+    """Column -> costs of the curves' smallest admissible prefixes; no column where no random sets were drawn."""
+    if not any(curve.settings.get("random_sets") for curve in curves):
+        return {}
+    rows = [curve.smallest_admissible() for curve in curves]
+    return {
+        f"{cost} of the smallest admissible": over_seeds([None if row is None else int(row[cost]) for row in rows])
+        for cost in _COSTS
+    }
+
+
 @dataclass(frozen=True)
 class TaskComparison(Record):
     """Curves and scores per replacement, on one task."""
@@ -68,9 +79,10 @@ class TaskComparison(Record):
             {"task": self.task, "method": name, "margin": curve.q_full, "carried": curve.carried.logits}
             | {"carries": curve.carries}
             | {f"{cost} at {target}": priced(curve, target, cost) for target in targets for cost in _COSTS}
+            | {column: costs.least for column, costs in admissible([curve]).items()}
             for name, curve in self.curves.items()
         ]
-        return typed(pd.DataFrame(rows), whole=[f"{cost} at {target}" for target in targets for cost in _COSTS])
+        return typed(pd.DataFrame(rows), whole={column for row in rows for column in row if column.startswith(_COSTS)})
 
     def plot(self, cost: str = "edges"):
         """What circuits of every replacement recover, and their drop, against cost; a matplotlib Figure."""
@@ -290,6 +302,8 @@ class Comparison(Mapping[str, TaskComparison], Record):
         Columns "carried" and "carries" say what the units do for the task (measure.py); "out by" is by what a method is worse
         than the reference. Where some method has seeds, the costs are means over the seeds that reach the threshold; beside them
         stand their standard deviation (sd, n - 1) and least (min), and "reached ..." counts those seeds (method.md §4.1).
+        "... of the smallest admissible": of `CostCurve.smallest_admissible`, where random sets were drawn
+        (`compare(..., evaluation={"random_sets": 50})`).
         """
         return self._table(thresholds(recovered, necessity, drop, sufficiency), spread=bool(self.groups))
 
@@ -317,6 +331,9 @@ class Comparison(Mapping[str, TaskComparison], Record):
                             row[f"reached {target}"] = costs.reached  # the same for units and edges
                             types["real"].add(f"{column} sd")
                             types["whole"] |= {f"{column} min", f"reached {target}"}
+                for column, costs in admissible(curves).items():
+                    row[column] = costs.mean
+                    types["real" if self.groups else "whole"].add(column)
                 rows.append(row | self._matching_columns(method))
         return typed(pd.DataFrame(rows), **types)
 

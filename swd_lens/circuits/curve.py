@@ -98,7 +98,8 @@ class CostCurve(Record):
         return surface_name(self.settings.get("units", {}))
 
     def in_words(self, **threshold: float | int) -> str:
-        """One sentence: what the surface carries of the task, and how small a circuit recovers most of it.
+        """What the surface carries of the task, and how small a circuit recovers most of it: a sentence; a second one of the
+        smallest admissible prefix, where random sets were drawn.
 
         Args:
             threshold: see `cost_at`.
@@ -107,12 +108,14 @@ class CostCurve(Record):
         if not c.enough:
             return self._does_not_carry()
         of_margin = f"{c.logits:.2f} ± {c.se:.2f} of the model's {c.q_dense:.2f} logits"
-        row = self.row_of(asked, "edges")
+        row, admissible = self.row_of(asked, "edges"), self.smallest_admissible()
+        beyond = "" if admissible is None else f" The smallest admissible prefix: {_size(admissible)} recover "
+        beyond += "" if admissible is None else f"{admissible['recovered']:.0%}."
         if row is None:
-            return f"{self.surface} carries {of_margin} of {self.task}; no prefix reaches {asked} on {self.chosen_on} prompts."
-        units, edges = (f"{int(row[name]):,}" for name in ("units", "edges"))
+            reaches = f"no prefix reaches {asked} on {self.chosen_on} prompts"
+            return f"{self.surface} carries {of_margin} of {self.task}; {reaches}.{beyond}"
         does = f"recover {row['recovered']:.0%} of it" if asked.of == "recovered" else f"reach {asked}"
-        return f"{self.surface} carries {of_margin} of {self.task}; {units} units with {edges} active edges {does}."
+        return f"{self.surface} carries {of_margin} of {self.task}; {_size(row)} {does}.{beyond}"
 
     def _does_not_carry(self) -> str:
         c, reference = self.carried, "its reference activation"
@@ -339,6 +342,10 @@ class CostCurve(Record):
         # A column of nulls alone has no type; counts are whole numbers, all else was float.
         typed = [t.astype({c: "int64" if c in COSTS else "float64" for c in t}) for t in (curve.rows, curve.validation)]
         return replace(curve, rows=typed[0], validation=typed[1])
+
+
+def _size(row: Mapping[str, Any]) -> str:
+    return f"{int(row['units']):,} units with {int(row['edges']):,} active edges"
 
 
 def _check_cost(cost: str) -> None:

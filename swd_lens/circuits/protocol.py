@@ -30,7 +30,7 @@ from swd_lens.units.unit_set import UnitSet
 
 # Of replacements that callables make, in memory together; one at least.
 _MADE_BYTES = 2**29
-# A table of methods has no column for the smallest admissible prefix, and random sets would take more runs than all prefixes.
+# Random sets, for the smallest admissible prefix, take more runs than all prefixes: they are drawn where they are asked for.
 _EVALUATION: Mapping[str, Any] = {"random_sets": 0}
 
 

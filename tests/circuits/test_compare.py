@@ -104,6 +104,22 @@ def test_several_tasks_are_kept_by_name(model, factors, both):
     assert list(frame.columns[:5]) == ["task", "method", "seed", "units", "edges"] and frame["seed"].isna().all()
 
 
+def test_the_smallest_admissible_prefix_stands_beside_the_thresholds_where_random_sets_were_drawn(worked):
+    """Seeds 0 and 1 of "many" have one of 20 and of 40 edges, seed 2 has none."""
+    assert not any("admissible" in column for column in worked.table())
+    highest = {"one": [9.0, 0.5, 9.0], "many/0": [9.0, 0.4, 9.0], "many/1": [9.0, 9.0, 1.0], "many/2": [9.0, 9.0, 9.0]}
+    curves = {
+        name: replace(
+            curve, validation=curve.rows.assign(**{"random drop": highest[name]}), settings={"random_sets": 50}
+        )
+        for name, curve in worked["toy"].curves.items()
+    }
+    of_task = TaskComparison("toy", curves, {})
+    column = "edges of the smallest admissible"
+    assert of_task.table()[column].fillna(-1).tolist() == [5, 20, 40, -1]
+    assert replace(worked, tasks={"toy": of_task}).table()[column].tolist() == [5, 30]
+
+
 def test_an_encode_decode_pair_takes_the_road_of_the_factors_it_computes(model, factors):
     """z = h @ read and y = z @ write + bias by functions: the numbers of the same factors, but for edges and bits."""
     f, bias = factors[SITE], model.blocks[1].mlp.b_out.detach()
