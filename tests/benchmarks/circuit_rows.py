@@ -6,6 +6,7 @@
 3. `row_of_task`: units and edges of the cheapest circuits, chosen on validation prompts, and what they recover on test prompts. A
    row is both.
 4. `cells_of` shows it, under COLUMNS.
+5. `cells_by_both_rules`: a curve's cheapest circuit by sufficiency, as until commit 328dbf3, and by what it recovers.
 
 Benchmarks that compare where units start (bases.py, sides.py) have these rows.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 import swd_lens as swd
+from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.fidelity import fidelities
 from swd_lens.circuits.measure import Threshold
 from swd_lens.hosts.sites import Site, side_of_units
@@ -124,3 +126,20 @@ def cells_of(row: dict[str, Any]) -> list[str]:
         f"{row['single']:,} of {row['units']:,}",
         f"{row['seconds']:.0f}",
     ]
+
+
+BOTH_RULES = ["Q(dense)", "Q(full)", "Q(empty)", "carried", "edges at sufficiency 0.9", "recovered by that"]
+BOTH_RULES += ["edges at recovered 0.9", "recovered on test prompts"]
+
+
+def cells_by_both_rules(curve: CostCurve) -> list[str]:
+    """The first prefix of sufficiency .9 on the test prompts, which was the rule of before, and today's."""
+    before = curve.rows.loc[curve.rows["sufficiency"] >= 0.9].iloc[0]
+    row = curve.row_of(Threshold("recovered", 0.9), "edges")
+    now = ["no cost: not carried", "–"] if not curve.carries else ["never", "–"]
+    if row is not None:
+        now = [f"{int(row['edges']):,}", f"{row['recovered']:.2f}"]
+    q = [f"{value:.2f}" for value in (curve.q_dense, curve.q_full, curve.q_empty)]
+    carried = f"{curve.carried.logits:.2f} ± {curve.carried.se:.2f}"
+    recovers = f"{before['recovered']:.2f}" if curve.carries else "–"
+    return [*q, carried, f"{int(before['edges']):,}", recovers, *now]

@@ -28,6 +28,7 @@ from swd_lens.circuits import CostCurve
 from swd_lens.circuits.comparison import priced
 from swd_lens.circuits.measure import Threshold, part_of
 from swd_lens.study import Run as LoadedRun
+from tests.benchmarks.circuit_rows import BOTH_RULES, cells_by_both_rules
 from tests.benchmarks.results import Table, record
 
 Run = dict[str, Any]
@@ -143,18 +144,8 @@ def cells_table(run: LoadedRun) -> Table:
     body = []
     for surface, comparison in run.comparisons.items():
         for task, of_task in comparison.items():
-            curve = of_task.curves[SWD]
-            before = curve.rows.loc[curve.rows["sufficiency"] >= 0.9].iloc[0]
-            row = curve.row_of(SHARES["recovered 0.9"], "edges")
-            now = (
-                ["no cost: not carried", "–"] if row is None else [f"{int(row['edges']):,}", f"{row['recovered']:.2f}"]
-            )
-            q = [f"{value:.2f}" for value in (curve.q_dense, curve.q_full, curve.q_empty)]
-            carried = f"{curve.carried.logits:.2f} ± {curve.carried.se:.2f}"
-            recovers = f"{before['recovered']:.2f}" if curve.carries else "–"
-            body.append([surface, task, *q, carried, f"{int(before['edges']):,}", recovers, *now])
-    columns = ["surface", "task", "Q(dense)", "Q(full)", "Q(empty)", "carried", "edges at sufficiency 0.9"]
-    columns += ["recovered by that", "edges at recovered 0.9", "recovered on test prompts"]
+            body.append([surface, task, *cells_by_both_rules(of_task.curves[SWD])])
+    columns = ["surface", "task", *BOTH_RULES]
     title = f"{SWD}: every cell by sufficiency, as until commit 328dbf3, and by what is recovered"
     return Table(title, columns, body, ["left"] * 2 + ["right"] * 8)
 

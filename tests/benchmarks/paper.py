@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base.files import write_text
+from swd_lens.circuits import CostCurve
 from swd_lens.study.paper import ITEMS, ItemResult, results_in
 from swd_lens.study.paper.run import profiles_of
 from swd_lens.study.section import SectionTable
+from tests.benchmarks.circuit_rows import BOTH_RULES, cells_by_both_rules
 from tests.benchmarks.results import ROOT, Table, record
 
 MOST_ROWS = 60
@@ -86,9 +88,12 @@ def _record(result: ItemResult, threads: int) -> None:
         name = f"paper_{result.item.replace('-', '_')}.svg"
         write_text(PICTURES / name, picture.as_file())
         about.append(f"![{picture.title}](../../.github/readme/{name})")
+    tables = [_table(table) for table in result.tables if len(table.rows) <= MOST_ROWS]
+    if result.item == "controls":
+        tables.append(_by_both_rules(result))
     record(
         f"paper_{result.item.replace('-', '_')}",
-        [_table(table) for table in result.tables if len(table.rows) <= MOST_ROWS],
+        tables,
         command=f"swd-lens paper {result.item} --profile {result.profile} --out DIR",
         threads=[threads],
         title=result.heading,
@@ -97,6 +102,21 @@ def _record(result: ItemResult, threads: int) -> None:
         about=about,
         notes=[*result.findings, *([REMARKS[result.item]] if result.item in REMARKS else [])],
     )
+
+
+def _by_both_rules(result: ItemResult) -> Table:
+    """Every SWD and every pruned control on every task: how its circuit changed when the measure did."""
+    rows = [
+        [surface, curve.task, method, *cells_by_both_rules(curve)]
+        for surface, of_surface in result.numbers["surfaces"].items()
+        for values in of_surface["curves"]
+        for method, curve in [
+            (values["method"], CostCurve.from_dict({k: v for k, v in values.items() if k != "method"}))
+        ]
+        if method.startswith(("SWD", "Neurons pruned", "SVD pruned"))
+    ]
+    title = "Every circuit by sufficiency, as until commit 328dbf3, and by what it recovers"
+    return Table(title, ["surface", "task", "method", *BOTH_RULES], rows, ["left"] * 3 + ["right"] * len(BOTH_RULES))
 
 
 def _table(table: SectionTable) -> Table:
