@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from swd_lens.base.errors import error
+
 CHUNK_BYTES = 2**26  # of one tensor of logits
 _PART_BYTES = 2**24  # of one tensor of log-probabilities that are compared at once
 
@@ -90,6 +92,9 @@ class DensePredictions:
         logits: of the dense host; they are not written to and not kept.
         tokens: the rows.
         buffers: of several calls; None: of this one. The log-probabilities lie in them until the next dense predictions do.
+
+    Raises:
+        ValueError: a cross-entropy is not finite.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class DensePredictions:
             self.targets = tokens[:, 1:].to(logits.device)
             self.most_likely = self.log_p.argmax(-1)
             self.ce = cross_entropy(self.log_p, self.targets).double()
+            _require_finite(self.ce, "cross-entropy", "dense")
 
     def divergence(
         self,
@@ -118,12 +124,16 @@ class DensePredictions:
             replaced: its logits.
             ce_deltas, kls: float64, on the CPU; what each row adds to the cross-entropy, and to KL, is added to them.
             counted: which predictions count; None: all.
+
+        Raises:
+            ValueError: a cross-entropy is not finite.
         """
         total = Divergence()
         with torch.no_grad():
             for rows, positions in self._parts():
                 log_q = _log_probabilities_in(self.buffers, "q", replaced[rows, positions])
                 ce_dense, ce = self.ce[rows, positions], cross_entropy(log_q, self.targets[rows, positions]).double()
+                _require_finite(ce, "cross-entropy", "replaced")
                 agree, log_p = self.most_likely[rows, positions] == log_q.argmax(-1), self.log_p[rows, positions]
                 that_count = None if counted is None else counted[rows, positions].to(ce.device)
                 if ce_deltas is not None:
@@ -147,6 +157,19 @@ class DensePredictions:
         for row in range(0, n_rows, rows_at_once):
             for start in range(0, n_positions, at_once):
                 yield slice(row, row + rows_at_once), slice(start, min(start + at_once, n_positions))
+
+
+def _require_finite(values: Float[Tensor, "*shape"], of: str, whose: str) -> None:
+    bad = ~values.isfinite()
+    if bool(bad.any()):
+        raise error(
+            "predictions-not-finite",
+            whose=whose,
+            of=of,
+            n_bad=int(bad.sum()),
+            n=bad.numel(),
+            value=float(values[bad][0]),
+        )
 
 
 def _log_probabilities_in(buffers: Buffers, name: str, logits: Float[Tensor, "*shape vocab"]) -> Tensor:
@@ -174,9 +197,15 @@ def kl_sum(log_p: Float[Tensor, "*shape vocab"], log_q: Float[Tensor, "*shape vo
 def kl_per_prediction(
     before: Float[Tensor, "predictions vocab"], after: Float[Tensor, "predictions vocab"]
 ) -> Float[Tensor, " predictions"]:
-    """KL(before || after) of every row of logits, in nats; float64, on the CPU, never below 0. A chunk of rows at a time."""
+    """KL(before || after) of every row of logits, in nats; float64, on the CPU, never below 0. A chunk of rows at a time.
+
+    Raises:
+        ValueError: one is not finite.
+    """
     rows = max(1, CHUNK_BYTES // (8 * before.shape[-1]))
     with torch.no_grad():
         chunks = zip(before.split(rows), after.split(rows), strict=True)
         values = [kl(log_probabilities(p.double()), log_probabilities(q.double())) for p, q in chunks]
-    return torch.cat(values).clamp(min=0).cpu()
+    each = torch.cat(values)
+    _require_finite(each, "KL", "edited")
+    return each.clamp(min=0).cpu()

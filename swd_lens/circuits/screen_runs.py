@@ -22,8 +22,8 @@ from swd_lens.base.errors import warning
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import Undo
 from swd_lens.circuits.bench import Outcome
-from swd_lens.circuits.shortcuts import AGREES
 from swd_lens.hosts import Host, Start
+from swd_lens.hosts.predictions import same_logits
 from swd_lens.hosts.recording import recording, require_seen
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.split import Bucket, TaskSplit
@@ -194,7 +194,7 @@ class ScreenRuns:
         """Whether the longest prompts give the same logits with their prefix kept (a host may attend both ways)."""
         tokens = bucket.tokens[:_CHECKED_PROMPTS]
         prefix = self.host.freeze_prefix(tokens)
-        return prefix is not None and _same(self.host.last_logits(tokens, prefix), self.host.last_logits(tokens))
+        return prefix is not None and same_logits(self.host.last_logits(tokens, prefix), self.host.last_logits(tokens))
 
     def _starts_agree(self, prepared: _Prepared, interventions: Mapping[str, Sequence[Site]]) -> bool:
         """Whether the interventions of a layer in the middle give what they give from the tokens on."""
@@ -202,11 +202,6 @@ class ScreenRuns:
         middle = min(site.layer for site in singles[len(singles) // 2])
         tried = [sites for sites in singles if min(site.layer for site in sites) == middle][-2:]
         shortened, plain = (self._logits(prepared, middle, tried, plainly=plainly) for plainly in (False, True))
-        if not (agrees := _same(shortened, plain)):
+        if not (agrees := same_logits(shortened, plain)):
             warnings.warn(warning("shortened-run-differs", shortcut=self.shortcuts), stacklevel=4)
         return agrees
-
-
-def _same(shortened: Tensor, plain: Tensor) -> bool:
-    tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps)
-    return bool((shortened - plain).abs().max() <= tolerance * plain.abs().max())

@@ -26,6 +26,7 @@ from swd_lens.base.errors import callers_level, warning
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.kept import DenseRuns
 from swd_lens.hosts import Host, Start, norms_output
+from swd_lens.hosts.predictions import same_logits
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
 from swd_lens.tasks.task import TaskSplit
@@ -33,8 +34,6 @@ from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 
 _CHECKED_PROMPTS = 4
-# Of the largest logit. The same sums in another order differ by 1e-6 of it in float32; a wrong shortcut by a good part of it.
-AGREES = 1e-4
 # Of the largest change of a logit that half of the known site's units make.
 _EFFECT = 0.02
 
@@ -259,7 +258,8 @@ class _Check:
         self.plain = self._run(plainly, self.half)
 
     def agrees(self, shortcuts: Shortcuts) -> bool:
-        return self._is_plain(self._try(shortcuts, self.half), self.plain)
+        shortened = self._try(shortcuts, self.half)
+        return shortened is not None and same_logits(shortened, self.plain)
 
     def known_site_agrees(self, shortcuts: Shortcuts) -> bool:
         """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
@@ -274,7 +274,7 @@ class _Check:
         if shortened is None:
             return False
         effect = (plain - whole).abs().max()
-        return bool((shortened - plain).abs().max() <= _EFFECT * effect) and self._is_plain(shortened, plain)
+        return bool((shortened - plain).abs().max() <= _EFFECT * effect) and same_logits(shortened, plain)
 
     def _run(self, shortcuts: Shortcuts, masks: Masks) -> Float[Tensor, "circuit batch vocab"]:
         """Last-position logits with the masked units at zero."""
@@ -289,8 +289,3 @@ class _Check:
             return self._run(shortcuts, masks)
         except Exception:
             return None
-
-    @staticmethod
-    def _is_plain(shortened: Tensor | None, plain: Tensor) -> bool:
-        tolerance = max(AGREES, 8 * torch.finfo(plain.dtype).eps)
-        return shortened is not None and bool((shortened - plain).abs().max() <= tolerance * plain.abs().max())

@@ -98,15 +98,20 @@ class Bucket:
             logits: at the scoring position, of exactly `token_ids` or of the whole vocabulary; of one run, or of several.
 
         Raises:
-            TaskError: logits of neither width, or a metric that does not give one number per prompt.
+            TaskError: logits of neither width, a metric that does not give one number per prompt, or a margin that is not finite.
         """
         columns = self._columns(logits).float()
-        if self.metric is not None:
-            if columns.ndim > 2:
-                return torch.stack([self.margin(run) for run in columns])
+        if self.metric is None:
+            margins = (columns * (self.answers - self.distractors).to(columns.device)).sum(-1)
+        elif columns.ndim > 2:
+            return torch.stack([self.margin(run) for run in columns])
+        else:
             # A copy: a metric may write into what it is given.
-            return self._measured(self.metric(columns.clone(), list(self.examples)), len(columns))
-        return (columns * (self.answers - self.distractors).to(columns.device)).sum(-1)
+            margins = self._measured(self.metric(columns.clone(), list(self.examples)), len(columns))
+        if not bool(margins.isfinite().all()):
+            first = tuple((~margins.isfinite()).nonzero()[0].tolist())
+            raise error("margin-not-finite", prompt=self.examples[first[-1]].prompt, value=float(margins[first]))
+        return margins
 
     def correct(self, logits: Float[Tensor, "*runs batch _columns"]) -> Float[Tensor, "*runs batch"]:
         """1.0 where the best answer lies above every distractor, else 0.0; NaN with a metric, which knows no right and wrong."""

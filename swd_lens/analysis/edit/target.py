@@ -163,8 +163,8 @@ def find_target(
         prepend_bos: of a text; None = what the host was trained with, as for tasks.
 
     Raises:
-        EditError: a site that does not write to the residual stream, answer or foil not one token, both the same, or an
-            unknown direction.
+        EditError: a site that does not write to the residual stream, answer or foil not one token, both the same, an unknown
+            direction, or a margin that is not finite.
         UnsupportedHostError: the host's forward never shows the site's input, or it has no unembedding.
     """
     require_editable(site)
@@ -183,6 +183,9 @@ def find_target(
     seen = record(host, tokens[None], inputs=[site], run="last")
     assert seen.logits is not None
     logits = seen.logits[0].detach().double().cpu()
+    margin = float(logits[answer_id] - logits[foil_id])
+    if not math.isfinite(margin):
+        raise error("edit-margin-not-finite", prompt=shown_text(model, read), answer=answer, foil=foil, margin=margin)
     return Target(
         site=site.name,
         prompt=shown_text(model, read),
@@ -193,7 +196,7 @@ def find_target(
         foil_id=foil_id,
         input=seen.inputs[site.name][0, -1].detach().float().cpu(),
         direction=d,
-        margin=float(logits[answer_id] - logits[foil_id]),
+        margin=margin,
         direction_is=direction,
         prepend_bos=read.prepend_bos,
     )
