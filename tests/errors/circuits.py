@@ -37,6 +37,27 @@ def other_factors(model):
     return baselines.random_b(model, SITE, seed=1)
 
 
+def overflowing(name):
+    from tests.hosts.test_overflow import CALLS, identity_factors, overflowing  # needs HookedTransformer
+
+    return CALLS[name](overflowing(), identity_factors())
+
+
+@on_hooked
+def margin_not_finite(*_):
+    overflowing("skill")
+
+
+@on_hooked
+def predictions_not_finite(*_):
+    overflowing("fidelity")
+
+
+@on_hooked
+def edit_margin_not_finite(*_):
+    overflowing("edit_unit")
+
+
 @on_hooked
 def ranking_of_other_sites(folder, patch):
     model, factors, task, scores = setting()

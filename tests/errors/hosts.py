@@ -1,5 +1,6 @@
 """Triggers around hosts and sites: naming, attaching, another W, while attached, hosts."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
@@ -581,6 +583,47 @@ def _no_gguf_model(folder: Path, monkeypatch: pytest.MonkeyPatch, reader: bool) 
     monkeypatch.setenv("SWD_LENS_CACHE", str(folder / "cache"))
     monkeypatch.setattr("transformers.utils.is_gguf_available", lambda: reader)
     swd.load_host(str(folder / "model.gguf"))
+
+
+@trigger
+def checkpoint_lacks_tensors(folder, *_):
+    weights = load_file(families.checkpoint("gpt2") / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    _checkpoint_with(folder, weights)
+    swd.load_host(str(folder))
+
+
+@trigger
+def adapter_without_peft(folder, monkeypatch):
+    monkeypatch.setattr("swd_lens.hosts.adapters.find_spec", lambda package: None)
+    _with_adapter(folder)
+
+
+@trigger
+def adapter_unreadable(folder, monkeypatch):
+    peft = ModuleType("peft")
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    monkeypatch.setenv("SWD_LENS_CACHE", str(folder / "cache"))
+    monkeypatch.setattr("swd_lens.hosts.adapters.find_spec", lambda package: package)
+    peft.PeftModel = None  # pyright: ignore[reportAttributeAccessIssue]
+    _with_adapter(folder)
+
+
+def _with_adapter(folder: Path) -> None:
+    _checkpoint_with(folder, load_file(families.checkpoint("gpt2") / "model.safetensors"))
+    (folder / "adapter_config.json").write_text("{}")
+    swd.load_host(str(folder))
+
+
+def _checkpoint_with(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    shutil.copytree(families.checkpoint("gpt2"), folder, dirs_exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@trigger
+def unmerged_adapter(*_):
+    layer = type("LoraLayer", (nn.Linear,), {"__module__": "peft.tuners.lora"})
+    swd.find_sites(nn.Sequential(layer(2, 2)))
 
 
 @trigger

@@ -63,7 +63,7 @@ def test_a_name_is_compared_too_and_its_checkpoint_read_once(is_wrong, monkeypat
 
     def from_hub(name, **how):
         read.append(name)
-        return load(folder("gpt2"), local_files_only=True, dtype=how["dtype"])
+        return load(folder("gpt2"), local_files_only=True, dtype=how["dtype"], output_loading_info=True)
 
     def from_pretrained(name, hf_model, **how):
         assert hf_model is not None and next(hf_model.parameters()).dtype == how["dtype"]

@@ -64,7 +64,7 @@ def test_grams_fidelity_and_tasks_see_one_first_token(model):
     assert factors.provenance["rows_begin_with_bos"] is True and factors.provenance["tokens"] == 128
     assert measured.text == {"rows_begin_with_bos": True} and measured.as_dict()["text"] == measured.text
     assert found.settings["rows_begin_with_bos"] is True
-    task = swd.Task.from_prompts("t", model, ["Then Mary", "Then John", "John went"], [" went"] * 3, [" gave"] * 3)
+    task = swd.Task.from_prompts("t", model, ["Then Mary", "Then John", "When Mary"], [" went"] * 3, [" gave"] * 3)
     assert {int(tokens[0]) for split in task.splits for tokens in split.tokens} == {BOS}
     narrow = swd.concentration(model, factors, rows, n_predictions=4, context=3)
     assert narrow.settings["prepend_bos"] is True

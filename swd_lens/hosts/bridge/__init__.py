@@ -22,6 +22,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
+from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.bridge import fused
 from swd_lens.hosts.bridge.leaves import (
     Packed,
@@ -58,7 +59,9 @@ class BridgeHost(BridgeRuns, Host):
             _ACCEPTED[model] = blocks
 
     def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
-        """No matrix is left out silently: say which are not sites; raise if none is one."""
+        """No matrix is left out silently: say which are not sites; raise if none is one, or if an adapter adds to some."""
+        if (adapter := adapter_in(self.model.original_model)) is not None:
+            raise error("unmerged-adapter", module=adapter)
         others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
         if not any(block.shapes for block in blocks):
             raise error(

@@ -1,0 +1,71 @@
+"""Checkpoint folders that are made of other files once, and kept in the cache folder.
+
+1. A folder is written under a lock, beside its name, and renamed when it is whole.
+2. `source.json` in it says what it was made of, how the model is called, and carries the files' hashes. A folder whose files are
+   not those any more is made again.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from swd_lens.base import __version__
+from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed
+
+SOURCE = "source.json"
+
+
+def cache_folder() -> Path:
+    """Where swd_lens keeps what it made of files: $SWD_LENS_CACHE, else swd_lens below $XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("SWD_LENS_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swd_lens"
+
+
+def made_folder(place: str, what: str, source: Mapping[str, Any], make: Callable[[Path], str]) -> tuple[Path, str]:
+    """The folder of this place below the cache folder, made where there is none yet, and the model's name.
+
+    Args:
+        what: the folder in an error's words ("a dequantized model").
+        source: what it is made of, kept in it.
+        make: writes the checkpoint into a folder and returns the model's name.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    folder = cache_folder() / place
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Who comes second waits, and then reads what the first one wrote.
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not _is_whole(folder, what):
+            _write(folder, source, make)
+        return folder, str(read_sealed(folder / SOURCE, what)["model"])
+
+
+def _is_whole(folder: Path, what: str) -> bool:
+    try:
+        require_hashes(folder, read_sealed(folder / SOURCE, what)["files"], what)
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _write(folder: Path, source: Mapping[str, Any], make: Callable[[Path], str]) -> None:
+    """Its lock is held, so that what lies half-written beside it is nobody's."""
+    workplace = folder.with_name(f".{folder.name}.part")
+    for remains in (workplace, folder):
+        shutil.rmtree(remains, ignore_errors=True)
+    try:
+        workplace.mkdir()
+        label = make(workplace)
+        names = sorted(path.name for path in workplace.iterdir())
+        said = {"model": label, **source, "swd_lens": __version__}
+        write_sealed(workplace / SOURCE, {**said, "files": hashes_of(workplace, names)})
+        for path in workplace.iterdir():  # safetensors writes files that only their owner can read
+            path.chmod((workplace / SOURCE).stat().st_mode)
+        os.replace(workplace, folder)
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
