@@ -120,9 +120,10 @@ def test_the_checkpoint_is_read_once_and_both_run_once(monkeypatch):
     load = AutoModelForCausalLM.from_pretrained
 
     def counted(*args, **kwargs):
-        read.append(load(*args, **kwargs))
-        read[-1].model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
-        return read[-1]
+        network, found = load(*args, **kwargs)
+        network.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
+        read.append(network)
+        return network, found
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
     load_host(folder("llama"), "bridge")
