@@ -1,149 +1,164 @@
-"""What circuits of the embedded model cost: SWD beside the exact controls, wider and sparser SWD, prefixes beside refined sets.
+"""Circuits of the embedded model: SWD beside the exact controls, wider and sparser SWD, prefixes beside refined sets.
 
-    python -m tests.benchmarks.circuits --part controls --out controls.json
-    python -m tests.benchmarks.circuits --part widths --out widths.json
-    python -m tests.benchmarks.circuits --part refine --out refine.json
+    python -m tests.benchmarks.circuits --record                  all three parts; each goes to results/circuits_PART.json
+    python -m tests.benchmarks.circuits --part refine
 
-All on 16,384 calibration and 16,384 held-out tokens, 300 training and 200 test prompts per task, positions="scoring" unless
-`--positions all`; active edges at sufficiency 0.9, least over the prefix grid.
-
-1. controls: every mlp_out by itself, all of them, all attn_o, and the full surface; SWD s=0.5 and 0.75, SVD, ten seeds of
-   Random-B. A row says how many of the ten seeds, and whether SVD, need more edges than SWD s=0.5.
-2. widths: units None and "2x" at rising s; CE delta and edges, so that settings of the same CE delta can be compared.
-3. refine: the best prefix and the refined circuit (SWD s=0.5), searched on training prompts, judged on test prompts.
+1. All parts: 16,384 calibration and 16,384 held-out tokens, 300 training, 200 validation and 200 test prompts per task. A cell is
+   the active edges of the cheapest prefix that recovers .9 of what its surface carries on the validation prompts, or "no" where
+   the surface does not carry the task.
+2. controls: mlp_out of every layer, all of them, all attn_o, the full surface; SWD s=.5 and .75, SVD, ten seeds of Random-B; with
+   interventions at the scoring position, and in every layer's mlp_out with interventions everywhere, too.
+3. widths: units None and "2x" at rising s; CE delta and edges, so that settings of the same CE delta can be compared.
+4. refine: the best prefix and the refined circuit (SWD s=.5), searched on training and validation prompts, judged on test ones.
 """
 
 import argparse
-import json
-import warnings
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import swd_lens as swd
-from swd_lens.base.files import plain
+from swd_lens.circuits import CostCurve
+from swd_lens.circuits.comparison import priced
+from swd_lens.circuits.measure import Threshold
 from swd_lens.tasks.generators import FAMILIES
+from tests.benchmarks.results import Table, record
 
-SURFACES = {
-    **{f"blocks.{layer}.mlp_out": f"blocks.{layer}.mlp_out" for layer in range(4)},
-    "all mlp_out": "mlp_out",
-    "all attn_o": "attn_o",
-    "full surface": "all",
-}
-WIDE = ("all mlp_out", "all attn_o", "full surface")
+LAYERS = {f"blocks.{layer}.mlp_out": f"blocks.{layer}.mlp_out" for layer in range(4)}
+WIDE = {"all mlp_out": "mlp_out", "all attn_o": "attn_o", "full surface": "all"}
 SPARSITIES = (0.5, 0.625, 0.75, 0.8, 0.85, 0.9)
+SEEDS = range(10)
+RECOVERED, HALF = Threshold("recovered", 0.9), Threshold("necessity", 0.5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
-    parser.add_argument("--part", choices=("controls", "widths", "refine"), required=True)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--positions", default="scoring")
-    parser.add_argument("--surfaces", nargs="+", default=list(SURFACES))
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=None, help="also write every number here, as JSON")
+    parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
-    warnings.simplefilter("ignore", swd.UndefinedSufficiencyWarning)
     torch.set_num_threads(args.threads)
     model = swd.load_default_model()
-    tasks = [swd.load_task(name, model, n_train=300, n_test=200) for name in FAMILIES]
-    rows: list[dict[str, Any]] = []
-    for row in {"controls": _controls, "widths": _widths, "refine": _refine}[args.part](model, tasks, args):
-        if not rows:
-            print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
-        print("| " + " | ".join(_shown(value) for value in row.values()) + " |", flush=True)
-        rows.append(row)
-    if args.out is not None:
-        args.out.write_text(json.dumps(plain(rows), indent=1))
+    tasks = [swd.load_task(name, model, n_train=300, n_validation=200, n_test=200) for name in FAMILIES]
+    for part in args.part:
+        tables = list(PARTS[part](model, tasks))
+        print(*(f"{table.title}\n\n{table.markdown()}" for table in tables), sep="\n\n", flush=True)
+        if args.record:
+            command = f"python -m tests.benchmarks.circuits --part {part} --record"
+            record(f"circuits_{part}", tables, command=command, threads=[args.threads])
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "never"
-    return f"{value:+.5f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _factors(model: Any, surface: str, sparsity: float, units: str | None = None) -> Any:
+def _factors(model: Any, sites: str, sparsity: float, units: str | None = None) -> Any:
     tokens = swd.text_tokens(16_384, split="train")
-    return swd.factorize(model, SURFACES[surface], sparsity=sparsity, tokens=tokens, units=units, progress=False)
+    return swd.factorize(model, sites, sparsity=sparsity, tokens=tokens, units=units, progress=False)
 
 
-def _controls(model: Any, tasks: list[Any], args: argparse.Namespace) -> Any:
+def _cell(curve: CostCurve, threshold: Threshold = RECOVERED) -> str:
+    cost = priced(curve, threshold, "edges")
+    return "no" if not curve.carries else "never" if cost is None else f"{cost:,}"
+
+
+def controls(model: Any, tasks: list[Any]) -> Iterator[Table]:
+    """A table for each kind of position: edges of SWD beside those of the exact controls."""
+    columns = [
+        "surface",
+        "task",
+        "carried (logits)",
+        "SWD s=0.5",
+        "SWD s=0.75",
+        "SVD",
+        "Random-B: least (median) of ten",
+    ]
+    columns.append("SWD s=0.5 cheaper than")
+    named = {"scoring": "at the scoring position", "all": "everywhere"}
+    for positions, surfaces in (("scoring", {**LAYERS, **WIDE}), ("all", LAYERS)):
+        rows = [row for surface in surfaces.items() for row in _beside_controls(model, tasks, surface, positions)]
+        title = f"Edges that recover 0.9 of what is carried, interventions {named[positions]}"
+        yield Table(title, columns, rows, ["left"] * 2 + ["right"] * 5 + ["left"])
+
+
+def _beside_controls(model: Any, tasks: list[Any], surface: tuple[str, str], positions: str) -> Iterator[list[str]]:
+    name, sites = surface
+    methods = {f"SWD s={s}": _factors(model, sites, s) for s in (0.5, 0.75)}
+    methods |= {
+        "SVD": swd.baselines.svd(model, sites),
+        "Random-B": swd.baselines.random_b_seeds(model, sites, seeds=SEEDS),
+    }
     heldout = swd.text_tokens(16_384, split="test")
-    for surface in args.surfaces:
-        seeds = swd.baselines.random_b_seeds(model, SURFACES[surface], seeds=range(args.seeds))
-        methods = {
-            "SWD s=0.5": _factors(model, surface, 0.5),
-            "SWD s=0.75": _factors(model, surface, 0.75),
-            "SVD": swd.baselines.svd(model, SURFACES[surface]),
-            "Random-B": seeds,
-        }
-        found = swd.compare(
-            methods, model, tasks, tokens=heldout, positions=args.positions, evaluation={"random_sets": 0}
-        )
-        for task in tasks:
-            curves = found[task.name].curves
-            edges = {name: curve.cost_at(sufficiency=0.9) for name, curve in curves.items()}
-            random = [edges[f"Random-B/{seed}"] for seed in range(args.seeds)]
-            reached = sorted(cost for cost in random if cost is not None)
-            ours = edges["SWD s=0.5"]
-            yield {
-                "surface": surface,
-                "task": task.name,
-                "empty circuit's sufficiency": f"{curves['SWD s=0.5'].rows['sufficiency'].iloc[0]:.2f}",
-                "SWD s=0.5": ours,
-                "CE delta": found.fidelities["SWD s=0.5"].ce_delta,
-                "SWD s=0.75": edges["SWD s=0.75"],
-                "CE delta .75": found.fidelities["SWD s=0.75"].ce_delta,
-                "SVD": edges["SVD"],
-                "Random-B, least": reached[0] if reached else None,
-                "Random-B, median": reached[len(reached) // 2] if reached else None,
-                "fewer than": _fewer(ours, edges["SVD"], random),
-            }
+    found = swd.compare(methods, model, tasks, tokens=heldout, positions=positions, evaluation={"random_sets": 0})
+    for task in tasks:
+        curves = found[task.name].curves
+        ours = curves["SWD s=0.5"]
+        carried = f"{ours.carried.logits:.2f} ± {ours.carried.se:.2f}"
+        random = [curves[f"Random-B/{seed}"] for seed in SEEDS]
+        costs = sorted(cost for curve in random if (cost := priced(curve, RECOVERED, "edges")) is not None)
+        of_random = "no"
+        if costs:
+            of_random = f"{costs[0]:,} ({costs[len(costs) // 2]:,})" + (
+                "" if len(costs) == len(random) else f", {len(costs)} carry"
+            )
+        cells = [_cell(curves[method]) for method in ("SWD s=0.5", "SWD s=0.75", "SVD")]
+        yield [name, task.name, carried, *cells, of_random, _cheaper(ours, curves["SVD"], random)]
 
 
-def _fewer(ours: int | None, svd: int | None, random: list[int | None]) -> str:
-    """Whom SWD beats."""
-    inf = float("inf")
-    mine = inf if ours is None else ours
-    beaten = sum(mine < (inf if cost is None else cost) for cost in random)
-    return f"SVD {'yes' if mine < (inf if svd is None else svd) else 'no'}, seeds {beaten}/{len(random)}"
+def _cheaper(ours: CostCurve, svd: CostCurve, random: list[CostCurve]) -> str:
+    """The controls that need more edges than SWD, of those that carry the task as it does."""
+    mine = priced(ours, RECOVERED, "edges")
+    if mine is None:
+        return "–"
+    beaten = sum(mine < cost for curve in random if (cost := priced(curve, RECOVERED, "edges")) is not None)
+    carry = sum(curve.carries for curve in random)
+    of_svd = priced(svd, RECOVERED, "edges")
+    beside_svd = "SVD does not carry it" if of_svd is None else "SVD" if mine < of_svd else "not SVD"
+    return f"{beside_svd}; {beaten} of {carry}"
 
 
-def _widths(model: Any, tasks: list[Any], args: argparse.Namespace) -> Any:
+def widths(model: Any, tasks: list[Any]) -> Iterator[Table]:
+    """Edges at both thresholds over widths and sparsities, with the CE delta that makes settings comparable."""
     heldout = swd.text_tokens(16_384, split="test")
-    for surface in [name for name in WIDE if name in args.surfaces]:
+    rows = []
+    for surface, sites in WIDE.items():
         for units in (None, "2x"):
             for sparsity in SPARSITIES:
-                factors = _factors(model, surface, sparsity, units)
-                measured = swd.fidelity(model, factors, heldout)
-                row: dict[str, Any] = {"surface": surface, "units": units or "1x", "s": f"{sparsity:g}"}
-                row |= {"CE delta": measured.ce_delta, "KL": measured.kl}
-                for task in tasks:
-                    scores = swd.attribute(model, factors, task, positions=args.positions)
-                    curve = swd.evaluate(model, factors, task, scores, random_sets=0)
-                    row[task.name] = curve.cost_at(sufficiency=0.9)
-                    row[f"{task.name}, half drop"] = curve.cost_at(necessity=0.5)
-                yield row
+                factors = _factors(model, sites, sparsity, units)
+                curves = [
+                    swd.evaluate(model, factors, task, swd.attribute(model, factors, task), random_sets=0)
+                    for task in tasks
+                ]
+                cells = [f"{_cell(curve)} / {_cell(curve, HALF)}" if curve.carries else "no" for curve in curves]
+                ce_delta = swd.fidelity(model, factors, heldout).ce_delta
+                rows.append([surface, units or "1x", f"{sparsity:g}", f"{ce_delta:+.4f}", *cells])
+    columns = ["surface", "units", "s", "CE delta", *(task.name for task in tasks)]
+    yield Table(
+        "Edges at recovered 0.9 / at half the drop", columns, rows, ["left"] * 2 + ["right"] * (len(columns) - 2)
+    )
 
 
-def _refine(model: Any, tasks: list[Any], args: argparse.Namespace) -> Any:
-    for surface in [name for name in WIDE if name in args.surfaces]:
-        factors = _factors(model, surface, 0.5)
+def refine(model: Any, tasks: list[Any]) -> Iterator[Table]:
+    """The cheapest prefix and the refined circuit, with what both recover on test prompts."""
+    rows = []
+    for surface, sites in WIDE.items():
+        if sites == "all":
+            continue
+        factors = _factors(model, sites, 0.5)
         for task in tasks:
-            scores = swd.attribute(model, factors, task, positions=args.positions)
-            found = swd.refine(model, factors, task, scores, sufficiency=0.9)
-            table = found.table().set_index("circuit")
-            row: dict[str, Any] = {"surface": surface, "task": task.name}
-            for name in ("prefix", "refined"):
-                row[f"{name}: units / edges"] = f"{table.loc[name, 'units']:,} / {table.loc[name, 'edges']:,}"
-                row[f"{name}: sufficiency train"] = f"{table.loc[name, 'sufficiency (train)']:.3f}"
-                row[f"{name}: test"] = (
-                    f"{table.loc[name, 'sufficiency (test)']:.3f} ({table.loc[name, 'sufficiency low (test)']:.3f} to "
-                    f"{table.loc[name, 'sufficiency high (test)']:.3f})"
-                )
-            yield row
+            scores = swd.attribute(model, factors, task)
+            if not swd.evaluate(model, factors, task, scores, random_sets=0).carries:
+                rows.append([surface, task.name, "no", "", "no", ""])
+                continue
+            table = swd.refine(model, factors, task, scores, recovered=0.9).table().set_index("circuit")
+            row = [surface, task.name]
+            for of in (table.loc["prefix"], table.loc["refined"]):
+                recovered, low, high = (of[f"recovered{bound} (test)"] for bound in ("", " low", " high"))
+                row += [f"{int(of['units']):,} / {int(of['edges']):,}", f"{recovered:.3f} ({low:.3f} to {high:.3f})"]
+            rows.append(row)
+    columns = ["surface", "task", "best prefix: units / edges", "recovered on test prompts"]
+    columns += ["refined: units / edges", "recovered on test prompts"]
+    yield Table("Best prefix and refined circuit, recovered 0.9", columns, rows, ["left"] * 2 + ["right", "left"] * 2)
+
+
+PARTS = {"controls": controls, "widths": widths, "refine": refine}
 
 
 if __name__ == "__main__":
