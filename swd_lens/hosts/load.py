@@ -12,7 +12,8 @@ weights as they were trained.
    host that computes something else is refused, and "auto" takes the kind that agrees.
 6. A GGUF file becomes a checkpoint folder first (gguf.py); its model is called by the file and what it was quantized to. So does
    a folder with an adapter beside the weights (adapters.py).
-7. A checkpoint that lacks tensors is refused: transformers draws them at random, and transformer_lens silences its report.
+7. What is no language model, or is quantized, is refused by its settings (language.py).
+8. A checkpoint that lacks tensors is refused: transformers draws them at random, and transformer_lens silences its report.
 """
 
 import json
@@ -32,6 +33,7 @@ from swd_lens.hosts.agreement import Reference
 from swd_lens.hosts.embedded import check_kind
 from swd_lens.hosts.families import family_of
 from swd_lens.hosts.gguf import dequantized, gguf_file
+from swd_lens.hosts.language import require_language_model
 from swd_lens.tasks.encoding import adds_bos
 
 
@@ -69,7 +71,7 @@ def load_host(
     Raises:
         HostDiffersError: a logit is off by more than 1e-3 of the largest.
         UnsupportedHostError: "hooked", but the installed transformer_lens has no HookedTransformer (4.x), or it does not
-            know the architecture.
+            know the architecture; an encoder-decoder, no language model, or quantized.
         ValueError, OSError: unknown kind or dtype; device_map together with device or "hooked"; the name is unknown, the hub
             cannot be reached, the folder is no checkpoint, a tensor of it is missing or of another shape, or transformers
             cannot read the GGUF file, or peft the adapter.
@@ -92,6 +94,8 @@ def load_host(
         name = str(folder)
     if folder is not None and not (folder / "config.json").is_file():
         raise error("no-checkpoint-folder", folder=folder)
+    if folder is not None:
+        require_language_model(str(folder), folder.resolve().name)
     if folder is not None and (folder / adapters.CONFIG).is_file():
         folder, label = adapters.merged(folder, precision)
         name = str(folder)
@@ -204,6 +208,8 @@ class _Seen:
         )
         from transformers import AutoConfig
 
+        if not Path(name).is_dir():  # of a folder this was asked before its adapter was merged
+            require_language_model(name, name)
         architecture = determine_architecture_from_hf_config(AutoConfig.from_pretrained(name))
         network = _whole(get_hf_model_class_for_architecture(architecture), name, **how)
         if self.reference is not None:

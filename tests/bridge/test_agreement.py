@@ -130,14 +130,24 @@ def test_the_checkpoint_is_read_once_and_both_run_once(monkeypatch):
     assert len(read) == 1 and len(runs) == 2
 
 
-def test_a_model_that_takes_more_than_tokens_is_not_compared_and_that_is_said():
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": families.D_VOCAB}
-    t5 = families.written("T5ForConditionalGeneration", "T5Config", {**sizes, "decoder_start_token_id": 0})
+def test_a_model_that_takes_more_than_tokens_is_not_compared_and_that_is_said(monkeypatch):
+    load = AutoModelForCausalLM.from_pretrained
+
+    def asks_for_images(*_):
+        raise TypeError("pixel_values is missing")
+
+    def loaded(*args, **kwargs):
+        network, found = load(*args, **kwargs)
+        network.register_forward_pre_hook(asks_for_images)
+        return network, found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     with pytest.warns(
-        UserWarning, match="without being compared .*: transformers' own model does not run on tokens alone"
+        UserWarning,
+        match="without being compared .*: transformers' own model does not run on tokens alone .*pixel_values",
     ):
-        model = load_host(str(t5), "bridge")
+        model = load_host(folder("llama"), "bridge")
     assert difference_of(model) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_host(str(t5), "bridge", check=False)
+        load_host(folder("llama"), "bridge", check=False)

@@ -1,5 +1,6 @@
 """Triggers around hosts and sites: naming, attaching, another W, while attached, hosts."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -624,6 +625,36 @@ def _checkpoint_with(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 def unmerged_adapter(*_):
     layer = type("LoraLayer", (nn.Linear,), {"__module__": "peft.tuners.lora"})
     swd.find_sites(nn.Sequential(layer(2, 2)))
+
+
+@trigger
+def encoder_decoder(folder, *_):
+    _with_settings(folder, model_type="t5", is_encoder_decoder=True)
+
+
+@trigger
+def no_language_model(folder, *_):
+    _with_settings(folder, model_type="vit")
+
+
+@trigger
+def quantized_checkpoint(folder, *_):
+    _with_settings(folder, model_type="llama", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+def _with_settings(folder: Path, **settings: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(settings))
+    swd.load_host(str(folder))
+
+
+@trigger
+def packed_parameter(*_):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    bridge = families.bridge("gpt2")
+    layer = bridge.blocks[0].mlp.out.original_component
+    layer.bias = nn.Parameter(TwoTensor(layer.bias.detach(), layer.bias.detach()))
+    swd.find_sites(bridge)
 
 
 @trigger

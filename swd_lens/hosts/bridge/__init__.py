@@ -38,6 +38,7 @@ from swd_lens.hosts.bridge.leaves import (
 from swd_lens.hosts.bridge.norms import affine_of, has_value_bias, is_folded, scale_of
 from swd_lens.hosts.bridge.running import BridgeRuns
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.language import packed_in
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, BlockShapes, Site
 from swd_lens.hosts.weights import Shadow, refusals, shadow_methods
 
@@ -59,9 +60,11 @@ class BridgeHost(BridgeRuns, Host):
             _ACCEPTED[model] = blocks
 
     def _require_matrices(self, blocks: tuple[BlockShapes, ...]) -> None:
-        """No matrix is left out silently: say which are not sites; raise if none is one, or if an adapter adds to some."""
+        """No matrix is left out silently: say which are no sites; raise if none is one, or some are packed or have an adapter."""
         if (adapter := adapter_in(self.model.original_model)) is not None:
             raise error("unmerged-adapter", module=adapter)
+        if (packed := packed_in(self.model.original_model)) is not None:
+            raise error("packed-parameter", parameter=packed)
         others = [f"blocks.{layer}.{other}" for layer, block in enumerate(blocks) for other in block.other_matrices]
         if not any(block.shapes for block in blocks):
             raise error(
