@@ -57,17 +57,19 @@ class Continuation(PlainRecord):
         text: decoded, that token left out; None without a tokenizer.
         stop: "eos" (a stop token), "length" (max_new_tokens) or "context" (prompt and new tokens fill n_ctx).
         departs: index in `tokens` of the first one that differs from the dense host's; None if none does.
+        stopped_by: the stop token, as the tokenizer writes it ("<|im_end|>"); None where none came.
     """
 
     tokens: tuple[int, ...]
     text: str | None
     stop: str
     departs: int | None
+    stopped_by: str | None = None
 
     def course(self, is_dense: bool) -> str:
-        """How it went: "40 tokens", "departs at 7; EOS after 12 tokens"."""
+        """How it went: "40 tokens", "departs at 7; <|im_end|> after 12 tokens"."""
         n = f"{len(self.tokens)} tokens"
-        end = {"eos": f"EOS after {n}", "context": f"{n}, context full", "length": n}[self.stop]
+        end = {"eos": f"{self.stopped_by or 'EOS'} after {n}", "context": f"{n}, context full", "length": n}[self.stop]
         if is_dense:
             return end
         return f"same; {end}" if self.departs is None else f"departs at {self.departs}; {end}"
@@ -307,7 +309,9 @@ def _sample(model: Any, row: tuple[int, ...], written: Mapping[str, tuple[int, .
         ended = tokens[-1:] != () and tokens[-1] in ends
         stop = "eos" if ended else "length" if len(tokens) == most else "context"
         departs = next((i for i, (a, b) in enumerate(zip(tokens, dense, strict=False)) if a != b), None)
-        by_host[label] = Continuation(tokens, _text(model, row, tokens[:-1] if ended else tokens), stop, departs)
+        stopped_by = visible(model.tokenizer.decode([tokens[-1]])) if ended else None
+        text = _text(model, row, tokens[:-1] if ended else tokens)
+        by_host[label] = Continuation(tokens, text, stop, departs, stopped_by)
     return Sample(None if model.tokenizer is None else model.tokenizer.decode(list(row)), row, by_host)
 
 

@@ -258,3 +258,4 @@ def test_every_stop_token_of_the_generation_config_ends_a_text(tmp_path):
         made = generate(host, factors, prompt, max_new_tokens=8)[0].by_host[DENSE]
         assert made.tokens == written[: written.index(stop) + 1] and made.stop == "eos"
         assert made.text == host.tokenizer.decode(list(made.tokens[:-1]))
+        assert made.stopped_by == host.tokenizer.decode([stop]) and made.course(True).startswith(made.stopped_by)
