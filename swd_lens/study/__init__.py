@@ -1,5 +1,6 @@
 """Studies: what a researcher asks of a replacement once it is attached."""
 
+from swd_lens.study.checkpoint import save_checkpoint
 from swd_lens.study.data_efficiency import DataEfficiency, data_efficiency
 from swd_lens.study.generate import Samples, generate
 from swd_lens.study.main_road import run_study
@@ -18,5 +19,6 @@ __all__ = [
     "generate",
     "replace_model",
     "run_study",
+    "save_checkpoint",
     "sweep",
 ]

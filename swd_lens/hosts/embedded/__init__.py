@@ -25,6 +25,8 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
 from swd_lens.tasks.generators.words import SPLITS
 
+_NAME = "swd-lens-default"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -51,7 +53,7 @@ class Shape:
             "positional_embedding_type": "standard",
             "attention_dir": "causal",
             "eps": 1e-5,
-            "model_name": "swd-lens-default",
+            "model_name": _NAME,
             "default_prepend_bos": True,
         }
 
@@ -185,6 +187,16 @@ def _hooked(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str,
 
 def _bridge(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
+
+    gpt2 = _gpt2(shape, state, tokenizer, device, dtype)
+    name = shape.hooked_config()["model_name"]
+    model = TransformerBridge.boot_transformers(name, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
+    model.tokenizer.padding_side = "left"
+    model.cfg.default_prepend_bos = True
+    return model
+
+
+def _gpt2(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str, dtype: torch.dtype) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     special = {f"{word}_token_id": getattr(tokenizer, f"{word}_token_id") for word in ("bos", "eos", "pad")}
@@ -193,11 +205,19 @@ def _bridge(shape: Shape, state: dict[str, Tensor], tokenizer: Any, device: str,
     gpt2.to(device, dtype)
     gpt2.load_state_dict(gpt2_state(state, shape))
     gpt2.tie_weights()
-    name = shape.hooked_config()["model_name"]
-    model = TransformerBridge.boot_transformers(name, hf_model=gpt2, tokenizer=tokenizer, device=device, dtype=dtype)
-    model.tokenizer.padding_side = "left"
-    model.cfg.default_prepend_bos = True
-    return model
+    return gpt2
+
+
+def is_embedded(model: Any) -> bool:
+    """Whether a host is called as `load_default_model` calls its own."""
+    return getattr(model.cfg, "model_name", None) == _NAME
+
+
+def network_of_embedded(dtype: torch.dtype) -> Any:
+    """The embedded model as transformers' own GPT-2, on the CPU."""
+    shape = Shape(**json.loads((WEIGHTS / "config.json").read_text()))
+    state = {name: value.to(dtype) for name, value in load_file(WEIGHTS / "model.safetensors").items()}
+    return _gpt2(shape, state, load_tokenizer(WEIGHTS), "cpu", dtype).eval()
 
 
 @in_plain_surroundings

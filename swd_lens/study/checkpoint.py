@@ -1,0 +1,245 @@
+"""save_checkpoint: a replaced model as a plain Hugging Face checkpoint, which any other tool loads and evaluates.
+
+1. transformers' own model is loaded from where the host came from (its tokenizer's folder or name; the embedded model is made).
+2. Every replaced matrix is looked for in it by its values: a site's column is an output of an nn.Linear or Conv1D of the same
+   layer. So packed matrices need no names (GPT-2's c_attn, NeoX's interleaved heads), and a host whose weights are no longer the
+   checkpoint's is refused.
+3. The outputs get read @ write. Of a circuit only its units stay in the product; what the others are set to is a constant, which
+   goes into the bias (`_with_bias`: Llama and its kin have none until their configuration asks for them).
+4. The new model must give the logits that the host gives with its units attached (and the circuit kept), on one row of tokens.
+5. The folder is written beside its place, and moved there whole.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from swd_lens.base.errors import error
+from swd_lens.base.files import naming, workplace_beside
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import writing
+from swd_lens.circuits.ablation import ablation_values, replaced_masks
+from swd_lens.circuits.circuit import Circuit
+from swd_lens.hosts import Host, host_of
+from swd_lens.hosts.embedded import is_embedded, network_of_embedded
+from swd_lens.hosts.sites import Site
+from swd_lens.study.replacement import ModelReplacement
+from swd_lens.units import attach
+from swd_lens.units.attach import probe_tokens
+from swd_lens.units.factors import Factors
+from swd_lens.units.unit_set import require_made_for, sources_by_site
+
+# Of the largest logit. A checkpoint in half precision rounds each product anew.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5}
+_HALF = 5e-2
+# How configurations call biases that are off unless asked for.
+_FLAGS = ("attention_bias", "mlp_bias", "use_bias", "bias")
+
+
+@in_plain_surroundings
+def save_checkpoint(
+    model: Any,
+    factors: Any,
+    folder: str | Path,
+    *,
+    circuit: Circuit | None = None,
+    ablation: str = "mean",
+    source: str | Path | None = None,
+) -> Path:
+    """Write the replaced model as a Hugging Face checkpoint of the same architecture: config.json, weights, tokenizer.
+
+    Its matrices are read @ write, in the host's dtype. transformers loads it, and so does any tool that takes a checkpoint.
+
+    Args:
+        model: the host, bare; its weights are those of its checkpoint.
+        factors: a FactorSet, what `replace_model` returned, or what else `swd_lens.attach` takes of factors.
+        folder: made, or written into where it is there; files of the same names are replaced.
+        circuit: only these units stay, at every position and for every token; the others are set to what `ablation` says.
+        ablation: of a circuit, "mean" (its scores' means over all tokens) or "zero".
+        source: the checkpoint that the host was loaded from, a folder or a name on the hub; None: where its tokenizer lies.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UnsupportedHostError: no checkpoint is known; a matrix of the host is not in it, as it was folded, centred or edited; the
+            constant of ablated units needs a bias that the architecture has not; or the checkpoint gives other logits.
+        UnitSourceError: units that are no factors.
+        ValueError: a circuit of other factors, or one whose means are of single positions.
+        OSError, FolderInUseError: the folder cannot be written.
+    """
+    factors = factors.best if isinstance(factors, ModelReplacement) else factors
+    host, replaced = host_of(model), dict(sources_by_site(factors))
+    for name, of in replaced.items():
+        if not isinstance(of, Factors):
+            raise error("checkpoint-of-other-units", site=name, kind=type(of).__name__)
+    kept, constants = _kept(replaced, circuit, ablation)
+    with writing(folder, "save_checkpoint", _bytes_of(host)) as place:
+        network, tokenizer = _network(model, source)
+        places = {site.name: _place(network, host, site) for site in _sites(host, replaced)}
+        network = _with_bias(network, places, constants)
+        with torch.no_grad():
+            for name, of in replaced.items():
+                _write(network, places[name], of, kept.get(name), constants.get(name))
+        _require_same_logits(model, network, replaced, circuit, ablation)
+        part = workplace_beside(place / "checkpoint")
+        with naming(place):
+            network.save_pretrained(part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+            for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):  # without it no checkpoint
+                os.replace(path, place / path.name)
+            part.rmdir()
+    return Path(folder)
+
+
+# ---------------------------------------------------------------------------------------------- what is kept
+
+
+def _kept(
+    replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of a circuit, site -> (unit,) True where a unit stays; and site -> (d_out,) what the other units and offsets give."""
+    constants = {
+        name: of.offsets.unit.float() @ of.write.float() + of.offsets.out.float()
+        for name, of in replaced.items()
+        if of.offsets is not None
+    }
+    if circuit is None:
+        return {}, constants
+    require_made_for(replaced, circuit.scores.settings, "this circuit")
+    values = ablation_values(circuit.scores, ablation)
+    if circuit.scores.settings["positions"] != "all" or any(value.ndim > 1 for value in values.values()):
+        raise error("checkpoint-of-single-positions", positions=circuit.scores.settings["positions"])
+    kept = {}
+    for name, gone in replaced_masks(circuit.scores, circuit.units, "keep").items():
+        of = replaced[name]
+        kept[name] = ~gone
+        constant = (values[name].to(of.write) * gone.to(of.write)) @ of.write
+        if of.offsets is not None:  # a unit that stays still begins at its own
+            constant = constant + (of.offsets.unit * ~gone.to(of.offsets.unit.device)) @ of.write + of.offsets.out
+        constants[name] = constant.float()
+    return kept, constants
+
+
+# ---------------------------------------------------------------------------------------------- the network
+
+
+def _network(model: Any, source: str | Path | None) -> tuple[Any, Any]:
+    """transformers' own model of what the host was loaded from, and its tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    if source is None and is_embedded(model):
+        return network_of_embedded(model.cfg.dtype), model.tokenizer
+    source = source or getattr(model.tokenizer, "name_or_path", None)
+    if not source:
+        raise error("checkpoint-source-unknown", name=model.cfg.model_name)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(str(source), dtype=model.cfg.dtype, attn_implementation="eager")
+    except (OSError, ValueError) as cause:
+        raise error("checkpoint-source-unreadable", source=source, reason=cause) from cause
+    return network.eval(), model.tokenizer
+
+
+def _sites(host: Host, replaced: Mapping[str, Factors]) -> list[Site]:
+    return [site for site in (*host.sites(), *host.alternatives()) if site.name in replaced]
+
+
+class _Place:
+    """Where a site's outputs stand in a network: a module's name, and (output,) which of its outputs they are."""
+
+    def __init__(self, module: str, outputs: Int[Tensor, " output"]):
+        self.module, self.outputs = module, outputs
+
+
+def _place(network: nn.Module, host: Host, site: Site) -> _Place:
+    wanted = host.weight(site).cpu()
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and f".{site.layer}." in f"{name}.":
+            outputs = _outputs(_by_output(module).float(), wanted.T)
+            if outputs is not None:
+                return _Place(name, outputs)
+    raise error("matrix-not-in-checkpoint", site=site.name)
+
+
+def _by_output(module: Any) -> Float[Tensor, "output input"]:
+    return module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
+
+
+def _outputs(held: Float[Tensor, "_held _in"], wanted: Float[Tensor, "output _input"]) -> Int[Tensor, " output"] | None:
+    """Which rows of `held` those of `wanted` are, in order; None where one is missing."""
+    if held.shape[1] != wanted.shape[1] or len(held) < len(wanted):
+        return None
+    if held.shape == wanted.shape and torch.equal(held, wanted):
+        return torch.arange(len(held))
+    rows: dict[bytes, list[int]] = {}
+    for index, row in enumerate(held.contiguous().numpy()):
+        rows.setdefault(row.tobytes(), []).append(index)
+    found = []
+    for row in wanted.contiguous().numpy():
+        same = rows.get(row.tobytes())
+        if not same:
+            return None
+        found.append(same.pop(0))  # equal rows (of zeros) are whose turn it is
+    return torch.tensor(found)
+
+
+def _with_bias(network: Any, places: Mapping[str, _Place], constants: Mapping[str, Tensor]) -> Any:
+    """The network, with zero biases where a constant needs one and the configuration can have them."""
+    lacking = [name for name in constants if network.get_submodule(places[name].module).bias is None]
+    if not lacking:
+        return network
+    config = network.config
+    for flag in _FLAGS:
+        if getattr(config, flag, None) is False:
+            setattr(config, flag, True)
+    biased = type(network)(config).to(network.dtype).eval()
+    still = [name for name in lacking if biased.get_submodule(places[name].module).bias is None]
+    if still:
+        raise error("architecture-without-bias", site=still[0], architecture=type(network).__name__)
+    with torch.no_grad():
+        for name, parameter in biased.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+    biased.load_state_dict(network.state_dict(), strict=False)
+    return biased
+
+
+def _write(network: Any, place: _Place, of: Factors, kept: Tensor | None, constant: Tensor | None) -> None:
+    read, write = of.read.float().cpu(), of.write.float().cpu()
+    if kept is not None:
+        read, write = read[:, kept.cpu()], write[kept.cpu()]
+    module = network.get_submodule(place.module)
+    by_output = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    by_output[place.outputs] = (read @ write).T.to(by_output.dtype)
+    if constant is not None:
+        module.bias[place.outputs] += constant.cpu().to(module.bias.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the check
+
+
+def _require_same_logits(
+    model: Any, network: Any, replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str
+) -> None:
+    row = torch.tensor([probe_tokens(None, int(model.cfg.d_vocab), int(model.cfg.n_ctx))])
+    units = attach(model, replaced) if circuit is None else circuit.attach(model, replaced, ablation=ablation)
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        stack.enter_context(units)
+        host = model(row).float().cpu()
+        found = network.to("cpu")(row, attention_mask=torch.ones_like(row)).logits.float()
+    n_words = min(host.shape[-1], found.shape[-1])
+    difference = float((host[..., :n_words] - found[..., :n_words]).abs().max() / host.abs().max())
+    if not difference <= TOLERANCE.get(network.dtype, _HALF):
+        raise error("checkpoint-differs", difference=difference)
+
+
+def _bytes_of(host: Host) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in host.model.parameters())
