@@ -202,6 +202,10 @@ class Host(Protocol):
         """Weight of the final normalization (None: none, or folded) and the unembedding."""
         ...
 
+    def norm_weight(self, norm: nn.Module) -> Float[Tensor, " d_model"] | None:
+        """What a norm of this host multiplies by; None where that is one."""
+        ...
+
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
         """Run `projection(h, bias, dense)` in place of the dense product and mount `hook` at site.hook_name.
 

@@ -30,15 +30,16 @@ from swd_lens.analysis.audit import (
     LogitEffect,
     TaskRank,
     UnitCard,
-    logit_effect,
     top_contexts,
 )
+from swd_lens.analysis.audit.vectors import Readout
 from swd_lens.base.divergence import kl
 from swd_lens.base.record import checked
 from swd_lens.circuits import Comparison
-from swd_lens.hosts import host_of, require_no_dropout
+from swd_lens.hosts import find_sites, host_of, require_no_dropout
 from swd_lens.hosts.sites import parse_unit, split_name
 from swd_lens.study.section import AttentionView
+from swd_lens.tasks.streams import as_stream
 from swd_lens.tasks.task import Task
 from swd_lens.units import attach
 from swd_lens.units.factors import FactorSet
@@ -154,6 +155,8 @@ def unit_cards(
         best = {task: of_task.ranking()[:per_task] for task, of_task in scores.items()}
         units = list(dict.fromkeys(unit for ranking in best.values() for unit in ranking))
         contexts = top_contexts(model, replaced, units, tokens, n=n_contexts, progress=progress) if units else {}
+        writing = [site for site, _ in units if split_name(site)[1] in WRITES_RESIDUAL]
+        readout = Readout(model, find_sites(model, writing), as_stream(tokens, model)) if writing else None
         for task, ranking in best.items():
             cards[task] = [
                 TaskUnit(
@@ -161,8 +164,8 @@ def unit_cards(
                     contexts=tuple(contexts[site, index]),
                     reads=Edges(int((replaced[site].read[:, index] != 0).sum())),
                     writes=Edges(int((replaced[site].write[index] != 0).sum())),
-                    logits=logit_effect(model, replaced, (site, index))
-                    if split_name(site)[1] in WRITES_RESIDUAL
+                    logits=readout.effects(site, replaced[site].write[index][None])[0]
+                    if readout is not None and site in writing
                     else None,
                     tasks={task: TaskRank(float(scores[task].scores[site][index]), rank)},
                     task=task,

@@ -402,8 +402,9 @@ class FactorSet(OnHub, _SetBase):
             model: whose tokens they are; not needed with a tensor.
             n: how many units; None: all.
             by: "cosine" or "dot product", by size: a unit whose z is negative writes the opposite.
-            tokens_as: "unembedding", what the logits read through the final norm, so that the dot product is the change of the
-                logit (less the mean over the vocabulary) per unit of z; or "embedding", the token's row of W_E.
+            tokens_as: "unembedding", what the logits read through the final norm, so that the dot product, times the norm's
+                1 / scale, is the change of the logit (less the mean over the vocabulary) per unit of z; or "embedding", the
+                token's row of W_E.
 
         Returns:
             rank (from 1), unit, cosine, dot product. Of the set's sites those that write to the residual stream (mlp_out, attn_o)

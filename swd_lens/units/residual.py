@@ -175,8 +175,8 @@ def direction_of(direction: Any, model: Any = None, tokens_as: str = "unembeddin
         direction: (d_model,) tensor; a token, as text or id; or a pair of tokens, the first less the second.
         model: whose tokens they are.
         tokens_as: "unembedding": what the token's logit reads of the stream, less the mean over the vocabulary, through the final
-            norm (without its scale): a dot product with a write vector is then the change of that logit, per unit of z, that
-            an audit shows. "embedding": the token's row of W_E.
+            norm (without its scale): a dot product with a write vector, times the norm's 1 / scale, is the change of that logit
+            per unit of z. "embedding": the token's row of W_E.
 
     Raises:
         UnitSourceError: tokens without a model, a text that is not one token, or something else.

@@ -230,23 +230,28 @@ def test_a_z_that_is_not_finite_is_an_error():
 
 def test_logit_effect_by_hand(model):
     factors = baselines.svd(model, "mlp_out")
-    effect = logit_effect(model, factors, ("blocks.0.mlp_out", 2), n=3)
+    text = random_tokens(4, 8)
+    effect = logit_effect(model, factors, ("blocks.0.mlp_out", 2), text, n=3)
     write = factors["blocks.0.mlp_out"].write[2]
-    logits = ((write - write.mean()) * model.ln_final.w) @ model.W_U
+    _, cache = model.run_with_cache(text)
+    logits = ((write - write.mean()) * model.ln_final.w) @ model.W_U * (1 / cache["ln_final.hook_scale"]).mean()
     logits = (logits - logits.mean()).detach()
     order = logits.argsort(descending=True).tolist()
     assert [token for token, _ in effect.promoted] == [chr(ord("a") + i) for i in order[:3]]
     assert [token for token, _ in effect.suppressed] == [chr(ord("a") + i) for i in order[::-1][:3]]
     assert effect.promoted[0][1] == pytest.approx(float(logits.max()), rel=1e-4)
     with pytest.raises(ValueError, match="does not write to the residual stream"):
-        logit_effect(model, baselines.svd(model, "mlp_in"), ("blocks.0.mlp_in", 0))
+        logit_effect(model, baselines.svd(model, "mlp_in"), ("blocks.0.mlp_in", 0), text)
 
 
 def test_an_rms_norm_does_not_take_the_mean_out():
     model = lettered(normalization_type="RMS")
     factors = baselines.svd(model, "attn_o")
-    effect = logit_effect(model, factors, ("blocks.1.attn_o", 1), n=20)
-    logits = ((factors["blocks.1.attn_o"].write[1] * model.ln_final.w) @ model.W_U).detach()
+    text = random_tokens(4, 8)
+    effect = logit_effect(model, factors, ("blocks.1.attn_o", 1), text, n=20)
+    _, cache = model.run_with_cache(text)
+    inverse = (1 / cache["ln_final.hook_scale"]).mean()
+    logits = ((factors["blocks.1.attn_o"].write[1] * model.ln_final.w) @ model.W_U * inverse).detach()
     by_letter = dict(effect.promoted)
     expected = {chr(ord("a") + i): value for i, value in enumerate((logits - logits.mean()).tolist())}
     assert by_letter == pytest.approx(expected, abs=1e-5)

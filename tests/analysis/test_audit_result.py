@@ -110,7 +110,7 @@ def test_neighbours_by_write_cosine(found, factors):
 
 def test_logit_effects_of_many_are_those_of_each(model, factors, found):
     for profile in found.profiles():
-        alone = logit_effect(model, factors, (profile.site, profile.index))
+        alone = logit_effect(model, factors, (profile.site, profile.index), random_tokens(9, 8))
         assert [t for t, _ in profile.logits.promoted] == [t for t, _ in alone.promoted]
         assert dict(profile.logits.suppressed) == pytest.approx(dict(alone.suppressed), abs=1e-6)
 

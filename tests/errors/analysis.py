@@ -376,7 +376,7 @@ TRIGGERS |= {
     "audit-without-scores": lambda *_: found().rank_table(),
     "audit-of-which-task": lambda *_: audited(scores=made_scores(audited_factors())).rank_table("another"),
     "unit-not-audited": lambda *_: found().unit(f"{WRITES}/99"),
-    "logit-effect-of-a-reader": lambda *_: logit_effect(model(), pair_factors(), (SITE, 0)),
+    "logit-effect-of-a-reader": lambda *_: logit_effect(model(), pair_factors(), (SITE, 0), [[1, 2]]),
     "labels-of-other-sites": lambda *_: labelled("blocks.7.mlp_out/0"),
     "labels-of-other-factors": lambda *_: found().with_labels(labels_of(1)),
     "labels-of-units-that-are-not-there": lambda *_: labelled(f"{WRITES}/12"),

@@ -25,7 +25,9 @@ def checkpoint_of_single_positions(folder, _):
     from tests.errors.circuits import setting
 
     model, factors, _, scores = setting()
-    swd.study.save_checkpoint(model, factors[SITE], folder, circuit=swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"]))
+    swd.study.save_checkpoint(
+        model, factors[SITE], folder, circuit=swd.Circuit.of(factors[SITE], scores, [f"{SITE}/0"])
+    )
 
 
 @on_hooked

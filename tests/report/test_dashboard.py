@@ -36,6 +36,7 @@ QUIET += [
 def found(host: Any) -> Audit:
     factors = sparse_factors(host, ["mlp_out", "blocks.0.attn_qkv"], units=8)
     tokens = torch.randint(0, len(VOCABULARY), (40, 20), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = host.tokenizer.bos_token_id
     scores = {"<i>task</i>": made_scores(factors)}
     heard = audit(host, factors, tokens, n=6, scores=scores, progress=False)
     labels = {f"{SITE}/{i}": {"label": text, "note": text, "author": text} for i, text in enumerate(HOSTILE[:6])}

@@ -38,9 +38,11 @@ def test_which_units_write_he_minus_she(session):
     best = table.iloc[0]
     assert abs(best["cosine"]) == table["cosine"].abs().max() > 0.2 and best["rank"] == 1
     # What the unit does to the logit of he less that of she, as an audit says it.
-    effect = logit_effect(session.model, session.factors, read_unit(best), n=session.model.cfg.d_vocab)
-    logits = dict(effect.promoted)
-    assert logits[" he"] - logits[" she"] == pytest.approx(best["dot product"], abs=1e-4)
+    text = swd.text_tokens(512)
+    effect = logit_effect(session.model, session.factors, read_unit(best), text, n=session.model.cfg.d_vocab)
+    logits, (_, cache) = dict(effect.promoted), session.model.run_with_cache(text)
+    inverse = float((1 / cache["ln_final.hook_scale"]).mean())
+    assert logits[" he"] - logits[" she"] == pytest.approx(best["dot product"] * inverse, abs=1e-4)
 
 
 def test_which_units_read_a_token(session):

@@ -110,10 +110,12 @@ def test_writers_of_a_token_are_what_an_audit_shows(default_model):
     assert set(table["unit"].str.rpartition("/")[0]) == {"blocks.2.mlp_out"}  # mlp_in writes neurons
     unit = table.iloc[0]
     vocabulary = default_model.cfg.d_vocab
-    effect = logit_effect(
-        default_model, factors, ("blocks.2.mlp_out", int(unit["unit"].rpartition("/")[2])), n=vocabulary
-    )
-    assert dict(effect.promoted)[" she"] == pytest.approx(unit["dot product"], abs=1e-4)
+    text, index = swd.text_tokens(512), int(unit["unit"].rpartition("/")[2])
+    effect = logit_effect(default_model, factors, ("blocks.2.mlp_out", index), text, n=vocabulary)
+    with torch.no_grad():  # the scale of the final norm, as TransformerLens shows it
+        _, cache = default_model.run_with_cache(text)
+    shrunk = float(unit["dot product"]) * float((1 / cache["ln_final.hook_scale"]).mean())
+    assert dict(effect.promoted)[" she"] == pytest.approx(shrunk, abs=1e-5)
     pair, ids = direction_of((" he", " she"), default_model), default_model.to_tokens([" he", " she"], False)[:, 0]
     torch.testing.assert_close(pair, direction_of(tuple(ids.tolist()), default_model))
     torch.testing.assert_close(pair, direction_of(" he", default_model) - direction_of(" she", default_model))

@@ -137,7 +137,7 @@ def audit(
         n_tokens=stream.n_counted,
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
-        readout=Readout(model, names) if facts_of(model).reads_out else None,
+        readout=Readout(model, indices, stream, names) if facts_of(model).reads_out else None,
         ends=Ends.of(host_of(model)),
     )
 

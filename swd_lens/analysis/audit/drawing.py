@@ -189,7 +189,8 @@ def _logits(unit: UnitCard, level: int, legend: bool) -> str:
         f"<div>{_heading(level + 1, 'side', name)}{_bars([(visible_token(t), v) for t, v in tokens], largest)}</div>"
         for name, tokens in (("promotes", effect.promoted), ("suppresses", effect.suppressed))
     )
-    note = '<p class="soft">Centred logits per unit of z; where z is negative the sides swap.</p>' if legend else ""
+    says = "Centred logits per unit of z, at the mean scale of the final norm over the text; where z is negative the sides swap."
+    note = f'<p class="soft">{says}</p>' if legend else ""
     return f'{heading}<div class="two">{sides}</div>{note}'
 
 

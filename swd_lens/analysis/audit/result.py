@@ -168,7 +168,9 @@ class Audit:
             write = self._vectors[site][1]
             if self.readout and write is not None and split_name(site)[1] in WRITES_RESIDUAL:
                 of_site = [unit for unit in units if unit[0] == site]
-                effects.update(zip(of_site, self.readout.effects(write[[index for _, index in of_site]]), strict=True))
+                effects.update(
+                    zip(of_site, self.readout.effects(site, write[[index for _, index in of_site]]), strict=True)
+                )
         return effects
 
     def _nearest(self, site: str) -> tuple[Tensor, Tensor] | None:

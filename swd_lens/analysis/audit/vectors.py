@@ -4,12 +4,12 @@
    W_dec and they stand at the site's input and output; otherwise its units have no edges that could be named.
 2. `Ends` names the coordinates of a site's input and output; `edges_of` lists the strongest edges of a vector under these names.
 3. `nearest_writes`: the units of a site that write in nearly the same direction.
-4. `Readout`: which tokens a write vector promotes and suppresses. The vector loses its mean where the final normalization takes
-   means out, and is multiplied by that norm's weights; the norm's scale is held fixed. Times the unembedding, less the mean over
-   the vocabulary, that is the change of each token's centred logit per unit of z.
+4. `Readout`: which tokens a write vector promotes and suppresses. The vector goes through the norms between its site and the
+   unembedding (passage.py), their scales held at their mean over a text. Times the unembedding, less the mean over the
+   vocabulary, that is the mean change of each token's centred logit per unit of z.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
+from swd_lens.analysis.audit.passage import N_TOKENS, passages
 from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord
-from swd_lens.hosts import host_of
-from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.sites import WRITES_RESIDUAL, Span, split_name
+from swd_lens.hosts import host_of, sites_of
+from swd_lens.hosts.sites import WRITES_RESIDUAL, Site, Span, split_name
+from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 
@@ -112,35 +113,37 @@ def strongest_others(values: Float[Tensor, "some unit"], own: Int[Tensor, " some
 
 @dataclass(frozen=True)
 class LogitEffect(PlainRecord):
-    """Tokens a write vector promotes and suppresses for z > 0, strongest first, with the change in centred logits per unit z."""
+    """Tokens a write vector promotes and suppresses for z > 0, strongest first, with the change in centred logits per unit of z,
+    at the mean scale of the final norm over a text.
+    """
 
     promoted: tuple[tuple[str, float], ...]
     suppressed: tuple[tuple[str, float], ...]
 
 
 class Readout:
-    """What stands between the residual stream and the logits of a host.
+    """What stands between the sites of a host and its logits.
+
+    Args:
+        stream: the text over which the norms' scales are averaged; its beginning, `passage.N_TOKENS` tokens.
 
     Raises:
         UnsupportedHostError: a host without next-token logits.
     """
 
-    def __init__(self, model: Any, names: TokenNames | None = None):
-        self.norm, self.unembedding = host_of(model).readout()
-        self.centres = facts_of(model).norm == "layer"  # RMSNorm leaves the mean
+    def __init__(self, model: Any, sites: Iterable[Site], stream: TokenStream, names: TokenNames | None = None):
+        host = host_of(model)
+        _, self.unembedding = host.readout()
+        rows = next(iter(stream.batches(max(1, N_TOKENS // stream.row_length))))
+        self.passages = passages(host, sites, rows, stream.counted(rows, 0))
         self.names = names or TokenNames(model)
 
-    def effects(self, write: Float[Tensor, "some d_model"], n: int = 8) -> list[LogitEffect]:
-        """One per write vector, with the n tokens on either side."""
+    def effects(self, site: str, write: Float[Tensor, "some d_model"], n: int = 8) -> list[LogitEffect]:
+        """One per write vector of a site, with the n tokens on either side."""
         unembedding = self.unembedding.detach().float()
         effects = []
         for part in write.split(max(1, _LOGITS_AT_ONCE // unembedding.shape[1])):
-            direction = part.to(unembedding.device)
-            if self.centres:
-                direction = direction - direction.mean(1, keepdim=True)
-            if self.norm is not None:
-                direction = direction * self.norm.detach().float()
-            logits = direction @ unembedding
+            logits = self.passages[site].carry(part.to(unembedding.device)) @ unembedding
             logits = logits - logits.mean(1, keepdim=True)
             n = min(n, logits.shape[1])
             top, bottom = logits.topk(n), (-logits).topk(n)
@@ -154,9 +157,12 @@ class Readout:
 
 
 def logit_effect(
-    model: Any, factors: Factors | Mapping[str, Units], unit: tuple[str, int], *, n: int = 8
+    model: Any, factors: Factors | Mapping[str, Units], unit: tuple[str, int], tokens: Any, *, n: int = 8
 ) -> LogitEffect:
     """Direct effect of a unit's write vector on the logits, for a site that writes to the residual stream.
+
+    Args:
+        tokens: (rows, pos) ids of text, or a `TokenStream`: scales of norms are averaged over its beginning.
 
     Raises:
         ValueError: the site does not write to the residual stream (its write vectors have no direct logit effect).
@@ -168,4 +174,6 @@ def logit_effect(
     write = write_vectors(factors if isinstance(factors, Factors) else factors[site])
     if write is None:
         raise error("no-direct-logit-effect", site=site)
-    return Readout(model).effects(write[index][None], n)[0]
+    return Readout(model, sites_of(host_of(model), site), as_stream(tokens, model)).effects(
+        site, write[index][None], n
+    )[0]

@@ -187,8 +187,10 @@ class BridgeHost(BridgeRuns, Host):
         unembed, norm = self.model._modules.get("unembed"), self.model._modules.get("ln_final")
         if unembed is None or not facts_of(self.model).reads_out:
             raise error("no-next-token-logits", adapter=type(self.model.adapter).__name__)
-        scale = scale_of(norm) if isinstance(norm, NormalizationBridge) else None
-        return scale, unembed.W_U.detach().float()
+        return self.norm_weight(norm), unembed.W_U.detach().float()
+
+    def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
+        return scale_of(norm) if isinstance(norm, NormalizationBridge) else None
 
     # ------------------------------------------------------------------ swapping
 

@@ -174,8 +174,11 @@ class HookedTransformerHost(HookedRuns, Host):
         return y[:, :, :: cfg.n_heads // cfg.n_key_value_heads]
 
     def readout(self) -> tuple[Float[Tensor, " d_model"] | None, Float[Tensor, "d_model vocab"]]:
-        scale = getattr(getattr(self.model, "ln_final", None), "w", None)
-        return None if scale is None else scale.detach().float(), self.model.W_U.detach().float()
+        return self.norm_weight(getattr(self.model, "ln_final", None)), self.model.W_U.detach().float()
+
+    def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
+        scale: Any = getattr(norm, "w", None)
+        return None if scale is None else scale.detach().float()
 
     # ------------------------------------------------------------------ swapping
 
