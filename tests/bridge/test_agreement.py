@@ -70,6 +70,19 @@ def test_a_family_that_the_bridge_computes_otherwise_is_refused_or_right(name):
     assert VERSION > 3 or refused is not None
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_stretched_rotary_positions_are_left_to_the_kind_that_computes_them(name):
+    """YaRN: HookedTransformer 3.9 takes positions as they were before."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+    sizes = {**families.SIZES, "rope_parameters": yarn, **({"head_dim": 8} if name == "qwen3" else {})}
+    stretched = str(families.written(f"{name.capitalize()}ForCausalLM", f"{name.capitalize()}Config", sizes))
+    if VERSION < 4:
+        with pytest.raises(HostDiffersError, match='this HookedTransformer .*Try kind="bridge"'):
+            load_host(stretched, "hooked")
+    model = load_host(stretched)
+    assert isinstance(model, TransformerBridge) and difference_of(model) < 1e-5  # pyright: ignore[reportOptionalOperand]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*families.FAMILIES, "opt"])
 def test_a_host_that_is_right_says_how_far_it_is_off_and_is_as_without_the_check(name, dtype):
