@@ -10,6 +10,7 @@ from typer import Option
 
 from swd_lens.analysis import graph as graphs
 from swd_lens.analysis.audit import UnitLabels, audit
+from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.parts import Parts
@@ -34,7 +35,7 @@ from swd_lens.cli.options import (
 )
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
-from swd_lens.hosts import find_sites
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.report.terminal import table
 from swd_lens.study.asked import task_fingerprint
@@ -119,6 +120,7 @@ def graph(
     plan("load", "read", *made, "score", "draw", "split", "replay", "look", "write")
     with writing(out, "graph"):
         model = model_options.load(sites or (None if finished is None else list(finished)))
+        require_drawable(host_of(model))  # before minutes of factors and scores
         say(f"read {task} and text")
         of_task = load_task(task, model, n_train=n_train, n_test=n_train)
         aligned = well_done(model, of_task, prompts)

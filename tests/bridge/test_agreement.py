@@ -77,7 +77,7 @@ def test_stretched_rotary_positions_are_left_to_the_kind_that_computes_them(name
     sizes = {**families.SIZES, "rope_parameters": yarn, **({"head_dim": 8} if name == "qwen3" else {})}
     stretched = str(families.written(f"{name.capitalize()}ForCausalLM", f"{name.capitalize()}Config", sizes))
     if VERSION < 4:
-        with pytest.raises(HostDiffersError, match='this HookedTransformer .*Try kind="bridge"'):
+        with pytest.raises(HostDiffersError, match=r'this HookedTransformer .*Try kind="bridge"'):
             load_host(stretched, "hooked")
     model = load_host(stretched)
     assert isinstance(model, TransformerBridge) and difference_of(model) < 1e-5  # pyright: ignore[reportOptionalOperand]

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import swd_lens as swd
 from swd_lens import cli
 from swd_lens.analysis.graph import UnitGraph
+from tests import families
 
 SMALL = ["--tokens", "1024", "--heldout-tokens", "512", "--outer-iterations", "4", "--n-train", "24"]
 FEW = ["--best", "10", "--edges", "40", "--prompts", "3"]
@@ -107,3 +108,11 @@ def test_what_is_refused_in_one_line(made, tmp_path):
         result = run(*PRONOUN, *words, "--out", tmp_path / "x")
         said = " ".join(result.stderr.split())
         assert result.exit_code == 1 and message in said and "Traceback" not in said, said
+
+
+def test_a_host_whose_graph_cannot_be_drawn_is_refused_before_any_work(monkeypatch, tmp_path):
+    monkeypatch.setattr("swd_lens.cli.graph.well_done", interrupted)
+    arguments = ["--model", families.checkpoint("gemma2"), "--sites", "mlp_out", "--out", tmp_path / "new"]
+    result = run(*PRONOUN, *arguments)
+    assert result.exit_code == 1 and "a norm stands behind blocks.0." in result.stderr
+    assert not (tmp_path / "new").exists()

@@ -25,10 +25,16 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from swd_lens.analysis.graph.frozen import PRE_ACTIVATION, FrozenRun, by_head, final_reading, norm_before
+from swd_lens.analysis.graph.frozen import (
+    PRE_ACTIVATION,
+    FrozenRun,
+    by_head,
+    final_reading,
+    norm_before,
+    require_uncapped,
+)
 from swd_lens.base.errors import error
 from swd_lens.hosts import sites_of
-from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import RESIDUAL_MATRICES, Site
 from swd_lens.units import UnitSet
 
@@ -177,9 +183,7 @@ def _answer_vectors(
     units: UnitSet, run: FrozenRun, contrasts: Sequence[Contrast], static: bool
 ) -> Float[Tensor, "d_model answer"]:
     """What the answers read of the residual stream."""
-    cap = facts_of(units.host.model).logit_cap
-    if cap is not None:
-        raise error("graph-to-capped-logits", cap=cap)
+    require_uncapped(units.host)
     _, unembedding = units.host.readout()
     columns = torch.stack([contrast.of(unembedding) for contrast in contrasts], 1).float().cpu()
     reading = final_reading(units.host, run.leaving[-1:])

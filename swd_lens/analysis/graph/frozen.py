@@ -143,7 +143,7 @@ def freeze(
         UnsupportedHostError: the host reads its residual stream in another way (norms behind the matrices, linear
             attention), shows no pattern, or its activation function mixes neurons.
     """
-    _require_followable(host, slopes, patterns)
+    require_followable(host, slopes, patterns)
     readers = {(site.layer, norm): site for site in reversed(host.sites()) if (norm := norm_before(site.kind))}
     writers = [site for site in host.sites() if site.kind in RESIDUAL_MATRICES]
     before = [site for site in host.sites() if site.kind in PRE_ACTIVATION and site.layer in slopes]
@@ -186,7 +186,26 @@ def freeze(
     )
 
 
-def _require_followable(host: Host, slopes: Sequence[int], patterns: Sequence[int]) -> None:
+def require_drawable(host: Host) -> None:
+    """Do nothing if a graph of prompts, with attention and all layers, could be drawn of this host: asked before long work.
+
+    Raises:
+        UnsupportedHostError: see `freeze`; the host caps its logits.
+    """
+    layers = sorted({site.layer for site in host.sites()})
+    require_followable(host, layers, layers)
+    require_uncapped(host)
+
+
+def require_uncapped(host: Host) -> None:
+    """Raises UnsupportedHostError where logits are no linear function of what leaves the final norm."""
+    cap = facts_of(host.model).logit_cap
+    if cap is not None:
+        raise error("graph-to-capped-logits", cap=cap)
+
+
+def require_followable(host: Host, slopes: Sequence[int], patterns: Sequence[int]) -> None:
+    """Raises UnsupportedHostError where a frozen run does not explain what blocks read and write."""
     for site in host.sites():
         if site.kind in RESIDUAL_MATRICES and norms_output(host, site):
             raise error("graph-behind-a-norm", site=site.name)
