@@ -46,7 +46,11 @@ def main() -> None:
         print(*(f"{table.title}\n\n{table.markdown()}" for table in tables), sep="\n\n", flush=True)
         if args.record:
             command = f"python -m tests.benchmarks.circuits --part {part} --record"
-            record(f"circuits_{part}", tables, command=command, threads=[args.threads])
+            about = [
+                "300 training, 200 validation and 200 test prompts, 16,384 calibration and 16,384 held-out tokens."
+            ]
+            said = {"title": TITLES[part], "section": "Circuits", "order": 1 + list(PARTS).index(part), "about": about}
+            record(f"circuits_{part}", tables, command=command, threads=[args.threads], **said)
 
 
 def _factors(model: Any, sites: str, sparsity: float, units: str | None = None) -> Any:
@@ -158,6 +162,11 @@ def refine(model: Any, tasks: list[Any]) -> Iterator[Table]:
     yield Table("Best prefix and refined circuit, recovered 0.9", columns, rows, ["left"] * 2 + ["right", "left"] * 2)
 
 
+TITLES = {
+    "controls": "Circuits beside the exact controls",
+    "widths": "Wider or sparser factors at the same CE",
+    "refine": "Refined circuits beside prefixes",
+}
 PARTS = {"controls": controls, "widths": widths, "refine": refine}
 
 
