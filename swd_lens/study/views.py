@@ -32,6 +32,7 @@ from swd_lens.analysis.audit import (
     UnitCard,
     top_contexts,
 )
+from swd_lens.analysis.audit.passage import beginning_of
 from swd_lens.analysis.audit.vectors import Readout
 from swd_lens.base.divergence import kl
 from swd_lens.base.record import checked
@@ -156,7 +157,9 @@ def unit_cards(
         units = list(dict.fromkeys(unit for ranking in best.values() for unit in ranking))
         contexts = top_contexts(model, replaced, units, tokens, n=n_contexts, progress=progress) if units else {}
         writing = [site for site, _ in units if split_name(site)[1] in WRITES_RESIDUAL]
-        readout = Readout(model, find_sites(model, writing), as_stream(tokens, model)) if writing else None
+        readout = (
+            Readout(model, find_sites(model, writing), *beginning_of(as_stream(tokens, model))) if writing else None
+        )
         for task, ranking in best.items():
             cards[task] = [
                 TaskUnit(

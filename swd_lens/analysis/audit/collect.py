@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import Context, TokenNames, TopPlaces
 from swd_lens.analysis.audit.labels import UnitLabels
+from swd_lens.analysis.audit.passage import N_TOKENS
 from swd_lens.analysis.audit.result import NEIGHBOURS, Audit
 from swd_lens.analysis.audit.statistics import SiteAudit, Statistics
 from swd_lens.analysis.audit.vectors import Readout
@@ -110,7 +111,8 @@ def audit(
             site: SiteObserver(of_site, TopPlaces(n, before, after, per_row), coactivation, special)
             for site, of_site in indices.items()
         }
-        tokens_sha256 = watch(host, stream, observers, batch_size, progress)
+        first = _FirstRows(next(iter(observers.values())))
+        tokens_sha256 = watch(host, stream, {**observers, next(iter(observers)): first}, batch_size, progress)
     names = TokenNames(model)
     settings = {
         "model": str(getattr(model.cfg, "model_name", "")),
@@ -137,9 +139,32 @@ def audit(
         n_tokens=stream.n_counted,
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
-        readout=Readout(model, indices, stream, names) if facts_of(model).reads_out else None,
+        readout=Readout(model, indices, *first.found(), names) if facts_of(model).reads_out else None,
         ends=Ends.of(host_of(model)),
     )
+
+
+class _FirstRows:
+    """An observer that also keeps the text's first rows, over which norms' scales are averaged: the text is read once."""
+
+    def __init__(self, observer: Observer):
+        self.observer = observer
+        self.rows: list[Tensor] = []
+        self.counted: list[Tensor] = []
+        self.n_rows = 0
+
+    def __call__(self, first_row: int, rows: Tensor, z: Tensor, counted: Tensor | None) -> None:
+        if (missing := max(1, N_TOKENS // rows.shape[1]) - self.n_rows) > 0:
+            self.rows.append(rows[:missing])
+            self.counted.append(
+                torch.ones_like(rows, dtype=torch.bool)[:missing] if counted is None else counted[:missing]
+            )
+            self.n_rows += len(self.rows[-1])
+        self.observer(first_row, rows, z, counted)
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """(rows, pos) ids, and which of their positions count."""
+        return torch.cat(self.rows), torch.cat(self.counted).cpu()
 
 
 def top_contexts(

@@ -19,6 +19,7 @@ from swd_lens.base.surroundings import Undo
 from swd_lens.hosts import Host, norms_output
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
+from swd_lens.tasks.streams import TokenStream
 
 N_TOKENS = 8_192  # of the text, from its beginning
 
@@ -43,6 +44,12 @@ class Passage:
             write = write - write.mean(1, keepdim=True) if self.centred else write
             write = write if weight is None else write * weight.to(write)
         return write * self.inverse
+
+
+def beginning_of(stream: TokenStream) -> tuple[Int[Tensor, "rows pos"], Bool[Tensor, "rows pos"] | None]:
+    """The first rows of a text, N_TOKENS tokens or one row, and which of their positions count."""
+    rows = next(iter(stream.batches(max(1, N_TOKENS // stream.row_length))))
+    return rows, stream.counted(rows, 0)
 
 
 def passages(

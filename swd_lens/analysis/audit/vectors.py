@@ -15,16 +15,16 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.analysis.audit.contexts import TokenNames
-from swd_lens.analysis.audit.passage import N_TOKENS, passages
+from swd_lens.analysis.audit.passage import beginning_of, passages
 from swd_lens.base.errors import error
 from swd_lens.base.record import PlainRecord
 from swd_lens.hosts import host_of, sites_of
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site, Span, split_name
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import as_stream
 from swd_lens.units.coder import CoderUnits, Units
 from swd_lens.units.factors import Factors
 
@@ -125,17 +125,24 @@ class Readout:
     """What stands between the sites of a host and its logits.
 
     Args:
-        stream: the text over which the norms' scales are averaged; its beginning, `passage.N_TOKENS` tokens.
+        rows: (rows, pos) ids of the text over which the norms' scales are averaged.
+        counted: the positions that count; None: all.
 
     Raises:
         UnsupportedHostError: a host without next-token logits.
     """
 
-    def __init__(self, model: Any, sites: Iterable[Site], stream: TokenStream, names: TokenNames | None = None):
+    def __init__(
+        self,
+        model: Any,
+        sites: Iterable[Site],
+        rows: Int[Tensor, "rows pos"],
+        counted: Bool[Tensor, "rows pos"] | None = None,
+        names: TokenNames | None = None,
+    ):
         host = host_of(model)
         _, self.unembedding = host.readout()
-        rows = next(iter(stream.batches(max(1, N_TOKENS // stream.row_length))))
-        self.passages = passages(host, sites, rows, stream.counted(rows, 0))
+        self.passages = passages(host, sites, rows, counted)
         self.names = names or TokenNames(model)
 
     def effects(self, site: str, write: Float[Tensor, "some d_model"], n: int = 8) -> list[LogitEffect]:
@@ -174,6 +181,5 @@ def logit_effect(
     write = write_vectors(factors if isinstance(factors, Factors) else factors[site])
     if write is None:
         raise error("no-direct-logit-effect", site=site)
-    return Readout(model, sites_of(host_of(model), site), as_stream(tokens, model)).effects(
-        site, write[index][None], n
-    )[0]
+    readout = Readout(model, sites_of(host_of(model), site), *beginning_of(as_stream(tokens, model)))
+    return readout.effects(site, write[index][None], n)[0]
