@@ -177,7 +177,10 @@ def _contexts(contexts: Sequence[Context], level: int, legend: bool) -> str:
 
 
 def _logits(unit: UnitCard, level: int, legend: bool) -> str:
-    heading, effect = _heading(level, "part", "Direct effect on the logits"), unit.logits
+    heading, effect = (
+        _heading(level, "part", "Direct effect on the logits, at the final norm's mean scale"),
+        unit.logits,
+    )
     if effect is None:
         inside = split_name(unit.site)[1] not in WRITES_RESIDUAL
         why = (
