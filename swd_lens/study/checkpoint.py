@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -36,9 +36,8 @@ from swd_lens.units.attach import probe_tokens
 from swd_lens.units.factors import Factors
 from swd_lens.units.unit_set import require_made_for, sources_by_site
 
-# Of the largest logit. A checkpoint in half precision rounds each product anew.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5}
-_HALF = 5e-2
+# Of the largest logit; in half precision in steps of the dtype, as a matrix is rounded where the host rounds two products.
+TOLERANCE, _STEPS = 1e-5, 8
 # How configurations call biases that are off unless asked for.
 _FLAGS = ("attention_bias", "mlp_bias", "use_bias", "bias")
 
@@ -81,9 +80,11 @@ def save_checkpoint(
         if not isinstance(of, Factors):
             raise error("checkpoint-of-other-units", site=name, kind=type(of).__name__)
     kept, constants = _kept(replaced, circuit, ablation)
-    with writing(folder, "save_checkpoint", _bytes_of(host)) as place:
+    n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    with writing(folder, "save_checkpoint", n_bytes) as place:
         network, tokenizer = _network(model, source)
-        places = {site.name: _place(network, host, site) for site in _sites(host, replaced)}
+        sites = [site for site in (*host.sites(), *host.alternatives()) if site.name in replaced]
+        places = {site.name: _place(network, host, site) for site in sites}
         network = _with_bias(network, places, constants)
         with torch.no_grad():
             for name, of in replaced.items():
@@ -148,15 +149,11 @@ def _network(model: Any, source: str | Path | None) -> tuple[Any, Any]:
     return network.eval(), model.tokenizer
 
 
-def _sites(host: Host, replaced: Mapping[str, Factors]) -> list[Site]:
-    return [site for site in (*host.sites(), *host.alternatives()) if site.name in replaced]
-
-
-class _Place:
+class _Place(NamedTuple):
     """Where a site's outputs stand in a network: a module's name, and (output,) which of its outputs they are."""
 
-    def __init__(self, module: str, outputs: Int[Tensor, " output"]):
-        self.module, self.outputs = module, outputs
+    module: str
+    outputs: Tensor
 
 
 def _place(network: nn.Module, host: Host, site: Site) -> _Place:
@@ -182,13 +179,13 @@ def _outputs(held: Float[Tensor, "_held _in"], wanted: Float[Tensor, "output _in
     rows: dict[bytes, list[int]] = {}
     for index, row in enumerate(held.contiguous().numpy()):
         rows.setdefault(row.tobytes(), []).append(index)
-    found = []
+    outputs = []
     for row in wanted.contiguous().numpy():
-        same = rows.get(row.tobytes())
-        if not same:
+        equal = rows.get(row.tobytes())
+        if not equal:
             return None
-        found.append(same.pop(0))  # equal rows (of zeros) are whose turn it is
-    return torch.tensor(found)
+        outputs.append(equal.pop(0))  # of equal rows (zeros, say) each is taken once
+    return torch.tensor(outputs)
 
 
 def _with_bias(network: Any, places: Mapping[str, _Place], constants: Mapping[str, Tensor]) -> Any:
@@ -234,12 +231,9 @@ def _require_same_logits(
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(units)
         host = model(row).float().cpu()
-        found = network.to("cpu")(row, attention_mask=torch.ones_like(row)).logits.float()
-    n_words = min(host.shape[-1], found.shape[-1])
-    difference = float((host[..., :n_words] - found[..., :n_words]).abs().max() / host.abs().max())
-    if not difference <= TOLERANCE.get(network.dtype, _HALF):
+        written = network(row, attention_mask=torch.ones_like(row)).logits.float()
+    n_words = min(host.shape[-1], written.shape[-1])
+    difference = float((host[..., :n_words] - written[..., :n_words]).abs().max() / host.abs().max())
+    half = network.dtype.itemsize <= 2
+    if not difference <= (_STEPS * torch.finfo(network.dtype).eps if half else TOLERANCE):
         raise error("checkpoint-differs", difference=difference)
-
-
-def _bytes_of(host: Host) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in host.model.parameters())

@@ -74,14 +74,14 @@ def test_units_have_rows_and_positions_and_exact_ones_give_the_dense_logits(mode
 def test_it_is_factorized_and_measured(model, calibrated):
     dense = logits_of(model)
     tokens = families.some_tokens(40, 32, seed=1) if calibrated else None
-    factors = swd.factorize(model, "mlp_out", tokens=tokens, sparsity=0.4, outer_iterations=2, progress=False)
+    factors = swd.factorize(
+        model, "mlp_out", tokens=tokens, sparsity=0.9, outer_iterations=2, progress=False
+    )  # a KL far above rounding
     found = swd.fidelity(model, factors, TOKENS, local=True)
     with torch.no_grad(), swd.attach(model, factors):
         replaced = model(TOKENS)
     log_p, log_q = (x[:, :-1].double().log_softmax(-1) for x in (dense, replaced))
-    assert found.kl == pytest.approx(
-        float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-3, abs=1e-7
-    )  # float32 logits
+    assert found.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-3)
     for site in (one for one in host_of(model).sites() if one.kind == "mlp_out"):
         h, weight = record(host_of(model), TOKENS, inputs=[site]).inputs[site.name], host_of(model).weight(site)
         f = factors[site.name]

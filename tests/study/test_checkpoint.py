@@ -44,6 +44,18 @@ def test_transformers_loads_the_replaced_model(name, kind, tmp_path):
         assert near(again(ROW), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_host_in_half_precision_keeps_its_precision(dtype, tmp_path):
+    """Its products are rounded once where the host's are rounded twice: equal to the steps of the dtype."""
+    model = swd.load_host(str(families.checkpoint("llama")), "bridge", dtype=dtype)
+    factors = swd.factorize(model, "mlp_out", sparsity=0.5, tokens=families.some_tokens(4, 32), **QUICK)
+    swd.study.save_checkpoint(model, factors, tmp_path)
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert network.dtype == dtype
+    with torch.no_grad(), swd.attach(model, factors):
+        assert near(network.eval()(ROW).logits.float(), model(ROW).float(), 8 * torch.finfo(dtype).eps)
+
+
 def circuit_of(model, factors, positions="all", mean_over="all_tokens"):
     """Half of the units of each site, by their scores on a task."""
     task = swd.load_task("gendered_pronoun", model, n_train=12, n_validation=8, n_test=8)

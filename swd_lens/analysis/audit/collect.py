@@ -139,7 +139,7 @@ def audit(
         n_tokens=stream.n_counted,
         names=names,
         # An encoder has no next-token logits that a unit could have a direct effect on.
-        readout=Readout(model, indices, *first.found(), names) if facts_of(model).reads_out else None,
+        readout=Readout(model, indices, *first.rows_and_counted(), names) if facts_of(model).reads_out else None,
         ends=Ends.of(host_of(model)),
     )
 
@@ -162,7 +162,7 @@ class _FirstRows:
             self.n_rows += len(self.rows[-1])
         self.observer(first_row, rows, z, counted)
 
-    def found(self) -> tuple[Tensor, Tensor]:
+    def rows_and_counted(self) -> tuple[Tensor, Tensor]:
         """(rows, pos) ids, and which of their positions count."""
         return torch.cat(self.rows), torch.cat(self.counted).cpu()
 

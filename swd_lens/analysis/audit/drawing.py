@@ -177,10 +177,8 @@ def _contexts(contexts: Sequence[Context], level: int, legend: bool) -> str:
 
 
 def _logits(unit: UnitCard, level: int, legend: bool) -> str:
-    heading, effect = (
-        _heading(level, "part", "Direct effect on the logits, at the final norm's mean scale"),
-        unit.logits,
-    )
+    heading = _heading(level, "part", "Direct effect on the logits, at the final norm's mean scale")
+    effect = unit.logits
     if effect is None:
         inside = split_name(unit.site)[1] not in WRITES_RESIDUAL
         why = (
@@ -192,8 +190,7 @@ def _logits(unit: UnitCard, level: int, legend: bool) -> str:
         f"<div>{_heading(level + 1, 'side', name)}{_bars([(visible_token(t), v) for t, v in tokens], largest)}</div>"
         for name, tokens in (("promotes", effect.promoted), ("suppresses", effect.suppressed))
     )
-    says = "Centred logits per unit of z, at the mean scale of the final norm over the text; where z is negative the sides swap."
-    note = f'<p class="soft">{says}</p>' if legend else ""
+    note = '<p class="soft">Centred logits per unit of z; where z is negative the sides swap.</p>' if legend else ""
     return f'{heading}<div class="two">{sides}</div>{note}'
 
 

@@ -6,10 +6,8 @@
    it is the mean effect on the logits per unit of z, the scales held; on logits before a soft cap, where the host has one.
 """
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +20,7 @@ from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
 from swd_lens.tasks.streams import TokenStream
 
 N_TOKENS = 8_192  # of the text, from its beginning
+_AT_ONCE = 2_048  # tokens of a forward
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def beginning_of(stream: TokenStream) -> tuple[Int[Tensor, "rows pos"], Bool[Ten
 def passages(
     host: Host, sites: Iterable[Site], rows: Int[Tensor, "rows pos"], counted: Bool[Tensor, "rows pos"] | None
 ) -> dict[str, Passage]:
-    """Site -> its passage, of those that write to the residual stream; one forward of the rows.
+    """Site -> its passage, of those that write to the residual stream; the rows run once, without their logits.
 
     Args:
         counted: positions that scales are averaged over; None: all.
@@ -63,22 +62,17 @@ def passages(
     Raises:
         UnsupportedHostError: the host has no next-token logits.
     """
-    weight, _ = host.readout()
+    final_weight, _ = host.readout()
     writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
-    final = getattr(host.model, "ln_final", None) if facts_of(host.model).norm is not None else None
     behind = {site.name: norm for site in writing if (norm := _norm_behind(host, site)) is not None}
-    inverse = _inverse_scales(host, [norm for norm in (final, *behind.values()) if norm is not None], rows)
-    centred = facts_of(host.model).norm == "layer"
-    found = {}
+    final_inverse, inverse = _inverse_scales(host, behind, rows)
+    by_site = {}
     for site in writing:
-        norms = [norm for norm in (behind.get(site.name), final) if norm is not None]
-        product = torch.ones(rows.shape)
-        for norm in norms:
-            product = product * inverse[id(norm)]
-        mean = float(product.mean() if counted is None else product[counted].mean())
-        of_site = (host.norm_weight(behind[site.name]),) if site.name in behind else ()
-        found[site.name] = Passage((*of_site, weight if final is not None else None), centred, mean)
-    return found
+        both = final_inverse * inverse[site.name] if site.name in behind else final_inverse
+        mean = float(both.mean() if counted is None else both[counted].mean())
+        first = [host.norm_weight(behind[site.name])] if site.name in behind else []
+        by_site[site.name] = Passage((*first, final_weight), facts_of(host.model).norm == "layer", mean)
+    return by_site
 
 
 def _norm_behind(host: Host, site: Site) -> nn.Module | None:
@@ -91,22 +85,29 @@ def _norm_behind(host: Host, site: Site) -> nn.Module | None:
 
 
 def _inverse_scales(
-    host: Host, norms: list[nn.Module], rows: Int[Tensor, "rows pos"]
-) -> Mapping[int, Float[Tensor, "rows pos"]]:
-    """id of a norm -> 1 / scale at every position."""
-    facts = facts_of(host.model)
-    seen: dict[int, list[Tensor]] = {id(norm): [] for norm in norms}
+    host: Host, behind: Mapping[str, nn.Module], rows: Int[Tensor, "rows pos"]
+) -> tuple[Float[Tensor, "rows pos"], dict[str, Float[Tensor, "rows pos"]]]:
+    """1 / scale at every position: of the final norm (1 where the host has none), and of each site's norm behind it."""
+    facts, n_blocks = facts_of(host.model), len(host.model.blocks)
+    seen: dict[str, list[Tensor]] = {site: [] for site in behind}
 
-    def look(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = (args[0] if args else next(iter(kwargs.values()))).detach().float()
+    def inverse_scale(x: Float[Tensor, "rows pos d_model"]) -> Float[Tensor, "rows pos"]:
+        x = x.detach().float()
         x = x - x.mean(-1, keepdim=True) if facts.norm == "layer" else x
-        seen[id(norm)].append((x.square().mean(-1) + facts.eps).rsqrt().cpu())
+        return (x.square().mean(-1) + facts.eps).rsqrt().cpu()
 
-    at_once = max(1, 2_048 // rows.shape[1])
-    with torch.no_grad(), ExitStack() as stack:
-        undo = stack.enter_context(Undo())
-        for norm in norms:
-            undo.push(norm.register_forward_pre_hook(look, with_kwargs=True).remove)
-        for part in rows.split(at_once):
-            host.run(part)
-    return {key: torch.cat([of_part.reshape(-1, rows.shape[1]) for of_part in parts]) for key, parts in seen.items()}
+    def reader(site: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: seen[site].append(
+            inverse_scale(args[0] if args else next(iter(kwargs.values())))
+        )
+
+    final = []
+    with torch.no_grad(), Undo() as undo:
+        for site, norm in behind.items():
+            undo.push(norm.register_forward_pre_hook(reader(site), with_kwargs=True).remove)
+        for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+            stream = host.residual(part, n_blocks)
+            final.append(torch.ones(part.shape) if facts.norm is None else inverse_scale(stream))
+    return torch.cat(final), {
+        site: torch.cat([part.reshape(-1, rows.shape[1]) for part in parts]) for site, parts in seen.items()
+    }
