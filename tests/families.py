@@ -64,6 +64,93 @@ HOOKED = ("gpt2", "pythia", "llama", "qwen2", "qwen3")  # what HookedTransformer
 CAUSAL = tuple(name for name in FAMILIES if name != "bert")
 
 
+# Architectures of the page "Which models" (tests/which_models.py): all that this transformer_lens' bridge has an adapter for and
+# transformers has a language model of. What of a configuration differs from _ANY; the model class is f"{name}ForCausalLM".
+_ANY: dict[str, Any] = {
+    **SIZES,
+    "head_dim": 4,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_OLD = {"n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "vocab_size": D_VOCAB, **_ENDS}
+_LATENT = {
+    **{
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": 4,
+    },
+    **{"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+}
+_STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+_PLAIN = """\
+    Afmoe Apertus Arcee Cohere Ernie4_5 Ernie4_5_Moe Exaone4 FlexOlmo Gemma Gemma3 Gemma4 Glm Glm4 Glm4Moe Granite GraniteMoe
+    Jais2 JetMoe Laguna Llama Llama4 MiniMaxM2 Ministral3 Mistral Mixtral Mpt NanoChat Nemotron Olmo Olmo2 Olmo3 OlmoHybrid Olmoe Phi
+    Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Rwkv SeedOss SmolLM3 StableLm Starcoder2 XGLM
+"""
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _PLAIN.split()},
+    "Bloom": {"n_head": 4, "n_layer": 2},
+    "CodeGen": _OLD,
+    "Cohere2": {"sliding_window": 32},
+    "DeepseekV2": _LATENT,
+    "DeepseekV3": _LATENT,
+    "DeepseekV4": {"head_dim": 8},
+    "FalconH1": {**_STATES, "mamba_d_ssm": 32},
+    "FalconMamba": {"state_size": 8},
+    "Falcon": {"head_dim": None},
+    "GPT2": _OLD,
+    "GPTBigCode": _OLD,
+    "GPTJ": _OLD,
+    "GPTNeoX": {"num_key_value_heads": 4},
+    "Gemma2": {"query_pre_attn_scalar": 4, "sliding_window": 32},
+    "Glm4MoeLite": _LATENT,
+    "GptOss": {"sliding_window": 32},
+    "GraniteMoeHybrid": {**_STATES, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+    "HunYuanDenseV1": {"head_dim": 8},
+    "Jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Mamba": {"state_size": 8},
+    "Mamba2": {"state_size": 8, "head_dim": 8, "num_heads": 4, "n_groups": 1},
+    "NemotronH": {
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+    },
+    "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "Qwen3Next": {**_LINEAR, "num_hidden_layers": 4, "head_dim": 8},
+    "Qwen3_5": {**_LINEAR, "num_hidden_layers": 4, "head_dim": 8},
+}
+_CONFIG_CLASSES = {
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Llama4": "Llama4TextConfig",
+}
+
+
+def architecture(name: str) -> tuple[str, str, dict[str, Any]]:
+    """Model class, configuration class and configuration of one of ARCHITECTURES."""
+    changed = ARCHITECTURES[name]
+    config = changed if changed is _OLD else {key: v for key, v in {**_ANY, **changed}.items() if v is not None}
+    return (
+        f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel",
+        _CONFIG_CLASSES.get(name, f"{name}Config"),
+        config,
+    )
+
+
 @cache
 def checkpoint(name: str) -> Path:
     """A folder with config.json, weights and tokenizer."""
@@ -104,3 +191,8 @@ def bridge(name: str) -> Any:
 def some_tokens(rows: int = 2, pos: int = 9, seed: int = 0) -> torch.Tensor:
     """Token ids that are not special ones."""
     return torch.randint(8, D_VOCAB, (rows, pos), generator=torch.Generator().manual_seed(seed))
+
+
+def loaded(name: str) -> Any:
+    """One of ARCHITECTURES as a bridge, as a user loads it."""
+    return load_host(str(written(*architecture(name))), kind="bridge")

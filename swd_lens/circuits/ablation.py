@@ -1,7 +1,8 @@
 """Ablation: which units are replaced, and by what: their means over training prompts, zero, or what they are on another prompt.
 
 1. `Means` averages z over training prompts as they are run: at the scoring position of every prompt, over all tokens, or at
-   every position by itself, counted from the end (prompts end at the scoring position).
+   every position by itself, counted from the end (prompts end at the scoring position); of an expert's units over the prompts
+   and tokens that are routed to it.
 2. `ablation_values` gives what replaces a unit whatever the prompt; `Reference` brings it into the shape of a bucket of
    prompts: one vector for all prompts and positions, one per position, or ("resample") one per prompt and position.
 3. `replaced_masks` says which units are replaced when a set is kept or ablated.
@@ -21,7 +22,7 @@ from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import record
-from swd_lens.hosts.sites import HookName, Site, hook_name
+from swd_lens.hosts.sites import HookName, Site, expert_of, hook_name
 from swd_lens.tasks.task import Bucket, TaskSplit
 from swd_lens.units.keys import read_units
 
@@ -48,22 +49,21 @@ class Means:
         self.rows = longest if mean_over == "per_position" and not self.last_suffices else 1
         self._sums: dict[str, Tensor] = {}
         self._counts = torch.zeros(self.rows, dtype=torch.int64)
+        self._routed: dict[
+            str, Tensor
+        ] = {}  # of experts, whose units are zero, and absent, at the tokens of other experts
         self._done = torch.zeros(len(split), dtype=torch.bool)
         self._finished: dict[str, Tensor] | None = None
 
     def add(self, bucket: Bucket, z: Mapping[str, Float[Tensor, "batch _pos _unit"]]) -> None:
         """Count these prompts, which were run anyway; z has every position, or the last one where that suffices."""
         for name, value in z.items():
-            value = value.detach().double()
-            if self.last_suffices:
-                total = value[:, -1:].sum(0)
-            elif self.mean_over == "all_tokens":
-                total = value.sum((0, 1))[None]
-            else:
-                total = value.sum(0)
-            total = total.cpu()
+            total = self._total(value.detach().double())
             sums = self._sums.setdefault(name, torch.zeros(self.rows, total.shape[1], dtype=torch.float64))
             sums[-len(total) :] += total
+            if expert_of(name) is not None:
+                counts = self._total(value.detach().any(-1, keepdim=True).double())[:, 0].long()
+                self._routed.setdefault(name, torch.zeros_like(self._counts))[-len(counts) :] += counts
         n, positions = next(iter(z.values())).shape[:2]
         if self.mean_over == "per_position" and not self.last_suffices:
             self._counts[-positions:] += n
@@ -71,14 +71,20 @@ class Means:
             self._counts += n * (positions if self.mean_over == "all_tokens" else 1)
         self._done[bucket.index] = True
 
+    def _total(self, value: Float[Tensor, "batch pos unit"]) -> Float[Tensor, "_pos unit"]:
+        """Over the prompts, and over their tokens where one mean is for all."""
+        if self.last_suffices:
+            return value[:, -1:].sum(0).cpu()
+        return (value.sum((0, 1))[None] if self.mean_over == "all_tokens" else value.sum(0)).cpu()
+
     def finished(self) -> dict[str, Float[Tensor, "*_pos _unit"]]:
         """The means, after running the prompts that were not added; (unit,), or (pos, unit) per position."""
         if self._finished is None:
             for bucket in self.split.buckets(self.batch_size):
                 if not bool(self._done[bucket.index].all()):
                     self.add(bucket, record(self.host, bucket.tokens, units=self.sites).units)
-            counts = self._counts.clamp(min=1)[:, None]
-            means = {name: (total / counts).float() for name, total in self._sums.items()}
+            counts = {name: self._routed.get(name, self._counts).clamp(min=1)[:, None] for name in self._sums}
+            means = {name: (total / counts[name]).float() for name, total in self._sums.items()}
             per_position = self.mean_over == "per_position"
             self._finished = means if per_position else {name: mean[0] for name, mean in means.items()}
         return self._finished

@@ -305,7 +305,9 @@ class _Sums:
         return Floor(means["kl"], means["ce"] - means["ce_dense"], self._ce_delta_se())
 
     def result(self, hooks: Sequence[str], local_relmse: Mapping[str, float], floor: Floor | None) -> Fidelity:
-        relmse = {site.name: float(self.errors[site.name] / self.norms[site.name]) for site in self.sites}
+        # An expert to which none of these tokens is routed has no error.
+        shown = [site.name for site in self.sites if site.expert is None or self.norms[site.name] > 0]
+        relmse = {name: float(self.errors[name] / self.norms[name]) for name in shown}
         n_predictions = self.total.n_predictions
         deltas, kls = (self._parts_of_rows(torch.cat(sums)) for sums in (self.ce_deltas, self.kls))
         means: dict[str, Any] = self.total.means()

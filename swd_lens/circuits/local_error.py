@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.hosts import Host
-from swd_lens.hosts.sites import Site
+from swd_lens.hosts.sites import Site, expert_of
 from swd_lens.units import Attachment, UnitSet
 from swd_lens.units.projection import Projection, projection_of
 
@@ -50,8 +50,11 @@ class LocalErrors:
             yield
 
     def relmse(self, name: str) -> dict[str, float]:
-        """Site -> local relative squared error of this replacement; a site whose input the forward never shows is left out."""
-        return {site: float(lost / self._norms[site]) for site, lost in self._errors[name].items()}
+        """Site -> local relative squared error of this replacement; a site whose input the forward never shows is left out, and
+        so is an expert's to which none of these tokens is routed."""
+        errors = self._errors[name]
+        shown = [site for site in errors if expert_of(site) is None or self._norms[site] > 0]
+        return {site: float(errors[site] / self._norms[site]) for site in shown}
 
     def _keep_input(self, site: Site, h: Float[Tensor, "*batch d_in"]) -> None:
         self._inputs[site.name] = h

@@ -22,7 +22,7 @@ from swd_lens.circuits.bench import Outcome
 from swd_lens.circuits.screen_runs import ScreenRuns, replaceable
 from swd_lens.hosts import host_of, require_no_dropout, sites_of
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import KINDS, Pattern, split_name
+from swd_lens.hosts.sites import Pattern, base_kind, kind_order, split_name
 from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.task import Task
 
@@ -139,7 +139,7 @@ class Screen(SavedRecord):
     def plot(self, tasks: Iterable[str] | None = None):
         """What each site costs each task (None: all of them), a heat map of layers by kind per task; a matplotlib Figure."""
         shown = [self.tasks[name] for name in (self.tasks if tasks is None else tasks)]
-        kinds = sorted({split_name(name)[1] for name in self.sites}, key=KINDS.index)
+        kinds = sorted({split_name(name)[1] for name in self.sites}, key=kind_order)
         n_layers = 1 + max((split_name(name)[0] for name in self.sites), default=0)
         height = 0.6 + 0.22 * max(3, len(kinds))
         figure, axes = new_figure(max(1, len(shown)), width=1.6 + 0.22 * n_layers, height=height)
@@ -244,7 +244,8 @@ def screen(
         )
     of_sites = sites_of(host, sites)
     if surfaces is None:
-        by_kind = {kind: [site for site in of_sites if site.kind == kind] for kind in KINDS}
+        kinds = dict.fromkeys(base_kind(site.kind) for site in sorted(of_sites, key=lambda s: kind_order(s.kind)))
+        by_kind = {kind: [site for site in of_sites if base_kind(site.kind) == kind] for kind in kinds}
         of_surfaces = {f"all {kind}": group for kind, group in by_kind.items() if len(group) > 1}
     else:
         of_surfaces = {label: sites_of(host, pattern) for label, pattern in surfaces.items()}

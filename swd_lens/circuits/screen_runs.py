@@ -34,14 +34,20 @@ _LOGITS_AT_ONCE = 2**26  # a quarter of a gigabyte in float32
 
 
 class Output(nn.Module):
-    """Stands for a site's product: the host's own, summed up while `counts`, in `rows` its `mean` (per position: `each`)."""
+    """Stands for a site's product: the host's own, summed up while `counts`, in `rows` its `mean` (per position: `each`).
 
-    def __init__(self) -> None:
+    Args:
+        of_expert: only tokens that are routed to it count; the site is shown zeros at others.
+    """
+
+    def __init__(self, of_expert: bool = False) -> None:
         super().__init__()
+        self.of_expert = of_expert
         self.clear()
 
     def clear(self) -> None:
-        self.counts, self.n = False, 0
+        self.counts, self.counted = False, False
+        self.n: Tensor | int = 0
         self.sums: Tensor | float = 0.0
         self.mean: Tensor | None = None
         self.rows: list[slice] = []
@@ -50,9 +56,11 @@ class Output(nn.Module):
     def forward(self, h: Float[Tensor, "batch pos d_in"], bias: Tensor | None, dense: Any) -> Tensor:
         y = dense(h)
         if self.counts:
-            seen = y[:, -1:] if self.last_only else y
-            self.sums = self.sums + seen.double().sum(0 if self.each else (0, 1)).cpu()
-            self.n += seen.shape[0] * (1 if self.each else seen.shape[1])
+            seen, over = y[:, -1:] if self.last_only else y, 0 if self.each else (0, 1)
+            there = h.any(-1, keepdim=True) if self.of_expert else torch.ones_like(y[..., :1], dtype=torch.bool)
+            there = there[:, -1:] if self.last_only else there
+            self.sums = self.sums + (seen.double() * there).sum(over).cpu()
+            self.n, self.counted = self.n + there.sum(over).cpu(), True
         if self.rows and self.mean is not None:
             y = y.clone()
             for rows in self.rows:
@@ -64,7 +72,7 @@ class Output(nn.Module):
 def replaceable(host: Host, sites: Sequence[Site]) -> Iterator[dict[str, Output]]:
     """While open, every site's product goes through an `Output`."""
     require_detached(host.model, "screen")
-    outputs, mode = {site.name: Output() for site in sites}, host.model.training
+    outputs, mode = {site.name: Output(site.expert is not None) for site in sites}, host.model.training
     with Undo() as undo:
         for site in sites:
             host.swap(site, outputs[site.name].train(mode), HookPoint().train(mode), undo.push)
@@ -119,7 +127,7 @@ class ScreenRuns:
         prepared = [self._prepare(bucket, layers, dense) for bucket in buckets]
         require_seen([site for sites in interventions.values() for site in sites], self._averaged(), "output")
         for output in self.outputs.values():
-            output.mean = torch.as_tensor(output.sums) / output.n
+            output.mean = torch.as_tensor(output.sums) / torch.as_tensor(output.n).clamp(min=1)
         groups = {
             layer: [name for name, sites in interventions.items() if min(site.layer for site in sites) == layer]
             for layer in layers
@@ -136,7 +144,7 @@ class ScreenRuns:
         return dense, outcome
 
     def _averaged(self) -> set[str]:
-        return {name for name, output in self.outputs.items() if output.n}
+        return {name for name, output in self.outputs.items() if output.counted}
 
     def _prepare(self, bucket: Bucket, layers: Sequence[int], dense: Outcome) -> _Prepared:
         """Run a bucket once: its dense margins, its share of the means, and what enters the blocks."""

@@ -199,7 +199,7 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
             grams.update(known.by_site)
         elif job.stream is not None:
             collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
-            grams.update(collected.by_site)
+            grams.update({name: gram for name, gram in collected.by_site.items() if collected.n_routed.get(name) != 0})
             del collected
         for member in group:
             yield member, grams.pop(member.name, None)

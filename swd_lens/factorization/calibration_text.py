@@ -100,6 +100,8 @@ class KnownGrams:
         To be called while the host runs as it did when this was made. Raises what `collect_grams` does.
         """
         kept, shares = self.text._kept, self.text._first_shares
+        if any(site.expert is not None for site in sites):  # theirs are means over fewer tokens
+            return None
         if any(self._of(site) not in kept for site in sites):
             room = self.text.n_bytes - sum(gram.nbytes for gram in {id(gram): gram for gram in kept.values()}.values())
             together: dict[str, Site] = {}

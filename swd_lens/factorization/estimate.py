@@ -20,8 +20,7 @@ from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.forecast import SiteEstimate, forecast, residual_bytes
 from swd_lens.factorization.job import Job
-from swd_lens.factorization.matrices import SITE_NAME
-from swd_lens.hosts.sites import Pattern
+from swd_lens.hosts.sites import Pattern, base_kind, is_site_name, split_name
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.tasks.streams import as_stream
 
@@ -224,8 +223,7 @@ def _line(rows: Sequence[SiteEstimate]) -> tuple[str, ...]:
 
 def _kind(name: str) -> str:
     """Of a site; "" of a matrix with another name."""
-    match = SITE_NAME.fullmatch(name)
-    return "" if match is None else match[2]
+    return base_kind(split_name(name)[1]) if is_site_name(name) else ""
 
 
 def _matrices(n: int) -> str:

@@ -206,14 +206,14 @@ def _factorized(
                 calibrated = replaced.calibrate(to_solve, progress and job.kind == "dense")
             bar.calibrated([site for site in stage if site.name not in done])
             alone = len(stage) == 1
-            shares = {name: of_site.first_share for name, of_site in calibrated.items()}
+            seen = {name: (of_site.first_share, of_site.n_routed) for name, of_site in calibrated.items()}
             tasks = _tasks(job, to_solve, calibrated, bar, in_process=pool.in_this_process(alone=alone))
             solved = pool.solve(tasks, alone=alone, on_iteration=bar.iterated if progress else None)
             for site in stage:
                 if site.name not in done:
                     in_shard = in_shards.get(site.name)
                     if in_shard is None:
-                        f = job.remembering(site, _stamped(job, site, next(solved), shares.get(site.name)))
+                        f = job.remembering(site, _stamped(job, site, next(solved), *seen.get(site.name, (None, None))))
                     else:
                         f = _taken_over(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
@@ -248,15 +248,16 @@ def _tasks(
         yield job.task(site, calibrated.pop(site.name, None), bar.plan[site.name].peak_bytes)
 
 
-def _stamped(job: Job, site: Site, solved: Solved, first_share: float | None) -> Factors:
-    """The factors where the host's matrix is, with their provenance; `first_share` of their Gram, if they have one."""
+def _stamped(job: Job, site: Site, solved: Solved, first_share: float | None, n_routed: int | None) -> Factors:
+    """The factors where the host's matrix is, with their provenance; `first_share` of their Gram, if they have one, and, of an
+    expert, the tokens that it is the mean of."""
     assert solved.site == site.name, f"{solved.site} came for {site.name}"
     weight = host_of(job.model).weight(site)
     home = weight.device if next(job.model.parameters()).dtype == torch.float32 else torch.device("cpu")
     f = replace(solved.factors, weight=None).to(home)
     # Corrected, the solver saw the target, not W.
     error = f.relative_frobenius(weight.to(home)) if job.kind == "corrected" else solved.relative_frobenius
-    calibration = {"calibration": job.kind, "tokens": job.n_tokens}
+    calibration = {"calibration": job.kind, "tokens": job.n_tokens if n_routed is None else n_routed}
     if first_share is not None:
         calibration["first_position_share"] = first_share
     return stamp(f, job.model, site, {**calibration, "relmse": solved.relmse, "relative_frobenius": error})

@@ -61,11 +61,13 @@ class Grams:
         by_site: site name -> mean of h^T h.
         n_tokens: that count.
         first_share: site name -> share of the trace that comes from the first positions of rows.
+        n_routed: an expert's site name -> the tokens among these that were routed to it, over which its Gram is averaged.
     """
 
     by_site: Mapping[str, Float[Tensor, "_d_in _d_in"]]
     n_tokens: int
     first_share: Mapping[str, float] = field(default_factory=dict)
+    n_routed: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, site: str) -> Tensor:
         return self.by_site[site]
@@ -116,7 +118,8 @@ def collect_grams(
     if sums.parted:
         sums = _pass(sites, residuals, _Sums(double, share=False), progress)
     first_share = sums.first_shares()
-    return Grams(sums.means(n_tokens), n_tokens, first_share)
+    n_routed = sums.routed_counts()
+    return Grams(sums.means(n_tokens, n_routed), n_tokens, first_share, n_routed)
 
 
 def _pass(sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
@@ -159,6 +162,7 @@ class _Sums:
     shape: tuple[int, int] = (1, 1)  # of the present batch: rows, positions
     counted: Tensor | None = None  # (rows, pos) of the present batch; None: every position
     of_first: dict[str, Tensor] = field(default_factory=dict)  # sum of squares at first positions
+    n_routed: dict[str, int] = field(default_factory=dict)  # of experts: vectors that are not all zeros
 
     def begin(self, shape: tuple[int, int], counted: Bool[Tensor, "rows pos"] | None) -> None:
         """A batch of so many rows and positions begins, of which these positions count."""
@@ -176,6 +180,8 @@ class _Sums:
             return
         flat = _vectors(h, self.in_double)
         flat, at_first = self._that_count(site, flat)
+        if site.expert is not None:  # the others are other experts' tokens
+            self.n_routed[site.name] = self.n_routed.get(site.name, 0) + int(flat.any(1).sum())
         squares = torch.linalg.vector_norm(at_first, dtype=torch.float64).square().cpu()
         self.of_first[site.name] = self.of_first.get(site.name, 0.0) + squares
         if site.name not in self.by_site:  # where the site is: layers may lie on several devices
@@ -222,13 +228,19 @@ class _Sums:
         shares = {name: float(self.of_first[name]) / trace if trace > 0 else 0.0 for name, trace in traces.items()}
         return shares | {name: shares[owner] for name, owner in self.owner.items()}
 
-    def means(self, n_tokens: int) -> dict[str, Tensor]:
+    def routed_counts(self) -> dict[str, int]:
+        """Vectors that each expert's matrix read."""
+        return self.n_routed | {
+            name: self.n_routed[owner] for name, owner in self.owner.items() if owner in self.n_routed
+        }
+
+    def means(self, n_tokens: int, n_routed: Mapping[str, int]) -> dict[str, Tensor]:
         """The Grams. Each sum goes as it is converted, so that at most one Gram lies beside the sums."""
         grams: dict[str, Tensor] = {}
         for name in list(self.by_site):
             total = self.by_site.pop(name)
             _require_finite(name, total)
-            total /= n_tokens
+            total /= max(n_routed.get(name, n_tokens), 1)
             grams[name] = total if self.in_double else total.float()
         return grams | {name: grams[owner] for name, owner in self.owner.items()}
 
@@ -272,11 +284,13 @@ def _home(d_in: int, device: torch.device) -> torch.device:
 
 
 class Pair(NamedTuple):
-    """Of one site: the Gram of what it reads, its products with what it reads in the dense host, and `Grams.first_share`."""
+    """Of one site: the Gram of what it reads, its products with what it reads in the dense host, `Grams.first_share` and (an
+    expert's) `Grams.n_routed`."""
 
     gram: Float[Tensor, "_d_in _d_in"]
     cross: Float[Tensor, "_d_in _d_in"]
     first_share: float
+    n_routed: int | None = None
 
 
 def collect_pairs(
@@ -302,6 +316,7 @@ def collect_pairs(
     """
     sums = {site.name: [torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for _ in range(2)] for site in sites}
     at_first, first_row = dict.fromkeys(sums, 0.0), 0
+    n_routed = {site.name: 0 for site in sites if site.expert is not None}
     both = zip(replaced.batches(), dense.batches(), strict=True)
     with fused_attention(replaced.host, replaced.stream.first_row()[None]):
         for (tokens, start), (_, dense_start) in _shown(both, replaced, progress):
@@ -318,6 +333,8 @@ def collect_pairs(
                 at_first[name] += float(torch.linalg.vector_norm(h[first], dtype=torch.float64).square())
                 if counted is not None:
                     h, g = h[counted], g[counted]
+                if name in n_routed:
+                    n_routed[name] += int(h.any(1).sum())
                 gram += (h.T @ h).to(gram)
                 cross += (h.T @ g).to(cross)
             first_row += len(tokens)
@@ -325,10 +342,11 @@ def collect_pairs(
         for total in pair:
             _require_finite(name, total)
     n_tokens = replaced.stream.n_counted
-    return {
-        name: Pair(gram / n_tokens, cross / n_tokens, at_first[name] / max(float(gram.diagonal().sum()), 1e-300))
-        for name, (gram, cross) in sums.items()
-    }
+    pairs: dict[str, Pair] = {}
+    for name, (gram, cross) in sums.items():
+        n, share = max(n_routed.get(name, n_tokens), 1), at_first[name] / max(float(gram.diagonal().sum()), 1e-300)
+        pairs[name] = Pair(gram / n, cross / n, share, n_routed.get(name))
+    return pairs
 
 
 def _inputs(

@@ -22,7 +22,7 @@ from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.matrices import basis_of_each, matrices_of, sparsity_of_each
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
-from swd_lens.hosts import find_sites, host_of
+from swd_lens.hosts import find_sites, host_of, matrix_entries
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import PACKED, Pattern, Site
 from swd_lens.solver import AnySpec, resolve
@@ -226,6 +226,7 @@ class Job:
             "calibration": self.kind,
             "tokens": self.n_tokens,
             **({} if self.stream is None else self.stream.about(self.model)),
+            "matrix_entries": matrix_entries(host_of(self.model)),
             **self._weighing(),
             **standing_hooks(self.model),
         }
@@ -281,7 +282,7 @@ class Job:
             sparsity=self.sparsities[site.name],
             preset=self.preset,
             units=self.units,
-            tokens=None if gram is None else self.n_tokens,
+            tokens=None if calibrated is None or gram is None else calibrated.n_routed or self.n_tokens,
             options=self.options_of(site),
             bytes=peak_bytes,
             output_gram=outputs if outputs is None or self.device is None else outputs.to(self.device),

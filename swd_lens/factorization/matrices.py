@@ -4,7 +4,6 @@
 2. A sparsity or a basis is one for all of them, or a mapping whose keys are patterns (see `swd_lens.hosts.sites.select_sites`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,10 +11,9 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.base.settings import AUTO
-from swd_lens.hosts.sites import KINDS, NEURON_SIDE, Pattern, Site, select_sites
+from swd_lens.hosts.sites import NEURON_SIDE, Pattern, Site, base_kind, is_site_name, select_sites, split_name
 from swd_lens.solver.validate import is_number
 
-SITE_NAME = re.compile(rf"blocks\.(\d+)\.({'|'.join(KINDS)})")
 NEURONS = "neurons"  # the basis that is an MLP's neurons, whichever side they are
 
 
@@ -48,8 +46,7 @@ def _matrix(name: str, shape: Any, number: int) -> Site:
     pair = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in pair):
         raise error("no-shape", name=name, shape=shape)
-    match = SITE_NAME.fullmatch(name)
-    return Shape(-1 - number, "mlp_out", *pair, label=name) if match is None else Site(int(match[1]), match[2], *pair)
+    return Site(*split_name(name), *pair) if is_site_name(name) else Shape(-1 - number, "mlp_out", *pair, label=name)
 
 
 def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str, float]) -> dict[str, float]:
@@ -90,7 +87,7 @@ def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
         for site in _matching(sites, pattern):
             if given.setdefault(site.name, each) != each:
                 raise error("site-with-two-bases", site=site.name, first=given[site.name], second=each)
-    neurons = {site.name: NEURON_SIDE.get(site.kind) for site in sites if not isinstance(site, Shape)}
+    neurons = {site.name: NEURON_SIDE.get(base_kind(site.kind)) for site in sites if not isinstance(site, Shape)}
     by_kind = (NEURONS,) if isinstance(basis, Mapping) else (NEURONS, AUTO)
     sides = {name: neurons.get(name) if each in by_kind else each for name, each in given.items()}
     return {name: side for name, side in sides.items() if side is not None}

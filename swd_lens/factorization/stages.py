@@ -1,7 +1,8 @@
 """Stages: which matrices are calibrated together, and the host with the finished ones in place.
 
 1. `stages_of` cuts the sites, in execution order, into stages: what is calibrated in one pass over the tokens.
-     sequential, corrected: the matrices that read one input (q, k and v; gate and in): none changes what another reads;
+     sequential, corrected: the matrices that read one input (q, k and v; gate and in; those of all experts): none changes
+       what another reads, and as many as have room for their Grams;
      per_block: a block; dense: as many as have room for their Grams; zero-data: all, nothing is run.
 2. `ReplacedHost` is the host while that goes on: finished matrices are attached one by one and stay until the end; `calibrate`
    collects a stage's Grams, from the host as it stands (or, for dense calibration, from its own matrices), and, corrected, what
@@ -11,7 +12,8 @@
    times and not once per later stage.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,13 +23,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from swd_lens.base.errors import callers_level, warning
 from swd_lens.base.surroundings import Undo
 from swd_lens.factorization.calibration_text import CalibrationText
-from swd_lens.factorization.grams import Pair, collect_grams, collect_pairs, corrected
+from swd_lens.factorization.grams import Grams, Pair, collect_grams, collect_pairs, corrected
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import host_of
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, base_kind
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.units import Attachment, attach
 from swd_lens.units.factors import Factors
@@ -42,16 +45,39 @@ class Calibrated:
     """What calibration says of one matrix.
 
     Attributes:
-        gram: (d_in, d_in).
+        gram: (d_in, d_in); None: of an expert to which no token was routed.
         target: (d_in, d_out), to be factorized in W's place; None: W itself.
         first_share: of the Gram's trace, from first positions of rows.
+        n_routed: tokens that were routed to the expert whose matrix it is; None: every token reads it.
         output_gram: (d_out, d_out); None where all outputs count the same.
     """
 
-    gram: Tensor
+    gram: Tensor | None
     target: Tensor | None
     first_share: float
+    n_routed: int | None = None
     output_gram: Tensor | None = None
+
+
+def _calibrated(grams: Grams, site: str) -> Calibrated:
+    n_routed = grams.n_routed.get(site)
+    return Calibrated(None if n_routed == 0 else grams[site], None, grams.first_share[site], n_routed)
+
+
+def warn_of_few_routed(sites: Sequence[Site], n_routed: Mapping[str, int], n_tokens: int) -> None:
+    """Warn once of the experts to which fewer tokens were routed than their matrices have inputs."""
+    few = {site.name: n_routed[site.name] for site in sites if n_routed.get(site.name, site.d_in) < site.d_in}
+    if few:
+        least = min(few, key=lambda name: few[name])
+        said = warning(
+            "few-routed-tokens",
+            n_sites=len(few),
+            site=least,
+            n_routed=few[least],
+            n_tokens=n_tokens,
+            n_without=sum(n == 0 for n in few.values()),
+        )
+        warnings.warn(said, stacklevel=callers_level())
 
 
 def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) -> list[tuple[Site, ...]]:
@@ -61,7 +87,13 @@ def stages_of(sites: Sequence[Site], kind: str, gram_bytes: int = GRAM_BYTES) ->
     if kind == "per_block":
         return [tuple(block) for _, block in groupby(sites, lambda site: site.layer)]
     if kind in ("sequential", "corrected"):
-        return [tuple(same) for _, same in groupby(sites, _input_of)]
+        shared = [tuple(same) for _, same in groupby(sites, _input_of)]
+        return [stage for same in shared for stage in _with_room(same, gram_bytes)]
+    return _with_room(sites, gram_bytes)
+
+
+def _with_room(sites: Sequence[Site], gram_bytes: int) -> list[tuple[Site, ...]]:
+    """Sites that do not change each other's input, cut where their Grams would take more than so much memory."""
     stages: list[list[Site]] = []
     room = 0
     for site in sites:
@@ -86,10 +118,11 @@ def with_room(sites: Sequence[Site], later: Sequence[Site]) -> list[Site]:
 
 def _input_of(site: Site) -> tuple[int, str]:
     """The same for sites of which none can change what another reads."""
+    kind = base_kind(site.kind)
     for shared in (READS_ATTENTION_INPUT, _READS_MLP_INPUT):
-        if site.kind in shared:
+        if kind in shared:
             return site.layer, shared[0]
-    return site.layer, site.kind
+    return site.layer, kind
 
 
 class ReplacedHost:
@@ -171,6 +204,8 @@ class ReplacedHost:
             with self._dense():
                 dense = self._at(layer, "dense")
             pairs = collect_pairs(sites, replaced, dense, self._dense, progress=progress, dtype=self.dtype)
+            n_routed = {name: pair.n_routed for name, pair in pairs.items() if pair.n_routed is not None}
+            warn_of_few_routed(sites, n_routed, replaced.stream.n_counted)
             return {site.name: self._with_target(site, pairs.pop(site.name)) for site in sites}
         with self._dense() if self.kind == "dense" else ExitStack():
             if self._known is not None and (self.kind == "dense" or not self._attachments):
@@ -189,11 +224,15 @@ class ReplacedHost:
                 dtype=self.dtype,
                 residuals=residuals,
             )
-        return {site.name: Calibrated(grams[site.name], None, grams.first_share[site.name]) for site in sites}
+        warn_of_few_routed(sites, grams.n_routed, grams.n_tokens)
+        return {site.name: _calibrated(grams, site.name) for site in sites}
 
     def _with_target(self, site: Site, pair: Pair) -> Calibrated:
+        if pair.n_routed == 0:
+            return Calibrated(None, None, 0.0, 0)
         target = corrected(host_of(self.model).weight(site), pair.gram, pair.cross)
-        return Calibrated(pair.gram if self.dtype == "float64" else pair.gram.float(), target, pair.first_share)
+        gram = pair.gram if self.dtype == "float64" else pair.gram.float()
+        return Calibrated(gram, target, pair.first_share, pair.n_routed)
 
     def _at(self, layer: int, host: Literal["replaced", "dense"]) -> Residuals:
         """What enters a layer of the host as it is, or of the dense host; not moved forward where it would not be used again."""

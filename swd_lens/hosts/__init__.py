@@ -19,6 +19,7 @@ from swd_lens.base.surroundings import claim, in_plain_surroundings
 from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
+    KINDS,
     PACKED,
     WRITES_RESIDUAL,
     BlockShapes,
@@ -297,6 +298,11 @@ def sites_of(host: Host, pattern: Pattern) -> list[Site]:
     return select_sites(host.sites(), pattern, host.alternatives())
 
 
+def matrix_entries(host: Host) -> int:
+    """Entries of all matrices of the host's blocks, those included that are no sites (routers, convolutions, scans)."""
+    return sum(site.numel for site in host.sites()) + sum(block.numel_left for block in host.blocks())
+
+
 def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
     """Whether every row writes nothing along the all-ones direction, as center_writing_weights leaves it."""
     return bool(weight.mean(1).abs().max() < 1e-5 * weight.abs().max())
@@ -306,7 +312,8 @@ def norms_output(host: Host, site: Site) -> bool:
     """Whether a norm stands between the site's output and the residual stream (Gemma 2's second norms, OLMo 2, BERT)."""
     if {"ln1_post", "ln2_post"} & host.model.blocks[site.layer]._modules.keys():
         return True
-    readers = [other for other in host.sites() if other.layer == site.layer and other.kind not in WRITES_RESIDUAL]
+    readers = [other for other in host.sites() if other.layer == site.layer and other.kind in KINDS]
+    readers = [other for other in readers if other.kind not in WRITES_RESIDUAL]
     # Where no norm comes before the matrices, it comes after them.
     return bool(readers) and host.affine(readers[0]) is None
 

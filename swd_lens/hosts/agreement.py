@@ -89,7 +89,7 @@ class Reference:
             other: a kind that may be tried where it does not.
 
         Raises:
-            HostDiffersError: they differ by more than `REFUSED`.
+            HostDiffersError: they differ by more than `REFUSED`, or the host does not run on these tokens.
 
         Warns:
             UserWarning: they differ by more than `WARNED`, or could not be compared.
@@ -101,9 +101,13 @@ class Reference:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
                 logits = _run(model, self.row).float().cpu()
         except Exception as cause:
-            reason = f"the {kind} does not run on tokens alone ({type(cause).__name__}: {cause})"
-            warnings.warn(warning("host-not-compared", name=self.name, reason=reason), stacklevel=callers_level())
-            return
+            raise error(
+                "host-does-not-run",
+                kind=kind,
+                name=self.name,
+                cause=f"{type(cause).__name__}: {cause}",
+                versions=_versions(),
+            ) from cause
         difference, position = self._difference(logits)
         _FOUND[model] = difference
         steps = 1 if self.exact else 4

@@ -5,6 +5,9 @@
    module name) against the sites a host offers; a pattern that matches nothing raises and lists the nearest names.
 3. `Ends` names the coordinates that a site reads and writes: heads, neurons, the residual stream.
 4. `parse_unit` reads a unit's name, "blocks.8.mlp_out/205".
+
+Names beyond the kinds have a dot: "blocks.3.mlp_in.5" is expert 5's matrix of kind mlp_in, and "blocks.3.attn.kv_a_proj_with_mqa"
+a linear map that no kind fits, by the name that its module has within the block.
 """
 
 import difflib
@@ -34,11 +37,40 @@ NEURON_SIDE = {"mlp_gate": "output", "mlp_in": "output", "mlp_out": "input"}
 
 def side_of_units(kind: str) -> str:
     """The side whose coordinates are exact units of a matrix: its neurons', and the input of one that has none."""
-    return NEURON_SIDE.get(kind, "input")
+    return NEURON_SIDE.get(base_kind(kind), "input")
+
+
+def base_kind(kind: str) -> str:
+    """The kind of an expert's matrix, "mlp_in" of "mlp_in.5"; other kinds as they are."""
+    base, _, expert = kind.partition(".")
+    return base if expert.isdecimal() else kind
+
+
+def expert_of(site_name: str) -> int | None:
+    """Which expert a matrix belongs to; None for the others. It reads only the tokens that are routed to that expert; what is
+    shown of others is zero."""
+    match = _NAME.match(site_name)
+    return int(match[3][1:]) if match is not None and match[2] in EXPERT_KINDS and match[3][1:].isdecimal() else None
+
+
+def kind_order(kind: str) -> tuple[int, int, str]:
+    """Sort key of the kinds of one layer, in the order in which they run.
+
+    Experts' matrices follow each other within their kind. A map without a kind goes before what the attention (or, of an MLP's
+    module, the MLP) writes; among themselves these go by their names.
+    """
+    base = base_kind(kind)
+    if base in KINDS:
+        return KINDS.index(base), int(kind.rpartition(".")[2]) if base != kind else -1, ""
+    in_mlp = "mlp_gate" if "router" in base else "mlp_out"  # the router decides what experts read
+    before = KINDS.index(in_mlp if base.startswith("mlp.") else "attn_o")
+    later = [rank for rank, words in enumerate(_RUN_LATER, 1) if re.search(words, base)]
+    return before, max(later, default=0) - 100, base
 
 
 READS_ATTENTION_INPUT = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_gate", "attn_beta", "attn_decay")
-# Their output goes to the residual stream; those of RESIDUAL_MATRICES hold one matrix.
+# Their output goes to the residual stream as it is (an expert's is weighted by its router before); those of RESIDUAL_MATRICES
+# hold one matrix.
 RESIDUAL_MATRICES = ("attn_o", "mlp_out")
 WRITES_RESIDUAL = (*RESIDUAL_MATRICES, "mlp")
 
@@ -53,7 +85,13 @@ _TL_NAMES = {
     "mlp_out": ("mlp.W_out",),
 }
 _HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.|bert\.|encoder\.|language_model\.)+")
-_NAME = re.compile(r"^blocks\.(\d+)\.(\w+)$")
+_NAME = re.compile(r"^blocks\.(\d+)\.(\w+)((?:\.\w+)*)$")
+# Of a packed stack of experts.
+EXPERT_KINDS = ("mlp_gate", "mlp_in", "mlp_out")
+# In a dotted name these are parameters, components' own hooks, or nothing of swd_lens.
+_NO_MODULE = re.compile(r"^(?:W_\w+|b_(?:Q|K|V|O|in|out|gate)|hook_\w+|weight|bias)$")
+# Maps without a kind, in the order in which their modules run: those that no word fits come first.
+_RUN_LATER = (r"x_proj", r"b_proj|dt_proj", r"out_proj|o_proj|down_proj|w2|dense_4h_to_h|c_proj")
 
 
 @dataclass(frozen=True, order=False)
@@ -78,6 +116,11 @@ class Site:
     def numel(self) -> int:
         return self.d_in * self.d_out
 
+    @property
+    def expert(self) -> int | None:
+        """See `expert_of`."""
+        return expert_of(self.name)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.d_in}, {self.d_out})"
 
@@ -94,11 +137,13 @@ class BlockShapes:
         shapes: (kind, d_in, d_out) of every matrix and of the whole MLP.
         alternatives: kinds among them that overlap others, so that they are no sites proper.
         other_matrices: parts that hold matrices and are no sites: "mlp: MoEBridge".
+        numel_left: entries of those parts' matrices.
     """
 
     shapes: tuple[tuple[str, int, int], ...]
     alternatives: tuple[str, ...]
     other_matrices: tuple[str, ...] = ()
+    numel_left: int = 0
 
 
 @lru_cache(maxsize=64)
@@ -110,7 +155,7 @@ def sites_of_blocks(blocks: tuple[BlockShapes, ...]) -> tuple[tuple[Site, ...], 
     sites: list[Site] = []
     alternatives: list[Site] = []
     for layer, block in enumerate(blocks):
-        for kind, d_in, d_out in sorted(block.shapes, key=lambda shape: KINDS.index(shape[0])):
+        for kind, d_in, d_out in sorted(block.shapes, key=lambda shape: kind_order(shape[0])):
             (alternatives if kind in block.alternatives else sites).append(Site(layer, kind, d_in, d_out))
     return tuple(sites), tuple(alternatives)
 
@@ -128,9 +173,9 @@ class HookName(str):
 
 
 def hook_name(site_name: str) -> str:
-    """blocks.8.mlp_out -> blocks.8.hook_mlp_out_unit."""
+    """blocks.8.mlp_out -> blocks.8.hook_mlp_out_unit; blocks.8.mlp_out.5 -> blocks.8.hook_mlp_out_5_unit."""
     layer, kind = split_name(site_name)
-    return f"blocks.{layer}.hook_{kind}_unit"
+    return f"blocks.{layer}.hook_{kind.replace('.', '_')}_unit"
 
 
 def split_name(site_name: str) -> tuple[int, str]:
@@ -140,15 +185,29 @@ def split_name(site_name: str) -> tuple[int, str]:
         UnknownSiteError: the name is not of the form blocks.{layer}.{kind}.
     """
     match = _NAME.match(site_name)
-    if match is None or match[2] not in KINDS:
+    if match is None or not is_site_name(site_name):
         raise error("not-a-site-name", site_name=site_name, kinds="|".join(KINDS))
-    return int(match[1]), match[2]
+    return int(match[1]), match[2] + match[3]
 
 
-def execution_key(site_name: str) -> tuple[int, int]:
+def is_site_name(name: str) -> bool:
+    """Whether a name is that of a host's site (a matrix without a host may be called anything)."""
+    match = _NAME.match(name)
+    return match is not None and _is_kind(match[2], match[3])
+
+
+def _is_kind(first: str, rest: str) -> bool:
+    if not rest:
+        return first in KINDS
+    if rest[1:].isdecimal():
+        return first in EXPERT_KINDS
+    return (first == "mlp" or first not in KINDS) and _NO_MODULE.match(rest.rpartition(".")[2]) is None
+
+
+def execution_key(site_name: str) -> tuple[int, tuple[int, int, str]]:
     """Sort key that puts site names in the order in which the host runs them."""
     layer, kind = split_name(site_name)
-    return layer, KINDS.index(kind)
+    return layer, kind_order(kind)
 
 
 def overlapping(site_name: str) -> list[str]:
@@ -188,7 +247,9 @@ def select_sites(available: Sequence[Site], pattern: Pattern, alternatives: Sequ
     for item in given:
         if not isinstance(item, str | Site):
             raise error(
-                "pattern-not-a-name", pattern=item, kinds=", ".join(dict.fromkeys(site.kind for site in available))
+                "pattern-not-a-name",
+                pattern=item,
+                kinds=", ".join(dict.fromkeys(base_kind(site.kind) for site in available)),
             )
     patterns = [item.name if isinstance(item, Site) else item for item in given]
     if not patterns:
@@ -216,7 +277,9 @@ def matches(site: Site, pattern: str) -> bool:
 
 
 def _aliases(site: Site) -> list[str]:
-    names = [site.name, site.kind]
+    # With underscores: as in the names of hook points.
+    names = list(dict.fromkeys((site.name, site.kind, base_kind(site.kind), site.kind.replace(".", "_"))))
+    names += [f"blocks.{site.layer}.{name}" for name in names[2:]]
     names += [f"blocks.{site.layer}.{name}" for name in _TL_NAMES.get(site.kind, ())]
     # Hugging Face: h.{L} in GPT-2, layers.{L} in NeoX, Llama and Qwen, layer.{L} in BERT.
     names += [f"{root}.{site.layer}.{name}" for root in ("h", "layers", "layer") for name in module_names(site.kind)]
@@ -226,7 +289,7 @@ def _aliases(site: Site) -> list[str]:
 def _nothing_matches(pattern: str, available: Sequence[Site]) -> Exception:
     names = [site.name for site in available]
     near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.3) or names[:4]
-    kinds = sorted({site.kind for site in available}, key=KINDS.index)
+    kinds = sorted({base_kind(site.kind) for site in available}, key=kind_order)
     layers = max((site.layer for site in available), default=-1)
     return error("no-such-site", pattern=pattern, nearest=", ".join(near), last=layers, kinds=", ".join(kinds))
 

@@ -73,7 +73,7 @@ def stored_parameters(host: Host, site: Site) -> list[tuple[dict[str, Any], str]
 
         leaves = leaves_of_block(block)[0]
         of_site = [leaves[site.kind]] if site.kind in leaves else [leaves[part] for part in parts if part in leaves]
-        return [(leaf._parameters, "weight") for leaf in of_site]
+        return [(getattr(leaf, "stored_in", leaf._parameters), "weight") for leaf in of_site]
     module = block.attn if site.kind.startswith("attn") else block.mlp
     names = [f"W_{part.partition('_')[2]}" for part in parts]
     if module is block.attn:  # grouped keys and values are kept as _W_K and _W_V

@@ -118,7 +118,9 @@ class ModelReplacement(Record):
     def title(self) -> str:
         recovered = "" if self.recovered is None else f"; fine-tuning recovered {self.recovered:.1%} of the CE increase"
         n = len(self.factors)
-        return f"ModelReplacement: {n} matrices, {self.factors.edges:,} edges, s={self.factors.sparsity:.4f}{recovered}"
+        share = self.factors.share
+        left = "" if share is None else f" ({share:.1%} of the entries of the blocks' matrices, the rest dense)"
+        return f"ModelReplacement: {n} matrices{left}, {self.factors.edges:,} edges, s={self.factors.sparsity:.4f}{recovered}"
 
     def parts(self) -> tuple[Any, ...]:
         return self.table(), self.allocation, self.samples

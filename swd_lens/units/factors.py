@@ -328,6 +328,13 @@ class FactorSet(OnHub, _SetBase):
         """1 - (all edges) / (all dense weights)."""
         return 1.0 - self.edges / sum(f.d_in * f.d_out for f in self._factors.values())
 
+    @property
+    def share(self) -> float | None:
+        """Share of the entries of all matrices in the host's blocks that these sites hold, the rest being dense; None where the
+        provenance does not say how many there are."""
+        entries = self.provenance.get("matrix_entries")
+        return sum(f.d_in * f.d_out for f in self._factors.values()) / entries if entries else None
+
     def summary(self) -> dict[str, dict[str, Any]]:
         """Site -> d_in, d_out, units, edges, settings and provenance; plain values. Factors still in files stay there.
 
@@ -443,7 +450,8 @@ class FactorSet(OnHub, _SetBase):
 
     def _counted(self) -> str:
         s = f", s={self.sparsity:.4f}" if self._factors else ""
-        return f"FactorSet: {len(self)} sites, {self.n_units:,} units, {self.edges:,} edges{s}{_zero_data(self)}"
+        share = "" if self.share is None else f" ({self.share:.1%} of the entries of the blocks' matrices)"
+        return f"FactorSet: {len(self)} sites{share}, {self.n_units:,} units, {self.edges:,} edges{s}{_zero_data(self)}"
 
     def _repr_html_(self) -> str:
         first = next((f.settings for f in self._factors.values()), {})

@@ -14,7 +14,7 @@ from typing import Any, SupportsInt, TypeGuard
 import pandas as pd
 
 from swd_lens.base.errors import UnknownSiteError, error
-from swd_lens.hosts.sites import KINDS, Site, matches, parse_unit, select_sites, split_name
+from swd_lens.hosts.sites import KINDS, Site, is_site_name, matches, parse_unit, select_sites, split_name
 
 _HOOK = re.compile(r"^(?:blocks\.(\d+)\.)?hook_(\w+)_unit$|^(\w+)_unit$")
 
@@ -56,15 +56,6 @@ def sites_of_key(key: Any, available: Mapping[str, tuple[int, int]]) -> list[str
         raise error(
             "site-not-in-set", site=missing, n_sites=len(names), nearest=", ".join(nearest) or "nothing"
         ) from None
-
-
-def is_site_name(name: str) -> bool:
-    """Whether a set's name for a matrix is that of a host's site (a matrix without a host may be called anything)."""
-    try:
-        split_name(name)
-    except UnknownSiteError:
-        return False
-    return True
 
 
 def _is_layer_pair(key: Any) -> bool:

@@ -20,12 +20,12 @@ from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import host_of, norms_output
 from swd_lens.hosts.families import facts_of
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, WRITES_RESIDUAL, hook_name, split_name
+from swd_lens.hosts.sites import READS_ATTENTION_INPUT, WRITES_RESIDUAL, hook_name, is_site_name, split_name
 from swd_lens.tasks.split import Unusable
 from swd_lens.tasks.tokenize import TaskTokenizer
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors
-from swd_lens.units.keys import is_site_name, read_units
+from swd_lens.units.keys import read_units
 from swd_lens.units.unit_set import UnitSet
 
 READS_RESIDUAL = (*READS_ATTENTION_INPUT, "mlp_in", "mlp_gate")

@@ -29,8 +29,8 @@ _READABLE = 0.65  # of its own size
 _SWEEPS = 6
 _IN_WORDS = 12
 
-_Row = tuple[int, int]  # (layer, kind of site); tokens below all layers, answers above
-_TOKENS, _ANSWERS = (-1, 0), (10**6, 0)
+_Row = tuple[int, tuple[int, int, str]]  # `execution_key` of a site; tokens below all layers, answers above
+_TOKENS, _ANSWERS = (-1, (0, -1, "")), (10**6, (0, -1, ""))
 _Cell = tuple[_Row, int]  # (row, column)
 
 
@@ -210,7 +210,7 @@ def _grid_svg(grid: _Grid, graph: "UnitGraph") -> str:
     shapes = []
     for row in grid.rows:
         y = grid.top(row) + _HEIGHT / 2
-        name = "tokens" if row == _TOKENS else "answers" if row == _ANSWERS else f"{row[0]} · {KINDS[row[1]]}"
+        name = "tokens" if row == _TOKENS else "answers" if row == _ANSWERS else f"{row[0]} · {KINDS[row[1][0]]}"
         shapes.append(
             f'<line x1="{_LEFT - 8:.0f}" x2="{grid.width:.0f}" y1="{y:.1f}" y2="{y:.1f}" '
             f'stroke="{GRID}" stroke-width="0.7"/><text x="8" y="{y + 4:.1f}" font-weight="600">{name}</text>'

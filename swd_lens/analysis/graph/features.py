@@ -22,7 +22,7 @@ import pandas as pd
 
 from swd_lens.analysis.audit import Audit
 from swd_lens.base.errors import error
-from swd_lens.hosts.sites import KINDS, split_name
+from swd_lens.hosts.sites import kind_order, split_name
 
 if TYPE_CHECKING:
     from swd_lens.analysis.audit import Context, UnitProfile
@@ -58,7 +58,7 @@ class FeatureNumbers:
             kinds.setdefault(layer, set()).add(kind)
         identity = hashlib.sha256(json.dumps(factors or sorted(drawn), sort_keys=True).encode()).hexdigest()[:8]
         model = re.sub(r"[^A-Za-z0-9_.-]", "-", str(graph.settings["model"] or "unknown"))
-        ordered = {layer: tuple(sorted(of_layer, key=KINDS.index)) for layer, of_layer in sorted(kinds.items())}
+        ordered = {layer: tuple(sorted(of_layer, key=kind_order)) for layer, of_layer in sorted(kinds.items())}
         return cls(ordered, f"{model}-{identity}")
 
     def index(self, site: str, unit: int) -> int:

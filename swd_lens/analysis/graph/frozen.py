@@ -209,7 +209,7 @@ def require_followable(host: Host, slopes: Sequence[int], patterns: Sequence[int
     for site in host.sites():
         if site.kind in RESIDUAL_MATRICES and norms_output(host, site):
             raise error("graph-behind-a-norm", site=site.name)
-        if norm_before(site.kind) and host.affine(site) is None:
+        if "." in site.kind or (norm_before(site.kind) and host.affine(site) is None):
             raise error("graph-of-an-unknown-reader", site=site.name)
     facts = facts_of(host.model)
     if slopes and facts.mixes_neurons:

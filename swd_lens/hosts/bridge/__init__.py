@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 
 from swd_lens.base.errors import callers_level, error, warning
-from swd_lens.hosts import Affine, Host, Register, is_centered, require_matrix, require_unattached
+from swd_lens.hosts import Affine, Host, Register, is_centered, matrix_entries, require_matrix, require_unattached
 from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.bridge import fused
+from swd_lens.hosts.bridge.experts import ExpertMatrix, call_matrices
 from swd_lens.hosts.bridge.leaves import (
     Packed,
     Rows,
@@ -39,11 +40,13 @@ from swd_lens.hosts.bridge.norms import affine_of, has_value_bias, is_folded, sc
 from swd_lens.hosts.bridge.running import BridgeRuns
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.language import packed_in
-from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, BlockShapes, Site
+from swd_lens.hosts.sites import KINDS, PACKED, RESIDUAL_MATRICES, BlockShapes, Site, base_kind
 from swd_lens.hosts.weights import Shadow, refusals, shadow_methods
 
 # Models whose matrices were looked at, with the shapes found then: what is no site is reported once.
 _ACCEPTED: WeakKeyDictionary[nn.Module, tuple[BlockShapes, ...]] = WeakKeyDictionary()
+# Of the entries of the blocks' matrices: what holds less than that and is no site (routers) is said by tables only.
+_LEFT = 0.01
 _REWRITES_WEIGHTS = ("enable_compatibility_mode", "process_weights", "load_state_dict", "init_weights")
 
 
@@ -72,13 +75,15 @@ class BridgeHost(BridgeRuns, Host):
                 adapter=type(self.model.adapter).__name__,
                 parts=", ".join(others[:4]) or "no matrices",
             )
-        if others:
+        share = sum(block.numel_left for block in blocks) / matrix_entries(self)
+        if others and share >= _LEFT:
             warnings.warn(
                 warning(
                     "bridge-other-matrices",
                     n_parts=len(others),
                     parts=", ".join(others[:4]),
                     more=" ..." if len(others) > 4 else "",
+                    share=share,
                 ),
                 stacklevel=callers_level(),
             )
@@ -108,8 +113,9 @@ class BridgeHost(BridgeRuns, Host):
         return affine_of(self.model, site)
 
     def processing(self) -> dict[str, bool]:
-        writes = [site for site in self.sites() if site.layer == 0 and site.kind in RESIDUAL_MATRICES]
-        reads = [site for site in self.sites() if site.kind not in RESIDUAL_MATRICES]
+        kinds = {site: base_kind(site.kind) for site in self.sites()}
+        writes = [site for site, kind in kinds.items() if site.layer == 0 and kind in RESIDUAL_MATRICES]
+        reads = [site for site, kind in kinds.items() if kind in KINDS and kind not in RESIDUAL_MATRICES]
         return {
             "fold_ln": is_folded(self.model, reads),
             "center_writing_weights": all(is_centered(self.weight(site)) for site in writes),
@@ -165,7 +171,11 @@ class BridgeHost(BridgeRuns, Host):
         return rows
 
     def _call_leaves(self, site: Site, register: Register) -> None:
-        """Make a GatedMLPBridge that multiplies by processed weights itself (gated_mlp.py:108) call its projections."""
+        """Make a stack of experts call its matrices, and a GatedMLPBridge that multiplies by processed weights itself
+        (gated_mlp.py:108) its projections."""
+        if site.expert is not None:
+            call_matrices(self._leaves(site)[0].stack, register)
+            return
         mlp = self.model.blocks[site.layer]._modules.get("mlp") if site.kind.startswith("mlp") else None
         state: dict[str, Any] = {} if mlp is None else mlp.__dict__
         if not (state.get("_use_processed_weights") or state.get("_unit_holders")):
@@ -199,7 +209,7 @@ class BridgeHost(BridgeRuns, Host):
 
     def swap(self, site: Site, projection: nn.Module, hook: Any, register: Register) -> None:
         self._refuse(site)
-        leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], f"hook_{site.kind}_unit"
+        leaves, block, attribute = self._leaves(site), self.model.blocks[site.layer], site.hook_name.rpartition(".")[2]
         mounted = projection if len(leaves) == 1 else Packed(projection, leaves)
         rows = Rows()
         registries = (
@@ -208,9 +218,15 @@ class BridgeHost(BridgeRuns, Host):
             (self.model._hook_registry, site.hook_name),
         )
 
+        # An expert's leaf is in the module tree while it is mounted, so that what is mounted moves with the model.
+        tree = ((leaves[0].stack._modules, site.kind.replace(".", "_"), leaves[0]),) if site.expert is not None else ()
+
         def undo() -> None:
             # Takes out what this swap put in and nothing else, so that it serves twice and after half a swap.
             unmount(leaves, mounted)
+            for names, name, module in tree:
+                if names.get(name) is module:
+                    del names[name]
             rows.leave(block)
             for names, name in registries:
                 if names.get(name) is hook:
@@ -222,6 +238,8 @@ class BridgeHost(BridgeRuns, Host):
             names[name] = hook
         hook.name = site.hook_name
         rows.watch(block)
+        for names, name, module in tree:
+            names[name] = module
         mount(leaves, mounted, site.name, rows)
 
     def _refuse(self, site: Site) -> None:
@@ -275,9 +293,11 @@ def _gatherer(
 ) -> Any:
     """A forward hook that hands over the outputs of all parts side by side, once the last of them is there."""
 
-    def gather(_: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+    def gather(leaf: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         if part in parts:  # an earlier forward was left half-way
             parts.clear()
+        # An expert writes nothing at the tokens of others.
+        out = out * leaf.routed[:, None] if isinstance(leaf, ExpertMatrix) and leaf.routed is not None else out
         parts[part] = shown = rows.apart(out)
         if len(parts) == n_parts:
             whole = torch.cat([parts[i] for i in range(n_parts)], dim=-1) if n_parts > 1 else shown

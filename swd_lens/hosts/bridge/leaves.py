@@ -1,7 +1,9 @@
 """The leaves of a TransformerBridge: the nn.Linear or Conv1D modules that hold its dense matrices, and how one is swapped.
 
 1. Every matrix of a bridge sits in a leaf, under a LinearBridge or, in linear attention, in the Hugging Face module itself.
-   `leaves_of_block` finds them and names the components of a block in which it finds none.
+   `leaves_of_block` finds them and names the components of a block in which it finds none. Where a component is not one whose
+   parts have a kind (latent attention, short convolutions, state spaces, experts), its linear maps are leaves by the names that
+   they have within it, and experts' matrices are leaves of their own (experts.py).
 2. `mount` changes the leaf's `__class__` to a subclass whose forward asks a projection. The leaf keeps its parameters,
    hooks, mode and place in the module tree, so state_dict and parameters() stay the same; `unmount` restores the class. A
    whole MLP (`whole_mlp`) is swapped in the same way.
@@ -35,6 +37,7 @@ from transformer_lens.model_bridge.generalized_components.gated_delta_net import
 from transformers.pytorch_utils import Conv1D
 
 from swd_lens.base.errors import error
+from swd_lens.hosts.bridge.experts import ExpertMatrix, matrices_of, stack_in
 from swd_lens.hosts.sites import PACKED, BlockShapes
 
 # ---------------------------------------------------------------------------------------------- batch and positions
@@ -101,7 +104,7 @@ def _with_projection(plain: Any, name: str) -> type:
 
 FactoredLinear = _with_projection(nn.Linear, "FactoredLinear")
 FactoredConv1D = _with_projection(Conv1D, "FactoredConv1D")  # GPT-2's transposed linear layer
-_LEAVES = (nn.Linear, Conv1D)
+_LEAVES = (nn.Linear, Conv1D, ExpertMatrix)
 # Subclasses that compute the same product in their own words.
 _PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 # Plain class -> the class of the same module while a projection is mounted; those of MLPs are made when first needed.
@@ -110,6 +113,8 @@ _MOUNTED: dict[type, type] = {nn.Linear: FactoredLinear, Conv1D: FactoredConv1D}
 
 def _dense(leaf: Any, h: Tensor) -> Tensor:
     """What the leaf computed before; its own forward would ask for `.weight`."""
+    if isinstance(leaf, ExpertMatrix):
+        return leaf.dense(h)
     weight, bias = leaf._parameters["weight"], leaf._parameters["bias"]
     if isinstance(leaf, nn.Linear):
         return F.linear(h, weight, bias)
@@ -143,6 +148,8 @@ def _plain_class(mounted: type) -> type:
 
 def matrix(leaf: nn.Module) -> Float[Tensor, "d_in d_out"]:
     """The leaf's weight as (d_in, d_out), mounted or not."""
+    if isinstance(leaf, ExpertMatrix):
+        return leaf.weight_of(leaf.stack._parameters[leaf.parameter])
     weight = leaf._parameters["weight"]
     assert weight is not None
     return weight.T if isinstance(leaf, nn.Linear) else weight
@@ -236,6 +243,7 @@ class Packed(nn.Module):
 
 # ---------------------------------------------------------------------------------------------- where they are
 
+_WRAPPERS = ("_original_component", "unit_projection")  # in a module's path: the bridge's, and what is mounted
 _ATTENTION = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_o"}
 _LINEAR_ATTENTION = {
     "in_proj_qkv": "attn_qkv",
@@ -260,26 +268,61 @@ def shapes_of_block(block: nn.Module) -> BlockShapes:
     if {"mlp_in", "mlp_out"} <= shapes.keys() and whole_mlp(block) is not None:
         shapes["mlp"] = (shapes["mlp_in"][0], shapes["mlp_out"][1])
         alternatives += ("mlp",)
-    return BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives, tuple(others))
+    left = sum(others.values())
+    return BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives, tuple(others), left)
 
 
-def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """The block's leaves by site kind (q, k, v apart), and the matrices in it that are no leaf: "mlp: MoEBridge"."""
+def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], dict[str, int]]:
+    """The block's leaves by site kind (q, k, v apart), and the parts of it whose matrices are no leaf, with these matrices'
+    entries: "mlp.gate: MixtralTopKRouter"."""
     leaves: dict[str, nn.Module] = {}
-    others: list[str] = []
+    others: dict[str, int] = {}
     for name, component in block._modules.items():
         if not isinstance(component, GeneralizedComponent) or isinstance(component, NormalizationBridge):
             continue
-        matrices = _leaves_of(component)
-        if not matrices:
-            if any(parameter.ndim > 1 for parameter in component.parameters()):
-                others.append(f"{name}: {type(component).__name__}")
+        if matrices := _leaves_of(component):
+            for kind, leaf in matrices.items():
+                if _is_leaf(_plain_class(type(leaf))):
+                    leaves[kind] = leaf
+                else:
+                    others[f"{name}.{kind}: {type(leaf).__name__}"] = sum(p.numel() for p in leaf.parameters())
+        else:
+            found, left = _leaves_by_name(name, component)
+            leaves |= found
+            others |= left
+    return leaves, others
+
+
+# Children of a component that are of a kind, though not all that the kinds' components have are there.
+_KINDS_BY_NAME = {
+    "attn": {"q_proj": "attn_q", "o_proj": "attn_o"},
+    "mlp": {
+        **{"gate_proj": "mlp_gate", "up_proj": "mlp_in", "down_proj": "mlp_out"},
+        **{"w1": "mlp_gate", "w3": "mlp_in", "w2": "mlp_out"},
+    },
+}
+
+
+# Hugging Face multiplies by their weight itself (the step sizes of Mamba's selective scan).
+_NOT_CALLED = ("dt_proj",)
+
+
+def _leaves_by_name(name: str, component: nn.Module) -> tuple[dict[str, nn.Module], dict[str, int]]:
+    """A component's experts and linear maps: "mlp_in.3", "attn_o", "attn.kv_a_proj_with_mqa"; and what else holds matrices."""
+    stack = stack_in(component)
+    leaves: dict[str, nn.Module] = {} if stack is None else dict(matrices_of(stack))
+    others: dict[str, int] = {}
+    for path, module in component.named_modules():
+        own = [p for key, p in module._parameters.items() if p is not None and p.ndim > 1 and not key.endswith("bias")]
+        if not own or module is stack:
             continue
-        for kind, leaf in matrices.items():
-            if _is_leaf(_plain_class(type(leaf))):
-                leaves[kind] = leaf
-            else:
-                others.append(f"{name}.{kind}: {type(leaf).__name__}")
+        path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        kind = _KINDS_BY_NAME.get(name, {}).get(path, f"{name}.{path or 'linear'}")  # a component may be one linear map
+        called = path.rpartition(".")[2] not in _NOT_CALLED
+        if called and _is_leaf(_plain_class(type(module))) and min(matrix(module).shape) > 1:
+            leaves[kind] = module
+        else:
+            others[f"{name}.{path}: {type(module).__name__}".replace(".:", ":")] = sum(p.numel() for p in own)
     return leaves, others
 
 

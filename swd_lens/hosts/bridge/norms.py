@@ -15,17 +15,20 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 
 from swd_lens.hosts import Affine
 from swd_lens.hosts.bridge.leaves import leaves_of_block, matrix
-from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site
+from swd_lens.hosts.sites import KINDS, READS_ATTENTION_INPUT, Site, base_kind
 
 
 def affine_of(model: Any, site: Site) -> Affine | None:
     """See `swd_lens.hosts.Host.affine`."""
     block = model.blocks[site.layer]
-    if site.kind == "mlp_out":
+    kind = base_kind(site.kind)
+    if kind == "mlp_out":
         return Affine()
+    if kind not in KINDS:  # which norm it reads, if any, is not known
+        return None
     if site.kind == "attn_o":
         return _value_constant(model, block, site.d_in)
-    norm = _norm_before(block, site.kind)
+    norm = _norm_before(block, kind)
     # Not supported by the adapter: norms that follow the matrices (BERT), linear attention (Qwen3.5).
     if norm is None or not getattr(model.adapter, "supports_fold_ln", True):
         return None
@@ -35,7 +38,7 @@ def affine_of(model: Any, site: Site) -> Affine | None:
 def is_folded(model: Any, reads: Iterable[Site]) -> bool:
     """Whether there is nothing left to fold. The norms of a fresh model multiply by one as well, but were not processed."""
     reads = list(reads)
-    norms = [_norm_before(model.blocks[site.layer], site.kind) for site in reads]
+    norms = [_norm_before(model.blocks[site.layer], base_kind(site.kind)) for site in reads]
     processed = getattr(model, "_weights_processed", False) or all(n is None or _weight_of(n) is None for n in norms)
     return bool(processed) and all(affine_of(model, site) == Affine() for site in reads)
 

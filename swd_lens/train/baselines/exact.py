@@ -72,7 +72,9 @@ def svd(
 
     def factorized(weight: Tensor, i: int) -> Factors:
         name = found[i].name
-        return svd_factors(weight, grams[name], output_grams.get(name), tokens=grams.n_tokens)
+        return svd_factors(
+            weight, grams[name], output_grams.get(name), tokens=grams.n_routed.get(name) or grams.n_tokens
+        )
 
     method = "svd_causal" if weigh_outputs else "svd_whitened"
     return _factor_set(model, sites, factorized, method=method, tokens=grams.n_tokens)

@@ -1,0 +1,215 @@
+"""Experts: the matrices of a mixture of experts whose weights are stacked, one leaf for each expert and kind.
+
+1. `stack_in` finds a component's stack: a Hugging Face module with `gate_up_proj` (or `up_proj`) and `down_proj`,
+   (expert, out, in) or (expert, in, out), which says of itself how they are kept (transformers' `use_experts_implementation`).
+2. `matrices_of` makes the leaves: "mlp_in.5" is expert 5's slice of the stack, as (d_in, d_out). They are no modules of the
+   model's tree, hold no parameters of their own, and can be mounted and hooked like any other leaf (leaves.py).
+3. While one is mounted or watched the stack calls them (`call_matrices`): its class is then a subclass that goes through the
+   experts one by one. A leaf that somebody watches gets all tokens, those that are not routed to its expert as zeros, so that
+   its input and its z have (batch, pos) axes; what comes of them there is dropped. `routed` says which these tokens are, also
+   of the mounted units' hook point: `model.hook_dict["blocks.3.hook_mlp_in_5_unit"].routed`, (batch, pos).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from swd_lens.hosts import Register
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
+_ARGUMENTS = 3  # hidden states, experts of each token, their weights
+# Class of a stack -> the class of the same module while it calls its leaves.
+_CALLING: dict[type, type] = {}
+
+
+class _Slice(Mapping[str, Tensor | None]):
+    """Where an expert's matrix is kept, as a module's `_parameters` says it: "weight" -> a detached (d_in, d_out) view.
+
+    The same tensor as long as the stack is the same parameter, which is how changes are noticed (base/marks.py).
+    """
+
+    def __init__(self, matrix: "ExpertMatrix"):
+        self.matrix, self.kept = matrix, None
+
+    def __getitem__(self, name: str) -> Tensor:
+        stacked = self.matrix.stack._parameters[self.matrix.parameter]
+        if name != "weight" or stacked is None:
+            raise KeyError(name)
+        if self.kept is None or self.kept[0] is not stacked:
+            self.kept: Any = (stacked, self.matrix.weight_of(stacked.detach()))
+        return self.kept[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("weight",))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"matrix": self.matrix, "kept": None}  # a copy of the view would be no view
+
+
+class ExpertMatrix(nn.Module):
+    """One expert's matrix of one kind: h -> h @ W + b.
+
+    Attributes:
+        stack: the module that holds it.
+        expert, kind: which one; "mlp_gate", "mlp_in" or "mlp_out".
+        routed: (token,) of the last forward in which the leaf was called with all tokens; None before.
+    """
+
+    stack: Any
+
+    def __init__(self, stack: nn.Module, expert: int, kind: str):
+        super().__init__()
+        # Past nn.Module.__setattr__: the stack has its place in the module tree already.
+        self.__dict__.update(stack=stack, stored_in=_Slice(self), training=stack.training)
+        self.expert, self.kind = expert, kind
+        self.routed: Tensor | None = None
+
+    @property
+    def parameter(self) -> str:
+        return _OUT if self.kind == "mlp_out" else _entry(self.stack)
+
+    def weight_of(self, stacked: Float[Tensor, "expert _ _"]) -> Float[Tensor, "d_in d_out"]:
+        """This matrix of the stack's parameter."""
+        own = stacked[self.expert]
+        return self._part(own if self.stack.is_transposed else own.T)
+
+    @property
+    def bias(self) -> Float[Tensor, " d_out"] | None:
+        return self._part(getattr(self.stack, f"{self.parameter}_bias")[self.expert]) if self.stack.has_bias else None
+
+    def _part(self, both: Float[Tensor, "*d_in width"]) -> Float[Tensor, "*d_in d_out"]:
+        """Of gate and up, which share a matrix, the one that this is."""
+        if self.kind == "mlp_out" or not self.stack.has_gate:
+            return both
+        first = self.kind == "mlp_gate"
+        if not self.stack.is_concatenated:
+            return both[..., 0 if first else 1 :: 2]
+        half = both.shape[-1] // 2
+        return both[..., :half] if first else both[..., half:]
+
+    def dense(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        product = h @ self.weight_of(self.stack._parameters[self.parameter])
+        return product if self.bias is None else product + self.bias
+
+    def forward(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        return self.dense(h)
+
+    def is_watched(self) -> bool:
+        """Whether something is mounted on it, or a hook wants to see what it reads or writes."""
+        return "unit_site" in self.__dict__ or bool(self._forward_pre_hooks or self._forward_hooks)
+
+    def on_routed(self, h: Float[Tensor, "routed d_in"], routed: Bool[Tensor, " token"]) -> Tensor:
+        """Outputs for the tokens that are routed to the expert; who watches sees all tokens, the others as zeros."""
+        if not self.is_watched():
+            return self(h)
+        self.routed = routed
+        if "unit_site" in self.__dict__:
+            shape, mounted = self.__dict__["unit_rows"].shape, self._modules["unit_projection"]
+            hook: Any = mounted.__dict__.get("hook")
+            if hook is not None:
+                hook.routed = routed.view(shape) if prod(shape) == len(routed) else routed
+        everywhere = h.new_zeros(len(routed), h.shape[1]).index_copy(0, routed.nonzero()[:, 0], h)
+        return self(everywhere)[routed]
+
+
+def stack_in(component: nn.Module) -> Any:
+    """The stack of experts in a component of a block; None where there is none, or one that is computed in other ways."""
+    return next((module for module in component.modules() if _is_stack(module)), None)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    parameters = module._parameters
+    if _OUT not in parameters or not any(name in parameters for name in _IN):
+        return False
+    known = all(flag in module.__dict__ for flag in _FLAGS) and not module.__dict__.get("has_post_expert_norm", False)
+    return known and all(parameters[name].ndim == 3 for name in (_OUT, _entry(module)))  # type: ignore[union-attr]
+
+
+def _entry(stack: nn.Module) -> str:
+    return next(name for name in _IN if name in stack._parameters)
+
+
+def matrices_of(stack: Any) -> dict[str, ExpertMatrix]:
+    """The leaves, "mlp_in.0" and so on; the same objects at every call."""
+    if "unit_matrices" not in stack.__dict__:
+        kinds = ("mlp_gate", "mlp_in", "mlp_out") if stack.has_gate else ("mlp_in", "mlp_out")
+        n_experts = stack._parameters[_OUT].shape[0]
+        made = {f"{kind}.{i}": ExpertMatrix(stack, i, kind) for i in range(n_experts) for kind in kinds}
+        stack.__dict__["unit_matrices"] = made
+    return stack.__dict__["unit_matrices"]
+
+
+def call_matrices(stack: Any, register: Register) -> None:
+    """Have the stack's forward call its leaves, until the last undo.
+
+    Args:
+        register: is given the undo before anything is done; the undo may be called more than once.
+    """
+    holder = object()
+
+    def undo() -> None:
+        holders = stack.__dict__.get("unit_holders", set())
+        holders.discard(id(holder))
+        if not holders:
+            stack.__class__ = next((plain for plain, c in _CALLING.items() if c is type(stack)), type(stack))
+            stack.__dict__.pop("unit_holders", None)
+
+    register(undo)
+    stack.__dict__.setdefault("unit_holders", set()).add(id(holder))
+    stack.__class__ = _calling_class(type(stack))
+
+
+def _calling_class(plain: type) -> type:
+    if plain in _CALLING.values():
+        return plain
+    if plain not in _CALLING:
+        names = list(inspect.signature(plain.forward).parameters)[1 : 1 + _ARGUMENTS]
+        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), {"forward": _forward_of(names)})
+    return _CALLING[plain]
+
+
+def _forward_of(names: list[str]) -> Callable[..., Tensor]:
+    """A stack's forward under the names that its own has for hidden states, experts and weights."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        hidden, experts, weights = (given[name] for name in names)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return _run(self, flat, experts.reshape(len(flat), -1), weights.reshape(len(flat), -1)).view_as(hidden)
+
+    return forward
+
+
+def _run(
+    stack: Any, hidden: Float[Tensor, "token d"], experts: Int[Tensor, "token k"], weights: Float[Tensor, "token k"]
+) -> Float[Tensor, "token d"]:
+    """What the stack writes: each expert on the tokens that are routed to it, times their weights."""
+    matrices, total = matrices_of(stack), torch.zeros_like(hidden)
+    for i in range(stack._parameters[_OUT].shape[0]):
+        of_expert = {
+            kind: matrices[f"{kind}.{i}"] for kind in ("mlp_gate", "mlp_in", "mlp_out") if f"{kind}.{i}" in matrices
+        }
+        chosen = experts == i
+        routed = chosen.any(1)
+        if not routed.any() and not any(matrix.is_watched() for matrix in of_expert.values()):
+            continue
+        h = hidden[routed]
+        up = of_expert["mlp_in"].on_routed(h, routed)
+        if stack.has_gate:
+            gate = of_expert["mlp_gate"].on_routed(h, routed)
+            joined = torch.cat([gate, up], -1) if stack.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+            inner = stack._apply_gate(joined)
+        else:
+            inner = stack.act_fn(up)
+        written = of_expert["mlp_out"].on_routed(inner, routed) * (weights * chosen).sum(1)[routed, None]
+        total = total.index_add(0, routed.nonzero()[:, 0], written.to(total.dtype))
+    return total
