@@ -91,8 +91,8 @@ _LATENT = {
 _STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
 _PLAIN = """\
     Afmoe Apertus Arcee Cohere Ernie4_5 Ernie4_5_Moe Exaone4 FlexOlmo Gemma Gemma3 Gemma4 Glm Glm4 Glm4Moe Granite GraniteMoe
-    Jais2 JetMoe Laguna Llama Llama4 MiniMaxM2 Ministral3 Mistral Mixtral Mpt NanoChat Nemotron Olmo Olmo2 Olmo3 OlmoHybrid Olmoe Phi
-    Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Rwkv SeedOss SmolLM3 StableLm Starcoder2 XGLM
+    Jais2 JetMoe Laguna Llama Llama4 MiniMaxM2 Ministral3 Mistral Mixtral Mpt NanoChat Nemotron Olmo Olmo2 Olmo3 OlmoHybrid Olmoe
+    Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Rwkv SeedOss SmolLM3 StableLm Starcoder2 XGLM
 """
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **{name: {} for name in _PLAIN.split()},

@@ -88,8 +88,9 @@ def allocate(
         sites: a pattern or several, see `swd_lens.hosts.sites.select_sites`.
         sparsity: s in (0, 1) whose total K = sum over matrices of (1 - s) * d_in * d_out is spent.
         tokens: (rows, pos) calibration ids for the Grams, or a `TokenStream`; None = zero-data (G = I).
-        by: "kl", KL(dense || one matrix replaced) in nats per predicted token; or "error", the matrix's relMSE, which needs no
-            forwards and knows nothing of what the model does with the output.
+        by: "kl", KL(dense || one matrix replaced) in nats per predicted token; or "error", the matrix's relMSE at all positions
+            but the first of rows, where attention sinks are, which needs no forwards and knows nothing of what the model does
+            with the output.
         grid: budgets to try, as multiples of a matrix's uniform K; no matrix gets less than the first or more than the last.
         preset, units, options: the solver's for these trials, see `swd_lens.solve`. The final factors may be made with a
             better preset; what counts is how losses compare.
@@ -129,14 +130,14 @@ def allocate(
     curves: dict[str, LossCurve] = {}
     trials_to_make = sum(map(len, budgets.values()))
     with tqdm(total=trials_to_make, desc=f"allocate by {by}", disable=not progress, leave=False) as bar:
-        for site, gram in _with_grams(job, gram_bytes):
+        for site, gram, first in _with_grams(job, gram_bytes):
             bar.set_postfix_str(site.name, refresh=False)
             weight, trials = host.weight(site), []
             for k in budgets[site.name]:
                 with naming(site):
                     trials.append(solve(weight, gram, 1 - k / site.numel, **given, **job.options_of(site)))
                 bar.update()
-            losses = [f.relmse(gram) for f in trials] if judged is None else judged.losses(site, trials)
+            losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
     allocated = spend(curves, sum(uniform.values()))
     plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
@@ -184,8 +185,9 @@ def _budgets(job: Job, site: Site, sparsity: float | int, multiples: Sequence[fl
     return tuple(sorted({*tried, uniform}))
 
 
-def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None]]:
-    """Every site with its dense Gram, in execution order; Grams of as many sites at a time as fit."""
+def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None, Tensor | None]]:
+    """Every site with its dense Gram and the part of first positions (`Grams.first`), in execution order; Grams of as many sites
+    at a time as fit."""
     group: list[Site] = []
     text = job.stream if isinstance(job.stream, CalibrationText) else None
     kept = None if text is None else text.of_host(job.model, job.batch_size, job.gram_dtype)
@@ -194,15 +196,18 @@ def _with_grams(job: Job, gram_bytes: int) -> Iterator[tuple[Site, Tensor | None
         following = job.sites[i + 1].d_in ** 2 if i + 1 < len(job.sites) else float("inf")
         if (sum(other.d_in**2 for other in group) + following) * _BYTES_PER_GRAM_ENTRY <= gram_bytes:
             continue
-        grams: dict[str, Tensor] = {}
+        grams, first = dict[str, Tensor](), dict[str, Tensor]()
         if (known := None if kept is None else kept.collect(group)) is not None:
             grams.update(known.by_site)
+            first.update(known.first)
         elif job.stream is not None:
             collected = collect_grams(job.model, group, job.stream, batch_size=job.batch_size, dtype=job.gram_dtype)
             grams.update({name: gram for name, gram in collected.by_site.items() if collected.n_routed.get(name) != 0})
+            first.update(collected.first)
             del collected
         for member in group:
-            yield member, grams.pop(member.name, None)
+            gram, vectors = grams.pop(member.name, None), first.pop(member.name, None)
+            yield member, gram, None if gram is None or vectors is None or not len(vectors) else vectors
         group = []
 
 

@@ -50,7 +50,7 @@ class CalibrationText(TokenStream):
         self._stream, self._known, self.n_bytes = stream, stream._known, n_bytes
         # Shared with the copies that are bound to other hosts.
         self._kept: dict[Any, Tensor] = {}
-        self._first_shares: dict[Any, float] = {}
+        self._first: dict[Any, tuple[float, Tensor]] = {}  # of Grams: first_share and first
         self._expected: dict[str, Site] = {}
         self._side_costs: dict[Any, dict[str, Any]] = {}
 
@@ -99,7 +99,7 @@ class KnownGrams:
 
         To be called while the host runs as it did when this was made. Raises what `collect_grams` does.
         """
-        kept, shares = self.text._kept, self.text._first_shares
+        kept, firsts = self.text._kept, self.text._first
         if any(site.expert is not None for site in sites):  # theirs are means over fewer tokens
             return None
         if any(self._of(site) not in kept for site in sites):
@@ -118,10 +118,11 @@ class KnownGrams:
                 self.model, ordered, self.text, batch_size=self.batch_size, dtype=self.dtype, progress=progress
             )
             kept |= {self._of(site): grams[site.name] for site in ordered}
-            shares |= {self._of(site): grams.first_share[site.name] for site in ordered}
+            firsts |= {self._of(site): (grams.first_share[site.name], grams.first[site.name]) for site in ordered}
         by_site = {site.name: kept[self._of(site)] for site in sites}
-        first_share = {site.name: shares[self._of(site)] for site in sites}
-        return Grams(by_site, self.text.n_counted, first_share)
+        of_first = {site.name: firsts[self._of(site)] for site in sites}
+        shares, vectors = ({name: both[i] for name, both in of_first.items()} for i in (0, 1))
+        return Grams(by_site, self.text.n_counted, shares, vectors)
 
     def _of(self, site: Site) -> Any:
         return (*self._key, site.name)

@@ -106,7 +106,8 @@ def factorize(
         overwrite: start again, in place of what `out` holds (which stays until the first new matrix is finished).
         exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids, whose positions do not count: Grams and
             output Grams are means over the others. The set's provenance says how many were left out, and each matrix's which
-            share of its Gram's trace the first positions of rows have (`first_position_share`).
+            share of its Gram's trace the first positions of rows have (`first_position_share`), and the relMSE at the others
+            (`relmse_of_others`).
         attention_mask: (rows, pos), 0 where `tokens` are padding, which is left out. Padding before a text is moved behind it.
 
     Returns:
@@ -260,6 +261,8 @@ def _stamped(job: Job, site: Site, solved: Solved, first_share: float | None, n_
     calibration = {"calibration": job.kind, "tokens": job.n_tokens if n_routed is None else n_routed}
     if first_share is not None:
         calibration["first_position_share"] = first_share
+    if solved.relmse_of_others is not None:
+        calibration["relmse_of_others"] = solved.relmse_of_others
     return stamp(f, job.model, site, {**calibration, "relmse": solved.relmse, "relative_frobenius": error})
 
 

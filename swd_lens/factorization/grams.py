@@ -61,12 +61,15 @@ class Grams:
         by_site: site name -> mean of h^T h.
         n_tokens: that count.
         first_share: site name -> share of the trace that comes from the first positions of rows.
+        first: site name -> (vector, d_in) V with V^T V the first positions' part of the Gram; as many vectors as rows at most,
+            and no more than twice d_in.
         n_routed: an expert's site name -> the tokens among these that were routed to it, over which its Gram is averaged.
     """
 
     by_site: Mapping[str, Float[Tensor, "_d_in _d_in"]]
     n_tokens: int
     first_share: Mapping[str, float] = field(default_factory=dict)
+    first: Mapping[str, Float[Tensor, "_vector _d_in"]] = field(default_factory=dict)
     n_routed: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, site: str) -> Tensor:
@@ -117,9 +120,9 @@ def collect_grams(
     sums = _pass(sites, residuals, _Sums(double, share=True), progress)
     if sums.parted:
         sums = _pass(sites, residuals, _Sums(double, share=False), progress)
-    first_share = sums.first_shares()
-    n_routed = sums.routed_counts()
-    return Grams(sums.means(n_tokens, n_routed), n_tokens, first_share, n_routed)
+    first_share, n_routed = sums.first_shares(), sums.routed_counts()
+    first = sums.first_vectors(n_tokens, n_routed)
+    return Grams(sums.means(n_tokens, n_routed), n_tokens, first_share, first, n_routed)
 
 
 def _pass(sites: Sequence[Site], residuals: Residuals, sums: "_Sums", progress: bool) -> "_Sums":
@@ -161,7 +164,7 @@ class _Sums:
     parted: bool = False
     shape: tuple[int, int] = (1, 1)  # of the present batch: rows, positions
     counted: Tensor | None = None  # (rows, pos) of the present batch; None: every position
-    of_first: dict[str, Tensor] = field(default_factory=dict)  # sum of squares at first positions
+    of_first: dict[str, "FirstPositions"] = field(default_factory=dict)
     n_routed: dict[str, int] = field(default_factory=dict)  # of experts: vectors that are not all zeros
 
     def begin(self, shape: tuple[int, int], counted: Bool[Tensor, "rows pos"] | None) -> None:
@@ -182,8 +185,7 @@ class _Sums:
         flat, at_first = self._that_count(site, flat)
         if site.expert is not None:  # the others are other experts' tokens
             self.n_routed[site.name] = self.n_routed.get(site.name, 0) + int(flat.any(1).sum())
-        squares = torch.linalg.vector_norm(at_first, dtype=torch.float64).square().cpu()
-        self.of_first[site.name] = self.of_first.get(site.name, 0.0) + squares
+        self.of_first.setdefault(site.name, FirstPositions()).add(at_first)
         if site.name not in self.by_site:  # where the site is: layers may lie on several devices
             self.by_site[site.name] = torch.zeros(
                 site.d_in, site.d_in, dtype=torch.float64, device=_home(site.d_in, flat.device)
@@ -225,8 +227,13 @@ class _Sums:
     def first_shares(self) -> dict[str, float]:
         """Share of each sum's trace that comes from first positions; before `means`, which takes the sums."""
         traces = {name: float(total.diagonal().sum()) for name, total in self.by_site.items()}
-        shares = {name: float(self.of_first[name]) / trace if trace > 0 else 0.0 for name, trace in traces.items()}
+        shares = {name: self.of_first[name].squares / trace if trace > 0 else 0.0 for name, trace in traces.items()}
         return shares | {name: shares[owner] for name, owner in self.owner.items()}
+
+    def first_vectors(self, n_tokens: int, n_routed: Mapping[str, int]) -> dict[str, Tensor]:
+        """`Grams.first`."""
+        first = {name: of.vectors(max(n_routed.get(name, n_tokens), 1)) for name, of in self.of_first.items()}
+        return first | {name: first[owner] for name, owner in self.owner.items()}
 
     def routed_counts(self) -> dict[str, int]:
         """Vectors that each expert's matrix read."""
@@ -243,6 +250,25 @@ class _Sums:
             total /= max(n_routed.get(name, n_tokens), 1)
             grams[name] = total if self.in_double else total.float()
         return grams | {name: grams[owner] for name, owner in self.owner.items()}
+
+
+class FirstPositions:
+    """What a site reads at the first positions of rows: vectors with the same second moment, no more than twice d_in of them."""
+
+    def __init__(self) -> None:
+        self.squares, self._kept = 0.0, list[Tensor]()
+
+    def add(self, h: Float[Tensor, "vector d_in"]) -> None:
+        self.squares += float(torch.linalg.vector_norm(h, dtype=torch.float64).square())
+        if len(h):
+            self._kept.append(h.float().cpu())
+        if sum(map(len, self._kept)) > 2 * h.shape[1]:
+            # R of a QR decomposition has the same second moment.
+            self._kept = [torch.linalg.qr(torch.cat(self._kept).double(), mode="r").R.float()]
+
+    def vectors(self, n: int) -> Float[Tensor, "vector d_in"]:
+        """Divided so that their second moment is a part of a mean over n vectors."""
+        return torch.cat(self._kept) / n**0.5 if self._kept else torch.zeros(0, 0)
 
 
 def _vectors(h: Tensor, in_double: bool) -> Float[Tensor, "vector d_in"]:
@@ -284,12 +310,13 @@ def _home(d_in: int, device: torch.device) -> torch.device:
 
 
 class Pair(NamedTuple):
-    """Of one site: the Gram of what it reads, its products with what it reads in the dense host, `Grams.first_share` and (an
-    expert's) `Grams.n_routed`."""
+    """Of one site: the Gram of what it reads, its products with what it reads in the dense host, `Grams.first_share`,
+    `Grams.first` and (an expert's) `Grams.n_routed`."""
 
     gram: Float[Tensor, "_d_in _d_in"]
     cross: Float[Tensor, "_d_in _d_in"]
     first_share: float
+    first: Float[Tensor, "_vector _d_in"]
     n_routed: int | None = None
 
 
@@ -315,7 +342,7 @@ def collect_pairs(
         UnsupportedHostError: a site that the host's forward never shows, or shows several times per token.
     """
     sums = {site.name: [torch.zeros(site.d_in, site.d_in, dtype=torch.float64) for _ in range(2)] for site in sites}
-    at_first, first_row = dict.fromkeys(sums, 0.0), 0
+    at_first, first_row = {name: FirstPositions() for name in sums}, 0
     n_routed = {site.name: 0 for site in sites if site.expert is not None}
     both = zip(replaced.batches(), dense.batches(), strict=True)
     with fused_attention(replaced.host, replaced.stream.first_row()[None]):
@@ -330,7 +357,7 @@ def collect_pairs(
                 first = torch.arange(0, len(h), tokens.shape[1])
                 if counted is not None:
                     first = first[counted[first]]
-                at_first[name] += float(torch.linalg.vector_norm(h[first], dtype=torch.float64).square())
+                at_first[name].add(h[first])
                 if counted is not None:
                     h, g = h[counted], g[counted]
                 if name in n_routed:
@@ -344,8 +371,9 @@ def collect_pairs(
     n_tokens = replaced.stream.n_counted
     pairs: dict[str, Pair] = {}
     for name, (gram, cross) in sums.items():
-        n, share = max(n_routed.get(name, n_tokens), 1), at_first[name] / max(float(gram.diagonal().sum()), 1e-300)
-        pairs[name] = Pair(gram / n, cross / n, share, n_routed.get(name))
+        n, first = max(n_routed.get(name, n_tokens), 1), at_first[name]
+        share = first.squares / max(float(gram.diagonal().sum()), 1e-300)
+        pairs[name] = Pair(gram / n, cross / n, share, first.vectors(n), n_routed.get(name))
     return pairs
 
 

@@ -285,6 +285,7 @@ class Job:
             tokens=None if calibrated is None or gram is None else calibrated.n_routed or self.n_tokens,
             options=self.options_of(site),
             bytes=peak_bytes,
+            first=None if calibrated is None else calibrated.first,
             output_gram=outputs if outputs is None or self.device is None else outputs.to(self.device),
         )
 

@@ -77,6 +77,7 @@ class SolveTask:
         weight: (d_in, d_out), any floating dtype; it travels in its own and is solved in float32, on its own device.
         gram: (d_in, d_in), or None for zero-data.
         output_gram: (d_out, d_out), or None: all outputs count the same.
+        first: (vector, d_in), the Gram's part from first positions, see `Grams.first`; None where there is no Gram.
         sparsity, preset, units, tokens, options: as for `swd_lens.solve`.
         bytes: working memory that the solve will need, see `swd_lens.solver.budget`; 0 if unknown. Schedulers go by it.
     """
@@ -91,6 +92,7 @@ class SolveTask:
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes: int = 0
     output_gram: Float[Tensor, "d_out d_out"] | None = None
+    first: Float[Tensor, "_vector _d_in"] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,14 @@ class Solved:
         site: the task's.
         factors: on the task's device. `weight` is the task's own tensor, None where another process solved it.
         relmse: under the task's Gram; relative_frobenius: without it. See `Factors.relmse`.
+        relmse_of_others: under the Gram without first positions; None where there is none.
     """
 
     site: str
     factors: Factors
     relmse: float
     relative_frobenius: float
+    relmse_of_others: float | None = None
 
 
 def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solved:
@@ -133,7 +137,8 @@ def solve_task(task: SolveTask, on_iteration: OnIteration | None = None) -> Solv
         )
     f = replace(f, read=(f.read + 0.0).contiguous(), write=(f.write + 0.0).contiguous())
     relmse, relative_frobenius = f.relmse(gram), f.relative_frobenius()
-    return Solved(task.site, replace(f, weight=task.weight.detach()), relmse, relative_frobenius)
+    others = f.relmse(gram, without=task.first) if task.first is not None and len(task.first) else None
+    return Solved(task.site, replace(f, weight=task.weight.detach()), relmse, relative_frobenius, others)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class Calibrated:
         gram: (d_in, d_in); None: of an expert to which no token was routed.
         target: (d_in, d_out), to be factorized in W's place; None: W itself.
         first_share: of the Gram's trace, from first positions of rows.
+        first: what `Grams.first` has of it.
         n_routed: tokens that were routed to the expert whose matrix it is; None: every token reads it.
         output_gram: (d_out, d_out); None where all outputs count the same.
     """
@@ -55,13 +56,15 @@ class Calibrated:
     gram: Tensor | None
     target: Tensor | None
     first_share: float
+    first: Tensor | None = None
     n_routed: int | None = None
     output_gram: Tensor | None = None
 
 
 def _calibrated(grams: Grams, site: str) -> Calibrated:
     n_routed = grams.n_routed.get(site)
-    return Calibrated(None if n_routed == 0 else grams[site], None, grams.first_share[site], n_routed)
+    gram = None if n_routed == 0 else grams[site]
+    return Calibrated(gram, None, grams.first_share[site], grams.first[site], n_routed)
 
 
 def warn_of_few_routed(sites: Sequence[Site], n_routed: Mapping[str, int], n_tokens: int) -> None:
@@ -211,9 +214,7 @@ class ReplacedHost:
             if self._known is not None and (self.kind == "dense" or not self._attachments):
                 known = self._known.collect(sites, progress)
                 if known is not None:
-                    return {
-                        name: Calibrated(gram, None, known.first_share[name]) for name, gram in known.by_site.items()
-                    }
+                    return {site.name: _calibrated(known, site.name) for site in sites}
             residuals = self._at(layer, "replaced") if self.keep else None
             grams = collect_grams(
                 self.model,
@@ -229,10 +230,10 @@ class ReplacedHost:
 
     def _with_target(self, site: Site, pair: Pair) -> Calibrated:
         if pair.n_routed == 0:
-            return Calibrated(None, None, 0.0, 0)
+            return Calibrated(None, None, 0.0, n_routed=0)
         target = corrected(host_of(self.model).weight(site), pair.gram, pair.cross)
         gram = pair.gram if self.dtype == "float64" else pair.gram.float()
-        return Calibrated(gram, target, pair.first_share, pair.n_routed)
+        return Calibrated(gram, target, pair.first_share, pair.first, pair.n_routed)
 
     def _at(self, layer: int, host: Literal["replaced", "dense"]) -> Residuals:
         """What enters a layer of the host as it is, or of the dense host; not moved forward where it would not be used again."""

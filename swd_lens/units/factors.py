@@ -147,9 +147,17 @@ class Factors:
         return self.read @ self.write
 
     def relmse(
-        self, gram: Float[Tensor, "d_in d_in"] | None = None, weight: Float[Tensor, "d_in d_out"] | None = None
+        self,
+        gram: Float[Tensor, "d_in d_in"] | None = None,
+        weight: Float[Tensor, "d_in d_out"] | None = None,
+        *,
+        without: Float[Tensor, "_vector d_in"] | None = None,
     ) -> float:
         """tr((W-AB)^T G (W-AB)) / tr(W^T G W); gram None means G = I. Computed in float64.
+
+        Args:
+            without: vectors V, with G - V^T V in place of G: `Grams.first`, for the error at the other positions. Where they
+                are all there is, they count.
 
         Raises:
             ValueError: no weight given and none remembered (factors that were loaded from a file), or the one that was
@@ -157,11 +165,17 @@ class Factors:
         """
         dense = self._dense(weight)
         read, metric = self.read.double(), None if gram is None else gram.double()
-        lost = total = dense.new_zeros((), dtype=torch.float64)
+        lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
         for columns in torch.arange(self.d_out, device=dense.device).split(max(1, _TILE // self.d_in)):
             target = dense[:, columns].double()
             error = target - read @ self.write[:, columns].double()
             lost, total = lost + _energy(error, metric), total + _energy(target, metric)
+            if without is not None:
+                left_out = without.double().to(dense.device)
+                left_lost = left_lost + (left_out @ error).square().sum()
+                left_total = left_total + (left_out @ target).square().sum()
+        if total - left_total > 1e-7 * total:  # else rounding is all that is left
+            lost, total = (lost - left_lost).clamp(min=0), total - left_total
         return float(lost / total)
 
     def relative_frobenius(self, weight: Float[Tensor, "d_in d_out"] | None = None) -> float:
@@ -352,18 +366,17 @@ class FactorSet(OnHub, _SetBase):
 
     def table(self) -> pd.DataFrame:
         """One row per site: d_in, d_out, units, edges and s; and of calibrated ones "first positions", the share of their Gram's
-        trace that comes from the first positions of rows, where attention sinks are."""
+        trace that comes from the first positions of rows, where attention sinks are, with the relMSE of all positions and of
+        the others."""
         rows = [
             {"site": site, "d_in": f.d_in, "d_out": f.d_out, "units": f.n_units, "edges": f.edges, "s": f.sparsity}
             for site, f in self._factors.items()
         ]
         table = pd.DataFrame(rows, columns=["site", "d_in", "d_out", "units", "edges", "s"])
-        shares = [f.provenance.get("first_position_share") for f in self._factors.values()]
-        return (
-            table
-            if not any(isinstance(share, float) for share in shares)
-            else table.assign(**{"first positions": shares})
-        )
+        names = {"relMSE": "relmse", "first positions": "first_position_share", "relMSE of others": "relmse_of_others"}
+        columns = {label: [f.provenance.get(name) for f in self._factors.values()] for label, name in names.items()}
+        shown = any(isinstance(share, float) for share in columns["first positions"])
+        return table.assign(**columns) if shown else table
 
     def __or__(self, other: "FactorSet") -> "FactorSet":
         """Both sets together. Raises ValueError where a site is in both."""

@@ -86,7 +86,7 @@ def unpack_task(parcel: Parcel, device: str | None = None) -> SolveTask:
 
 
 def _grams_of(task: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: task[name] for name in ("gram", "output_gram")}
+    return {name: task[name] for name in ("gram", "output_gram", "first")}
 
 
 def pack_solved(solved: Solved) -> Parcel:
@@ -100,6 +100,7 @@ def pack_solved(solved: Solved) -> Parcel:
         "provenance": dict(f.provenance),
         "relmse": solved.relmse,
         "relative_frobenius": solved.relative_frobenius,
+        "relmse_of_others": solved.relmse_of_others,
         "device": str(f.read.device),
     }
 
@@ -108,7 +109,8 @@ def unpack_solved(parcel: Parcel) -> Solved:
     """The result, on the parcel's device. `factors.weight` is None."""
     read, write = (_unpack_factor(parcel[side]).to(parcel["device"]) for side in ("read", "write"))
     factors = Factors(read, write, parcel["settings"], parcel["provenance"])
-    return Solved(parcel["site"], factors, parcel["relmse"], parcel["relative_frobenius"])
+    errors = (parcel[name] for name in ("relmse", "relative_frobenius", "relmse_of_others"))
+    return Solved(parcel["site"], factors, *errors)
 
 
 def send(pipe: IO[bytes], value: Any) -> None:
