@@ -261,7 +261,7 @@ def integrated_gradients(training: TrainingPass) -> Callable[[Bucket], PerSite]:
             z, gradients = training.margin_gradients(shared, bucket, site, (step + 0.5) / steps)
             total = total + gradients[site.name][:, counted].double()
         at_end = z[site.name]
-        difference = at_end[:, counted] - aligned(means[site.name], at_end.shape[1])[None][:, counted]
+        difference = at_end[:, counted] - aligned(means[site.name], at_end.shape[1]).to(at_end)[None][:, counted]
         return (difference.double() * total / steps).sum(1).cpu()
 
     def contributions(bucket: Bucket) -> PerSite:

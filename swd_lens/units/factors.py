@@ -164,7 +164,8 @@ class Factors:
                 remembered was changed in place since.
         """
         dense = self._dense(weight)
-        read, metric = self.read.double(), None if gram is None else gram.double()
+        # Large Grams, and those of corrected calibration, lie on the CPU whatever the host's device.
+        read, metric = self.read.double(), None if gram is None else gram.to(dense.device, torch.float64)
         lost = total = left_lost = left_total = dense.new_zeros((), dtype=torch.float64)
         for columns in torch.arange(self.d_out, device=dense.device).split(max(1, _TILE // self.d_in)):
             target = dense[:, columns].double()

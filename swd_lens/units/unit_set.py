@@ -184,7 +184,7 @@ class UnitSet(Mapping[str, Units]):
 def active_edges(units: Mapping[str, Units]) -> dict[str, Int[Tensor, " _unit"]]:
     """`UnitSet.active_edges` of units by site name, with or without a host."""
     return {
-        site: torch.where(of_site.valid_units, of_site.edges_per_unit, 0).to("cpu", torch.int64)
+        site: torch.where(of_site.valid_units.cpu(), of_site.edges_per_unit.cpu(), 0).to(torch.int64)
         for site, of_site in units.items()
     }
 
