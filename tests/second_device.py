@@ -31,18 +31,7 @@ _CROSSING = (
     "__set__",
     "swap_tensors",
 )
-_FREE = (
-    "size",
-    "dim",
-    "numel",
-    "__len__",
-    "__repr__",
-    "data_ptr",
-    "is_floating_point",
-    "requires_grad_",
-    "backward",
-    "result_type",
-)
+_FREE = ("size", "dim", "numel", "__len__", "__repr__", "data_ptr", "is_floating_point", "requires_grad_", "backward")
 
 
 class MixedDevicesError(RuntimeError):

@@ -109,30 +109,35 @@ def test_a_packed_weight_is_its_parts_side_by_side(host):
         assert torch.equal(host.weight(site), torch.cat([host.weight(part) for part in parts], dim=1))
 
 
-def test_what_holds_matrices_but_is_no_site_is_named():
-    class Experts(GeneralizedComponent):
-        pass
+class Table(nn.Module):
+    """A matrix that is no linear map."""
 
+    def __init__(self):
+        super().__init__()
+        self.entries = nn.Parameter(torch.ones(64, 64))
+
+
+def test_what_holds_matrices_but_is_no_site_is_named():
     model = families.bridge("llama")
-    experts = Experts("experts")
-    experts._modules["_original_component"] = nn.Linear(4, 4)
+    experts = GeneralizedComponent("experts")
+    experts._modules["_original_component"] = Table()
     for block in model.blocks:
         block._modules["mlp"] = experts
-    with pytest.warns(UserWarning, match=r"blocks\.0\.mlp: Experts"):
+    with pytest.warns(UserWarning, match=r"blocks\.0\.mlp: Table"):
         host = host_of(model)
     assert {site.kind for site in host.sites()} == {"attn_q", "attn_k", "attn_v", "attn_o"}
     for block in model.blocks:
         block._modules["attn"] = experts
-    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn: Experts"):
+    with pytest.raises(UnsupportedHostError, match=r"blocks\.0\.attn: Table"):
         host_of(model)
 
 
 def test_what_was_found_is_remembered_while_it_is_true():
     model = families.bridge("llama")
     experts = GeneralizedComponent("experts")
-    experts._modules["_original_component"] = nn.Linear(4, 4)
+    experts._modules["_original_component"] = Table()
     model.blocks[0]._modules["more"] = experts
-    with pytest.warns(UserWarning, match=r"blocks\.0\.more: GeneralizedComponent"):
+    with pytest.warns(UserWarning, match=r"blocks\.0\.more: Table"):
         site = find_sites(model, "blocks.0.mlp_out")[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once

@@ -144,6 +144,14 @@ def few_tokens(*_):
     factorized(tokens=tokens())
 
 
+@trigger
+def few_routed_tokens(*_):
+    model = families.loaded("Mixtral")
+    swd.factorize(
+        model, "blocks.0.mlp_in.*", tokens=families.some_tokens(1, 20), sparsity=0.5, outer_iterations=4, progress=False
+    )
+
+
 # ---------------------------------------------------------------------------------------------- sparsities and estimates
 
 

@@ -25,6 +25,7 @@ from swd_lens.hosts.sites import parse_unit
 from swd_lens.units.coder import CoderUnits
 from swd_lens.units.factors import Factors, FactorSet
 from tests import families
+from tests.bridge.test_sites import Table
 from tests.contract import identity
 from tests.errors.triggers import on_hooked, trigger
 from tests.units.test_sources import Coder
@@ -433,7 +434,7 @@ class Experts(GeneralizedComponent):
 
 def with_experts(*parts: str) -> Any:
     model, experts = families.bridge("llama"), Experts("experts")
-    experts._modules["_original_component"] = nn.Linear(4, 4)
+    experts._modules["_original_component"] = Table()
     for block in model.blocks:
         for part in parts:
             block._modules[part] = experts
@@ -501,6 +502,15 @@ def _off_by(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
 @trigger
 def host_differs(_, monkeypatch):
     _off_by(0.01, monkeypatch)
+
+
+@trigger
+def host_does_not_run(_, monkeypatch):
+    def lacking(*_):
+        raise RuntimeError("Original component not set for model.rotary_emb")
+
+    monkeypatch.setattr(agreement, "_run", lacking)
+    swd.load_host(str(families.checkpoint("gpt2")), kind="bridge")
 
 
 @trigger

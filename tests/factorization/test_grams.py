@@ -192,7 +192,7 @@ def test_many_small_products_are_not_lost_in_a_large_sum():
         sums.begin((1, 1), None)
         sums.add(site, h)
     assert float(sums.by_site[site.name]) == 4000 * square
-    assert float(sums.means(4000)[site.name]) == square
+    assert float(sums.means(4000, {})[site.name]) == square
     single = torch.zeros((), dtype=torch.float32)
     for _ in range(4000):
         single += square
