@@ -10,7 +10,7 @@ from tests.which_models import PAGE, Tried
 # What holds the rest of their matrices' entries: depthwise convolutions and scans; experts that are computed in other ways.
 PARTLY_DENSE = {
     *("FalconH1", "FalconMamba", "Jamba", "Lfm2", "Lfm2Moe", "Mamba", "Mamba2", "OlmoHybrid", "Rwkv"),
-    *("DeepseekV4", "JetMoe", "Llama4"),
+    *("DeepseekV4", "JetMoe"),
 }
 
 

@@ -38,7 +38,11 @@ def made(request):
 def routing(model, layer, tokens=TOKENS):
     """(expert,) lists of (token, weight) of the plain forward, by a hook on Hugging Face's own stack."""
     seen = []
-    stack = next(m for m in model.blocks[layer].modules() if hasattr(m, "has_gate") and "down_proj" in m._parameters)
+    stack = next(
+        m
+        for m in model.blocks[layer].modules()
+        if "down_proj" in m._parameters and m._parameters["down_proj"].ndim == 3
+    )
     handle = stack.register_forward_pre_hook(lambda _, args: seen.append(args))
     with torch.no_grad():
         model(tokens)

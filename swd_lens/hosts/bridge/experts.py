@@ -1,7 +1,8 @@
 """Experts: the matrices of a mixture of experts whose weights are stacked, one leaf for each expert and kind.
 
 1. `stack_in` finds a component's stack: a Hugging Face module with `gate_up_proj` (or `up_proj`) and `down_proj`,
-   (expert, out, in) or (expert, in, out), which says of itself how they are kept (transformers' `use_experts_implementation`).
+   (expert, out, in) or (expert, in, out), which says of itself how they are kept (transformers' `use_experts_implementation`), or
+   Llama 4's, whose experts get all tokens, zeros those that are not routed to them.
 2. `matrices_of` makes the leaves: "mlp_in.5" is expert 5's slice of the stack, as (d_in, d_out). They are no modules of the
    model's tree, hold no parameters of their own, and can be mounted and hooked like any other leaf (leaves.py).
 3. While one is mounted or watched the stack calls them (`call_matrices`): its class is then a subclass that goes through the
@@ -12,6 +13,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
@@ -20,12 +22,31 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from swd_lens.hosts import Register
+from swd_lens.hosts.sites import EXPERT_KINDS
 
-_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
 _ARGUMENTS = 3  # hidden states, experts of each token, their weights
+_OF_ALL_TOKENS = "Llama4TextExperts"
 # Class of a stack -> the class of the same module while it calls its leaves.
 _CALLING: dict[type, type] = {}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a stack keeps its matrices: gate and up in one, one behind the other or interleaved; as (in, out); with biases."""
+
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = True
+    is_concatenated: bool = True
+
+    @classmethod
+    def of(cls, stack: nn.Module) -> "Layout | None":
+        """None where the stack does not say."""
+        names = [each.name for each in fields(cls)]
+        if all(name in stack.__dict__ for name in names):
+            return cls(**{name: bool(stack.__dict__[name]) for name in names})
+        return cls() if _plain(type(stack)).__name__ == _OF_ALL_TOKENS else None
 
 
 class _Slice(Mapping[str, Tensor | None]):
@@ -69,7 +90,10 @@ class ExpertMatrix(nn.Module):
     def __init__(self, stack: nn.Module, expert: int, kind: str):
         super().__init__()
         # Past nn.Module.__setattr__: the stack has its place in the module tree already.
+        layout = Layout.of(stack)
+        assert layout is not None
         self.__dict__.update(stack=stack, stored_in=_Slice(self), training=stack.training)
+        self.layout = layout
         self.expert, self.kind = expert, kind
         self.routed: Tensor | None = None
 
@@ -80,18 +104,18 @@ class ExpertMatrix(nn.Module):
     def weight_of(self, stacked: Float[Tensor, "expert _ _"]) -> Float[Tensor, "d_in d_out"]:
         """This matrix of the stack's parameter."""
         own = stacked[self.expert]
-        return self._part(own if self.stack.is_transposed else own.T)
+        return self._part(own if self.layout.is_transposed else own.T)
 
     @property
     def bias(self) -> Float[Tensor, " d_out"] | None:
-        return self._part(getattr(self.stack, f"{self.parameter}_bias")[self.expert]) if self.stack.has_bias else None
+        return self._part(getattr(self.stack, f"{self.parameter}_bias")[self.expert]) if self.layout.has_bias else None
 
     def _part(self, both: Float[Tensor, "*d_in width"]) -> Float[Tensor, "*d_in d_out"]:
         """Of gate and up, which share a matrix, the one that this is."""
-        if self.kind == "mlp_out" or not self.stack.has_gate:
+        if self.kind == "mlp_out" or not self.layout.has_gate:
             return both
         first = self.kind == "mlp_gate"
-        if not self.stack.is_concatenated:
+        if not self.layout.is_concatenated:
             return both[..., 0 if first else 1 :: 2]
         half = both.shape[-1] // 2
         return both[..., :half] if first else both[..., half:]
@@ -130,7 +154,7 @@ def _is_stack(module: nn.Module) -> bool:
     parameters = module._parameters
     if _OUT not in parameters or not any(name in parameters for name in _IN):
         return False
-    known = all(flag in module.__dict__ for flag in _FLAGS) and not module.__dict__.get("has_post_expert_norm", False)
+    known = Layout.of(module) is not None and not module.__dict__.get("has_post_expert_norm", False)
     return known and all(parameters[name].ndim == 3 for name in (_OUT, _entry(module)))  # type: ignore[union-attr]
 
 
@@ -141,7 +165,8 @@ def _entry(stack: nn.Module) -> str:
 def matrices_of(stack: Any) -> dict[str, ExpertMatrix]:
     """The leaves, "mlp_in.0" and so on; the same objects at every call."""
     if "unit_matrices" not in stack.__dict__:
-        kinds = ("mlp_gate", "mlp_in", "mlp_out") if stack.has_gate else ("mlp_in", "mlp_out")
+        gated = Layout.of(stack).has_gate  # type: ignore[union-attr]
+        kinds = ("mlp_gate", "mlp_in", "mlp_out") if gated else ("mlp_in", "mlp_out")
         n_experts = stack._parameters[_OUT].shape[0]
         made = {f"{kind}.{i}": ExpertMatrix(stack, i, kind) for i in range(n_experts) for kind in kinds}
         stack.__dict__["unit_matrices"] = made
@@ -160,7 +185,7 @@ def call_matrices(stack: Any, register: Register) -> None:
         holders = stack.__dict__.get("unit_holders", set())
         holders.discard(id(holder))
         if not holders:
-            stack.__class__ = next((plain for plain, c in _CALLING.items() if c is type(stack)), type(stack))
+            stack.__class__ = _plain(type(stack))
             stack.__dict__.pop("unit_holders", None)
 
     register(undo)
@@ -168,13 +193,27 @@ def call_matrices(stack: Any, register: Register) -> None:
     stack.__class__ = _calling_class(type(stack))
 
 
-def _calling_class(plain: type) -> type:
-    if plain in _CALLING.values():
-        return plain
+def _plain(cls: type) -> type:
+    return next((plain for plain, calling in _CALLING.items() if calling is cls), cls)
+
+
+def _calling_class(cls: type) -> type:
+    plain = _plain(cls)
     if plain not in _CALLING:
         names = list(inspect.signature(plain.forward).parameters)[1 : 1 + _ARGUMENTS]
-        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), {"forward": _forward_of(names)})
+        forward = _forward_on_all if plain.__name__ == _OF_ALL_TOKENS else _forward_of(names)
+        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), {"forward": forward})
     return _CALLING[plain]
+
+
+def _forward_on_all(self: Any, hidden_states: Float[Tensor, "expert_token d"]) -> Float[Tensor, "expert_token d"]:
+    """Llama 4's: every token once for each expert, times its weight there."""
+    written = []
+    for i, h in enumerate(hidden_states.view(self._parameters[_OUT].shape[0], -1, hidden_states.shape[-1])):
+        routed = h.any(1)
+        whole = torch.zeros_like(h)
+        written.append(whole.index_copy(0, routed.nonzero()[:, 0], _written(self, i, h[routed], routed)))
+    return torch.cat(written)
 
 
 def _forward_of(names: list[str]) -> Callable[..., Tensor]:
@@ -195,21 +234,25 @@ def _run(
     """What the stack writes: each expert on the tokens that are routed to it, times their weights."""
     matrices, total = matrices_of(stack), torch.zeros_like(hidden)
     for i in range(stack._parameters[_OUT].shape[0]):
-        of_expert = {
-            kind: matrices[f"{kind}.{i}"] for kind in ("mlp_gate", "mlp_in", "mlp_out") if f"{kind}.{i}" in matrices
-        }
         chosen = experts == i
         routed = chosen.any(1)
-        if not routed.any() and not any(matrix.is_watched() for matrix in of_expert.values()):
-            continue
-        h = hidden[routed]
-        up = of_expert["mlp_in"].on_routed(h, routed)
-        if stack.has_gate:
-            gate = of_expert["mlp_gate"].on_routed(h, routed)
-            joined = torch.cat([gate, up], -1) if stack.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-            inner = stack._apply_gate(joined)
-        else:
-            inner = stack.act_fn(up)
-        written = of_expert["mlp_out"].on_routed(inner, routed) * (weights * chosen).sum(1)[routed, None]
-        total = total.index_add(0, routed.nonzero()[:, 0], written.to(total.dtype))
+        watched = any(matrices[f"{kind}.{i}"].is_watched() for kind in EXPERT_KINDS if f"{kind}.{i}" in matrices)
+        if watched or routed.any():
+            written = _written(stack, i, hidden[routed], routed) * (weights * chosen).sum(1)[routed, None]
+            total = total.index_add(0, routed.nonzero()[:, 0], written.to(total.dtype))
     return total
+
+
+def _written(
+    stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool[Tensor, " token"]
+) -> Float[Tensor, "routed d"]:
+    """What one expert makes of the tokens that are routed to it."""
+    matrices = matrices_of(stack)
+    up, layout = matrices[f"mlp_in.{expert}"].on_routed(h, routed), matrices[f"mlp_in.{expert}"].layout
+    if not layout.has_gate:
+        inner = stack.act_fn(up)
+    else:
+        gate = matrices[f"mlp_gate.{expert}"].on_routed(h, routed)
+        joined = torch.cat([gate, up], -1) if layout.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+        inner = stack._apply_gate(joined) if hasattr(stack, "_apply_gate") else up * stack.act_fn(gate)
+    return matrices[f"mlp_out.{expert}"].on_routed(inner, routed)
