@@ -120,8 +120,8 @@ class KnownGrams:
             kept |= {self._of(site): grams[site.name] for site in ordered}
             firsts |= {self._of(site): (grams.first_share[site.name], grams.first[site.name]) for site in ordered}
         by_site = {site.name: kept[self._of(site)] for site in sites}
-        of_first = {site.name: firsts[self._of(site)] for site in sites}
-        shares, vectors = ({name: both[i] for name, both in of_first.items()} for i in (0, 1))
+        shares = {site.name: firsts[self._of(site)][0] for site in sites}
+        vectors = {site.name: firsts[self._of(site)][1] for site in sites}
         return Grams(by_site, self.text.n_counted, shares, vectors)
 
     def _of(self, site: Site) -> Any:

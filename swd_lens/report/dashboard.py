@@ -94,9 +94,9 @@ def _of(units: Any, only: Any) -> tuple[list[str], Iterator[UnitProfile], dict[s
 def _ordered(audit: Audit) -> list[str]:
     """Site by site; within one by the first task that scored it, else by number."""
 
-    def key(name: str) -> tuple[int, int, int, int]:
+    def key(name: str) -> tuple[tuple[int, tuple[int, int, str]], int, int]:
         site, index = parse_unit(name)
-        return (*execution_key(site), ranks.get(name, 0), index)
+        return (execution_key(site), ranks.get(name, 0), index)
 
     ranks: dict[str, int] = {}
     for scores in list(audit.scores.values())[:1]:
