@@ -113,6 +113,7 @@ def main() -> None:
             fair = [
                 row
                 for cell, place in CELLS[name]
+                if not args.cells or cell in args.cells
                 for row in matched_rows(cell, place, _kept(args.folder, name, cell, place), by)
             ]
             tables.append(
