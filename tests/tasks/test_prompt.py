@@ -66,6 +66,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*an answer stands:swd_lens.base.errors.TextWarning")
 def test_messages_go_through_the_chat_template_and_get_one_bos():
     host = FakeHost(n_ctx=16)
     host.tokenizer.chat_template = TEMPLATE

@@ -161,6 +161,7 @@ def test_empty_tasks_are_refused():
         Task.from_examples("mine", [GOOD], [GOOD], FakeHost(), on_bad="ignore")
 
 
+@pytest.mark.filterwarnings("ignore:.*an answer stands:swd_lens.base.errors.TextWarning")
 def test_a_training_part_is_divided_by_prompts():
     """Examples given in two splits: validation is a part of the training examples, and no prompt is on both sides."""
     words = ("the", "cat", "dog", "sat", "ran")
