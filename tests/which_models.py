@@ -35,6 +35,7 @@ restored. **Sites** hold the named share of the entries of the matrices in the b
 A host whose logits differ from transformers' by more than a thousandth, or that does not run, is refused
 (`load_host(..., check=False)` takes it). These checkpoints are tiny: routers and convolutions weigh more than in real ones.
 `blocks.L.mlp_in.E` is expert E's matrix, and a name with a dot such as `attn.kv_a_proj_with_mqa` a linear map without a kind.
+The rows are of transformer_lens 3.9; on 4.3 the bridges of Cohere, Cohere2 and HunYuanDenseV1 are transformers' model, too.
 
 | architecture | host | sites | share | left dense |
 |---|---|---|---:|---|
