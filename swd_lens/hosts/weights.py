@@ -11,7 +11,7 @@
 3. `keep_watch` has `host_of`, with which every function of swd_lens begins, look whether units that stand in a host still hold.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Stored:
         return [name for name, tensor in state.items() if (tensor.data_ptr(), tensor.shape) == own]
 
 
-def stored_parameters(host: Host, site: Site) -> list[tuple[dict[str, Any], str]]:
+def stored_parameters(host: Host, site: Site) -> list[tuple[Mapping[str, Any], str]]:
     """Where the parameters that make up a site's matrix are kept: (a module's `_parameters`, name), of a packed site those of
     q, k and v; of a whole MLP those of all its matrices."""
     parts = PACKED.get(site.kind, (site.kind,))
