@@ -109,9 +109,9 @@ class SecondDevice(TorchFunctionMode):
         plain = {key: CPU if isinstance(a, torch.device | str) else a for key, a in kwargs.items()}
         with torch._C.DisableTorchFunction():
             result = func(*plain_args, **plain)
-        here = marked(source)
-        wanted = wanted or here
-        if wanted is not None and wanted != here:
+        present = marked(source)
+        wanted = wanted or present
+        if wanted is not None and wanted != present:
             result = result.clone() if result is source else result  # another tensor lies there
         return mark(result, wanted) if wanted is not None else result
 

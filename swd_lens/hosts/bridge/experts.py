@@ -87,11 +87,9 @@ class ExpertMatrix(nn.Module):
 
     stack: Any
 
-    def __init__(self, stack: nn.Module, expert: int, kind: str):
+    def __init__(self, stack: nn.Module, layout: Layout, expert: int, kind: str):
         super().__init__()
         # Past nn.Module.__setattr__: the stack has its place in the module tree already.
-        layout = Layout.of(stack)
-        assert layout is not None
         self.__dict__.update(stack=stack, stored_in=_Slice(self), training=stack.training)
         self.layout = layout
         self.expert, self.kind = expert, kind
@@ -151,11 +149,10 @@ def stack_in(component: nn.Module) -> Any:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    parameters = module._parameters
-    if _OUT not in parameters or not any(name in parameters for name in _IN):
+    held = [p for name, p in module._parameters.items() if p is not None and name in (*_IN, _OUT)]
+    if _OUT not in module._parameters or len(held) != 2 or any(p.ndim != 3 for p in held):
         return False
-    known = Layout.of(module) is not None and not module.__dict__.get("has_post_expert_norm", False)
-    return known and all(parameters[name].ndim == 3 for name in (_OUT, _entry(module)))  # type: ignore[union-attr]
+    return Layout.of(module) is not None and not module.__dict__.get("has_post_expert_norm", False)
 
 
 def _entry(stack: nn.Module) -> str:
@@ -165,10 +162,11 @@ def _entry(stack: nn.Module) -> str:
 def matrices_of(stack: Any) -> dict[str, ExpertMatrix]:
     """The leaves, "mlp_in.0" and so on; the same objects at every call."""
     if "unit_matrices" not in stack.__dict__:
-        gated = Layout.of(stack).has_gate  # type: ignore[union-attr]
-        kinds = ("mlp_gate", "mlp_in", "mlp_out") if gated else ("mlp_in", "mlp_out")
+        layout = Layout.of(stack)
+        assert layout is not None, "of what `stack_in` found"
+        kinds = [kind for kind in EXPERT_KINDS if layout.has_gate or kind != "mlp_gate"]
         n_experts = stack._parameters[_OUT].shape[0]
-        made = {f"{kind}.{i}": ExpertMatrix(stack, i, kind) for i in range(n_experts) for kind in kinds}
+        made = {f"{kind}.{i}": ExpertMatrix(stack, layout, i, kind) for i in range(n_experts) for kind in kinds}
         stack.__dict__["unit_matrices"] = made
     return stack.__dict__["unit_matrices"]
 

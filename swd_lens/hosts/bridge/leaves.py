@@ -268,8 +268,8 @@ def shapes_of_block(block: nn.Module) -> BlockShapes:
     if {"mlp_in", "mlp_out"} <= shapes.keys() and whole_mlp(block) is not None:
         shapes["mlp"] = (shapes["mlp_in"][0], shapes["mlp_out"][1])
         alternatives += ("mlp",)
-    left = sum(others.values())
-    return BlockShapes(tuple((kind, *shape) for kind, shape in shapes.items()), alternatives, tuple(others), left)
+    by_kind = tuple((kind, *shape) for kind, shape in shapes.items())
+    return BlockShapes(by_kind, alternatives, tuple(others), sum(others.values()))
 
 
 def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], dict[str, int]]:
@@ -287,9 +287,9 @@ def leaves_of_block(block: nn.Module) -> tuple[dict[str, nn.Module], dict[str, i
                 else:
                     others[f"{name}.{kind}: {type(leaf).__name__}"] = sum(p.numel() for p in leaf.parameters())
         else:
-            found, left = _leaves_by_name(name, component)
-            leaves |= found
-            others |= left
+            named, unnamed = _leaves_by_name(name, component)
+            leaves |= named
+            others |= unnamed
     return leaves, others
 
 
