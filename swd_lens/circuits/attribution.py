@@ -34,7 +34,8 @@ from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
 from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
-from swd_lens.hosts import Host, Start, host_of, norms_output, require_gradients, require_no_dropout
+from swd_lens.hosts import Host, Start, host_of, require_gradients, require_no_dropout
+from swd_lens.hosts.held import held_behind, norms_behind
 from swd_lens.hosts.recording import recording, require_seen, standing_hooks
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
 from swd_lens.tasks.task import Bucket, Task, TaskSplit
@@ -298,17 +299,16 @@ def ablation(training: TrainingPass) -> Callable[[Bucket], PerSite]:
 
 
 def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
-    """z * (write vector . dg/dr) at the scoring position."""
+    """z * (write vector . dg/dr) at the scoring position; through the norm behind the site, its scale held, where it has one."""
     host, units, last = training.host, training.units, training.host.model.cfg.n_layers
     for site in units.sites:
         if site.kind not in WRITES_RESIDUAL:
             raise error("direct-logit-elsewhere", kinds=", ".join(WRITES_RESIDUAL), site=site.name)
-        if norms_output(host, site):
-            raise error("direct-logit-behind-a-norm", site=site.name)
 
     def contributions(bucket: Bucket) -> PerSite:
         prefix = host.freeze_prefix(bucket.tokens) if training.shortcuts.keeps_prefix else None
-        with torch.no_grad(), recording(host, units=units.sites, keep=Tensor.float) as seen:
+        watch = norms_behind(host, units.sites)
+        with torch.no_grad(), watch as behind, recording(host, units=units.sites, keep=Tensor.float) as seen:
             residual = host.residual(bucket.tokens, last, prefix)
         z = seen.units
         training.add_to_means(bucket, z)
@@ -317,13 +317,13 @@ def direct_logit(training: TrainingPass) -> Callable[[Bucket], PerSite]:
             start = Start(last, leaf)
             logits = host.last_logits(bucket.tokens[:, -1:], start=start, token_ids=bucket.token_ids)
             gradient = torch.autograd.grad(bucket.margin(logits).sum(), leaf)[0][:, 0]
-        at_end = {site: values[:, -1] for site, values in z.items()}
-        return {
-            site.name: (at_end[site.name] * _written_effect(units[site.name], at_end[site.name], gradient))
-            .double()
-            .cpu()
-            for site in units.sites
-        }
+        of_sites = {}
+        for site in units.sites:
+            norm = held_behind(host, site, behind[site.name][0][:, -1]) if site.name in behind else None
+            cotangent = gradient if norm is None else norm.pull(gradient.float()) * norm.inverse[:, None]
+            at_end = z[site.name][:, -1]
+            of_sites[site.name] = (at_end * _written_effect(units[site.name], at_end, cotangent)).double().cpu()
+        return of_sites
 
     return contributions
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from swd_lens.base.errors import callers_level, warning
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.kept import DenseRuns
-from swd_lens.hosts import Host, Start, norms_output
+from swd_lens.hosts import Host, Start
 from swd_lens.hosts.predictions import same_logits
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
@@ -238,7 +238,7 @@ def _steps(
         of_site = units[first[0].name]
         # What the site adds to the residual stream has to be a function of z alone.
         of_z = isinstance(of_site, Factors) or (isinstance(of_site, CoderUnits) and of_site.writes == "output")
-        if of_z and not norms_output(host, first[0]):
+        if of_z and host.norm_behind(first[0]) is None:
             yield {"layer": layer + 1, "known": first[0]}
     # Units that read the attention's input would see the last block's positions in two parts.
     last = host.model.cfg.n_layers - 1

@@ -19,9 +19,7 @@ from swd_lens.base.surroundings import claim, in_plain_surroundings
 from swd_lens.hosts.adapters import adapter_in
 from swd_lens.hosts.families import DROPOUT_RATES, is_bridge, is_hooked
 from swd_lens.hosts.sites import (
-    KINDS,
     PACKED,
-    WRITES_RESIDUAL,
     BlockShapes,
     Pattern,
     Site,
@@ -106,6 +104,18 @@ class Host(Protocol):
 
     def affine(self, site: Site) -> Affine | None:
         """Scale and shift in the site's input that weight processing can fold away; None where it has none to fold."""
+        ...
+
+    def norm_before(self, site: Site) -> Affine | None:
+        """Scale and shift of the norm through which the site reads the residual stream; neither where it reads the stream itself.
+
+        None where that is not known, and of sites that read something else. What a block does besides (RWKV mixes positions) is
+        not looked at.
+        """
+        ...
+
+    def norm_behind(self, site: Site) -> nn.Module | None:
+        """The norm between the site's output and the residual stream (Gemma 2 and 3, OLMo 2, BERT); None where there is none."""
         ...
 
     def processing(self) -> dict[str, bool]:
@@ -207,6 +217,10 @@ class Host(Protocol):
         """What a norm of this host multiplies by; None where that is one."""
         ...
 
+    def norm_shift(self, norm: nn.Module) -> Float[Tensor, " d_model"] | None:
+        """What a norm of this host adds; None where that is nothing."""
+        ...
+
     def swap(self, site: Site, projection: nn.Module, hook: HookPoint, register: Register) -> None:
         """Run `projection(h, bias, dense)` in place of the dense product and mount `hook` at site.hook_name.
 
@@ -306,16 +320,6 @@ def matrix_entries(host: Host) -> int:
 def is_centered(weight: Float[Tensor, "d_in d_out"]) -> bool:
     """Whether every row writes nothing along the all-ones direction, as center_writing_weights leaves it."""
     return bool(weight.mean(1).abs().max() < 1e-5 * weight.abs().max())
-
-
-def norms_output(host: Host, site: Site) -> bool:
-    """Whether a norm stands between the site's output and the residual stream (Gemma 2's second norms, OLMo 2, BERT)."""
-    if {"ln1_post", "ln2_post"} & host.model.blocks[site.layer]._modules.keys():
-        return True
-    readers = [other for other in host.sites() if other.layer == site.layer and other.kind in KINDS]
-    readers = [other for other in readers if other.kind not in WRITES_RESIDUAL]
-    # Where no norm comes before the matrices, it comes after them.
-    return bool(readers) and host.affine(readers[0]) is None
 
 
 def require_matrix(site: Site) -> None:

@@ -1,7 +1,7 @@
 """residual: units on the residual stream: what each adds to it on a prompt, and which of them write or read a direction.
 
 1. `stack_unit_results` gives z_i(t) B_i for every unit, stacked as `ActivationCache.stack_head_results` stacks heads. Summed over
-   the units of a site it is the site's output less its bias.
+   the units of a site it is the site's output less its bias; behind a norm, that output through the norm with its scale held.
 2. `writers` ranks units by how well their write vectors point along a direction d of the residual stream, `readers` by their read
    vectors (with the norm's weight, where it is not folded into W). Both are methods of Factors and FactorSet.
 3. `direction_of` makes a direction of tokens: their unembedding as the final norm lets it through, or their embedding.
@@ -18,8 +18,9 @@ from transformer_lens.utilities import Slice
 
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.hosts import host_of, norms_output
+from swd_lens.hosts import host_of
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.held import HeldNorm
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, WRITES_RESIDUAL, hook_name, is_site_name, split_name
 from swd_lens.tasks.split import Unusable
 from swd_lens.tasks.tokenize import TaskTokenizer
@@ -57,7 +58,8 @@ def stack_unit_results(
             _, cache = model.run_with_cache(prompt)
         results, labels = swd.stack_unit_results(cache, factors, return_labels=True)
 
-    Summed over the units of a site it is the site's output less the bias (and less `offsets.out` of transported factors). Of all
+    Summed over the units of a site it is the site's output less the bias (and less `offsets.out` of transported factors). Where a
+    norm stands behind the site (Gemma 2 and 3, OLMo 2), results went through it, its scale that of the cached run. Of all
     units it takes n_units x batch x pos x d_model numbers: name `units` or positions where that is much.
 
     Args:
@@ -76,8 +78,8 @@ def stack_unit_results(
         (component, batch, pos, d_model) in the cache's dtype; with return_labels a pair, with the names.
 
     Raises:
-        UnitSourceError: a site that does not write to the residual stream, or does so behind a norm (Gemma 2), or whose
-            units show no write vectors.
+        UnitSourceError: a site that does not write to the residual stream, or whose units show no write vectors; a cache without
+            the scales of a norm behind a site.
         ValueError: something else than a cache, one without these units, or of other ones; a unit that there is not.
     """
     model = getattr(cache, "model", None)
@@ -103,8 +105,6 @@ def _chosen_units(of: UnitSet, units: Any, layer: int) -> list[tuple[str, list[i
     for site in of.sites:
         if site.kind not in WRITES_RESIDUAL:
             raise error("results-of-a-reader", site=site.name)
-        if norms_output(of.host, site):
-            raise error("results-behind-a-norm", site=site.name)
         if not _writes_output(of, site.name):
             raise error("results-without-write-vectors", site=site.name)
     before = [site for site in of.sites if site.layer < layer]
@@ -139,7 +139,23 @@ def _results(cache: Any, of: UnitSet, site: str, indices: list[int], positions: 
     write = of.write_vectors(site)
     assert write is not None
     z = positions.apply(z, dim=-2)
-    return torch.einsum("...u,ux->u...x", z[..., indices], write.detach()[indices].to(z))
+    norm = _held_in(cache, of, site, positions)
+    write = write.detach()[indices].float()
+    results = torch.einsum("...u,ux->u...x", z[..., indices], (write if norm is None else norm.through(write)).to(z))
+    return results if norm is None else results * norm.inverse[..., None].to(z)
+
+
+def _held_in(cache: Any, of: UnitSet, site: str, positions: Any) -> HeldNorm | None:
+    """The norm behind a site, with its scales in the cached run."""
+    of_site = next(each for each in of.sites if each.name == site)
+    norm: Any = of.host.norm_behind(of_site)
+    if norm is None:
+        return None
+    name = norm.hook_scale.name
+    if name not in cache.cache_dict:
+        raise error("cache-without-scales", site=site, hook=name)
+    inverse = 1 / positions.apply(cache.cache_dict[name].float(), dim=-2)[..., 0]
+    return HeldNorm(facts_of(of.host.model).norm == "layer", of.host.norm_weight(norm), inverse)
 
 
 # ---------------------------------------------------------------------------------------------- directions

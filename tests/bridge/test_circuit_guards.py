@@ -35,8 +35,26 @@ def test_a_norm_behind_the_mlp_closes_the_road_of_known_z(dtype):
         for positions in ("scoring", "all"):
             shortcuts = find_shortcuts(host_of(model), attachment.sites, attachment.factors, split, positions)
             assert shortcuts.known is None
-    with pytest.raises(ValueError, match=r"a norm stands between blocks\.0\.mlp_out and the residual stream"):
-        swd.attribute(model, factors, split, score="direct_logit")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_direct_logits_are_what_the_written_vector_does_to_the_final_norm(name):
+    """z through the norm behind the site, its scale held, times the gradient at what enters the final norm, by hand."""
+    model, site = families.bridge(name), "blocks.0.mlp_out"
+    factors, split = swd.baselines.svd(model, site), small_split()
+    scores = swd.attribute(model, factors, split, score="direct_logit", sign="signed")
+    expected = torch.zeros(factors[site].n_units)
+    for i, tokens in enumerate(split.tokens):
+        with swd.attach(model, factors), torch.no_grad():
+            _, cache = model.run_with_cache(tokens[None])
+        results = swd.stack_unit_results(cache, factors, pos_slice=-1)[:, 0]
+        x = cache["blocks.1.hook_resid_post"][0].detach().requires_grad_(True)
+        logits = model.unembed(model.ln_final(x[None]))[0, -1]
+        if (cap := getattr(model.cfg, "output_logits_soft_cap", None)) and cap > 0:
+            logits = cap * (logits / cap).tanh()
+        margin = logits[list(split.answer_ids[i])].mean() - logits[list(split.distractor_ids[i])].mean()
+        expected += results @ torch.autograd.grad(margin, x)[0][-1] / len(split)
+    torch.testing.assert_close(scores.scores[site].float(), expected, rtol=1e-3, atol=1e-6)
 
 
 def test_direct_effects_in_the_last_layer_are_all_effects():

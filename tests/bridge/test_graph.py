@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from swd_lens.analysis.graph import feeders, unit_graph
+from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.analysis.graph.result import records
 from swd_lens.base.errors import UnsupportedHostError
 from swd_lens.circuits import attribute
+from swd_lens.hosts import host_of
 from swd_lens.tasks import Task
 from swd_lens.units import attach
 from tests import families
@@ -15,11 +17,20 @@ from tests.analysis.graph_checks import all_units, random_factors
 TOKENS = families.some_tokens(rows=1, pos=7)[0].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Phi3", "NanoChat", "Apertus", "Granite"],
+)
 def test_contributions_add_up_where_there_are_no_biases(name):
-    """RMSNorm, rotary positions, grouped heads, gated MLPs, and no bias anywhere: nothing is left of any linear target."""
-    model = families.bridge(name)
-    factors = random_factors(model, "attn_q", "attn_k", "attn_v", "attn_o", "mlp_in", "mlp_gate", "mlp_out")
+    """RMSNorm, rotary positions, grouped heads, gated MLPs, and no bias anywhere: nothing is left of any linear target.
+
+    Also where norms stand behind the matrices, and where the adapter does not let them be folded.
+    """
+    model = families.loaded(name)
+    kinds = {site.kind for site in host_of(model).sites()}
+    assert kinds <= {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_o", "mlp_in", "mlp_gate", "mlp_out"}
+    factors = random_factors(model, *kinds)
     graph = unit_graph(
         model, factors, all_units(factors), prompt=TOKENS, attention="frozen", keep=5, isolated=True, answers=2
     )
@@ -55,12 +66,34 @@ def test_the_same_graph_on_both_hosts(name, attention):
         )
 
 
-@pytest.mark.parametrize("name", ["gemma2", "bert", "qwen3_5"])
-def test_hosts_whose_stream_cannot_be_followed(name):
-    model = families.bridge(name)
+def test_a_normed_stream_cannot_be_followed():
+    model = families.bridge("bert")
     factors = random_factors(model, "mlp_in", "mlp_out")
     with pytest.raises(UnsupportedHostError, match="unit graph needs"):
         unit_graph(model, factors, all_units(factors))
+    with pytest.raises(UnsupportedHostError, match="unit graph needs"):
+        require_drawable(host_of(model))
+
+
+def test_linear_attention_is_followed_within_a_position_only():
+    model = families.bridge("qwen3_5")
+    factors = random_factors(model, "attn_o", "mlp_in", "mlp_out")
+    graph = unit_graph(model, factors, all_units(factors), prompt=TOKENS, keep=5, isolated=True)
+    reading = [row for row in records(graph.nodes) if (row["site"] or "").endswith("mlp_in") or row["kind"] == "logit"]
+    assert max(abs(row["rest"]) for row in reading) < 1e-4 * max(abs(row["activation"]) for row in reading)
+    with pytest.raises(UnsupportedHostError, match="pattern"):
+        unit_graph(model, factors, all_units(factors), prompt=TOKENS, attention="frozen")
+    with pytest.raises(UnsupportedHostError, match="pattern"):
+        require_drawable(host_of(model))
+
+
+def test_a_stream_that_is_read_in_another_way_is_refused_before_any_work():
+    """A probe of a few tokens: here the MLP reads what no norm of the stream gives."""
+    model = families.bridge("llama")
+    require_drawable(host_of(model))
+    bent = ("blocks.1.ln2.hook_out", lambda h, hook: h + torch.arange(h.shape[-1]))
+    with model.hooks(fwd_hooks=[bent]), pytest.raises(UnsupportedHostError, match=r"blocks\.1\.mlp_"):
+        require_drawable(host_of(model))
 
 
 def test_feeders_and_scores_of_one_prompt_on_a_bridge():

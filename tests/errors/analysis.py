@@ -180,7 +180,7 @@ TRIGGERS |= {
     "graph-answer-outside": lambda *_: graphed(prompt=ROW, answers=[families.D_VOCAB]),
     "graph-answer-twice": lambda *_: graphed(prompt=ROW, answers=[9, 9]),
     "graph-without-a-path": lambda *_: graphed([f"{SITE}/1"]),
-    "graph-behind-a-norm": lambda *_: graphed(factors=unit_factors(model("gemma2"), "mlp_out"), name="gemma2"),
+    "graph-of-a-normed-stream": lambda *_: graphed(factors=unit_factors(model("bert"), "mlp_out"), name="bert"),
     "graph-of-an-unknown-reader": lambda *_: graphed(factors=unit_factors(model("qwen3_5"), "mlp_out"), name="qwen3_5"),
     "graph-file-missing": lambda folder, _: swd.UnitGraph.load(folder / "graph.json"),
     "paths-of-a-reader": lambda *_: paths(kind="mlp_in"),
@@ -217,15 +217,6 @@ def graph_through_mixed_neurons(*_):
     host = toy_model(act_fn="solu_ln")
     factors = unit_factors(host, "mlp_out")
     swd.unit_graph(host, factors, all_units(factors), prompt=ROW)
-
-
-@on_hooked
-def graph_to_capped_logits(*_):
-    from tests.micro import toy_model
-
-    host = toy_model(output_logits_soft_cap=30.0)
-    factors = unit_factors(host, "mlp_out")
-    swd.unit_graph(host, factors, all_units(factors), answers=[3])
 
 
 @trigger

@@ -160,13 +160,6 @@ def direct_logit_elsewhere(folder, patch):
 
 
 @on_hooked
-def direct_logit_behind_a_norm(folder, patch):
-    split = dataclasses.replace(setting()[2].train, d_vocab=families.D_VOCAB)
-    model = families.bridge("gemma2")
-    swd.attribute(model, baselines.svd(model, SITE), split, score="direct_logit")
-
-
-@on_hooked
 def prompts_of_another_host(folder, patch):
     model, factors, task, _ = setting()
     swd.attribute(model, factors[SITE], dataclasses.replace(task.train, d_vocab=999))

@@ -482,11 +482,11 @@ def results_of_a_reader(*_):
 
 
 @trigger
-def results_behind_a_norm(*_):
+def cache_without_scales(*_):
     model = families.bridge("gemma2")
     factors = baselines.svd(model, "blocks.0.mlp_out")
     with swd.attach(model, factors):
-        _, cache = model.run_with_cache(families.some_tokens(1, 3))
+        _, cache = model.run_with_cache(families.some_tokens(1, 3), names_filter=lambda name: "unit" in name)
     swd.stack_unit_results(cache, factors)
 
 

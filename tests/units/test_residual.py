@@ -76,6 +76,21 @@ def test_results_on_a_bridge():
         torch.testing.assert_close(results[kept].sum(0), out - bias, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Olmo2"])
+def test_results_behind_a_norm_went_through_it(name):
+    """Summed over a site they are what it added to the stream: these hosts have no biases behind their matrices."""
+    model = families.loaded(name)
+    factors = baselines.svd(model, ["attn_o", "mlp_out"])
+    with swd.attach(model, factors):
+        _, cache = model.run_with_cache(families.some_tokens(2, 5))
+    added = swd.stack_unit_results(cache, factors).sum(0)
+    entered = cache["blocks.0.hook_resid_pre"] if "blocks.0.hook_resid_pre" in cache else cache["hook_embed"]
+    torch.testing.assert_close(entered + added, cache["blocks.1.hook_resid_post"], atol=1e-4, rtol=1e-4)
+    at_last = swd.stack_unit_results(cache, factors, pos_slice=-1)
+    torch.testing.assert_close(at_last, swd.stack_unit_results(cache, factors)[:, :, -1])
+
+
 def test_transported_offsets_are_no_unit_s():
     source, target = toy_model(), toy_model()
     source.process_weights_(fold_ln=False, center_writing_weights=False, center_unembed=False)

@@ -6,16 +6,16 @@
    it is the mean effect on the logits per unit of z, the scales held; on logits before a soft cap, where the host has one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from swd_lens.base.surroundings import Undo
-from swd_lens.hosts import Host, norms_output
+from swd_lens.hosts import Host
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.held import inverse_scale, norms_behind
 from swd_lens.hosts.sites import WRITES_RESIDUAL, Site
 from swd_lens.tasks.streams import TokenStream
 
@@ -64,50 +64,29 @@ def passages(
     """
     final_weight, _ = host.readout()
     writing = [site for site in sites if site.kind in WRITES_RESIDUAL]
-    behind = {site.name: norm for site in writing if (norm := _norm_behind(host, site)) is not None}
-    final_inverse, inverse = _inverse_scales(host, behind, rows)
+    behind = {site: norm for site in writing if (norm := host.norm_behind(site)) is not None}
+    final_inverse, inverse = _inverse_scales(host, list(behind), rows)
     by_site = {}
     for site in writing:
-        both = final_inverse * inverse[site.name] if site.name in behind else final_inverse
+        both = final_inverse * inverse[site.name] if site in behind else final_inverse
         mean = float(both.mean() if counted is None else both[counted].mean())
-        first = [host.norm_weight(behind[site.name])] if site.name in behind else []
+        first = [host.norm_weight(behind[site])] if site in behind else []
         by_site[site.name] = Passage((*first, final_weight), facts_of(host.model).norm == "layer", mean)
     return by_site
 
 
-def _norm_behind(host: Host, site: Site) -> nn.Module | None:
-    """The norm between a site's output and the residual stream (Gemma 2 and 3, OLMo 2)."""
-    if not norms_output(host, site):
-        return None
-    own, before = ("ln1_post", "ln1") if site.kind == "attn_o" else ("ln2_post", "ln2")
-    block = host.model.blocks[site.layer]
-    return block._modules.get(own) or block._modules[before]
-
-
 def _inverse_scales(
-    host: Host, behind: Mapping[str, nn.Module], rows: Int[Tensor, "rows pos"]
+    host: Host, behind: Sequence[Site], rows: Int[Tensor, "rows pos"]
 ) -> tuple[Float[Tensor, "rows pos"], dict[str, Float[Tensor, "rows pos"]]]:
     """1 / scale at every position: of the final norm (1 where the host has none), and of each site's norm behind it."""
     facts, n_blocks = facts_of(host.model), len(host.model.blocks)
-    seen: dict[str, list[Tensor]] = {site: [] for site in behind}
-
-    def inverse_scale(x: Float[Tensor, "rows pos d_model"]) -> Float[Tensor, "rows pos"]:
-        x = x.detach().float()
-        x = x - x.mean(-1, keepdim=True) if facts.norm == "layer" else x
-        return (x.square().mean(-1) + facts.eps).rsqrt().cpu()
-
-    def reader(site: str) -> Callable[..., None]:
-        return lambda _, args, kwargs: seen[site].append(
-            inverse_scale(args[0] if args else next(iter(kwargs.values())))
-        )
-
-    final = []
-    with torch.no_grad(), Undo() as undo:
-        for site, norm in behind.items():
-            undo.push(norm.register_forward_pre_hook(reader(site), with_kwargs=True).remove)
+    final: list[Tensor] = []
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in behind}
+    with torch.no_grad():
         for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
-            stream = host.residual(part, n_blocks)
-            final.append(torch.ones(part.shape) if facts.norm is None else inverse_scale(stream))
-    return torch.cat(final), {
-        site: torch.cat([part.reshape(-1, rows.shape[1]) for part in parts]) for site, parts in seen.items()
-    }
+            with norms_behind(host, behind) as seen:
+                stream = host.residual(part, n_blocks)
+            final.append(inverse_scale(facts, stream).cpu())
+            for site, (x, _) in seen.items():
+                parts[site].append(inverse_scale(facts, x).cpu().reshape(-1, rows.shape[1]))
+    return torch.cat(final), {site: torch.cat(of_site) for site, of_site in parts.items()}

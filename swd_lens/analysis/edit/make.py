@@ -24,7 +24,7 @@ from swd_lens.analysis.edit.target import Target, find_target, require_editable,
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.hosts import Host, host_of, norms_output, sites_of
+from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import HookName, Site, hook_name
 from swd_lens.units import attach
@@ -180,7 +180,7 @@ def provenance(
         "calibration": "h* dW d = shift, d = u_answer - u_foil"
         + (", times the final norm's weight" if target.direction_is == "through_norm" else " (plain unembedding)"),
         "final_norm_folded": host.readout()[0] is None,
-        "norm_behind_site": norms_output(host, site),
+        "norm_behind_site": host.norm_behind(site) is not None,
         "weight_norm": float(weight.double().norm()),
         "model": str(host.model.cfg.model_name),
         "swd_lens": __version__,

@@ -159,7 +159,7 @@ def _sides(split: TaskSplit, top: str) -> list[Tensor]:
 
 def _chances(layout: Layout) -> Float[Tensor, " answer"]:
     """The probability of each top node's tokens together."""
-    probabilities = layout.run.logits.softmax(-1)
+    probabilities = layout.run.probabilities
     contrasts = [contrast for group in layout.groups if group.kind == LOGIT for contrast in group.contrasts]
     return torch.stack([probabilities[list(contrast.right)].sum() for contrast in contrasts])
 

@@ -22,6 +22,7 @@ from swd_lens.base.errors import error, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import Circuit, UnitScores
 from swd_lens.hosts import require_gradients, require_no_dropout
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site
 from swd_lens.tasks.prompt import Prompt, decoded
@@ -85,7 +86,7 @@ def unit_graph(
         ValueError: a unit that is not there, a circuit of other factors, no path between any two nodes, too many nodes, a
             prompt that is too long, an answer named twice, settings that exclude each other.
         TypeError: units of a coder, which have no read and write vectors.
-        UnsupportedHostError: see `swd_lens.analysis.graph.frozen.freeze`; answers of a host that caps its logits.
+        UnsupportedHostError: see `swd_lens.analysis.graph.frozen.freeze`.
         AttachError: see `swd_lens.attach`.
     """
     for name, setting, choices in (
@@ -153,9 +154,10 @@ def require_pruning(keep: int | None, per_node: int | None, min_weight: float | 
 
 def made_with(attached: UnitSet, drawn: Mapping[Site, Sequence[int]]) -> dict[str, Any]:
     """Settings of a graph: of what model and factors it is, and how many units are drawn."""
-    model = attached.host.model
+    model, cap = attached.host.model, facts_of(attached.host.model).logit_cap
     return {
         "model": str(getattr(model.cfg, "model_name", "")),
+        **({} if cap is None else {"logits": f"before the soft cap of {cap:g}"}),
         "n_layers": len(model.blocks),
         "swd_lens": __version__,
         **standing_hooks(model),
@@ -284,7 +286,7 @@ def nodes_of(
 ) -> pd.DataFrame:
     """One row per node, in the order of the weights."""
     rows: list[dict[str, Any]] = []
-    probabilities = layout.run.logits.softmax(-1)
+    probabilities = layout.run.probabilities
     ranks = {} if scores is None else scores.ranks()
     for group in layout.groups:
         activations = activations_of(layout, group).tolist()

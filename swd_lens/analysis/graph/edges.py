@@ -9,9 +9,10 @@
       has some, else through W_V and the norm to the residual stream at the source position.
    c. mlp_out (with a prompt only): times the slope of the activation function, to the mlp_in and mlp_gate units of its layer
       where the graph has some, else through W_in (and W_gate) and the norm to the residual stream.
-   d. The answers' logits: through the final norm to the residual stream.
+   d. The answers' logits, before a soft cap: through the final norm to the residual stream.
 
-   On the residual stream a cotangent meets the write vectors of every earlier attn_o and mlp_out, and the token embeddings.
+   On the residual stream a cotangent meets the write vectors of every earlier attn_o and mlp_out, through the norm behind the
+   site where there is one, and the token embeddings.
 
 weight[i, j] = write_i . cotangent_j, so that z_i * weight[i, j] is what unit i gives to z_j. Exact for a, b and d once norms and
 patterns are held; c is a linearization.
@@ -31,7 +32,6 @@ from swd_lens.analysis.graph.frozen import (
     by_head,
     final_reading,
     norm_before,
-    require_uncapped,
 )
 from swd_lens.base.errors import error
 from swd_lens.hosts import sites_of
@@ -69,7 +69,8 @@ class NodeGroup:
         positions: how many positions (answers stand at one).
         items: (unit,) numbers of the units, or the answers' token ids (numbers of contrasts); one per position for tokens.
         read: (d_in, item) what units read of their site's input, and the answers' centred logits of the residual stream.
-        write: (item, d_out) what units write; of tokens (position, d_model), the embeddings.
+        write: (item, d_out) what units write, where a norm stands behind the site through that norm, its scale left out; of
+            tokens (position, d_model), the embeddings.
         site: of units.
         contrasts: of answers.
     """
@@ -119,6 +120,11 @@ class Layout:
     def scaled(self, vectors: Tensor) -> Tensor:
         return torch.nn.functional.normalize(vectors, dim=-1) if self.cosine else vectors
 
+    def inverse_behind(self, group: NodeGroup) -> Float[Tensor, " _pos"]:
+        """1 / scale at every position of the norm between a group's site and the residual stream; 1 where there is none."""
+        norm = None if group.site is None or self.cosine else self.run.writings.get(group.site.name)
+        return torch.ones(group.positions, dtype=torch.float32) if norm is None else norm.inverse
+
 
 def layout_of(
     units: UnitSet,
@@ -138,7 +144,6 @@ def layout_of(
 
     Raises:
         ValueError: too many nodes.
-        UnsupportedHostError: answers of a host that caps its logits.
     """
     host, positions = units.host, len(run.embedded) if not static else 1
     pairs = {name: (f.read.detach().float().cpu(), f.write.detach().float().cpu()) for name, f in units.factors.items()}
@@ -146,7 +151,9 @@ def layout_of(
     for site, indices in drawn.items():
         read, write = pairs[site.name]
         start = groups[-1].nodes.stop if groups else 0
-        groups.append(NodeGroup(UNIT, start, positions, tuple(indices), read[:, indices], write[indices], site))
+        norm, write = run.writings.get(site.name), write[indices]
+        write = write if norm is None else norm.through(write)
+        groups.append(NodeGroup(UNIT, start, positions, tuple(indices), read[:, indices], write, site))
     if answers:
         contrasts = tuple(each if isinstance(each, Contrast) else Contrast((each,)) for each in answers)
         items = tuple(i if isinstance(each, Contrast) else each for i, each in enumerate(answers))
@@ -182,8 +189,7 @@ def _matrices(
 def _answer_vectors(
     units: UnitSet, run: FrozenRun, contrasts: Sequence[Contrast], static: bool
 ) -> Float[Tensor, "d_model answer"]:
-    """What the answers read of the residual stream."""
-    require_uncapped(units.host)
+    """What the answers' logits, before a soft cap, read of the residual stream."""
     _, unembedding = units.host.readout()
     columns = torch.stack([contrast.of(unembedding) for contrast in contrasts], 1).float().cpu()
     reading = final_reading(units.host, run.leaving[-1:])
@@ -254,7 +260,8 @@ def _into_answers(layout: Layout, target: NodeGroup) -> Iterator[_Block]:
         if source.kind == TOKEN:
             yield _Block(source, RESIDUAL, (layout.run.embedded[-1] @ cotangent.T)[None])
         elif source.write is not None and source.site is not None and source.site.kind in RESIDUAL_MATRICES:
-            yield _Block(source, RESIDUAL, layout.scaled(source.write) @ cotangent.T)
+            written = layout.scaled(source.write) * layout.inverse_behind(source)[-1]
+            yield _Block(source, RESIDUAL, written @ cotangent.T)
 
 
 def _into_neurons(layout: Layout, site: Site, read: Float[Tensor, "d_mlp unit"]) -> Iterator[_Block]:
@@ -282,7 +289,7 @@ class HeadPaths(NamedTuple):
     Attributes:
         met: (item, unit, head), the dot product of what a source writes to the head's values and what a unit reads of the
             head's output; of tokens (src, unit, head).
-        scale: (src,) 1/scale of the norm that is read on the way; None where values are units themselves.
+        scale: (src,) 1/scale of the norms on the way; None where values are units themselves.
     """
 
     source: NodeGroup
@@ -327,7 +334,8 @@ def head_paths(layout: Layout, site: Site, read: Float[Tensor, "d_z unit"]) -> I
     pulled = reading.pull(torch.einsum("xhe,jhe->jhx", matrix, reads))
     for source in _writers_before(layout, site, "attn"):
         assert source.write is not None
-        yield HeadPaths(source, torch.einsum("ix,jhx->ijh", source.write, pulled), reading.inverse)
+        scale = reading.inverse * layout.inverse_behind(source)
+        yield HeadPaths(source, torch.einsum("ix,jhx->ijh", source.write, pulled), scale)
 
 
 def _at_same_position(
@@ -340,7 +348,8 @@ def _at_same_position(
             yield _Block(source, kind, torch.einsum("px,pjx->jp", source.write, cotangent)[None])
         else:
             assert source.write is not None
-            yield _Block(source, kind, torch.einsum("ix,pjx->ijp", layout.scaled(source.write), cotangent))
+            met = torch.einsum("ix,pjx->ijp", layout.scaled(source.write), cotangent)
+            yield _Block(source, kind, met * layout.inverse_behind(source))
 
 
 def _writers_before(layout: Layout, site: Site, norm: str) -> Iterator[NodeGroup]:

@@ -1,8 +1,9 @@
 """A frozen run: what a unit graph holds fixed of a host, on one prompt or without any.
 
 1. `freeze` runs the host and finds how each block reads the residual stream: h = (x - mean x) * weight / scale + shift, or the
-   same without the mean; and whether its MLP reads what its attention wrote. The scale of every position is taken off the run,
-   and that this formula gives the h the host computed is checked.
+   same without the mean, or x itself; and whether its MLP reads what its attention wrote. Where a norm stands behind a matrix
+   (Gemma 2 and 3, OLMo 2), the output is written through that norm, by the same formula. The scale of every position is taken
+   off the run, and that this formula gives what the host computed is checked.
 2. On a prompt it also keeps z of the attached units, attention patterns, and the slopes of the MLPs' activation function. Slopes
    are gradients at this run, by autograd; patterns are checked to give attn_o's input from the values.
 3. `read_norms` is for graphs without a prompt: readings of one position, with scale 1 or the average of 1/scale over tokens.
@@ -13,6 +14,7 @@ looked at, of all prompts one after the other).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
-from swd_lens.hosts import Affine, Host, Start, norms_output
+from swd_lens.hosts import Affine, Host, Start
 from swd_lens.hosts.families import facts_of
+from swd_lens.hosts.held import HeldNorm, inverse_scale, norms_behind
 from swd_lens.hosts.recording import Recording, record
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site
 from swd_lens.tasks.text import as_rows
@@ -34,30 +37,14 @@ _ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a residual x becomes a site's input: h = (x - mean(x), if centred) * weight * inverse + shift.
+class Reading(HeldNorm):
+    """A norm through which a block reads the residual stream.
 
     Attributes:
-        centred: whether the mean over d_model is taken out (LayerNorm does, RMSNorm does not).
-        weight: (d_model,) or None where there is none (or it is folded).
-        inverse: (pos,) 1 / scale of the run's positions.
-        behind_attention: of an MLP: whether x has in it what the attention of the same block wrote.
+        behind_attention: of an MLP: whether what it reads has in it what the attention of the same block wrote.
     """
 
-    centred: bool
-    weight: Float[Tensor, " d_model"] | None
-    inverse: Float[Tensor, " _pos"]
     behind_attention: bool = False
-
-    def pull(self, vectors: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n d_model"]:
-        """Vectors that are multiplied with h, as vectors that are multiplied with x; without the scale."""
-        vectors = vectors if self.weight is None else vectors * self.weight
-        return vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors
-
-    def push(self, changes: Float[Tensor, "*n _pos d_model"]) -> Float[Tensor, "*n _pos d_model"]:
-        """Changes of x at every position of the run, as changes of h, the scale held."""
-        changes = changes - changes.mean(-1, keepdim=True) if self.centred else changes
-        return (changes if self.weight is None else changes * self.weight) * self.inverse[:, None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,9 @@ class FrozenRun:
         embedded: what enters the first block.
         leaving: what leaves the last one.
         readings: (layer, "attn" or "mlp") -> how the attention or the MLP of a block reads the residual stream.
-        logits: at the last position.
+        logits: at the last position, before a soft cap.
+        logit_cap: where the host has one.
+        writings: name of a site -> the norm between its output and the residual stream; of sites that have one.
         z: name of an attached site -> its units.
         patterns: layer -> attention pattern.
         slopes: name of a site before an activation function -> d post / d pre.
@@ -78,9 +67,17 @@ class FrozenRun:
     leaving: Float[Tensor, "_pos d_model"]
     readings: Mapping[tuple[int, str], Reading]
     logits: Float[Tensor, " vocab"]
+    logit_cap: float | None = None
+    writings: Mapping[str, HeldNorm] = field(default_factory=dict)
     z: Mapping[str, Float[Tensor, "_pos _unit"]] = field(default_factory=dict)
     patterns: Mapping[int, Float[Tensor, "head _dest _src"]] = field(default_factory=dict)
     slopes: Mapping[str, Float[Tensor, "_pos d_mlp"]] = field(default_factory=dict)
+
+    @property
+    def probabilities(self) -> Float[Tensor, " vocab"]:
+        """Of the next token."""
+        cap = self.logit_cap
+        return (self.logits if cap is None else cap * (self.logits / cap).tanh()).softmax(-1)
 
     def last(self) -> "FrozenRun":
         """The last position alone."""
@@ -88,7 +85,8 @@ class FrozenRun:
             self,
             embedded=self.embedded[-1:],
             leaving=self.leaving[-1:],
-            readings={key: replace(reading, inverse=reading.inverse[-1:]) for key, reading in self.readings.items()},
+            readings={key: replace(norm, inverse=norm.inverse[-1:]) for key, norm in self.readings.items()},
+            writings={site: replace(norm, inverse=norm.inverse[-1:]) for site, norm in self.writings.items()},
             z={site: z[-1:] for site, z in self.z.items()},
             slopes={site: slope[-1:] for site, slope in self.slopes.items()},
         )
@@ -111,17 +109,19 @@ def read_norms(host: Host, tokens: Any = None) -> FrozenRun:
         freeze(host, batch)
         for batch in tqdm(rows.split(_ROWS_AT_ONCE), desc="norms", disable=len(rows) <= _ROWS_AT_ONCE, leave=False)
     )
-    first = next(runs)
-    inverse = {key: float(reading.inverse.double().sum()) for key, reading in first.readings.items()}
-    for run in runs:
-        for key, reading in run.readings.items():
-            inverse[key] += float(reading.inverse.double().sum())
-    means = {key: 1.0 if tokens is None else total / rows.numel() for key, total in inverse.items()}
-    readings = {
-        key: replace(reading, inverse=torch.tensor([means[key]], dtype=torch.float32))
-        for key, reading in first.readings.items()
-    }
-    return replace(first, readings=readings)
+    first, sums = next(runs), None
+    for run in chain((first,), runs):
+        now = [float(norm.inverse.double().sum()) for norm in _norms(run)]
+        sums = now if sums is None else [old + new for old, new in zip(sums, now, strict=True)]
+    assert sums is not None
+    means = iter(torch.tensor([1.0 if tokens is None else total / rows.numel()]) for total in sums)
+    readings = {key: replace(norm, inverse=next(means)) for key, norm in first.readings.items()}
+    writings = {site: replace(norm, inverse=next(means)) for site, norm in first.writings.items()}
+    return replace(first, readings=readings, writings=writings)
+
+
+def _norms(run: FrozenRun) -> list[HeldNorm]:
+    return [*run.readings.values(), *run.writings.values()]
 
 
 def freeze(
@@ -140,8 +140,8 @@ def freeze(
         slopes: layers whose activation function's slopes are kept.
 
     Raises:
-        UnsupportedHostError: the host reads its residual stream in another way (norms behind the matrices, linear
-            attention), shows no pattern, or its activation function mixes neurons.
+        UnsupportedHostError: the host reads its residual stream in another way (linear attention) or norms it itself (BERT),
+            shows no pattern, or its activation function mixes neurons.
     """
     require_followable(host, slopes, patterns)
     readers = {(site.layer, norm): site for site in reversed(host.sites()) if (norm := norm_before(site.kind))}
@@ -152,7 +152,7 @@ def freeze(
     ]
     with torch.no_grad():
         embedded = host.residual(tokens, 0).detach().clone()
-    with torch.set_grad_enabled(bool(slopes)):
+    with torch.set_grad_enabled(bool(slopes)), norms_behind(host, writers) as behind:
         shown = record(
             host,
             tokens,
@@ -174,44 +174,49 @@ def freeze(
         }
     assert shown.logits is not None
     stream = _rows(embedded)
-    readings, leaving = _readings(host, stream, readers, writers, shown)
+    writings, written = _writings(host, writers, shown, behind)
+    readings, leaving = _readings(host, stream, readers, written, shown.inputs)
+    cap = facts_of(host.model).logit_cap
     return FrozenRun(
         stream.cpu(),
         leaving.cpu(),
         readings,
-        shown.logits[-1].detach().float().cpu(),
+        before_cap(shown.logits[-1].detach().float().cpu(), cap),
+        cap,
+        writings,
         {site.name: _rows(shown.units[site.name]).cpu() for site in units},
         {layer: _checked_pattern(host, layer, shown).cpu() for layer in patterns},
         {name: _rows(of_site).cpu() for name, of_site in slope.items()},
     )
 
 
+def before_cap(logits: Float[Tensor, "*n vocab"], cap: float | None) -> Float[Tensor, "*n vocab"]:
+    """Logits as the unembedding gave them: cap * tanh(logit / cap) is what a host with a soft cap shows."""
+    if cap is None:
+        return logits
+    # Short of 1, where float32 has nothing left of a logit that is far above the cap.
+    return (cap * (logits.double() / cap).clamp(-1 + 1e-7, 1 - 1e-7).atanh()).float()
+
+
 def require_drawable(host: Host) -> None:
     """Do nothing if a graph of prompts, with attention and all layers, could be drawn of this host: asked before long work.
 
     Raises:
-        UnsupportedHostError: see `freeze`; the host caps its logits.
+        UnsupportedHostError: see `freeze`.
     """
     layers = sorted({site.layer for site in host.sites()})
     require_followable(host, layers, layers)
-    require_uncapped(host)
-
-
-def require_uncapped(host: Host) -> None:
-    """Raises UnsupportedHostError where logits are no linear function of what leaves the final norm."""
-    cap = facts_of(host.model).logit_cap
-    if cap is not None:
-        raise error("graph-to-capped-logits", cap=cap)
+    read_norms(host)  # a run of a few tokens, in which every formula is checked
 
 
 def require_followable(host: Host, slopes: Sequence[int], patterns: Sequence[int]) -> None:
     """Raises UnsupportedHostError where a frozen run does not explain what blocks read and write."""
-    for site in host.sites():
-        if site.kind in RESIDUAL_MATRICES and norms_output(host, site):
-            raise error("graph-behind-a-norm", site=site.name)
-        if "." in site.kind or (norm_before(site.kind) and host.affine(site) is None):
-            raise error("graph-of-an-unknown-reader", site=site.name)
     facts = facts_of(host.model)
+    for site in host.sites():
+        if not facts.causal and host.norm_behind(site) is not None:
+            raise error("graph-of-a-normed-stream", site=site.name)
+        if "." in site.kind or (norm_before(site.kind) and host.norm_before(site) is None):
+            raise error("graph-of-an-unknown-reader", site=site.name)
     if slopes and facts.mixes_neurons:
         raise error("graph-through-mixed-neurons", act=facts.activation)
     for layer in patterns:
@@ -231,38 +236,58 @@ def _rows(tensor: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "_row *wid
 # ---------------------------------------------------------------------------------------------- norms
 
 
+def _writings(
+    host: Host, writers: Sequence[Site], shown: Recording, behind: Mapping[str, tuple[Tensor, Tensor]]
+) -> tuple[dict[str, HeldNorm], dict[str, Float[Tensor, "row d_model"]]]:
+    """The norms behind the sites that have one, and what every site wrote to the residual stream."""
+    norms, written = {}, {}
+    for site in writers:
+        y = written[site.name] = _rows(shown.outputs[site.name])
+        norm = host.norm_behind(site)
+        if norm is None:
+            continue
+        given, made = map(_rows, behind[site.name])
+        if not torch.allclose(given, y, rtol=_tolerance(host), atol=_tolerance(host) * float(y.abs().max())):
+            raise error("graph-of-a-normed-stream", site=site.name)
+        affine = Affine(host.norm_weight(norm), host.norm_shift(norm))
+        norms[site.name], written[site.name] = _fitted(host, site, affine, {False: y}, made), made
+    return norms, written
+
+
 def _readings(
     host: Host,
     stream: Float[Tensor, "row d_model"],
     readers: Mapping[tuple[int, str], Site],
-    writers: Sequence[Site],
-    shown: Recording,
+    written: Mapping[str, Float[Tensor, "row d_model"]],
+    inputs: Mapping[str, Tensor],
 ) -> tuple[dict[tuple[int, str], Reading], Float[Tensor, "row d_model"]]:
     """How every block reads the residual stream, and what leaves the last block."""
     readings: dict[tuple[int, str], Reading] = {}
     x = stream
     for layer in range(max(site.layer for site in (*host.sites(), *host.alternatives())) + 1):
-        written = {site.kind: _rows(shown.outputs[site.name]) for site in writers if site.layer == layer}
-        middle = x + written.get("attn_o", torch.zeros_like(x))
+        middle = x + written.get(f"blocks.{layer}.attn_o", torch.zeros_like(x))
         # An MLP beside its attention (a parallel block) reads what enters the block.
         for norm, residuals in (("attn", {False: x}), ("mlp", {True: middle, False: x})):
             site = readers.get((layer, norm))
             if site is not None:
-                readings[layer, norm] = _fitted(host, site, residuals, _rows(shown.inputs[site.name]))
-        x = middle + written.get("mlp_out", torch.zeros_like(x))
+                affine = host.norm_before(site) or Affine()
+                readings[layer, norm] = _fitted(host, site, affine, residuals, _rows(inputs[site.name]))
+        x = middle + written.get(f"blocks.{layer}.mlp_out", torch.zeros_like(x))
     return readings, x
 
 
-def _fitted(host: Host, site: Site, residuals: Mapping[bool, Tensor], h: Tensor) -> Reading:
-    """The reading that explains h from one of the residuals: those that the block's attention has written to or not."""
-    affine, layer_norm = host.affine(site) or Affine(), facts_of(host.model).norm == "layer"
-    tolerance = 1e-3 if dtype_of(host) in ("float32", "float64") else 3e-2
-    errors = []
+def _tolerance(host: Host) -> float:
+    return 1e-3 if dtype_of(host) in ("float32", "float64") else 3e-2
+
+
+def _fitted(host: Host, site: Site, affine: Affine, inputs: Mapping[bool, Tensor], h: Tensor) -> Reading:
+    """The norm that makes h of one of its possible inputs: streams that the block's attention has written to or not."""
+    layer_norm, errors = facts_of(host.model).norm == "layer", []
     # What the host's settings say is tried first: on centred residuals both norms fit.
     for centred in (layer_norm, not layer_norm):
-        fits = {attended: _fit(x, h, affine, centred) for attended, x in residuals.items()}
+        fits = {attended: _fit(x, h, affine, centred) for attended, x in inputs.items()}
         attended, (inverse, difference) = min(fits.items(), key=lambda fit: fit[1][1])
-        if difference < tolerance:
+        if difference < _tolerance(host):
             return Reading(centred, None if affine.scale is None else affine.scale.cpu(), inverse.cpu(), attended)
         errors.append(difference)
     raise error("graph-of-a-changed-reading", site=site.name, difference=min(errors))
@@ -277,15 +302,10 @@ def _fit(x: Tensor, h: Tensor, affine: Affine, centred: bool) -> tuple[Float[Ten
     return inverse, float((y - inverse[:, None] * u).norm() / y.norm().clamp(min=1e-30))
 
 
-def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> Reading:
+def final_reading(host: Host, x: Float[Tensor, "pos d_model"]) -> HeldNorm:
     """The norm before the unembedding; its scale by the formula, with the host's own epsilon."""
     facts, weight = facts_of(host.model), host.readout()[0]
-    if facts.norm is None:
-        return Reading(False, None, torch.ones(len(x), dtype=torch.float32))
-    centred = facts.norm == "layer"
-    u = x - x.mean(-1, keepdim=True) if centred else x
-    inverse = (u.square().mean(-1) + facts.eps).rsqrt()
-    return Reading(centred, None if weight is None else weight.cpu(), inverse)
+    return HeldNorm(facts.norm == "layer", None if weight is None else weight.cpu(), inverse_scale(facts, x))
 
 
 # ---------------------------------------------------------------------------------------------- patterns

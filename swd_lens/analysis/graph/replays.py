@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from swd_lens.analysis.graph.build import frozen_run, units_of_run
-from swd_lens.analysis.graph.frozen import FrozenRun
+from swd_lens.analysis.graph.frozen import FrozenRun, before_cap
 from swd_lens.analysis.graph.responses import Place, held_layers, responses
 from swd_lens.analysis.graph.result import UnitGraph, records
 from swd_lens.base.errors import error
@@ -28,6 +28,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.record import SavedRecord
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import Start, require_gradients, require_no_dropout
+from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import hook_name
 from swd_lens.units import UnitSet, attach
@@ -253,7 +254,7 @@ def _run(
         if place.site in shown.units:
             columns[:, i] = shown.units[place.site][:, place.position, place.unit].float().cpu()
     assert shown.logits is not None
-    logits = shown.logits.float().cpu()
+    logits = before_cap(shown.logits.float().cpu(), facts_of(units.host.model).logit_cap)
     centred = logits[:, list(answers)] - logits.mean(-1, keepdim=True)
     whole = torch.cat([columns, centred], 1)
     return whole[1:] - whole[:1]

@@ -53,11 +53,8 @@ def responses(
     Args:
         run: of one prompt with all of `units` attached, at every position, with the patterns and slopes of every layer.
         sources, targets: of the attached sites.
-        answers: token ids.
+        answers: token ids; their logits are those before a soft cap.
         progress: show a bar.
-
-    Raises:
-        UnsupportedHostError: answers of a host that caps its logits.
     """
     bare = replace(run, slopes={}, patterns={})  # with them the layout would multiply out matrices
     vectors = (
@@ -121,7 +118,7 @@ class _Change:
             self._units(f"blocks.{layer}.{kind}", h)
         pattern, n_heads = self.run.patterns[layer], int(self.units.host.model.cfg.n_heads)
         v = by_head(self._values(layer, h, site.d_in), n_heads, site.d_in)
-        return self._out(site.name, torch.einsum("hds,bshe->bdhe", pattern, v).flatten(2))
+        return self._write(site.name, torch.einsum("hds,bshe->bdhe", pattern, v).flatten(2))
 
     def _values(self, layer: int, h: Tensor, width: int) -> Float[Tensor, "source pos _width"]:
         packed = f"blocks.{layer}.attn_qkv"
@@ -143,7 +140,12 @@ class _Change:
             name = f"blocks.{layer}.{kind}"
             if name in self.run.slopes:
                 post += self.run.slopes[name] * self._out(name, h)
-        return self._out(site.name, post)
+        return self._write(site.name, post)
+
+    def _write(self, name: str, h: Tensor) -> Tensor:
+        """What comes to the residual stream of a change of a site's input."""
+        output, norm = self._out(name, h), self.run.writings.get(name)
+        return output if norm is None else norm.push(output)
 
     def _out(self, name: str, h: Tensor) -> Tensor:
         """What a site makes of a change of its input: by its units, or by its matrix where it has none."""

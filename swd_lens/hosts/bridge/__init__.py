@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.hosts import Affine, Host, Register, is_centered, matrix_entries, require_matrix, require_unattached
@@ -36,7 +35,15 @@ from swd_lens.hosts.bridge.leaves import (
     unmount,
     whole_mlp,
 )
-from swd_lens.hosts.bridge.norms import affine_of, has_value_bias, is_folded, scale_of
+from swd_lens.hosts.bridge.norms import (
+    affine_of,
+    has_value_bias,
+    is_folded,
+    read_through,
+    scale_of,
+    shift_of,
+    written_through,
+)
 from swd_lens.hosts.bridge.running import BridgeRuns
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.language import packed_in
@@ -111,6 +118,12 @@ class BridgeHost(BridgeRuns, Host):
 
     def affine(self, site: Site) -> Affine | None:
         return affine_of(self.model, site)
+
+    def norm_before(self, site: Site) -> Affine | None:
+        return read_through(self.model.blocks[site.layer], base_kind(site.kind))
+
+    def norm_behind(self, site: Site) -> nn.Module | None:
+        return written_through(self.model.blocks[site.layer], base_kind(site.kind))
 
     def processing(self) -> dict[str, bool]:
         kinds = {site: base_kind(site.kind) for site in self.sites()}
@@ -200,7 +213,10 @@ class BridgeHost(BridgeRuns, Host):
         return self.norm_weight(norm), unembed.W_U.detach().float()
 
     def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
-        return scale_of(norm) if isinstance(norm, NormalizationBridge) else None
+        return None if norm is None else scale_of(norm)
+
+    def norm_shift(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
+        return None if norm is None else shift_of(norm)
 
     # ------------------------------------------------------------------ swapping
 

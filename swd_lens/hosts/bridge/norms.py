@@ -15,7 +15,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 
 from swd_lens.hosts import Affine
 from swd_lens.hosts.bridge.leaves import leaves_of_block, matrix
-from swd_lens.hosts.sites import KINDS, READS_ATTENTION_INPUT, Site, base_kind
+from swd_lens.hosts.sites import KINDS, READS_ATTENTION_INPUT, RESIDUAL_MATRICES, Site, base_kind
 
 
 def affine_of(model: Any, site: Site) -> Affine | None:
@@ -30,9 +30,34 @@ def affine_of(model: Any, site: Site) -> Affine | None:
         return _value_constant(model, block, site.d_in)
     norm = _norm_before(block, kind)
     # Not supported by the adapter: norms that follow the matrices (BERT), linear attention (Qwen3.5).
-    if norm is None or not getattr(model.adapter, "supports_fold_ln", True):
+    if not isinstance(norm, NormalizationBridge) or not getattr(model.adapter, "supports_fold_ln", True):
         return None
-    return Affine(scale_of(norm), _shift_of(norm))
+    return Affine(scale_of(norm), shift_of(norm))
+
+
+def read_through(block: Any, kind: str) -> Affine | None:
+    """See `swd_lens.hosts.Host.norm_before`."""
+    if kind not in KINDS or kind in RESIDUAL_MATRICES:
+        return None
+    if _norms_follow(block):
+        return Affine()
+    norm = _norm_before(block, kind)
+    return None if getattr(norm, "original_component", None) is None else Affine(scale_of(norm), shift_of(norm))
+
+
+def written_through(block: Any, kind: str) -> nn.Module | None:
+    """See `swd_lens.hosts.Host.norm_behind`."""
+    name = "ln1" if kind == "attn_o" else "ln2"
+    return block._modules.get(name if _norms_follow(block) else f"{name}_post")
+
+
+def _norms_follow(block: Any) -> bool:
+    """Whether ln1 and ln2 stand behind the attention and the MLP: by the name that Hugging Face gave the first.
+
+    "post_attention_layernorm" (OLMo 2) and "attention.output.LayerNorm" (BERT) do, "input_layernorm" does not.
+    """
+    name = str(getattr(block._modules.get("ln1"), "name", ""))
+    return name.startswith("post_") or ".output." in name
 
 
 def is_folded(model: Any, reads: Iterable[Site]) -> bool:
@@ -49,42 +74,46 @@ def has_value_bias(block: nn.Module) -> bool:
     return isinstance(bias, Tensor) and bool(bias.any())
 
 
-def scale_of(norm: NormalizationBridge) -> Tensor | None:
+def scale_of(norm: Any) -> Tensor | None:
     """What the normalization multiplies by; None where that is one."""
-    weight: Any = _weight_of(norm)
+    weight = _weight_of(norm)
     if weight is None:
         return None
     scale = weight.detach().float()
-    if norm.uses_rms_norm and _stores_distance_from_one(norm, weight):
+    if _stores_distance_from_one(norm, weight):
         scale = 1 + scale
     return None if bool((scale == 1).all()) else scale
 
 
 def _stores_distance_from_one(norm: Any, weight: Tensor) -> bool:
-    """As Gemma and Qwen3.5 do. 3.9 does not say so of all of them, so the norm is asked: it leaves a vector of ones alone."""
+    """As Gemma, Qwen3.5 and Nemotron do. 3.9 does not say so of all of them, so the norm is asked: both kinds of norm leave a
+    vector of 1 and -1 in turn alone, but for what they multiply by and add."""
+    ones = torch.ones_like(weight)
+    ones[1::2] = -1
     with torch.no_grad():
-        seen = norm.original_component(torch.ones_like(weight))
+        seen = (norm.original_component(ones) - norm.original_component(torch.zeros_like(weight))) * ones
     return bool((seen - 1 - weight).abs().max() < (seen - weight).abs().max())
 
 
-def _weight_of(norm: NormalizationBridge) -> Any:
-    return getattr(norm.original_component, "weight", None)
+def _weight_of(norm: Any) -> Tensor | None:
+    weight = getattr(getattr(norm, "original_component", None), "weight", None)
+    return weight if isinstance(weight, Tensor) and weight.ndim == 1 else None
 
 
-def _shift_of(norm: NormalizationBridge) -> Tensor | None:
+def shift_of(norm: Any) -> Tensor | None:
+    """What the normalization adds; None where that is nothing."""
     bias: Any = getattr(norm.original_component, "bias", None)
     return None if bias is None or not bias.any() else bias.detach().float()
 
 
-def _norm_before(block: Any, kind: str) -> NormalizationBridge | None:
+def _norm_before(block: Any, kind: str) -> Any:
     name = "ln1" if kind in READS_ATTENTION_INPUT else "ln2"
     if name == "ln2" and getattr(block, "mlp_reads_resid_directly", False):
         return None
     # GPT-J: one norm feeds both branches.
     if isinstance(block, ParallelBlockBridge) and "ln2" not in block._modules:
         name = "ln1"
-    norm = block._modules.get(name)
-    return norm if isinstance(norm, NormalizationBridge) else None
+    return block._modules.get(name)
 
 
 def _value_constant(model: Any, block: Any, d_in: int) -> Affine | None:
@@ -96,7 +125,7 @@ def _value_constant(model: Any, block: Any, d_in: int) -> Affine | None:
     weight = matrix(value).detach().float()
     constant = weight.new_zeros(weight.shape[1]) if value.bias is None else value.bias.detach().float()
     norm = _norm_before(block, "attn_v")
-    shift = _shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
+    shift = shift_of(norm) if norm is not None and getattr(model.adapter, "supports_fold_ln", True) else None
     if shift is not None:
         constant = constant + shift @ weight
     if not constant.any():

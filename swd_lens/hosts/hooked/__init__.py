@@ -94,6 +94,17 @@ class HookedTransformerHost(HookedRuns, Host):
             return None  # the norm follows the matrices: nothing can be folded into them
         return _affine_of(block.ln1 if site.kind in READS_ATTENTION_INPUT else block.ln2)
 
+    def norm_before(self, site: Site) -> Affine | None:
+        if site.kind in RESIDUAL_MATRICES:
+            return None
+        return Affine() if self.model.cfg.original_architecture in POST_NORM_ARCHITECTURES else self.affine(site)
+
+    def norm_behind(self, site: Site) -> nn.Module | None:
+        name = "ln1" if site.kind == "attn_o" else "ln2"
+        if self.model.cfg.original_architecture not in POST_NORM_ARCHITECTURES:
+            name = f"{name}_post"
+        return self.model.blocks[site.layer]._modules.get(name)
+
     def _value_constant(self, layer: int) -> Float[Tensor, " d_in"]:
         """What every value holds whatever the tokens: b_V and the share of ln1's bias, repeated to all heads where grouped."""
         value = next(s for s in (*self.sites(), *self.alternatives()) if s.kind == "attn_v" and s.layer == layer)
@@ -177,8 +188,10 @@ class HookedTransformerHost(HookedRuns, Host):
         return self.norm_weight(getattr(self.model, "ln_final", None)), self.model.W_U.detach().float()
 
     def norm_weight(self, norm: nn.Module | None) -> Float[Tensor, " d_model"] | None:
-        scale: Any = getattr(norm, "w", None)
-        return None if scale is None else scale.detach().float()
+        return _affine_of(norm).scale
+
+    def norm_shift(self, norm: nn.Module) -> Float[Tensor, " d_model"] | None:
+        return _affine_of(norm).shift
 
     # ------------------------------------------------------------------ swapping
 
