@@ -123,7 +123,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 8},
     "Mamba2": {"state_size": 8, "head_dim": 8, "num_heads": 4, "n_groups": 1},
     "NemotronH": {
-        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
         "mamba_num_heads": 4,
         "mamba_head_dim": 8,
         "n_groups": 1,

@@ -62,8 +62,8 @@ def kind_order(kind: str) -> tuple[int, int, str]:
     base = base_kind(kind)
     if base in KINDS:
         return KINDS.index(base), int(kind.rpartition(".")[2]) if base != kind else -1, ""
-    in_mlp = "mlp_gate" if "router" in base else "mlp_out"  # the router decides what experts read
-    before = KINDS.index(in_mlp if base.startswith("mlp.") else "attn_o")
+    first, last = ("mlp_gate", "mlp_out") if base.startswith("mlp.") else ("attn_q", "attn_o")
+    before = KINDS.index(first if "router" in base else last)  # the router decides what experts read
     later = [rank for rank, words in enumerate(_RUN_LATER, 1) if re.search(words, base)]
     return before, max(later, default=0) - 100, base
 
@@ -86,8 +86,8 @@ _TL_NAMES = {
 }
 _HF_PREFIX = re.compile(r"^(?:transformer\.|model\.|gpt_neox\.|bert\.|encoder\.|language_model\.)+")
 _NAME = re.compile(r"^blocks\.(\d+)\.(\w+)((?:\.\w+)*)$")
-# Of a packed stack of experts.
-EXPERT_KINDS = ("mlp_gate", "mlp_in", "mlp_out")
+# Of a packed stack of experts; JetMoe has experts in its attention, too.
+EXPERT_KINDS = ("attn_q", "attn_o", "mlp_gate", "mlp_in", "mlp_out")
 # In a dotted name these are parameters, components' own hooks, or nothing of swd_lens.
 _NO_MODULE = re.compile(r"^(?:W_\w+|b_(?:Q|K|V|O|in|out|gate)|hook_\w+|weight|bias)$")
 # Maps without a kind, in the order in which their modules run: those that no word fits come first.

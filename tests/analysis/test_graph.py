@@ -396,7 +396,9 @@ def test_answers_of_capped_logits_are_those_before_the_cap():
     edges, nodes = ([getattr(graph, part) for graph in graphs] for part in ("edges", "nodes"))
     edges = [table.set_index(["source", "target"]).sort_index()[["weight", "contribution"]] for table in edges]
     pd.testing.assert_frame_equal(*edges, rtol=1e-3, atol=1e-4)
-    pd.testing.assert_frame_equal(*(table.drop(columns=["probability", "influence"]) for table in nodes), rtol=1e-3, atol=1e-4)
+    pd.testing.assert_frame_equal(
+        *(table.drop(columns=["probability", "influence"]) for table in nodes), rtol=1e-3, atol=1e-4
+    )
     with attach(capped, factors):
         expected = capped(torch.tensor([TOKENS]))[0, -1].softmax(-1)
     shown = graphs[1].nodes[graphs[1].nodes["kind"] == "logit"]

@@ -14,11 +14,12 @@ from swd_lens.hosts.sites import KINDS
 from tests import families
 from tests.which_models import PAGE, Tried
 
-# What holds the rest of their matrices' entries: depthwise convolutions and scans; experts that are computed in other ways.
+# Depthwise convolutions, scans and hyper-connections, which weigh much in these tiny checkpoints.
 PARTLY_DENSE = {
-    *("FalconH1", "FalconMamba", "Jamba", "Lfm2", "Lfm2Moe", "Mamba", "Mamba2", "OlmoHybrid", "Rwkv"),
-    *("DeepseekV4", "JetMoe"),
+    *("DeepseekV4", "FalconH1", "FalconMamba", "Jamba", "Lfm2", "Lfm2Moe", "Mamba", "Mamba2", "OlmoHybrid", "Rwkv"),
 }
+# Also at full size: the step sizes of their scans are a fiftieth of all.
+SCANS = {"Mamba", "FalconMamba"}
 # Their MLPs read a mix of what the norm makes of this position and of the one before, which a frozen run finds out.
 MIXED = {"Rwkv"}
 
@@ -32,6 +33,7 @@ def test_it_is_transformers_model_or_refused(name):
     if tried.refused is None:
         assert tried.logits < 1e-5 and tried.exact < 1e-5 and tried.restored
         assert (tried.share < 0.99) == (name in PARTLY_DENSE)
+        assert tried.full_share is None or (tried.full_share < 0.99) == (name in SCANS)
     else:
         assert "transformers' own model" in tried.refused
 

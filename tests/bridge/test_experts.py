@@ -19,9 +19,10 @@ from tests.bridge.test_circuits import split_for
 from tests.circuits.slow import activations, slow_contributions
 
 TOKENS = families.some_tokens(rows=4, pos=12)
-# A stack of (expert, out, in); of (expert, in, out) with biases, gate and up interleaved; shared experts and latent attention.
-NAMES = ("Mixtral", "GptOss", "DeepseekV3")
-LAST = {"Mixtral": "blocks.1.mlp_out.2", "GptOss": "blocks.1.mlp_out.2", "DeepseekV3": "blocks.1.mlp_out.1"}
+# A stack of (expert, out, in); of (expert, in, out) with biases, gate and up interleaved; shared experts and latent attention;
+# tokens sorted by expert, and experts among the attention heads.
+NAMES = ("Mixtral", "GptOss", "DeepseekV3", "JetMoe")
+LAST = {name: f"blocks.1.mlp_out.{1 if name == 'DeepseekV3' else 2}" for name in NAMES}
 
 
 def loaded(name):
@@ -38,6 +39,8 @@ def made(request):
 def routing(model, layer, tokens=TOKENS):
     """(expert,) lists of (token, weight) of the plain forward, by a hook on Hugging Face's own stack."""
     seen = []
+    if type(model.original_model).__name__.startswith("JetMoe"):
+        return sorted_routing(model.blocks[layer].mlp.original_component, model, tokens)
     stack = next(
         m
         for m in model.blocks[layer].modules()
@@ -50,13 +53,30 @@ def routing(model, layer, tokens=TOKENS):
     return stack, *seen[0]
 
 
+def sorted_routing(stack, model, tokens=TOKENS):
+    """The same of JetMoe, whose router hands out tokens sorted by expert."""
+    seen = []
+    handle = stack.router.register_forward_hook(lambda _, args, out: seen.extend((args[0], *out)))
+    with torch.no_grad():
+        model(tokens)
+    handle.remove()
+    hidden, order, _, weights, sizes, _ = seen
+    experts, by_slot = torch.zeros_like(order), torch.zeros_like(weights)
+    experts[order] = torch.tensor([expert for expert, n in enumerate(sizes) for _ in range(n)])
+    by_slot[order] = weights
+    return stack, hidden, experts.view(len(hidden), -1), by_slot.view(len(hidden), -1)
+
+
 def test_experts_are_sites_with_the_stacks_own_matrices(made):
     name, model = made
     stack, *_ = routing(model, 1)
     host, ours = host_of(model), {site.name: site for site in find_sites(model)}
     for expert in range(4):
         up, gate, down = (host.weight(ours[f"blocks.1.{kind}.{expert}"]) for kind in ("mlp_in", "mlp_gate", "mlp_out"))
-        both, out = stack.gate_up_proj[expert], stack.down_proj[expert]
+        if name == "JetMoe":
+            both, out = stack.input_linear.weight[expert], stack.output_linear.weight[expert]
+        else:
+            both, out = stack.gate_up_proj[expert], stack.down_proj[expert]
         if name == "GptOss":
             assert torch.equal(gate, both[:, ::2]) and torch.equal(up, both[:, 1::2]) and torch.equal(down, out)
         else:
@@ -151,9 +171,8 @@ def test_stages_hold_what_no_site_of_them_changes():
 @pytest.mark.parametrize("positions", ["scoring", "all"])
 def test_circuits_across_experts_are_those_of_whole_prompts(made, positions):
     model = made[1].double()
-    model.original_model.config._experts_implementation = (
-        "eager"  # the grouped product of the dense host knows no float64
-    )
+    # The grouped product of the dense host knows no float64.
+    model.original_model.config._experts_implementation = "eager"
     factors = baselines.svd(model, ["blocks.1.mlp_out.*", "blocks.1.mlp_in.1"])
     train = split_for(model, 6, 1, "train")
     fast = swd.attribute(model, factors, train, score="first_order", positions=positions, sign="signed")
@@ -180,6 +199,30 @@ def test_screen_and_fidelity_name_experts(made):
     assert "all mlp_out" in screen.surfaces and set(screen.sites) >= {f"blocks.1.mlp_out.{i}" for i in range(4)}
     measured = swd.fidelity(model, baselines.svd(model, "blocks.1.mlp_out.*"), TOKENS)
     assert measured.relmse and all(error < 1e-8 for error in measured.relmse.values())
+
+
+def test_attention_heads_of_experts_have_units_where_they_are_chosen():
+    """JetMoe: queries and what is made of the heads' outputs, for the tokens that chose the expert."""
+    model, site = loaded("JetMoe"), "blocks.1.attn_q.3"
+    experts = model.blocks[1].attn.experts
+    _, hidden, chosen, _ = sorted_routing(getattr(experts, "original_component", experts), model)
+    chosen = (chosen == 3).any(1).view(TOKENS.shape)
+    assert chosen.any() and not chosen.all()
+    factors = baselines.svd(model, [site, "blocks.1.attn_o.3"])
+    with torch.no_grad():
+        dense = model(TOKENS)
+        with swd.attach(model, factors):
+            logits, cache = model.run_with_cache(TOKENS)
+            queries = cache[hook_name(site)]
+            removed = model.run_with_hooks(TOKENS, fwd_hooks=[(hook_name("blocks.1.attn_o.3"), lambda z, hook: 0 * z)])
+    assert torch.equal(queries.any(-1), chosen) and torch.equal(cache[hook_name("blocks.1.attn_o.3")].any(-1), chosen)
+    expected = hidden.view(*TOKENS.shape, -1)[chosen] @ factors[site].read
+    torch.testing.assert_close(queries[chosen], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, dense, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(
+        removed[chosen], dense[chosen]
+    )  # ... and of the last layer only these tokens' logits change
+    torch.testing.assert_close(removed[~chosen], dense[~chosen], rtol=1e-5, atol=1e-5)
 
 
 def test_a_deep_copy_has_units_of_its_own():
@@ -216,7 +259,7 @@ def test_names():
     assert is_site_name("blocks.0.attn.kv_a_proj_with_mqa") and is_site_name("blocks.0.mlp.shared_experts.up_proj")
     for name in (
         "blocks.0.mlp.W_out",
-        "blocks.0.attn_q.3",
+        "blocks.0.attn_k.3",
         "blocks.0.mlp_outt",
         "blocks.0.attn.hook_z",
         "blocks.0.mlp_in.x_5",
@@ -226,6 +269,7 @@ def test_names():
         execution_key("blocks.0.mlp_in.10") > execution_key("blocks.0.mlp_in.9") > execution_key("blocks.0.mlp_gate.10")
     )
     assert execution_key("blocks.0.mlp.router.gate") < execution_key("blocks.0.mlp_gate.0")
+    assert execution_key("blocks.0.attn.experts.router.layer") < execution_key("blocks.0.attn_q.0")
     experts = [Site(0, f"mlp_in.{i}", 4, 4) for i in range(3)]
     chosen = swd.hosts.sites.select_sites(experts, "mlp_in")
     assert chosen == experts and swd.hosts.sites.select_sites(experts, "blocks.0.mlp_in_1") == [experts[1]]

@@ -2,7 +2,8 @@
 
 1. `stack_in` finds a component's stack: a Hugging Face module with `gate_up_proj` (or `up_proj`) and `down_proj`,
    (expert, out, in) or (expert, in, out), which says of itself how they are kept (transformers' `use_experts_implementation`), or
-   Llama 4's, whose experts get all tokens, zeros those that are not routed to them.
+   Llama 4's, whose experts get all tokens, zeros those that are not routed to them; or JetMoe's, of MLPs and of attention heads
+   ("attn_q.5", "attn_o.5"), which sort tokens by expert.
 2. `matrices_of` makes the leaves: "mlp_in.5" is expert 5's slice of the stack, as (d_in, d_out). They are no modules of the
    model's tree, hold no parameters of their own, and can be mounted and hooked like any other leaf (leaves.py).
 3. While one is mounted or watched the stack calls them (`call_matrices`): its class is then a subclass that goes through the
@@ -22,11 +23,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from swd_lens.hosts import Register
-from swd_lens.hosts.sites import EXPERT_KINDS
 
+_MLP_KINDS = ("mlp_gate", "mlp_in", "mlp_out")
 _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
 _ARGUMENTS = 3  # hidden states, experts of each token, their weights
 _OF_ALL_TOKENS = "Llama4TextExperts"
+_SORTED = {"JetMoeMoE": ("mlp_gate", "mlp_in", "mlp_out"), "JetMoeMoA": ("attn_q", "attn_o")}
 # Class of a stack -> the class of the same module while it calls its leaves.
 _CALLING: dict[type, type] = {}
 
@@ -46,7 +48,10 @@ class Layout:
         names = [each.name for each in fields(cls)]
         if all(name in stack.__dict__ for name in names):
             return cls(**{name: bool(stack.__dict__[name]) for name in names})
-        return cls() if _plain(type(stack)).__name__ == _OF_ALL_TOKENS else None
+        name = _plain(type(stack)).__name__
+        if name in _SORTED:
+            return cls(has_gate="mlp_gate" in _SORTED[name], is_transposed=False)
+        return cls() if name == _OF_ALL_TOKENS else None
 
 
 class _Slice(Mapping[str, Tensor | None]):
@@ -59,7 +64,7 @@ class _Slice(Mapping[str, Tensor | None]):
         self.matrix, self.kept = matrix, None
 
     def __getitem__(self, name: str) -> Tensor:
-        stacked = self.matrix.stack._parameters[self.matrix.parameter]
+        stacked = self.matrix.holder._parameters[self.matrix.parameter]
         if name != "weight" or stacked is None:
             raise KeyError(name)
         if self.kept is None or self.kept[0] is not stacked:
@@ -80,24 +85,24 @@ class ExpertMatrix(nn.Module):
     """One expert's matrix of one kind: h -> h @ W + b.
 
     Attributes:
-        stack: the module that holds it.
-        expert, kind: which one; "mlp_gate", "mlp_in" or "mlp_out".
+        stack: the module whose forward goes through the experts.
+        holder, parameter: the module, and of its parameters the one that holds this matrix beside the other experts'.
+        expert, kind: which one; "mlp_gate", "mlp_in" or "mlp_out", in JetMoe's attention "attn_q" or "attn_o".
         routed: (token,) of the last forward in which the leaf was called with all tokens; None before.
     """
 
     stack: Any
+    holder: Any
+    parameter: str
 
     def __init__(self, stack: nn.Module, layout: Layout, expert: int, kind: str):
         super().__init__()
+        holder, parameter = _held(stack, kind)
         # Past nn.Module.__setattr__: the stack has its place in the module tree already.
-        self.__dict__.update(stack=stack, stored_in=_Slice(self), training=stack.training)
-        self.layout = layout
+        self.__dict__.update(stack=stack, holder=holder, stored_in=_Slice(self), training=stack.training)
+        self.layout, self.parameter = layout, parameter
         self.expert, self.kind = expert, kind
         self.routed: Tensor | None = None
-
-    @property
-    def parameter(self) -> str:
-        return _OUT if self.kind == "mlp_out" else _entry(self.stack)
 
     def weight_of(self, stacked: Float[Tensor, "expert _ _"]) -> Float[Tensor, "d_in d_out"]:
         """This matrix of the stack's parameter."""
@@ -110,7 +115,7 @@ class ExpertMatrix(nn.Module):
 
     def _part(self, both: Float[Tensor, "*d_in width"]) -> Float[Tensor, "*d_in d_out"]:
         """Of gate and up, which share a matrix, the one that this is."""
-        if self.kind == "mlp_out" or not self.layout.has_gate:
+        if self.kind not in ("mlp_gate", "mlp_in") or not self.layout.has_gate:
             return both
         first = self.kind == "mlp_gate"
         if not self.layout.is_concatenated:
@@ -119,7 +124,7 @@ class ExpertMatrix(nn.Module):
         return both[..., :half] if first else both[..., half:]
 
     def dense(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        product = h @ self.weight_of(self.stack._parameters[self.parameter])
+        product = h @ self.weight_of(self.holder._parameters[self.parameter])
         return product if self.bias is None else product + self.bias
 
     def forward(self, h: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
@@ -149,14 +154,19 @@ def stack_in(component: nn.Module) -> Any:
 
 
 def _is_stack(module: nn.Module) -> bool:
+    if _plain(type(module)).__name__ in _SORTED:
+        return True
     held = [p for name, p in module._parameters.items() if p is not None and name in (*_IN, _OUT)]
     if _OUT not in module._parameters or len(held) != 2 or any(p.ndim != 3 for p in held):
         return False
     return Layout.of(module) is not None and not module.__dict__.get("has_post_expert_norm", False)
 
 
-def _entry(stack: nn.Module) -> str:
-    return next(name for name in _IN if name in stack._parameters)
+def _held(stack: Any, kind: str) -> tuple[nn.Module, str]:
+    """The module and its parameter that hold the stacked matrices of a kind."""
+    if _plain(type(stack)).__name__ in _SORTED:
+        return (stack.output_linear if kind in ("mlp_out", "attn_o") else stack.input_linear), "weight"
+    return stack, _OUT if kind == "mlp_out" else next(name for name in _IN if name in stack._parameters)
 
 
 def matrices_of(stack: Any) -> dict[str, ExpertMatrix]:
@@ -164,9 +174,13 @@ def matrices_of(stack: Any) -> dict[str, ExpertMatrix]:
     if "unit_matrices" not in stack.__dict__:
         layout = Layout.of(stack)
         assert layout is not None, "of what `stack_in` found"
-        kinds = [kind for kind in EXPERT_KINDS if layout.has_gate or kind != "mlp_gate"]
-        n_experts = stack._parameters[_OUT].shape[0]
-        made = {f"{kind}.{i}": ExpertMatrix(stack, layout, i, kind) for i in range(n_experts) for kind in kinds}
+        of_mlps = [kind for kind in _MLP_KINDS if layout.has_gate or kind != "mlp_gate"]
+        kinds = _SORTED.get(_plain(type(stack)).__name__, of_mlps)
+        holder, parameter = _held(stack, kinds[-1])
+        stacked = holder._parameters[parameter]
+        assert stacked is not None, "of what `stack_in` found"
+        experts = range(len(stacked))
+        made = {f"{kind}.{i}": ExpertMatrix(stack, layout, i, kind) for i in experts for kind in kinds}
         stack.__dict__["unit_matrices"] = made
     return stack.__dict__["unit_matrices"]
 
@@ -199,8 +213,13 @@ def _calling_class(cls: type) -> type:
     plain = _plain(cls)
     if plain not in _CALLING:
         names = list(inspect.signature(plain.forward).parameters)[1 : 1 + _ARGUMENTS]
-        forward = _forward_on_all if plain.__name__ == _OF_ALL_TOKENS else _forward_of(names)
-        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), {"forward": forward})
+        own: dict[str, dict[str, Any]] = {
+            _OF_ALL_TOKENS: {"forward": _forward_on_all},
+            "JetMoeMoE": {"forward": _forward_on_sorted},
+            "JetMoeMoA": {"map": _queries_of_experts, "reduce": _merged_by_experts},
+        }
+        methods = own.get(plain.__name__) or {"forward": _forward_of(names)}
+        _CALLING[plain] = type(f"Factored{plain.__name__}", (plain,), methods)
     return _CALLING[plain]
 
 
@@ -230,27 +249,84 @@ def _run(
     stack: Any, hidden: Float[Tensor, "token d"], experts: Int[Tensor, "token k"], weights: Float[Tensor, "token k"]
 ) -> Float[Tensor, "token d"]:
     """What the stack writes: each expert on the tokens that are routed to it, times their weights."""
-    matrices, total = matrices_of(stack), torch.zeros_like(hidden)
-    for i in range(stack._parameters[_OUT].shape[0]):
+    total = torch.zeros_like(hidden)
+    for i, chosen, routed in _by_expert(stack, experts):
+        written = _written(stack, i, hidden[routed], routed) * (weights * chosen).sum(1)[routed, None]
+        total = total.index_add(0, routed.nonzero()[:, 0], written.to(total.dtype))
+    return total
+
+
+def _by_expert(
+    stack: Any, experts: Int[Tensor, "token k"]
+) -> Iterator[tuple[int, Bool[Tensor, "token k"], Bool[Tensor, " token"]]]:
+    """Every expert that has tokens, or is watched: its number, where it was chosen, and the tokens that are routed to it."""
+    matrices = matrices_of(stack)
+    watched = {matrix.expert for matrix in matrices.values() if matrix.is_watched()}
+    for i in sorted({matrix.expert for matrix in matrices.values()}):
         chosen = experts == i
         routed = chosen.any(1)
-        watched = any(matrices[f"{kind}.{i}"].is_watched() for kind in EXPERT_KINDS if f"{kind}.{i}" in matrices)
-        if watched or routed.any():
-            written = _written(stack, i, hidden[routed], routed) * (weights * chosen).sum(1)[routed, None]
-            total = total.index_add(0, routed.nonzero()[:, 0], written.to(total.dtype))
-    return total
+        if i in watched or routed.any():
+            yield i, chosen, routed
 
 
 def _written(
     stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool[Tensor, " token"]
 ) -> Float[Tensor, "routed d"]:
     """What one expert makes of the tokens that are routed to it."""
-    matrices = matrices_of(stack)
+    matrices, act = matrices_of(stack), getattr(stack, "act_fn", None) or getattr(stack, "activation", None)
     up, layout = matrices[f"mlp_in.{expert}"].on_routed(h, routed), matrices[f"mlp_in.{expert}"].layout
     if not layout.has_gate:
-        inner = stack.act_fn(up)
+        inner = act(up)
     else:
         gate = matrices[f"mlp_gate.{expert}"].on_routed(h, routed)
         joined = torch.cat([gate, up], -1) if layout.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-        inner = stack._apply_gate(joined) if hasattr(stack, "_apply_gate") else up * stack.act_fn(gate)
+        inner = stack._apply_gate(joined) if hasattr(stack, "_apply_gate") else up * act(gate)
     return matrices[f"mlp_out.{expert}"].on_routed(inner, routed)
+
+
+# ---------------------------------------------------------------------------------------------- JetMoe
+
+
+def _slots(
+    topology: tuple[Tensor, Tensor, Tensor, list[int]], n_tokens: int
+) -> tuple[Int[Tensor, "token k"], Float[Tensor, "token k"]]:
+    """Experts of each token and their weights, of what JetMoe's router says of tokens that are sorted by expert."""
+    order, _, weights, sizes = topology
+    of_sorted = torch.repeat_interleave(torch.arange(len(sizes), device=order.device), order.new_tensor(sizes))
+    experts = torch.empty_like(order).index_copy(0, order, of_sorted)
+    return experts.view(n_tokens, -1), torch.zeros_like(weights).index_copy(0, order, weights).view(n_tokens, -1)
+
+
+def _forward_on_sorted(self: Any, layer_input: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos d"]:
+    """JetMoe's MLP."""
+    flat = layer_input.reshape(-1, layer_input.shape[-1])
+    *topology, _ = self.router(flat)
+    return (_run(self, flat, *_slots(tuple(topology), len(flat))) + self.bias).view_as(layer_input)
+
+
+def _queries_of_experts(self: Any, layer_input: Float[Tensor, "batch pos d"]) -> tuple[Tensor, Tensor, Any]:
+    """JetMoe's attention: the queries that each token's experts make, side by side."""
+    batch, pos, _ = layer_input.shape
+    flat = layer_input.reshape(batch * pos, -1)
+    *topology, router_logits = self.router(flat)
+    experts, _ = _slots(tuple(topology), len(flat))
+    queries = flat.new_zeros(*experts.shape, self.hidden_size)
+    for i, chosen, routed in _by_expert(self, experts):
+        # A token chooses an expert once, so that both sides are in the order of tokens.
+        queries = queries.masked_scatter(
+            chosen[..., None], matrices_of(self)[f"attn_q.{i}"].on_routed(flat[routed], routed)
+        )
+    return queries.view(batch, pos, *queries.shape[1:]), router_logits, tuple(topology)
+
+
+def _merged_by_experts(
+    self: Any, layer_input: Float[Tensor, "batch pos k d"], topo_info: Any
+) -> Float[Tensor, "batch pos _"]:
+    """JetMoe's attention: what its experts make of the heads' outputs, times their weights."""
+    batch, pos, k, width = layer_input.shape
+    heads, total = layer_input.reshape(batch * pos, k, width), layer_input.new_zeros(batch * pos, self.input_size)
+    experts, weights = _slots(topo_info, batch * pos)
+    for i, chosen, routed in _by_expert(self, experts):
+        written = matrices_of(self)[f"attn_o.{i}"].on_routed(heads[chosen], routed) * weights[chosen][:, None]
+        total = total.index_add(0, routed.nonzero()[:, 0], written)
+    return (total + self.bias).view(batch, pos, -1)

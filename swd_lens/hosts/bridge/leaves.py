@@ -149,7 +149,7 @@ def _plain_class(mounted: type) -> type:
 def matrix(leaf: nn.Module) -> Float[Tensor, "d_in d_out"]:
     """The leaf's weight as (d_in, d_out), mounted or not."""
     if isinstance(leaf, ExpertMatrix):
-        return leaf.weight_of(leaf.stack._parameters[leaf.parameter])
+        return leaf.weight_of(leaf.holder._parameters[leaf.parameter])
     weight = leaf._parameters["weight"]
     assert weight is not None
     return weight.T if isinstance(leaf, nn.Linear) else weight
@@ -310,11 +310,12 @@ _NOT_CALLED = ("dt_proj",)
 def _leaves_by_name(name: str, component: nn.Module) -> tuple[dict[str, nn.Module], dict[str, int]]:
     """A component's experts and linear maps: "mlp_in.3", "attn_o", "attn.kv_a_proj_with_mqa"; and what else holds matrices."""
     stack = stack_in(component)
-    leaves: dict[str, nn.Module] = {} if stack is None else dict(matrices_of(stack))
+    leaves: dict[str, Any] = {} if stack is None else dict(matrices_of(stack))
     others: dict[str, int] = {}
+    stacked = {id(leaf.holder) for leaf in leaves.values()}
     for path, module in component.named_modules():
         own = [p for key, p in module._parameters.items() if p is not None and p.ndim > 1 and not key.endswith("bias")]
-        if not own or module is stack:
+        if not own or id(module) in stacked:
             continue
         path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         kind = _KINDS_BY_NAME.get(name, {}).get(path, f"{name}.{path or 'linear'}")  # a component may be one linear map
