@@ -273,7 +273,8 @@ def _written(
     stack: Any, expert: int, h: Float[Tensor, "routed d"], routed: Bool[Tensor, " token"]
 ) -> Float[Tensor, "routed d"]:
     """What one expert makes of the tokens that are routed to it."""
-    matrices, act = matrices_of(stack), getattr(stack, "act_fn", None) or getattr(stack, "activation", None)
+    matrices = matrices_of(stack)
+    act: Any = getattr(stack, "act_fn", getattr(stack, "activation", None))  # GPT-OSS has none: its gate is its own
     up, layout = matrices[f"mlp_in.{expert}"].on_routed(h, routed), matrices[f"mlp_in.{expert}"].layout
     if not layout.has_gate:
         inner = act(up)
