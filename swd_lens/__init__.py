@@ -64,6 +64,7 @@ PUBLIC = {
     "audit": "analysis.audit.collect",
     "UnitLabels": "analysis.audit.labels",
     "run_study": "study.main_road",
+    "best_circuit": "study.best",
     "__version__": "base",
 }
 NAMESPACES = {
@@ -114,6 +115,7 @@ TYPES = {
     "AttentionPaths": "analysis.graph.attention",
     "Audit": "analysis.audit.result",
     "BasisChoice": "factorization.basis",
+    "BestCircuit": "study.best",
     "CircuitNull": "circuits.null",
     "Comparison": "circuits.comparison",
     "Concentration": "circuits.concentration",

@@ -16,6 +16,7 @@ ORDER = [
     *("naming-sites", "attaching", "another-w", "while-attached", "hosts", "circuits", "unit-sources", "files"),
     *(
         "whole-models",
+        "best-circuits",
         "settings",
         "learned-baselines",
         "queries-and-keys",

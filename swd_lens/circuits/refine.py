@@ -14,7 +14,6 @@
 3. Judge both on the test prompts, which nothing was chosen on.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +139,9 @@ def refine(
     if cost not in COSTS:
         raise error("unknown-cost", choices=COSTS, cost=cost)
     threshold = Threshold.given(recovered=recovered, sufficiency=sufficiency)
-    split = _first(task.train if isinstance(task, Task) else task, max_prompts)
+    if max_prompts < 1:
+        raise error("refine-no-prompts", max_prompts=max_prompts)
+    split = (task.train if isinstance(task, Task) else task).first(max_prompts)
     require_no_dropout(model)
     with attach(model, factors) as attachment:
         edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
@@ -411,10 +412,3 @@ class _Search:
 
     def prefixes_of(self, lengths: Int[Tensor, " circuit"]) -> Bool[Tensor, "circuit unit"]:
         return torch.arange(len(self.ranking))[None] < lengths[:, None]
-
-
-def _first(split: TaskSplit, n: int) -> TaskSplit:
-    if n < 1:
-        raise error("refine-no-prompts", max_prompts=n)
-    per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
-    return split if len(split) <= n else dataclasses.replace(split, **{k: getattr(split, k)[:n] for k in per_prompt})

@@ -9,7 +9,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -224,6 +224,11 @@ class TaskSplit:
         if self.metric is not None:
             return None
         return torch.tensor(sorted({i for ids in (*self.answer_ids, *self.distractor_ids) for i in ids}))
+
+    def first(self, n: int) -> "TaskSplit":
+        """The first n prompts; all where there are no more."""
+        per_prompt = ("examples", "tokens", "answer_ids", "distractor_ids", "corrupt")
+        return self if len(self) <= n else replace(self, **{name: getattr(self, name)[:n] for name in per_prompt})
 
     def buckets(self, batch_size: int = 256) -> Iterator[Bucket]:
         """Prompts grouped by length, shortest first, at most batch_size at once; every example comes exactly once.

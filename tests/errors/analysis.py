@@ -181,7 +181,6 @@ TRIGGERS |= {
     "graph-answer-twice": lambda *_: graphed(prompt=ROW, answers=[9, 9]),
     "graph-without-a-path": lambda *_: graphed([f"{SITE}/1"]),
     "graph-of-a-normed-stream": lambda *_: graphed(factors=unit_factors(model("bert"), "mlp_out"), name="bert"),
-    "graph-of-an-unknown-reader": lambda *_: graphed(factors=unit_factors(model("qwen3_5"), "mlp_out"), name="qwen3_5"),
     "graph-file-missing": lambda folder, _: swd.UnitGraph.load(folder / "graph.json"),
     "paths-of-a-reader": lambda *_: paths(kind="mlp_in"),
     "paths-of-no-units": lambda *_: paths(per_layer=0),
@@ -217,6 +216,13 @@ def graph_through_mixed_neurons(*_):
     host = toy_model(act_fn="solu_ln")
     factors = unit_factors(host, "mlp_out")
     swd.unit_graph(host, factors, all_units(factors), prompt=ROW)
+
+
+@trigger
+def graph_of_an_unknown_reader(*_):
+    host = families.loaded("Mixtral")
+    factors = unit_factors(host, "attn_o")
+    swd.unit_graph(host, factors, all_units(factors))
 
 
 @trigger

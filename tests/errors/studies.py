@@ -1,6 +1,9 @@
-"""Triggers of the section "The paper's items" of swd_lens/ERRORS.md."""
+"""Triggers of the sections "The paper's items" and "The best circuit" of swd_lens/ERRORS.md."""
 
+import swd_lens as swd
 from swd_lens.study import paper
+from tests import families
+from tests.bridge.test_circuits import split_for
 from tests.errors.triggers import trigger
 
 
@@ -32,3 +35,29 @@ def paper_setting_of_another_type(folder, patch):
 @trigger
 def paper_folder_without_items(folder, patch):
     paper.results_in(folder)
+
+
+# ---------------------------------------------------------------------------------------------- the best circuit
+
+
+def best(n_rows=4, **settings):
+    model = families.bridge("llama")
+    split = split_for(model, 6, 1, "train")
+    task = swd.Task("toy", split, split, split, "random", False)
+    text = families.some_tokens(n_rows, 8)
+    return swd.best_circuit(model, task, "blocks.1.mlp_out", tokens=text, minutes=1e-9, progress=False, **settings)
+
+
+@trigger
+def best_circuit_without_goal(*_):
+    best(kl=0.0)
+
+
+@trigger
+def best_circuit_without_heldout_text(*_):
+    best(n_rows=1)
+
+
+@trigger
+def best_circuit_of_nothing(*_):
+    best(recovered=50.0)

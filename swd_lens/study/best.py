@@ -1,0 +1,427 @@
+"""best_circuit: the cheapest faithful circuit of a task in one call, with the table of everything that was tried.
+
+1. Where no site is named, a screen of the dense host takes the attention or MLP output that the task needs most.
+2. Candidates, cheap ones first: exact units (neurons, singular vectors, those whitened by the text), then pruned neurons and
+   singular vectors, then SWD. The sparsity of those that have one is searched: from .5 on sparser, as long as the replacement
+   keeps the goal on a quarter of the held-out text, or denser, until it does; then once between the last two.
+3. Rounds (successive halving): a candidate's units are scored on a part of the training prompts, and the prefix of the fewest
+   edges that recovers enough is found on a part of the validation prompts, its grid refined around the threshold. The cheaper
+   half goes on, to more prompts and more text; what moves the model by more than the goal is out. An exact candidate stays.
+4. The winner's circuit is refined by exchanges on training prompts until it holds on validation prompts (refine.py), and judged
+   on test prompts, which nothing before has seen, beside random circuits of as many edges.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from swd_lens.base.errors import error
+from swd_lens.base.progress import duration, tqdm
+from swd_lens.base.record import Record
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
+from swd_lens.circuits.fidelity import Fidelity, fidelities, fidelity
+from swd_lens.circuits.frontier import judge, prefix_grid
+from swd_lens.circuits.kept import DenseRuns
+from swd_lens.circuits.measure import RECOVERED, Threshold, surface_name
+from swd_lens.circuits.null import CircuitNull, circuit_null
+from swd_lens.circuits.refine import refine
+from swd_lens.circuits.screen import screen
+from swd_lens.factorization.calibration_text import CalibrationText
+from swd_lens.factorization.factorize import factorize
+from swd_lens.hosts import find_sites
+from swd_lens.study.controls import EXACT, PRUNED, control_options
+from swd_lens.tasks.split import TaskSplit
+from swd_lens.tasks.streams import as_stream
+from swd_lens.tasks.task import Task
+from swd_lens.train import baselines
+from swd_lens.units.factors import FactorSet
+
+OUTPUTS = ("attn_o", "mlp_out")
+FIRST, SPARSER, DENSER = 0.5, (0.75, 0.875, 0.9375), (0.25, 0.125)
+SHARES = (0.25, 0.5, 1.0)  # of prompts and held-out text, round by round
+FEWEST = 32  # prompts of a round, as far as there are so many
+HELD_OUT = 0.25  # of the text's rows, where no held-out text is given
+SMALL = 0.5  # of all edges: a larger circuit is none to speak of
+_EXACT = {name: EXACT[name] for name in ("neurons", "svd", "svd_whitened")}
+# Methods with a sparsity -> how `factorize` makes them.
+_SOLVED: dict[str, Mapping[str, Any]] = {
+    **{method: control_options(control, {}) for control, method in PRUNED.items()},
+    "SWD": {},
+}
+_BETWEEN = 8  # lengths tried between two of the grid's
+_MAKE, _CHOOSE = 0.4, 0.6  # of the time: until then candidates are made, and rounds begun
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BestCircuit(Record):
+    """The cheapest circuit that was found, and what it was found among.
+
+    Attributes:
+        method: what its units are of, "Neurons pruned s=0.5".
+        circuit: its units; factors: the replacement that they are of.
+        curve: of the winner's ranking, prefixes chosen on validation prompts and measured on test prompts.
+        test: one row of what the circuit recovers and drops on the test prompts, with intervals.
+        null: the circuit beside random ones of as many edges, on the test prompts.
+        fidelity: of the replacement, on all of the held-out text.
+        tried: a row per candidate, in the order in which they were made: method, seconds, the KL and CE delta (nats), edges and
+            units of the cheapest prefix on validation prompts, the share of prompts and text that these are of, what came of it.
+        settings: everything else that was used; plain JSON values.
+    """
+
+    in_memory: ClassVar[tuple[str, ...]] = ("circuit", "factors")
+
+    method: str
+    curve: CostCurve
+    test: pd.DataFrame
+    null: CircuitNull
+    fidelity: Fidelity
+    tried: pd.DataFrame
+    settings: Mapping[str, Any]
+    circuit: Circuit | None = None
+    factors: FactorSet | None = None
+
+    @property
+    def n_edges(self) -> int:
+        """Active edges of the circuit."""
+        return int(self.test["edges"].iloc[0])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the circuit has at most half of all edges."""
+        return self.n_edges <= SMALL * int(self.curve.rows["edges"].max())
+
+    def table(self) -> pd.DataFrame:
+        """A copy of `tried`."""
+        return self.tried.copy()
+
+    def in_words(self) -> str:
+        """What was found, in sentences."""
+        row, all_edges = self.test.iloc[0], int(self.curve.rows["edges"].max())
+        found = (
+            f"{self.curve.task}: {self.n_edges:,} edges ({int(row['units']):,} units) of {self.method} at {self.curve.surface} "
+            f"recover {row['recovered']:.0%} ({row['recovered low']:.0%} to {row['recovered high']:.0%}) of what it carries, on "
+            f"test prompts; the replacement's KL is {self.fidelity.kl:.2g} (goal {self.settings['kl']:g})."
+        )
+        null = f" Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}."
+        size = (
+            "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
+        )
+        return found + null + size
+
+    def __repr__(self) -> str:
+        return f"BestCircuit({self.curve.task}: {self.n_edges:,} edges of {self.method}, {len(self.tried)} candidates)"
+
+    def title(self) -> str:
+        return f"The best circuit of {self.curve.task} at {self.curve.surface}"
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.in_words(), self.table(), self.curve.plot()
+
+
+@in_plain_surroundings
+def best_circuit(
+    model: Any,
+    task: Task,
+    sites: Any = "auto",
+    *,
+    tokens: Any,
+    heldout_tokens: Any = None,
+    kl: float = 1e-3,
+    recovered: float = RECOVERED,
+    minutes: float = 10.0,
+    seed: int = 0,
+    progress: bool = True,
+) -> BestCircuit:
+    """Find the circuit of the fewest edges that does a task in a replacement which leaves the model what it is.
+
+        found = swd.best_circuit(model, swd.load_task("ioi", model), tokens=swd.text_tokens(16_384, split="train"))
+        print(found.in_words())
+        found.table()                                                  # everything that was tried
+
+    Choice and judgement are apart: methods, sparsities and prefixes are chosen on training and validation prompts, and the
+    result is measured on test prompts.
+
+    Args:
+        model: the host, with these sites not attached; left as it was.
+        sites: a pattern, replaced together; "auto": the attention or MLP output that the task needs most.
+        tokens: (rows, pos) text for calibration.
+        heldout_tokens: (rows, pos) other text, on which the KL is measured; None: the last quarter of `tokens`' rows, which are
+            then no calibration.
+        kl: the goal, nats per prediction: a replacement with a larger KL, or with a CE that is worse by more than as much beyond
+            two standard errors, is out.
+        recovered: how much of what the sites carry the circuit has to do.
+        minutes: about what it may take, said in the bar before it begins. Two fifths are for making candidates (none is begun
+            that would end later, by the time that the last one of its kind took; settings["not tried"] names them), rounds begin
+            in the next fifth, then the cheapest so far is judged. Where time is short, what is found depends on the machine.
+        seed: of the random circuits beside it.
+        progress: say what is tried, in a bar.
+
+    Raises:
+        ValueError: the host does not do the task, nothing that was tried carries it or recovers so much of it, a goal that is
+            not above 0, or text of a single row without held-out text.
+        UnknownSiteError, UnsupportedHostError, AttachError: see `swd_lens.factorize`.
+        TokenError, TaskError: text or prompts of another host.
+    """
+    for name, value in (("kl", kl), ("minutes", minutes)):
+        if not value > 0:
+            raise error("best-circuit-without-goal", name=name, value=value)
+    names = _needed(model, task) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
+    calibration, heldout = _texts(model, tokens, heldout_tokens)
+    search = _Search(model, task, names, calibration, heldout, kl, Threshold("recovered", recovered), minutes)
+    winner = search.run(progress)
+    settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
+    return search.judged(winner, settings, seed)
+
+
+def _names(model: Any, sites: Any) -> list[str]:
+    return [site.name for site in find_sites(model, sites)]
+
+
+def _needed(model: Any, task: Task) -> list[str]:
+    """The output that a screen of the dense host says the task needs most."""
+    screened = screen(model, task, sites=list(OUTPUTS), surfaces={})
+    chosen = next(iter(screened.choose().values()), None)
+    if chosen is None:
+        raise error("circuit-of-an-undone-task", task=task.name, margin=screened.tasks[task.name].margin)
+    return chosen
+
+
+def _texts(model: Any, tokens: Any, heldout: Any) -> tuple[CalibrationText, Int[Tensor, "rows pos"]]:
+    """Text for calibration and other text to be judged on."""
+    if heldout is not None:
+        stream = as_stream(heldout, model)
+        return CalibrationText(tokens, model), torch.cat(list(stream.batches(stream.n_rows)))
+    stream = as_stream(tokens, model)
+    rows = torch.cat(list(stream.batches(stream.n_rows)))
+    n = math.ceil(HELD_OUT * len(rows))
+    if n == len(rows):
+        raise error("best-circuit-without-heldout-text", n_rows=len(rows))
+    return CalibrationText(rows[:-n], model), rows[-n:]
+
+
+@dataclass
+class _Candidate:
+    """A replacement, and what the last round said of it.
+
+    Attributes:
+        of: what its fidelity and its prefix are of: the share of prompts and text.
+        row: the cheapest prefix on validation prompts; None where none recovers enough.
+    """
+
+    method: str
+    factors: FactorSet
+    seconds: float
+    fidelity: Fidelity
+    exact: bool
+    of: float = SHARES[0]
+    scores: UnitScores | None = None
+    row: Mapping[str, Any] | None = None
+    outcome: str = ""
+
+    @property
+    def edges(self) -> float:
+        return math.inf if self.row is None else float(self.row["edges"])
+
+
+@dataclass
+class _Search:
+    """Steps 2 to 4."""
+
+    model: Any
+    task: Task
+    sites: Sequence[str]
+    text: CalibrationText
+    heldout: Int[Tensor, "rows pos"]
+    goal: float
+    threshold: Threshold
+    minutes: float
+    dense: DenseRuns = field(default_factory=DenseRuns)
+    candidates: list[_Candidate] = field(default_factory=list)
+    not_tried: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self, progress: bool) -> _Candidate:
+        """The cheapest candidate on all validation prompts and text."""
+        said = f"best circuit at {surface_name(self.sites)}, about {duration(60 * self.minutes)}"
+        total = 1 + len(_SOLVED) + len(SHARES)
+        with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as bar:
+            for method, step in {"exact units": self._exact, **self._solved()}.items():
+                bar.set_postfix_str(method)
+                step()
+                bar.update()
+            alive = [each for each in self.candidates if self._within(each)]
+            for share in SHARES:
+                if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
+                    share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.exact)][:2]
+                for candidate in alive:
+                    bar.set_postfix_str(f"{candidate.method}, one of {len(alive)}, on {share:.0%} of the prompts")
+                    if candidate.row is None or share > candidate.of:
+                        self._measure(candidate, share)
+                alive = self._better(alive, share)
+                bar.update()
+        if not alive:
+            raise error(
+                "best-circuit-of-nothing", task=self.task.name, sites=", ".join(self.sites), value=self.threshold.value
+            )
+        alive[0].outcome = "the best"
+        return alive[0]
+
+    # ------------------------------------------------------------------ candidates
+
+    def _exact(self) -> None:
+        """The exact candidates; the dense host runs once for all of them."""
+        makers = {
+            "neurons": baselines.neurons,
+            "svd": baselines.svd,
+            "svd_whitened": partial(baselines.svd, whitened=True, tokens=self.text),
+        }
+        made: dict[str, FactorSet] = {}
+        seconds: dict[str, float] = {}
+        for control, method in _EXACT.items():
+            began = time.monotonic()
+            made[method] = makers[control](self.model, self.sites)
+            seconds[method] = time.monotonic() - began
+        measured = fidelities(self.model, made, self._rows(SHARES[0]))
+        self.candidates += [_Candidate(name, made[name], seconds[name], measured[name], True) for name in made]
+
+    def _solved(self) -> dict[str, Callable[[], Any]]:
+        return {method: partial(self._search_sparsity, method, options) for method, options in _SOLVED.items()}
+
+    def _search_sparsity(self, method: str, options: Mapping[str, Any]) -> None:
+        """From FIRST on sparser as long as the goal is kept, or denser until it is; then between the last two."""
+
+        def at(sparsity: float) -> _Candidate | None:
+            make = partial(
+                factorize, self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options
+            )
+            return self._add(f"{method} s={sparsity:g}", make)
+
+        first = at(FIRST)
+        if first is None:
+            return
+        last, sparser = FIRST, self._within(first)
+        for sparsity in SPARSER if sparser else DENSER:
+            candidate = at(sparsity)
+            if candidate is None:
+                return
+            if self._within(candidate) != sparser:  # one keeps the goal, the other does not
+                at((last + sparsity) / 2)
+                return
+            last = sparsity
+
+    def _add(self, method: str, make: Callable[[], FactorSet]) -> _Candidate | None:
+        """A candidate, with its fidelity on the first part of the text; None where there is no time for it."""
+        began, family = time.monotonic(), method.partition(" s=")[0]
+        last = next((c.seconds for c in reversed(self.candidates) if c.method.partition(" s=")[0] == family), 0.0)
+        if began + last > self.began + _MAKE * 60 * self.minutes:
+            self.not_tried.append(method)
+            return None
+        factors = make()
+        measured = fidelity(self.model, factors, self._rows(SHARES[0]))
+        candidate = _Candidate(method, factors, time.monotonic() - began, measured, False)
+        self.candidates.append(candidate)
+        return candidate
+
+    def _within(self, candidate: _Candidate) -> bool:
+        """Whether the replacement keeps the goal, on the text that it was last measured on."""
+        f = candidate.fidelity
+        kept = f.kl <= self.goal and f.ce_delta <= self.goal + 2 * (f.ce_delta_se or 0.0)
+        if not kept:
+            candidate.outcome = "moves the model by more than the goal"
+        return kept
+
+    # ------------------------------------------------------------------ rounds
+
+    def _measure(self, candidate: _Candidate, share: float) -> None:
+        """Fidelity and the cheapest prefix on a share of text and prompts."""
+        if share > candidate.of:
+            candidate.fidelity = fidelity(self.model, candidate.factors, self._rows(share))
+        candidate.of = share
+        train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
+        candidate.scores = attribute(self.model, candidate.factors, train, dense=self.dense)
+        candidate.row = self._cheapest(candidate, validation)
+
+    def _better(self, candidates: list[_Candidate], share: float) -> list[_Candidate]:
+        """Those that keep the goal, the cheaper half of them (in the end the cheapest), and an exact one."""
+        kept = sorted((c for c in candidates if self._within(c) and c.row is not None), key=lambda c: c.edges)
+        n = 1 if share == 1.0 else math.ceil(len(kept) / 2)
+        exact = [c for c in kept[n:] if c.exact][:1] if share < 1.0 and not any(c.exact for c in kept[:n]) else []
+        for candidate in candidates:
+            if candidate.row is None:
+                candidate.outcome = f"no prefix reaches {self.threshold}"
+            elif not candidate.outcome and candidate not in (*kept[:n], *exact):
+                candidate.outcome = f"more edges on {share:.0%} of the prompts"
+        return [*kept[:n], *exact]
+
+    def _cheapest(self, candidate: _Candidate, split: TaskSplit) -> dict[str, Any] | None:
+        """The prefix of the fewest edges that reaches the threshold on these prompts, the grid refined once around it."""
+        assert candidate.scores is not None
+        look = partial(
+            evaluate, self.model, candidate.factors, split, candidate.scores, random_sets=0, dense=self.dense
+        )
+        row = look().row_of(self.threshold, "edges")
+        lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
+        return look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
+
+    def _rows(self, share: float) -> Int[Tensor, "rows pos"]:
+        return self.heldout[: max(1, math.ceil(share * len(self.heldout)))]
+
+    # ------------------------------------------------------------------ judgement
+
+    def judged(self, winner: _Candidate, settings: Mapping[str, Any], seed: int) -> BestCircuit:
+        """The winner's circuit, on test prompts."""
+        assert winner.scores is not None and winner.row is not None
+        model, factors, scores = self.model, winner.factors, winner.scores
+        length = int(winner.row["units"])
+        grid = sorted({*prefix_grid(scores.n_units), *_between(length, scores.n_units), length})
+        curve = evaluate(model, factors, self.task, scores, grid=grid, seed=seed, dense=self.dense)
+        searched = refine(model, factors, self.task, scores, recovered=self.threshold.value)
+        circuit = searched.refined
+        null = circuit_null(model, factors, self.task, scores, circuit=circuit, seed=seed, dense=self.dense)
+        test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
+        tried = pd.DataFrame([self._row(each) for each in self.candidates])
+        return BestCircuit(
+            winner.method,
+            curve,
+            test,
+            null,
+            winner.fidelity,
+            tried,
+            {**settings, "seconds": time.monotonic() - self.began, "not tried": list(self.not_tried)},
+            replace(circuit, provenance={**circuit.provenance, "chosen_by": "best_circuit", "method": winner.method}),
+            factors,
+        )
+
+    def _row(self, candidate: _Candidate) -> dict[str, Any]:
+        f, row = candidate.fidelity, candidate.row
+        return {
+            "method": candidate.method,
+            "seconds": round(candidate.seconds, 1),
+            "KL": f.kl,
+            "CE delta": f.ce_delta,
+            "edges": pd.NA if row is None else int(row["edges"]),
+            "units": pd.NA if row is None else int(row["units"]),
+            "of": candidate.of,
+            "outcome": candidate.outcome,
+        }
+
+
+def _part(split: TaskSplit, share: float) -> TaskSplit:
+    """The first share of the prompts, at least FEWEST."""
+    return split.first(max(min(FEWEST, len(split)), math.ceil(share * len(split))))
+
+
+def _between(length: int, n_units: int) -> list[int]:
+    """Lengths between this one of the grid and the one before it, evenly; and itself."""
+    before = max((k for k in prefix_grid(n_units) if k < length), default=0)
+    steps = min(_BETWEEN, length - before)
+    return sorted({before + round(i * (length - before) / steps) for i in range(1, steps + 1)}) if steps else []

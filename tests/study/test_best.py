@@ -1,0 +1,108 @@
+"""best_circuit: the goal is kept, choice is apart from judgement, and what was tried is said."""
+
+from dataclasses import replace
+from functools import cache
+
+import pandas as pd
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.circuits.frontier import judge
+from swd_lens.circuits.measure import contents_of
+from swd_lens.study.best import DENSER, FIRST, SPARSER, BestCircuit, _between, _part
+
+SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
+
+
+@cache
+def model():
+    return swd.load_default_model()
+
+
+@cache
+def task():
+    return swd.load_task(TASK, model(), n_train=48, n_validation=40, n_test=40)
+
+
+@cache
+def found(**settings):
+    text = swd.text_tokens(4_096, split="train")
+    return swd.best_circuit(model(), task(), SITE, tokens=text, progress=False, **settings)
+
+
+def test_the_winner_keeps_the_goal_and_needs_the_fewest_edges():
+    before = {name: p.clone() for name, p in model().named_parameters()}
+    best = found()
+    assert all(torch.equal(p, before[name]) for name, p in model().named_parameters())
+    tried = best.table()
+    assert set(tried["outcome"]) >= {"the best"} and (tried["outcome"] != "").all()
+    winner = tried[tried["outcome"] == "the best"].iloc[0]
+    assert winner["method"] == best.method and winner["KL"] == best.fidelity.kl <= 1e-3
+    whole = tried[tried["of"] == 1.0].dropna()
+    assert int(winner["edges"]) == int(whole["edges"].astype(int).min())
+    out = tried[tried["outcome"].str.startswith("moves")]
+    assert all(kl > 1e-3 or ce > 1e-3 for kl, ce in zip(out["KL"], out["CE delta"], strict=True))
+    exact = tried[tried["method"].isin(["neurons", "SVD", "SVD whitened"])]
+    assert len(exact) == 3 and float(exact["KL"].abs().max()) < 1e-6
+
+
+def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts():
+    best = found()
+    again = judge(model(), best.factors, task().test, {"circuit": best.circuit})
+    assert again["recovered"].iloc[0] == pytest.approx(best.test["recovered"].iloc[0], abs=1e-6)
+    assert best.n_edges == best.circuit.n_edges == int(again["edges"].iloc[0])
+    assert best.circuit.provenance["chosen_by"] == "best_circuit"
+    words = best.in_words()
+    assert f"{best.n_edges:,} edges" in words and best.method in words and "(goal 0.001)" in words
+    assert ("no small circuit" in words) == (not best.is_small)
+    back = BestCircuit.from_dict(best.as_dict())
+    assert back.in_words() == words and back.circuit is None
+
+
+@pytest.mark.slow
+def test_test_prompts_choose_nothing():
+    """But for how many contents they have, which says how sure a circuit has to be that it holds there (refine.py)."""
+    n = len(set(contents_of(task().test)))
+    others = (swd.load_task(TASK, model(), n_train=48, n_validation=40, n_test=40, seed=s).test for s in range(1, 30))
+    other = next(split for split in others if len(set(contents_of(split))) == n)
+    assert other.examples != task().test.examples
+    found_there = swd.best_circuit(
+        model(),
+        replace(task(), test=other),
+        SITE,
+        tokens=swd.text_tokens(4_096, split="train"),
+        progress=False,
+        minutes=1e-9,
+    )
+    assert found_there.circuit.units == found(minutes=1e-9).circuit.units
+    kept = [best.table().drop(columns="seconds") for best in (found_there, found(minutes=1e-9))]
+    pd.testing.assert_frame_equal(*kept)
+
+
+def test_a_goal_that_only_exact_units_keep():
+    best = found(kl=1e-9, minutes=1.0)
+    assert best.method in ("neurons", "SVD", "SVD whitened")
+    tried = set(best.table()["method"])
+    assert {f"SWD s={s:g}" for s in (FIRST, *DENSER)} <= tried and f"SWD s={SPARSER[0]:g}" not in tried
+
+
+def test_without_time_the_table_says_what_was_not_tried():
+    best = found(minutes=1e-9)
+    assert len(best.table()) == 3 and best.settings["not tried"] == [
+        f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD")
+    ]
+
+
+@pytest.mark.slow
+def test_without_a_site_the_one_that_the_task_needs_most():
+    screened = swd.screen(model(), task(), sites=["attn_o", "mlp_out"], surfaces={})
+    text = swd.text_tokens(4_096, split="train")
+    best = swd.best_circuit(model(), task(), tokens=text, progress=False, minutes=1e-9)
+    assert [best.settings["sites"]] == list(screened.choose().values())
+
+
+def test_between():
+    assert _between(8, 100) == [7, 8] and _between(1, 100) == [1] and _between(0, 100) == []
+    assert _between(128, 512)[-1] == 128 and len(_between(128, 512)) == 8 and min(_between(128, 512)) > 96
+    assert len(_part(task().train, 0.25)) == 32 and len(_part(task().train, 1.0)) == 48
