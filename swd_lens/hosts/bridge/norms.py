@@ -39,7 +39,9 @@ def read_through(block: Any, kind: str) -> Affine | None:
     """See `swd_lens.hosts.Host.norm_before`."""
     if kind not in KINDS or kind in RESIDUAL_MATRICES:
         return None
-    if _norms_follow(block):
+    name = "ln1" if kind in READS_ATTENTION_INPUT else "ln2"
+    # transformer_lens 4 has OLMo 2's norms as ln1_post and ln2_post, and none before.
+    if _norms_follow(block) or (name not in block._modules and f"{name}_post" in block._modules):
         return Affine()
     norm = _norm_before(block, kind)
     return None if getattr(norm, "original_component", None) is None else Affine(scale_of(norm), shift_of(norm))
