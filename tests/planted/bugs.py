@@ -141,8 +141,8 @@ BUGS = [
     # factorization
     Bug(
         "factorization/grams.py",
-        "Pair(gram / n_tokens, cross / n_tokens,",
-        "Pair(gram / n_tokens, cross,",
+        "Pair(gram / n, cross / n,",
+        "Pair(gram / n, cross,",
         "factorization/test_grams_corrected.py factorization/test_grams.py",
     ),
     Bug(
