@@ -106,7 +106,7 @@ class BestCircuit(Record):
     def in_words(self) -> str:
         """What was found, in sentences."""
         row, all_edges = self.test.iloc[0], int(self.curve.rows["edges"].max())
-        found = (
+        circuit = (
             f"{self.curve.task}: {self.n_edges:,} edges ({int(row['units']):,} units) of {self.method} at {self.curve.surface} "
             f"recover {row['recovered']:.0%} ({row['recovered low']:.0%} to {row['recovered high']:.0%}) of what it carries, on "
             f"test prompts; the replacement's KL is {self.fidelity.kl:.2g} (goal {self.settings['kl']:g})."
@@ -115,7 +115,7 @@ class BestCircuit(Record):
         size = (
             "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
         )
-        return found + null + size
+        return circuit + null + size
 
     def __repr__(self) -> str:
         return f"BestCircuit({self.curve.task}: {self.n_edges:,} edges of {self.method}, {len(self.tried)} candidates)"
@@ -143,9 +143,9 @@ def best_circuit(
 ) -> BestCircuit:
     """Find the circuit of the fewest edges that does a task in a replacement which leaves the model what it is.
 
-        found = swd.best_circuit(model, swd.load_task("ioi", model), tokens=swd.text_tokens(16_384, split="train"))
-        print(found.in_words())
-        found.table()                                                  # everything that was tried
+        best = swd.best_circuit(model, swd.load_task("ioi", model), tokens=swd.text_tokens(16_384, split="train"))
+        print(best.in_words())
+        best.table()                                                   # everything that was tried
 
     Choice and judgement are apart: methods, sparsities and prefixes are chosen on training and validation prompts, and the
     result is measured on test prompts.

@@ -140,8 +140,8 @@ def _results(cache: Any, of: UnitSet, site: str, indices: list[int], positions: 
     assert write is not None
     z = positions.apply(z, dim=-2)
     norm = _held_in(cache, of, site, positions)
-    write = write.detach()[indices].float()
-    results = torch.einsum("...u,ux->u...x", z[..., indices], (write if norm is None else norm.through(write)).to(z))
+    write = write.detach()[indices].to(z)
+    results = torch.einsum("...u,ux->u...x", z[..., indices], write if norm is None else norm.through(write))
     return results if norm is None else results * norm.inverse[..., None].to(z)
 
 

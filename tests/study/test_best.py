@@ -26,14 +26,14 @@ def task():
 
 
 @cache
-def found(**settings):
+def best_at_site(**settings):
     text = swd.text_tokens(4_096, split="train")
     return swd.best_circuit(model(), task(), SITE, tokens=text, progress=False, **settings)
 
 
 def test_the_winner_keeps_the_goal_and_needs_the_fewest_edges():
     before = {name: p.clone() for name, p in model().named_parameters()}
-    best = found()
+    best = best_at_site()
     assert all(torch.equal(p, before[name]) for name, p in model().named_parameters())
     tried = best.table()
     assert set(tried["outcome"]) >= {"the best"} and (tried["outcome"] != "").all()
@@ -48,7 +48,7 @@ def test_the_winner_keeps_the_goal_and_needs_the_fewest_edges():
 
 
 def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts():
-    best = found()
+    best = best_at_site()
     again = judge(model(), best.factors, task().test, {"circuit": best.circuit})
     assert again["recovered"].iloc[0] == pytest.approx(best.test["recovered"].iloc[0], abs=1e-6)
     assert best.n_edges == best.circuit.n_edges == int(again["edges"].iloc[0])
@@ -67,7 +67,7 @@ def test_test_prompts_choose_nothing():
     others = (swd.load_task(TASK, model(), n_train=48, n_validation=40, n_test=40, seed=s).test for s in range(1, 30))
     other = next(split for split in others if len(set(contents_of(split))) == n)
     assert other.examples != task().test.examples
-    found_there = swd.best_circuit(
+    with_other_test = swd.best_circuit(
         model(),
         replace(task(), test=other),
         SITE,
@@ -75,20 +75,20 @@ def test_test_prompts_choose_nothing():
         progress=False,
         minutes=1e-9,
     )
-    assert found_there.circuit.units == found(minutes=1e-9).circuit.units
-    kept = [best.table().drop(columns="seconds") for best in (found_there, found(minutes=1e-9))]
+    assert with_other_test.circuit.units == best_at_site(minutes=1e-9).circuit.units
+    kept = [best.table().drop(columns="seconds") for best in (with_other_test, best_at_site(minutes=1e-9))]
     pd.testing.assert_frame_equal(*kept)
 
 
 def test_a_goal_that_only_exact_units_keep():
-    best = found(kl=1e-9, minutes=1.0)
+    best = best_at_site(kl=1e-9, minutes=1.0)
     assert best.method in ("neurons", "SVD", "SVD whitened")
     tried = set(best.table()["method"])
     assert {f"SWD s={s:g}" for s in (FIRST, *DENSER)} <= tried and f"SWD s={SPARSER[0]:g}" not in tried
 
 
 def test_without_time_the_table_says_what_was_not_tried():
-    best = found(minutes=1e-9)
+    best = best_at_site(minutes=1e-9)
     assert len(best.table()) == 3 and best.settings["not tried"] == [
         f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD")
     ]
