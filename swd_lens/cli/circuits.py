@@ -16,8 +16,10 @@ from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import require_writable_file, writing
 from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
+from swd_lens.cli.best import best_circuits
 from swd_lens.cli.options import (
     HostOption,
+    KlOption,
     LargeModelOptions,
     OutputOptions,
     OverwriteOption,
@@ -39,6 +41,7 @@ from swd_lens.report import write_report
 from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.asked import memory_of, task_fingerprint
+from swd_lens.study.best import KL as DEFAULT_KL
 from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of
 from swd_lens.study.inside import look_inside
 from swd_lens.study.main_road import require_surface, study_steps, surface_of
@@ -145,6 +148,16 @@ def circuit(
         ),
     ] = None,
     random_b_seeds: Annotated[int, Option(help="Of --controls random_b; the paper has 10.", min=1)] = RANDOM_B_SEEDS,
+    best: Annotated[
+        bool,
+        Option(
+            "--best",
+            help="In place of a study: search for the circuit of the fewest edges, over methods and sparsities. --sites is "
+            "then 'auto' unless given.",
+        ),
+    ] = False,
+    kl: KlOption = None,
+    minutes: Annotated[float, Option(help="Of --best: about how long the search of a task may take.")] = 10.0,
     beside: Annotated[
         list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
     ] = None,
@@ -152,13 +165,32 @@ def circuit(
     solver: SolverOptions,
     printed: OutputOptions,
 ) -> None:
-    """Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and tasks."""
+    """Factors, fidelity, circuits and a report for a model of your own: what the demo does, on your matrices and tasks.
+
+    With --best the cheapest faithful circuit of each task, whatever it is of, and the table of what was tried.
+    """
     for where in positions:
         if where not in ("scoring", "all"):
             raise error("cli-unknown-positions", positions=where)
     for value in ablation:
         if value not in ("mean", "zero"):
             raise error("cli-unknown-ablation", ablation=value)
+    if kl is not None and not best:
+        raise error("cli-goal-without-best")
+    if best:
+        of_a_study = {"--factors": factors, "--sparsity": sparsity, "--controls": controls, "--beside": beside}
+        if given := [name for name, value in of_a_study.items() if value]:
+            raise error("cli-best-of-a-study", options=", ".join(given))
+        plan("load", "read", "the", complete=False)
+        model = model_options.load(None if sites in (None, ["auto"]) else sites)
+        say(f"read {', '.join(task)} and text")
+        sizes = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
+        tasks = [load_task(name, model, **sizes) for name in task]
+        where = "auto" if sites in (None, ["auto"]) else sites
+        how = {"kl": DEFAULT_KL if kl is None else kl, "minutes": minutes}
+        texts = text.rows(model, model_options)
+        best_circuits(model, tasks, where, texts, how, out=out, overwrite=overwrite, printed=printed)
+        return
     if not sites and not factors:
         raise error("cli-nothing-to-study")
     finished = _labelled("--factors", factors or [], finished_factors)

@@ -15,6 +15,7 @@ from swd_lens.cli import output
 from swd_lens.cli.options import (
     CalibrationOption,
     HeldoutOption,
+    KlOption,
     LargeModelOptions,
     ModelOptions,
     OutputOptions,
@@ -50,7 +51,12 @@ def factorize(
     out: Annotated[Path, Option(help="Folder for the factors.")],
     sites: SitesOption,
     model_options: LargeModelOptions,
-    sparsity: SparsityOption = 0.5,
+    sparsity: Annotated[
+        float | None,
+        Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed. [default: 0.5; with a goal none]"),
+    ] = None,
+    kl: KlOption = None,
+    ce: Annotated[float | None, Option("--ce", help="A goal: the largest increase of CE, as for --kl.")] = None,
     text: TextOptions,
     solver: SolverOptions,
     calibration: CalibrationOption = "sequential",
@@ -66,19 +72,25 @@ def factorize(
 ) -> None:
     """Factorize matrices of a model into sparse read and write factors; each is saved when finished.
 
-    The same command again after an interruption goes on with the matrices that are missing.
+    With --kl or --ce the sparsity is searched for, and how factors are made, too, unless --preset, --units or --basis says it.
+    The same command again after an interruption goes on with the matrices, or trials, that are missing.
     """
     require_writable(out)
     plan("load", "factorize", *["fidelity"] * (shard is None))
     model = model_options.load(sites)
     tokens, heldout = text.rows(model, model_options)
-    cost = estimate_cost(model, sites, sparsity=sparsity, tokens=tokens, calibration=calibration, **solver.arguments())
+    goals = {name: value for name, value in (("KL", kl), ("CE delta", ce)) if value is not None}
+    s = sparsity if sparsity is not None or goals else 0.5
+    cost = estimate_cost(model, sites, sparsity=s or 0.5, tokens=tokens, calibration=calibration, **solver.arguments())
     say_memory_needed({"factorize": cost.peak_bytes})
-    say(f"factorize {', '.join(sites)} at s={sparsity:g}")
+    to = " and ".join(f"{name} at most {value:g}" for name, value in goals.items()) if s is None else f"s={s:g}"
+    say(f"factorize {', '.join(sites)} at {to}")
     factors = factorize_model(
         model,
         sites,
-        sparsity=sparsity,
+        sparsity=s,
+        kl=kl,
+        ce=ce,
         tokens=tokens,
         calibration=calibration if text.tokens else "zero-data",
         workers=number_or_word(workers),
@@ -105,6 +117,7 @@ def factorize(
         row["relMSE (held-out)"] = measured.relmse[row["site"]]
     printed.show(
         {**values, "fidelity": measured.as_dict()},
+        *([table("Tried", _narrow(factors.tried, ("KL se", "CE delta se")))] if goals else []),
         table("Factors", pd.DataFrame(rows)),
         table("Fidelity on held-out text", measured.table()),
         f"Saved to {out}. Load with swd_lens.FactorSet.load({str(out)!r}).",

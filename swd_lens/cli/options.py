@@ -78,6 +78,12 @@ TokensOption = Annotated[int, Option("--tokens", help="Calibration tokens; 0 = z
 TrainingTokensOption = Annotated[int, Option("--tokens", help="Tokens of training text; gone through again.", min=1)]
 HeldoutOption = Annotated[int, Option("--heldout-tokens", help="Held-out tokens for fidelity and contexts.", min=2)]
 SparsityOption = Annotated[float, Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed.")]
+KlOption = Annotated[
+    float | None,
+    Option(
+        "--kl", help="A goal: the largest KL(dense || replaced), nats per prediction of text that was not fitted on."
+    ),
+]
 CalibrationOption = Annotated[
     str,
     Option(help="Inputs from the host with everything earlier replaced (sequential), every earlier block, or dense."),

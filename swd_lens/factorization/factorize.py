@@ -1,5 +1,6 @@
 """factorize: from a host and a pattern to a FactorSet.
 
+0. With a goal in place of a sparsity: search for it (goal.py); each trial is a call of the steps below.
 1. Check the arguments and find the sites, in execution order (job.py); forecast operations and memory (forecast.py); with
    basis="auto", see what the text says of each (basis.py).
 2. With out=: hold the folder, or be refused at once; take over the matrices that an earlier, interrupted call finished there,
@@ -32,10 +33,12 @@ from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate
 from swd_lens.factorization.forecast import SiteEstimate, forecast
+from swd_lens.factorization.goal import Goal, GoalSearch, asked_of, divided, paths_of
+from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.job import Job
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
-from swd_lens.hosts import host_of
+from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
 from swd_lens.hosts.sites import Pattern, Site
 from swd_lens.solver import DEFAULT_PRESET, Step
@@ -49,8 +52,11 @@ def factorize(
     model: Any,
     sites: Pattern,
     *,
-    sparsity: float | int | Mapping[str, float] = 0.5,
+    sparsity: float | int | Mapping[str, float] | None = None,
+    kl: float | None = None,
+    ce: float | None = None,
     tokens: Any = None,
+    heldout_tokens: Any = None,
     calibration: str = "sequential",
     preset: str = DEFAULT_PRESET,
     units: int | float | str | None = None,
@@ -74,7 +80,14 @@ def factorize(
         model: a HookedTransformer or TransformerBridge, in any floating dtype; solved in float32.
         sites: a pattern or several ("all", "mlp_out", ...), see `swd_lens.hosts.sites.select_sites`.
         sparsity: s in (0, 1) for every matrix, budget K = (1 - s) * d_in * d_out; or a mapping from site names or patterns
-            to s (`swd_lens.allocate` makes one).
+            to s (`swd_lens.allocate` makes one). None: .5, or what keeps a goal.
+        kl, ce: a goal in place of a sparsity, the largest KL(dense || replaced) and CE increase of all sites together, in nats
+            per prediction of text that nothing was fitted on. Sparsities are searched for, of neurons and singular vectors with
+            pruned weights and of SWD from two sides, or of the preset, units and options that you give; the factors whose
+            effects on next tokens take the fewest edges are taken (goal.py; ours). It costs ten to twenty factorizations.
+            `FactorSet.tried` shows them.
+        heldout_tokens: of a goal: (rows, pos) text on which it is measured; None: the last quarter of `tokens`' rows, which are
+            then no calibration.
         tokens: (rows, pos) calibration ids, or a `TokenStream` (as many as you like: memory does not grow with them);
             None = zero-data (G = I), with a warning, since it is easily forgotten.
         calibration: "sequential" takes each matrix's inputs from the host with all earlier ones replaced (method.md §5.2);
@@ -117,12 +130,22 @@ def factorize(
     Raises:
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
         AttachError: units are attached: their inputs would not be the host's.
-        ResumeError: `out` holds factors that were made otherwise; every difference is named.
+        ResumeError: `out` holds factors that were made otherwise, or the trials of another goal; every difference is named.
         DoesNotFitError: more memory is needed than available (see `swd_lens.estimate`).
         ShardError: no such shard, or one of matrices that wait for each other.
         OSError: (FolderInUseError) another call writes `out`; or it cannot be written, or its disk is too small.
-        ValueError: bad sparsity or solver options; the site is named.
+        ValueError: bad sparsity or solver options; the site is named. A goal beside a sparsity, without text, or which nothing
+            that was tried keeps (the nearest is named).
     """
+    if kl is not None or ce is not None:
+        how: dict[str, Any] = {"calibration": calibration, "batch_size": batch_size, "gram_dtype": gram_dtype}
+        how |= {"weigh_outputs": weigh_outputs, "device": device, "workers": workers, "threads": threads}
+        text = {"heldout": heldout_tokens, "exclude": exclude, "attention_mask": attention_mask}
+        asked = {"sparsity": sparsity, "shard": shard, "preset": preset, "units": units, "options": options}
+        return _to_a_goal(model, sites, Goal(kl, ce), tokens, text, asked, how, out, overwrite, progress)
+    if heldout_tokens is not None:
+        raise error("heldout-text-without-a-goal")
+    sparsity = 0.5 if sparsity is None else sparsity
     # 1. What is asked for, and its share of a larger job.
     if calibration == "zero-data" and tokens is None:
         calibration = "sequential"
@@ -162,6 +185,47 @@ def factorize(
         recipes = job.recipes()
         checkpoint = Checkpoint(Path(out), job.provenance(), recipes, chained=job.chained, overwrite=overwrite)
         return _factorized(job, checkpoint, workers=workers, threads=threads, progress=progress)
+
+
+def _to_a_goal(
+    model: Any,
+    sites: Pattern,
+    goal: Goal,
+    tokens: Any,
+    text: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    how: Mapping[str, Any],
+    out: str | Path | None,
+    overwrite: bool,
+    progress: bool,
+) -> FactorSet:
+    """The factors that keep a goal (goal.py).
+
+    Args:
+        text: held-out text, and what does not count.
+        asked: what says how factors are made, or cannot be had with a goal.
+        how: the other arguments of `factorize`, the same for all trials.
+    """
+    for name in ("sparsity", "shard"):
+        if asked[name] is not None:
+            raise error("goal-beside", name=name, value=asked[name])
+    if tokens is None:
+        raise error("goal-without-tokens")
+    require_detached(model, "factorize")
+    fitted, heldout = divided(model, tokens, **text)
+    require_loss(model, heldout)
+    found = find_sites(model, sites)
+    paths = paths_of(found, asked["preset"], asked["units"], asked["options"])
+
+    def make(s: float, options: Mapping[str, Any], folder: Path | None) -> FactorSet:
+        return factorize(model, sites, sparsity=s, tokens=fitted, progress=False, out=folder, **how, **options)
+
+    bits = {name: how[name] for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
+    plan = asked_of(model, found, goal, (fitted, heldout), paths, bits)
+    folder = None if out is None else Path(out)
+    search = GoalSearch(model, goal, paths, fitted, heldout, make, folder, plan)
+    with search.held(overwrite):
+        return search.saved(*search.run(progress))
 
 
 def _factorized(

@@ -1,32 +1,32 @@
 """best_circuit: the cheapest faithful circuit of a task in one call, with the table of everything that was tried.
 
 1. Where no site is named, a screen of the dense host takes the attention or MLP output that the task needs most.
-2. Candidates, cheap ones first: exact units (neurons, singular vectors, those whitened by the text), then pruned neurons and
-   singular vectors, then SWD. The sparsity of those that have one is searched: from .5 on sparser, as long as the replacement
-   keeps the goal on a quarter of the held-out text, or denser, until it does; then once between the last two.
+2. Candidates, cheap ones first: exact units (neurons, singular vectors, those whitened by the text), then the paths of a goal
+   (factorization/goal.py): pruned neurons and singular vectors, SWD from its own and from the neurons' side, each at the
+   largest sparsity that was found to keep the goal on the held-out text.
 3. Rounds (successive halving): a candidate's units are scored on a part of the training prompts, and the prefix of the fewest
    edges that recovers enough is found on a part of the validation prompts, its grid refined around the threshold. The cheaper
-   half goes on, to more prompts and more text; what moves the model by more than the goal is out. An exact candidate stays.
+   half goes on, to more prompts. An exact candidate stays.
 4. The winner's circuit is refined by exchanges on training prompts until it holds on validation prompts (refine.py), and judged
    on test prompts, which nothing before has seen, beside random circuits of as many edges.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from swd_lens.base.errors import error
 from swd_lens.base.progress import duration, tqdm
 from swd_lens.base.record import Record
+from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
 from swd_lens.circuits.fidelity import Fidelity, fidelities, fidelity
 from swd_lens.circuits.frontier import judge, prefix_grid
@@ -37,28 +37,27 @@ from swd_lens.circuits.refine import refine
 from swd_lens.circuits.screen import screen
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.goal import FROM_NEURONS, STEPS, SWD, divided, next_sparsity, paths_of
 from swd_lens.hosts import find_sites
-from swd_lens.study.controls import EXACT, PRUNED, control_options
+from swd_lens.solver import DEFAULT_PRESET
+from swd_lens.study.controls import EXACT
 from swd_lens.tasks.split import TaskSplit
-from swd_lens.tasks.streams import as_stream
+from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.units.factors import FactorSet
 
+KL = 1e-3  # the goal, nats per prediction
+FIRST = 0.5  # the first sparsity that is tried
 OUTPUTS = ("attn_o", "mlp_out")
-FIRST, SPARSER, DENSER = 0.5, (0.75, 0.875, 0.9375), (0.25, 0.125)
-SHARES = (0.25, 0.5, 1.0)  # of prompts and held-out text, round by round
+SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
-HELD_OUT = 0.25  # of the text's rows, where no held-out text is given
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
 _EXACT = {name: EXACT[name] for name in ("neurons", "svd", "svd_whitened")}
-# Methods with a sparsity -> how `factorize` makes them.
-_SOLVED: dict[str, Mapping[str, Any]] = {
-    **{method: control_options(control, {}) for control, method in PRUNED.items()},
-    "SWD": {},
-}
+_FILE = "best.json"
 _BETWEEN = 8  # lengths tried between two of the grid's
 _MAKE, _CHOOSE = 0.4, 0.6  # of the time: until then candidates are made, and rounds begun
+_FROM_NEURONS = 6  # times SWD's own time, until one was made (RESULTS.md)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -73,7 +72,7 @@ class BestCircuit(Record):
         null: the circuit beside random ones of as many edges, on the test prompts.
         fidelity: of the replacement, on all of the held-out text.
         tried: a row per candidate, in the order in which they were made: method, seconds, the KL and CE delta (nats), edges and
-            units of the cheapest prefix on validation prompts, the share of prompts and text that these are of, what came of it.
+            units of the cheapest prefix on validation prompts, the share of prompts that these are of, what came of it.
         settings: everything else that was used; plain JSON values.
     """
 
@@ -117,6 +116,34 @@ class BestCircuit(Record):
         )
         return circuit + null + size
 
+    def save(self, folder: str | Path) -> Path:
+        """Write best.json, the circuit and its factors into the folder; best.json last, so that where it is all is there.
+
+        Raises:
+            OSError: the folder cannot be written, or another call writes it.
+        """
+        assert self.circuit is not None and self.factors is not None
+        folder = Path(folder)
+        with writing(folder, "BestCircuit.save"):
+            (folder / _FILE).unlink(missing_ok=True)
+            self.factors.save(folder / "factors")
+            self.circuit.save(folder / "circuit.safetensors")
+            write_sealed(folder / _FILE, self.as_dict())
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "BestCircuit":
+        """What `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no best.json.
+            ValueError: it, the circuit or the factors are damaged.
+        """
+        folder = Path(folder)
+        found = cls.from_dict(read_sealed(folder / _FILE, "a best circuit"))
+        circuit, factors = Circuit.load(folder / "circuit.safetensors"), FactorSet.load(folder / "factors")
+        return replace(found, circuit=circuit, factors=factors)
+
     def __repr__(self) -> str:
         return f"BestCircuit({self.curve.task}: {self.n_edges:,} edges of {self.method}, {len(self.tried)} candidates)"
 
@@ -135,7 +162,7 @@ def best_circuit(
     *,
     tokens: Any,
     heldout_tokens: Any = None,
-    kl: float = 1e-3,
+    kl: float = KL,
     recovered: float = RECOVERED,
     minutes: float = 10.0,
     seed: int = 0,
@@ -175,7 +202,7 @@ def best_circuit(
         if not value > 0:
             raise error("best-circuit-without-goal", name=name, value=value)
     names = _needed(model, task) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
-    calibration, heldout = _texts(model, tokens, heldout_tokens)
+    calibration, heldout = divided(model, tokens, heldout_tokens)
     search = _Search(model, task, names, calibration, heldout, kl, Threshold("recovered", recovered), minutes)
     winner = search.run(progress)
     settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
@@ -195,25 +222,12 @@ def _needed(model: Any, task: Task) -> list[str]:
     return chosen
 
 
-def _texts(model: Any, tokens: Any, heldout: Any) -> tuple[CalibrationText, Int[Tensor, "rows pos"]]:
-    """Text for calibration and other text to be judged on."""
-    if heldout is not None:
-        stream = as_stream(heldout, model)
-        return CalibrationText(tokens, model), torch.cat(list(stream.batches(stream.n_rows)))
-    stream = as_stream(tokens, model)
-    rows = torch.cat(list(stream.batches(stream.n_rows)))
-    n = math.ceil(HELD_OUT * len(rows))
-    if n == len(rows):
-        raise error("best-circuit-without-heldout-text", n_rows=len(rows))
-    return CalibrationText(rows[:-n], model), rows[-n:]
-
-
 @dataclass
 class _Candidate:
     """A replacement, and what the last round said of it.
 
     Attributes:
-        of: what its fidelity and its prefix are of: the share of prompts and text.
+        of: the share of prompts that its prefix is of.
         row: the cheapest prefix on validation prompts; None where none recovers enough.
     """
 
@@ -240,7 +254,7 @@ class _Search:
     task: Task
     sites: Sequence[str]
     text: CalibrationText
-    heldout: Int[Tensor, "rows pos"]
+    heldout: TokenStream
     goal: float
     threshold: Threshold
     minutes: float
@@ -252,13 +266,18 @@ class _Search:
     def run(self, progress: bool) -> _Candidate:
         """The cheapest candidate on all validation prompts and text."""
         said = f"best circuit at {surface_name(self.sites)}, about {duration(60 * self.minutes)}"
-        total = 1 + len(_SOLVED) + len(SHARES)
+        paths = paths_of(find_sites(self.model, list(self.sites)), DEFAULT_PRESET, None, {})
+        total = 1 + len(paths) + len(SHARES)
         with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as bar:
-            for method, step in {"exact units": self._exact, **self._solved()}.items():
-                bar.set_postfix_str(method)
-                step()
+            bar.set_postfix_str("exact units")
+            alive = self._exact()
+            bar.update()
+            start = FIRST
+            for path, options in paths.items():
+                bar.set_postfix_str(path)
+                end, start = self._end_of(path, options, start)
+                alive += [] if end is None else [end]
                 bar.update()
-            alive = [each for each in self.candidates if self._within(each)]
             for share in SHARES:
                 if share > SHARES[0] and time.monotonic() > self.began + _CHOOSE * 60 * self.minutes:
                     share, alive = 1.0, [*alive[:1], *(c for c in alive[1:] if c.exact)][:2]
@@ -277,7 +296,7 @@ class _Search:
 
     # ------------------------------------------------------------------ candidates
 
-    def _exact(self) -> None:
+    def _exact(self) -> list[_Candidate]:
         """The exact candidates; the dense host runs once for all of them."""
         makers = {
             "neurons": baselines.neurons,
@@ -290,76 +309,69 @@ class _Search:
             began = time.monotonic()
             made[method] = makers[control](self.model, self.sites)
             seconds[method] = time.monotonic() - began
-        measured = fidelities(self.model, made, self._rows(SHARES[0]))
+        measured = fidelities(self.model, made, self.heldout)
         self.candidates += [_Candidate(name, made[name], seconds[name], measured[name], True) for name in made]
+        return list(self.candidates)
 
-    def _solved(self) -> dict[str, Callable[[], Any]]:
-        return {method: partial(self._search_sparsity, method, options) for method, options in _SOLVED.items()}
-
-    def _search_sparsity(self, method: str, options: Mapping[str, Any]) -> None:
-        """From FIRST on sparser as long as the goal is kept, or denser until it is; then between the last two."""
-
-        def at(sparsity: float) -> _Candidate | None:
-            make = partial(
-                factorize, self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options
-            )
-            return self._add(f"{method} s={sparsity:g}", make)
-
-        first = at(FIRST)
-        if first is None:
-            return
-        last, sparser = FIRST, self._within(first)
-        for sparsity in SPARSER if sparser else DENSER:
-            candidate = at(sparsity)
+    def _end_of(self, path: str, options: Mapping[str, Any], start: float) -> tuple[_Candidate | None, float]:
+        """The sparsest candidate of a path that keeps the goal, and its sparsity; None, and `start`, where there is none."""
+        points: list[tuple[float, float]] = []
+        made: dict[float, _Candidate] = {}
+        while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
+            s = round(s, 4)
+            candidate = self._made(path, s, options)
             if candidate is None:
-                return
-            if self._within(candidate) != sparser:  # one keeps the goal, the other does not
-                at((last + sparsity) / 2)
-                return
-            last = sparsity
+                break
+            made[s] = candidate
+            points.append((s, math.log(max(self._excess(candidate.fidelity), 1e-12))))
+        kept = [s for s, log in points if log <= 0]
+        for s, candidate in made.items():
+            if s not in kept:
+                candidate.outcome = "over the goal"
+            elif s != max(kept):
+                candidate.outcome = "denser than the goal asks"
+        return (made[max(kept)], max(kept)) if kept else (None, start)
 
-    def _add(self, method: str, make: Callable[[], FactorSet]) -> _Candidate | None:
-        """A candidate, with its fidelity on the first part of the text; None where there is no time for it."""
-        began, family = time.monotonic(), method.partition(" s=")[0]
-        last = next((c.seconds for c in reversed(self.candidates) if c.method.partition(" s=")[0] == family), 0.0)
-        if began + last > self.began + _MAKE * 60 * self.minutes:
+    def _made(self, path: str, sparsity: float, options: Mapping[str, Any]) -> _Candidate | None:
+        """A candidate, with its fidelity on the held-out text; None where there is no time for it."""
+        began, method = time.monotonic(), f"{path} s={sparsity:g}"
+        if began + self._forecast(path) > self.began + _MAKE * 60 * self.minutes:
             self.not_tried.append(method)
             return None
-        factors = make()
-        measured = fidelity(self.model, factors, self._rows(SHARES[0]))
+        factors = factorize(self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options)
+        measured = fidelity(self.model, factors, self.heldout)
         candidate = _Candidate(method, factors, time.monotonic() - began, measured, False)
         self.candidates.append(candidate)
         return candidate
 
-    def _within(self, candidate: _Candidate) -> bool:
-        """Whether the replacement keeps the goal, on the text that it was last measured on."""
-        f = candidate.fidelity
-        kept = f.kl <= self.goal and f.ce_delta <= self.goal + 2 * (f.ce_delta_se or 0.0)
-        if not kept:
-            candidate.outcome = "moves the model by more than the goal"
-        return kept
+    def _forecast(self, path: str) -> float:
+        """Seconds that the next candidate of a path will take, by the last one; 0 where nothing is known."""
+        last = {each.method.partition(" s=")[0]: each.seconds for each in self.candidates}
+        return last.get(path, _FROM_NEURONS * last.get(SWD, 0.0) if path == FROM_NEURONS else 0.0)
+
+    def _excess(self, f: Fidelity) -> float:
+        """KL, or the CE delta less two standard errors, over the goal; at most 1 keeps it."""
+        return max(f.kl, f.ce_delta - 2 * (f.ce_delta_se or 0.0)) / self.goal
 
     # ------------------------------------------------------------------ rounds
 
     def _measure(self, candidate: _Candidate, share: float) -> None:
-        """Fidelity and the cheapest prefix on a share of text and prompts."""
-        if share > candidate.of:
-            candidate.fidelity = fidelity(self.model, candidate.factors, self._rows(share))
+        """The cheapest prefix on a share of the prompts."""
         candidate.of = share
         train, validation = (_part(split, share) for split in (self.task.train, self.task.validation))
         candidate.scores = attribute(self.model, candidate.factors, train, dense=self.dense)
         candidate.row = self._cheapest(candidate, validation)
 
     def _better(self, candidates: list[_Candidate], share: float) -> list[_Candidate]:
-        """Those that keep the goal, the cheaper half of them (in the end the cheapest), and an exact one."""
-        kept = sorted((c for c in candidates if self._within(c) and c.row is not None), key=lambda c: c.edges)
+        """The cheaper half (in the end the cheapest), and an exact one."""
+        kept = sorted((c for c in candidates if c.row is not None), key=lambda c: c.edges)
         n = 1 if share == 1.0 else math.ceil(len(kept) / 2)
         exact = [c for c in kept[n:] if c.exact][:1] if share < 1.0 and not any(c.exact for c in kept[:n]) else []
         for candidate in candidates:
             if candidate.row is None:
                 candidate.outcome = f"no prefix reaches {self.threshold}"
             elif not candidate.outcome and candidate not in (*kept[:n], *exact):
-                candidate.outcome = f"more edges on {share:.0%} of the prompts"
+                candidate.outcome = f"more edges, {share:.0%} of prompts"
         return [*kept[:n], *exact]
 
     def _cheapest(self, candidate: _Candidate, split: TaskSplit) -> dict[str, Any] | None:
@@ -371,9 +383,6 @@ class _Search:
         row = look().row_of(self.threshold, "edges")
         lengths = [] if row is None else _between(int(row["units"]), candidate.scores.n_units)
         return look(grid=lengths).row_of(self.threshold, "edges") if lengths else row
-
-    def _rows(self, share: float) -> Int[Tensor, "rows pos"]:
-        return self.heldout[: max(1, math.ceil(share * len(self.heldout)))]
 
     # ------------------------------------------------------------------ judgement
 

@@ -273,6 +273,22 @@ def as_stream(tokens: Any, model: Any, *, exclude: Any = None, attention_mask: A
     return stream.leaving_out(counting).bound_to(model)
 
 
+def split_rows(stream: TokenStream, n: int) -> tuple[TokenStream, TokenStream]:
+    """The first n rows and those behind them, as streams of their own; what counts in them stays what it was."""
+
+    def part(start: int, stop: int) -> TokenStream:
+        def rows() -> Iterator[Tensor]:
+            every = (row for batch in stream.batches(_ROWS_AT_ONCE) for row in batch)
+            return itertools.islice(every, start, stop)
+
+        lengths = stream.counting.lengths
+        counting = replace(stream.counting, lengths=None if lengths is None else lengths[start:stop])
+        part = TokenStream(rows, stop - start, row_length=stream.row_length).leaving_out(counting)
+        return part.bound_to(stream._host)
+
+    return part(0, n), part(n, stream.n_rows)
+
+
 def _row(row: Any, number: int) -> Tensor:
     if isinstance(row, np.ndarray):  # torch cannot do much with unsigned integers
         row = torch.from_numpy(_integers(row).astype(np.int64))

@@ -261,6 +261,16 @@ class Factors:
         return card(name, counts, valid, settings, provenance)
 
 
+def _goal(factors: "FactorSet") -> str:
+    """What a goal led to."""
+    if not (goal := factors.provenance.get("goal")):
+        return ""
+    taken, methods = goal["chosen"], {trial["method"] for trial in goal["trials"]}
+    se = "" if taken["KL se"] is None else f" ± {taken['KL se']:.1g}"
+    of = f", of {len(methods)} methods" if len(methods) > 1 else ""
+    return f"; {taken['method']}{of}: KL {taken['KL']:.3g}{se} on held-out text (.tried)"
+
+
 def _zero_data(factors: "Factors | FactorSet") -> str:
     """What is added to the name of factors that were made without calibration tokens."""
     return ", zero-data" if factors.provenance.get("calibration") == "zero-data" else ""
@@ -379,6 +389,17 @@ class FactorSet(OnHub, _SetBase):
         shown = any(isinstance(share, float) for share in columns["first positions"])
         return table.assign(**columns) if shown else table
 
+    @property
+    def tried(self) -> pd.DataFrame:
+        """What a search for a goal tried (`factorize(kl=...)`), a row per factorization: method, s, edges, KL and CE delta on
+        held-out text with their standard errors (nats per prediction), the larger of both over the goal, seconds, "text edges"
+        (those that carry half of the effect on a next token) of each method's end, and which one was taken. Empty where there
+        was no goal."""
+        goal = self.provenance.get("goal") or {"trials": [], "chosen": {}}
+        rows = pd.DataFrame(goal["trials"])
+        chosen = {"method": goal["chosen"].get("method"), "s": goal["chosen"].get("s")}
+        return rows.assign(taken=[all(row[name] == chosen[name] for name in chosen) for row in goal["trials"]])
+
     def __or__(self, other: "FactorSet") -> "FactorSet":
         """Both sets together. Raises ValueError where a site is in both."""
         twice = set(self) & set(other)
@@ -465,7 +486,8 @@ class FactorSet(OnHub, _SetBase):
     def _counted(self) -> str:
         s = f", s={self.sparsity:.4f}" if self._factors else ""
         share = "" if self.share is None else f" ({self.share:.1%} of the entries of the blocks' matrices)"
-        return f"FactorSet: {len(self)} sites{share}, {self.n_units:,} units, {self.edges:,} edges{s}{_zero_data(self)}"
+        counted = f"{len(self)} sites{share}, {self.n_units:,} units, {self.edges:,} edges{s}"
+        return f"FactorSet: {counted}{_goal(self)}{_zero_data(self)}"
 
     def _repr_html_(self) -> str:
         first = next((f.settings for f in self._factors.values()), {})

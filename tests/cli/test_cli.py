@@ -17,6 +17,7 @@ import swd_lens as swd
 from swd_lens import cli
 from swd_lens.cli.options import ModelOptions, TextOptions
 from swd_lens.report import terminal
+from swd_lens.study.best import BestCircuit
 from swd_lens.tasks import pack_text
 from tests.forks import run_forked
 
@@ -38,6 +39,51 @@ def test_factorize_saves_factors_that_load_and_attach(tmp_path, default_model):
     assert printed["sites"][0]["edges"] == factors.edges
     again = swd.fidelity(default_model, factors, swd.text_tokens(1024, split="test"))
     assert printed["fidelity"]["ce_delta"] == pytest.approx(again.ce_delta, abs=1e-9)
+
+
+def test_factorize_to_a_goal(tmp_path):
+    arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.attn_o", "--heldout-tokens", "1024"]
+    arguments += ["--tokens", "4096", "--kl", "0.002", "--preset", "pruned"]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    factors = swd.FactorSet.load(tmp_path / "f")
+    assert 0.9 * 0.002 <= factors.provenance["goal"]["chosen"]["KL"] <= 0.002
+    assert "KL at most 0.002" in result.stderr and "Tried" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    refused = run(*arguments, "--sparsity", "0.5", "--overwrite")
+    assert refused.exit_code == 1 and "beside a goal" in " ".join(refused.stderr.split())
+
+
+def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
+    arguments = ["circuit", "--best", "--task", "gendered_pronoun", "--sites", "blocks.2.attn_o", "--minutes", "1e-6"]
+    arguments += [
+        "--out",
+        tmp_path,
+        "--tokens",
+        "1024",
+        "--heldout-tokens",
+        "1024",
+        "--n-train",
+        "48",
+        "--n-test",
+        "40",
+    ]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    best = BestCircuit.load(tmp_path / "gendered_pronoun")
+    assert f"{best.n_edges:,} edges" in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+    def searched(*_, **__):
+        raise AssertionError("it was there")
+
+    monkeypatch.setattr("swd_lens.cli.best.best_circuit", searched)
+    again = run(*arguments)
+    assert again.exit_code == 0 and "taken over" in again.stderr and again.stdout == result.stdout
+    refused = run(*arguments, "--controls", "svd")
+    assert refused.exit_code == 1 and "leave out --controls" in " ".join(refused.stderr.split())
+    refused = run("circuit", "--kl", "0.01", "--task", "ioi", "--sites", "attn_o", "--out", tmp_path)
+    assert refused.exit_code == 1 and "--best" in refused.stderr
 
 
 def test_factorize_weighs_outputs(tmp_path):

@@ -130,6 +130,42 @@ def basis_without_tokens(*_):
 
 
 @trigger
+def goal_not_positive(*_):
+    factorized(tokens=tokens(), kl=0.0)
+
+
+@trigger
+def goal_beside(*_):
+    factorized(tokens=tokens(), kl=1e-3, sparsity=0.5)
+
+
+@trigger
+def goal_without_tokens(*_):
+    factorized(kl=1e-3)
+
+
+@trigger
+def goal_without_heldout_text(*_):
+    factorized(tokens=tokens()[:1], kl=1e-3)
+
+
+@trigger
+def heldout_text_without_a_goal(*_):
+    factorized(tokens=tokens(), heldout_tokens=tokens())
+
+
+@trigger
+def goal_not_reached(*_):
+    factorized(tokens=tokens(), kl=1e-12)
+
+
+@trigger
+def goal_asked_otherwise(folder, *_):
+    factorized(tokens=tokens(), out=folder)
+    factorized(tokens=tokens(), kl=1e-3, out=folder)
+
+
+@trigger
 def site_with_two_bases(*_):
     factorized(tokens=tokens(), basis={"mlp_out": "input", SITE: "output"})
 

@@ -54,10 +54,5 @@ def best_circuit_without_goal(*_):
 
 
 @trigger
-def best_circuit_without_heldout_text(*_):
-    best(n_rows=1)
-
-
-@trigger
 def best_circuit_of_nothing(*_):
     best(recovered=50.0)

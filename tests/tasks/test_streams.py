@@ -10,7 +10,7 @@ import torch
 import swd_lens as swd
 from swd_lens.base.errors import TokenError
 from swd_lens.factorization.checkpoint import tokens_fingerprint
-from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.tasks.streams import TokenStream, as_stream, split_rows
 from tests.micro import random_tokens, toy_model
 
 
@@ -173,3 +173,16 @@ def test_the_vocabulary_is_that_of_the_host_at_use(model):
     with pytest.raises(TokenError, match=r"outside the vocabulary \(0 to 19\)"):
         gathered(as_stream(stream, model))
     assert gathered(as_stream(stream, toy_model(d_vocab=31))) == [[[1, 30]]]
+
+
+def test_both_parts_of_a_text_count_what_it_counted(model):
+    rows = torch.arange(40).reshape(5, 8) % 11
+    mask = torch.ones(5, 8, dtype=torch.int64)
+    mask[4, 6:] = 0
+    stream = as_stream(rows, model, exclude=[3], attention_mask=mask)
+    first, second = split_rows(stream, 3)
+    assert torch.equal(torch.cat(list(first.batches(2))), rows[:3]) and (first.n_rows, second.n_rows) == (3, 2)
+    behind = torch.cat(list(second.batches(8)))
+    counted = stream.counted(torch.cat(list(stream.batches(8))), 0)
+    assert torch.equal(second.counted(behind, 0), counted[3:]) and torch.equal(first.counted(rows[:3], 0), counted[:3])
+    assert first.n_counted + second.n_counted == stream.n_counted == int(counted.sum())

@@ -1,0 +1,320 @@
+"""A goal in place of a sparsity: factors that move the model by at most so much, and whose effects take the fewest edges.
+
+1. The text is divided: factors are fitted on the first three quarters of the calibration rows and judged on the others, or on
+   text of the caller's (`divided`).
+2. A path is a way to make factors: neurons with pruned weights, pruned singular vectors, SWD from its own side and from the
+   neurons' side; or what the caller's preset and options say, where they say one (`paths_of`).
+3. On a path the logarithm of the KL rises with the sparsity nearly in a straight line. Where it meets the goal is interpolated
+   between what was measured (`next_sparsity`), in at most STEPS factorizations; the next path begins where the last one ended.
+4. Of the paths' ends the one is taken whose effects on next tokens of the calibration text take the fewest edges
+   (circuits/concentration.py).
+5. The set's provenance["goal"] says what was tried (`FactorSet.tried`). With a folder every trial lies in it with what was
+   measured until the search is over, so that an interrupted one goes on.
+"""
+
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swd_lens.base.errors import BudgetError, error
+from swd_lens.base.progress import tqdm
+from swd_lens.base.sealed import read_sealed, write_sealed
+from swd_lens.base.writer import writing
+from swd_lens.circuits.concentration import concentration
+from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.factorization.calibration_text import CalibrationText
+from swd_lens.factorization.checkpoint import differences, host_fingerprint
+from swd_lens.hosts.beginnings import text_for
+from swd_lens.hosts.sites import Site, side_of_units
+from swd_lens.solver import DEFAULT_PRESET
+from swd_lens.tasks.streams import TokenStream, split_rows
+from swd_lens.units.factors import FactorSet
+from swd_lens.units.index import INDEX
+
+HELD_OUT = 0.25  # of the rows, where no held-out text is given
+STEPS = 7  # factorizations of a path at most
+CLOSE, AIM = 0.9, 0.95  # shares of the goal: near enough to it, and what is aimed at
+SPARSEST, DENSEST, FINEST = 0.98, 0.02, 0.005  # sparsities, and the least step between two
+_SLOPE = 9.0  # of the logarithm of the KL over the sparsity, until two are measured (SmolLM2 and the embedded model: 6 to 14)
+_ROWS, _CONTEXT = 64, 24  # of the text whose next tokens are looked at
+_FARTHEST = 0.25  # that a first guess goes on from what was measured
+
+# Path -> options of `factorize`. An exact unit of a matrix without neurons is one of its inputs.
+PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
+GIVEN = "as given"
+_FILE, _TRIALS = "goal.json", "trials"
+_WORDS = {"host_sha256": "the host", "tokens_sha256": "calibration tokens", "heldout_sha256": "held-out tokens"}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How far a replacement may move the model on held-out text, in nats per prediction.
+
+    Attributes:
+        kl: KL(dense || replaced) at most.
+        ce: CE(replaced) - CE(dense) at most.
+
+    Raises:
+        ValueError: neither is given, or one is not above 0.
+    """
+
+    kl: float | None = None
+    ce: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("kl", self.kl), ("ce", self.ce)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise error("goal-not-positive", name=name, value=value)
+        if self.kl is None and self.ce is None:
+            raise error("goal-not-positive", name="kl", value=None)
+
+    def excess(self, measured: Mapping[str, Any]) -> float:
+        """The larger of KL and CE delta over what they may be: at most 1 keeps the goal."""
+        shares = [0.0]
+        shares += [measured["KL"] / self.kl] if self.kl is not None else []
+        shares += [measured["CE delta"] / self.ce] if self.ce is not None else []
+        return max(shares)
+
+    def __str__(self) -> str:
+        parts = {"KL": self.kl, "CE delta": self.ce}
+        return " and ".join(f"{name} at most {value:g}" for name, value in parts.items() if value is not None)
+
+
+def divided(
+    model: Any, tokens: Any, heldout: Any, *, exclude: Any = None, attention_mask: Any = None
+) -> tuple[CalibrationText, TokenStream]:
+    """Text to fit on and text to be judged on: the last quarter of the rows, where no other is given.
+
+    Raises:
+        TokenError: bad tokens; or a single row, and no held-out text.
+    """
+    stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
+    if heldout is not None:
+        return CalibrationText(stream, model), text_for(model, heldout, exclude=exclude)
+    n = math.ceil(HELD_OUT * stream.n_rows)
+    if n == stream.n_rows:
+        raise error("goal-without-heldout-text")
+    fitted, judged = split_rows(stream, stream.n_rows - n)
+    return CalibrationText(fitted, model), judged
+
+
+def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Path -> preset and options of `factorize`, cheap ones first; one path where the caller says how factors are made."""
+    given = {"preset": preset, "units": units, **options}
+    if preset != DEFAULT_PRESET or units is not None or options:
+        return {GIVEN: given}
+    neurons = {site.name: side_of_units(site.kind) for site in sites}
+    return {
+        PRUNED: {"preset": "pruned", "basis": neurons},
+        SVD_PRUNED: {"preset": "svd_pruned"},
+        SWD: {},
+        FROM_NEURONS: {"basis": neurons},
+    }
+
+
+def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float | None:
+    """Where to look next for the largest sparsity that keeps the goal; None where it was found, or nothing is left to look at.
+
+    Args:
+        points: sparsities that were tried, and the logarithms of their excess over the goal (infinite: cannot be made).
+        start: the first one to try.
+    """
+    if not points:
+        return start
+    aim = math.log(AIM)
+    kept = max((point for point in points if point[1] <= 0), default=None)
+    lost = min((point for point in points if point[1] > 0 and (kept is None or point[0] > kept[0])), default=None)
+    if kept is not None and (kept[1] >= math.log(CLOSE) or kept[0] >= SPARSEST):
+        return None
+    if kept is None and lost is not None and lost[0] <= DENSEST:
+        return None
+    if kept is not None and lost is not None:
+        width = lost[0] - kept[0]
+        if width <= FINEST:
+            return None
+        share = (aim - kept[1]) / (lost[1] - kept[1]) if math.isfinite(lost[1]) and math.isfinite(kept[1]) else 0.5
+        return kept[0] + min(max(share, 0.1), 0.9) * width
+    s, log = kept or lost or (start, 0.0)
+    others = [p for p in points if p[0] != s and math.isfinite(p[1]) and math.isfinite(log)]
+    nearest = min(others, key=lambda point: abs(point[0] - s), default=None)
+    slope = _SLOPE if nearest is None else max((log - nearest[1]) / (s - nearest[0]), _SLOPE / 4)
+    step = min(max((aim - log) / slope, -_FARTHEST), _FARTHEST)
+    return min(max(s + step, DENSEST), SPARSEST)
+
+
+@dataclass
+class GoalSearch:
+    """Steps 3 and 4.
+
+    Attributes:
+        make: factors of a path's options at a sparsity, and, with a folder, the folder that they are written into.
+        folder: that trials lie in until the search is over.
+        asked: what a search that goes on has to have been asked, as plain values.
+        trials: a row for each factorization, in their order.
+    """
+
+    model: Any
+    goal: Goal
+    paths: Mapping[str, Mapping[str, Any]]
+    text: CalibrationText
+    heldout: TokenStream
+    make: Callable[[float, Mapping[str, Any], Path | None], FactorSet]
+    folder: Path | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    trials: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
+        """The row of the best end of a path, and its factors, if they were made now.
+
+        Raises:
+            ValueError: nothing that was tried keeps the goal.
+        """
+        start, best, factors = 0.5, None, None
+        title = f"factors of {self.goal}"
+        with tqdm(total=len(self.paths) * STEPS, desc=title, unit="trial", disable=not progress, leave=False) as bar:
+            for number, path in enumerate(self.paths, 1):
+                end, made = self._end_of(path, start, bar)
+                bar.update(number * STEPS - bar.n)
+                if end is None:
+                    continue
+                start = end["s"]
+                if len(self.paths) > 1 and end.get("text edges") is None:
+                    made = made or self.made(path, end["s"])
+                    end["text edges"] = self._text_edges(made)
+                    self._write()
+                if best is None or end.get("text edges", 0.0) < best["text edges"]:
+                    best, factors = end, made
+        if best is None:
+            least = min(self.trials, key=lambda trial: trial["excess"])
+            raise error("goal-not-reached", goal=self.goal, least=least["KL"], ce=least["CE delta"], s=least["s"])
+        return best, factors
+
+    def _end_of(self, path: str, start: float, bar: Any) -> tuple[dict[str, Any] | None, FactorSet | None]:
+        """The sparsest trial of a path that keeps the goal, and its factors, if they were made now."""
+        points: list[tuple[float, float]] = []
+        end: dict[str, Any] | None = None
+        made: FactorSet | None = None
+        while len(points) < STEPS and (s := next_sparsity(points, start)) is not None:
+            s = round(s, 4)
+            bar.set_postfix_str(f"{path} s={s:g}")
+            row, factors = self._trial(path, s)
+            points.append((s, math.inf if row is None else math.log(max(row["excess"], 1e-12))))
+            if row is not None and row["excess"] <= 1 and (end is None or s > end["s"]):
+                end, made = row, factors
+            bar.update()
+        return end, made
+
+    def _trial(self, path: str, s: float) -> tuple[dict[str, Any] | None, FactorSet | None]:
+        """What factors of a path at a sparsity do to the model; None where they have too few edges to be made."""
+        for row in self.trials:
+            if (row["method"], row["s"]) == (path, s):
+                return row, None
+        began = time.monotonic()
+        try:
+            factors = self.made(path, s)
+        except BudgetError:
+            return None, None
+        measured = fidelity(self.model, factors, self.heldout)
+        row = {"method": path, "s": s, "edges": factors.edges, **_in_figures(measured)}
+        row |= {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
+        self.trials.append(row)
+        self._write()
+        return row, factors
+
+    def made(self, path: str, s: float) -> FactorSet:
+        """Factors of a path at a sparsity; with a folder those that lie there, where they do."""
+        folder = None if self.folder is None else self.folder / _TRIALS / f"{path.replace(' ', '-')}-{s:g}"
+        with warnings.catch_warnings():
+            if self.trials:  # the first one has said it
+                warnings.simplefilter("ignore")
+            return self.make(s, self.paths[path], folder)
+
+    def _text_edges(self, factors: FactorSet) -> float:
+        """Edges that carry half of the effect on a next token of the calibration text."""
+        rows = next(self.text.batches(_ROWS))
+        how = {"context": max(1, min(_CONTEXT, rows.shape[1] - 2)), "exclude": self.text.counting.ids or None}
+        return concentration(self.model, factors, rows, **how).edges
+
+    # ------------------------------------------------------------------ files
+
+    @contextmanager
+    def held(self, overwrite: bool) -> Iterator[None]:
+        """The folder is this search's; trials that it holds from an interrupted call are taken over.
+
+        Raises:
+            ResumeError: it holds the trials of another search (every difference is named).
+        """
+        with ExitStack() as stack:
+            if self.folder is not None:
+                stack.enter_context(writing(self.folder, "factorize"))
+                self._take_over(self.folder / _FILE, overwrite)
+            yield
+
+    def _take_over(self, path: Path, overwrite: bool) -> None:
+        if overwrite:
+            path.unlink(missing_ok=True)
+            shutil.rmtree(path.parent / _TRIALS, ignore_errors=True)
+        elif not path.is_file() and (path.parent / INDEX).is_file():
+            raise error("goal-asked-otherwise", folder=path.parent, changed="its factors were made without a goal")
+        elif path.is_file():
+            held = read_sealed(path, "the trials of a goal")
+            if changed := differences(held["asked"], self.asked, _WORDS):
+                raise error("goal-asked-otherwise", folder=path.parent, changed="; ".join(changed))
+            self.trials = held["trials"]
+
+    def _write(self) -> None:
+        if self.folder is not None:
+            write_sealed(self.folder / _FILE, {"asked": self.asked, "trials": self.trials})
+
+    def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
+        """The set that was found, with what was tried; in the folder, whose other trials' factors go. What was measured stays, so
+        that the same call again finds its way at once."""
+        held = self.folder is not None and (self.folder / INDEX).is_file()
+        if factors is None:
+            path, s = chosen["method"], chosen["s"]
+            factors = self.make(s, self.paths[path], self.folder) if held else self.made(path, s)
+        found = FactorSet(dict(factors.items()), {**factors.provenance, "goal": self._said(chosen)})
+        if self.folder is not None:
+            found.save(self.folder)
+            shutil.rmtree(self.folder / _TRIALS, ignore_errors=True)
+        return found
+
+    def _said(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """For the set's provenance."""
+        heldout = {"heldout_tokens": self.heldout.n_counted}
+        return {"kl": self.goal.kl, "ce": self.goal.ce, **heldout, "chosen": dict(chosen), "trials": list(self.trials)}
+
+
+def asked_of(
+    model: Any,
+    sites: Sequence[Site],
+    goal: Goal,
+    texts: tuple[TokenStream, TokenStream],
+    paths: Mapping[str, Mapping[str, Any]],
+    how: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What decides a search, as plain values."""
+    text, heldout = texts
+    return {
+        "goal": str(goal),
+        "sites": [site.name for site in sites],
+        "exclude": list(text.counting.ids),
+        "paths": {path: dict(options) for path, options in paths.items()},
+        **how,
+        "host_sha256": host_fingerprint(model, model.cfg),
+        "tokens_sha256": text.fingerprint(),
+        "heldout_sha256": heldout.fingerprint(),
+    }
+
+
+def _in_figures(f: Fidelity) -> dict[str, Any]:
+    n = len(f.kl_rows)
+    mean = sum(f.kl_rows) / max(n, 1)
+    se = (sum((each - mean) ** 2 for each in f.kl_rows) / (n - 1) / n) ** 0.5 if n > 1 else None
+    return {"KL": f.kl, "KL se": se, "CE delta": f.ce_delta, "CE delta se": f.ce_delta_se}

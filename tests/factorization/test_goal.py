@@ -1,0 +1,137 @@
+"""A goal in place of a sparsity: it is kept, nearly met, found with few trials, and found again after an interruption."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+
+import swd_lens as swd
+from swd_lens.base.errors import ResumeError
+from swd_lens.factorization import goal
+from swd_lens.factorization.goal import CLOSE, DENSEST, FINEST, SPARSEST, STEPS, Goal, next_sparsity
+
+SITE = "blocks.2.attn_o"
+
+
+@cache
+def model():
+    return swd.load_default_model()
+
+
+@cache
+def text():
+    return swd.text_tokens(4_096, split="train")
+
+
+def factors_at(site=SITE, **settings):
+    return swd.factorize(model(), site, **{"tokens": text(), "kl": 1e-3, "progress": False} | settings)
+
+
+def searched(log_of):
+    """Points of a search over a known curve."""
+    points = []
+    while len(points) < STEPS and (s := next_sparsity(points, 0.5)) is not None:
+        points.append((s, log_of(s)))
+    return points
+
+
+@pytest.mark.parametrize("slope", [3.0, 9.0, 30.0])
+@pytest.mark.parametrize("end", [0.1, 0.5, 0.7, 0.95])
+@pytest.mark.parametrize("bend", [0.0, 2.0])
+def test_the_goal_is_met_on_known_curves(slope, end, bend):
+    points = searched(lambda s: slope * (s - end) - bend * (s - end) ** 2)
+    best = max(point for point in points if point[1] <= 0)
+    finest = any(0 < s - best[0] <= FINEST for s, log in points if log > 0)
+    assert math.log(CLOSE) <= best[1] or finest
+    assert all(DENSEST <= s <= SPARSEST for s, _ in points)
+
+
+def test_curves_that_never_meet_the_goal():
+    assert max(searched(lambda s: -20.0 + s))[0] == SPARSEST
+    lost = searched(lambda s: 5.0 + 9 * s)
+    assert min(lost)[0] == DENSEST and all(log > 0 for _, log in lost)
+
+
+def test_sparsities_that_cannot_be_made():
+    points = searched(lambda s: math.inf if s > 0.8 else -8.0 + s)
+    best = max(point for point in points if point[1] <= 0)
+    assert 0.75 < best[0] <= 0.8
+
+
+def test_the_end_of_a_path_keeps_the_goal_on_text_that_it_was_not_fitted_on():
+    before = {name: p.clone() for name, p in model().named_parameters()}
+    factors = factors_at(preset="pruned")
+    assert all(torch.equal(p, before[name]) for name, p in model().named_parameters())
+    n = math.ceil(len(text()) / 4)
+    judged = swd.fidelity(model(), factors, text()[-n:])
+    tried = factors.tried
+    taken = tried[tried["taken"]].iloc[0]
+    assert taken["KL"] == pytest.approx(judged.kl, rel=1e-6) and CLOSE * 1e-3 <= judged.kl <= 1e-3
+    assert int(taken["edges"]) == factors.edges and set(tried["method"]) == {"as given"}
+    assert all(tried["KL"][tried["s"] > taken["s"]] > 1e-3)
+    fitted = swd.factorize(
+        model(), SITE, tokens=text()[:-n], sparsity=float(taken["s"]), preset="pruned", progress=False
+    )
+    assert torch.equal(fitted[SITE].read, factors[SITE].read)
+    assert f"KL {taken['KL']:.3g}" in str(factors)
+
+
+def test_of_all_paths_the_one_whose_effects_take_the_fewest_edges():
+    factors = factors_at()
+    tried, sites = factors.tried, swd.find_sites(model(), SITE)
+    assert set(tried["method"]) == set(goal.paths_of(sites, "best", None, {}))
+    ends = tried.dropna(subset=["text edges"])
+    assert len(ends) == len(set(ends["method"])) and (ends["KL"] <= 1e-3).all()
+    assert ends["text edges"].idxmin() == tried["taken"].idxmax() and tried["taken"].sum() == 1
+
+
+def test_a_goal_of_cross_entropy_and_one_of_both():
+    factors = factors_at(kl=None, ce=2e-3, preset="pruned")
+    taken = factors.provenance["goal"]["chosen"]
+    assert taken["CE delta"] <= 2e-3 and factors.provenance["goal"]["kl"] is None
+    both = Goal(kl=1e-3, ce=1e-2)
+    assert both.excess({"KL": 5e-4, "CE delta": 5e-3}) == pytest.approx(0.5)
+    assert both.excess({"KL": 5e-4, "CE delta": 2e-2}) == pytest.approx(2.0)
+    assert str(both) == "KL at most 0.001 and CE delta at most 0.01"
+
+
+def test_held_out_text_of_the_callers_and_positions_that_do_not_count():
+    heldout = swd.text_tokens(4_096, split="validation")
+    factors = factors_at(preset="pruned", heldout_tokens=heldout, exclude="special")
+    said = factors.provenance["goal"]["chosen"]
+    judged = swd.fidelity(model(), factors, heldout, exclude="special")
+    assert said["KL"] == pytest.approx(judged.kl, rel=1e-6)
+    assert judged.kl != pytest.approx(swd.fidelity(model(), factors, heldout).kl, rel=1e-6)
+    assert factors.provenance["tokens"] < text().numel()
+
+
+def test_an_interrupted_search_goes_on_and_a_finished_one_is_there(tmp_path, monkeypatch):
+    asked = {"out": tmp_path / "goal", "preset": "quick"}
+    whole, calls, measure = factors_at(preset="quick"), [], goal.fidelity
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(goal, "fidelity", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        factors_at(**asked)
+    found = factors_at(**asked)
+    assert len(calls) == 1 + len(whole.tried)  # the one that was interrupted was measured again, no other
+    assert torch.equal(found[SITE].write, whole[SITE].write) and found.sparsity == whole.sparsity
+    n = len(calls)
+    again = factors_at(**asked)
+    assert len(calls) == n and torch.equal(again[SITE].read, whole[SITE].read)
+    loaded = swd.FactorSet.load(tmp_path / "goal")
+    assert list(loaded.tried["s"]) == list(whole.tried["s"]) and not (tmp_path / "goal" / "trials").exists()
+    with pytest.raises(ResumeError, match=r"KL at most 0\.002"):
+        factors_at(**asked, kl=2e-3)
+    anew = factors_at(**asked, kl=2e-3, overwrite=True)
+    assert anew.sparsity > whole.sparsity and swd.FactorSet.load(tmp_path / "goal").sparsity == anew.sparsity
+
+
+def test_without_a_goal_nothing_was_tried():
+    assert swd.factorize(model(), SITE, tokens=text(), preset="pruned", progress=False).tried.empty
