@@ -31,13 +31,13 @@ matrices) and in the refinement (6 % less). The sums are in tests/benchmarks/RES
 setting was measured against is in spec.py, automatic.py and presets.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from swd_lens.solver import wide
 from swd_lens.solver.automatic import DOUBLE_UP_TO, automatic_rho_end
 from swd_lens.solver.births import born_again
 from swd_lens.solver.budget import Budget
@@ -53,6 +53,7 @@ from swd_lens.solver.support import (
     magnitude_sample,
     tie_floor,
 )
+from swd_lens.solver.wide import Solve
 from swd_lens.solver.workspace import Workspace
 
 # Norms of empty rows: divided by this they stay zero.
@@ -244,12 +245,28 @@ def update_write(
 ) -> None:
     """Step 3 for the write factor B: (A^T C_g A + rho I) X = A^T C_g M + rho (Z - D)."""
     spare = work.shaped(1, read)
-    normal = read.T @ metric.weigh(read, phase.blend, out=spare)
+    if wide.is_wide(read.shape[1], len(read)):
+        weighted = metric.weigh(read, phase.blend, out=spare)
+        norm = (read * weighted).sum(0).clamp_min_(0).sqrt().clamp_min_(NORM_FLOOR).unsqueeze(1)
+        unit = torch.div(read, norm.T, out=spare)
+        solve = wide.left_solver(metric, unit.clone(), phase.blend, phase.ridge + phase.rho)
+        rhs = torch.mm(unit.T, goal, out=work.shaped(0, block.factor))
+        _admm(block, norm, rhs, solve, phase, work, unit_dim=0)
+        return
+    sparse = wide.as_sparse(read.T) if wide.is_wide(read.shape[1], goal.shape[1]) else None
+    if sparse is None:
+        normal = read.T @ metric.weigh(read, phase.blend, out=spare)
+    else:
+        normal = wide.sparse_normal(sparse, read, metric, phase.blend)
     norm = normal.diagonal().clamp_min(0).sqrt().clamp_min_(NORM_FLOOR).unsqueeze(1)
     normal.div_(norm).div_(norm.T).diagonal().add_(phase.ridge)
-    inverse = _inverse(normal, phase.rho)
-    rhs = torch.mm(torch.div(read, norm.T, out=spare).T, goal, out=work.shaped(0, block.factor))
-    _admm(block, norm, rhs, lambda right, out: (torch.mm(inverse, right, out=out), right), phase, work, unit_dim=0)
+    if sparse is None:
+        inverse = _inverse(normal, phase.rho)
+        rhs = torch.mm(torch.div(read, norm.T, out=spare).T, goal, out=work.shaped(0, block.factor))
+        _admm(block, norm, rhs, lambda right, out: (torch.mm(inverse, right, out=out), right), phase, work, unit_dim=0)
+    else:
+        rhs = work.shaped(0, block.factor).copy_(sparse @ goal).div_(norm)
+        _admm(block, norm, rhs, wide.cholesky_solver(normal, phase.rho), phase, work, unit_dim=0)
 
 
 def update_read(
@@ -263,15 +280,22 @@ def update_read(
     """Step 3 for the read factor A: C_g X (B B^T) + rho X = C_g M B^T + rho (Z - D)."""
     norm = write.norm(dim=1).clamp_min_(NORM_FLOOR)
     unit = torch.div(write, norm[:, None], out=work.shaped(1, write))
-    normal = unit @ unit.T
-    normal.diagonal().add_(phase.ridge)
-    solve = _kronecker_solver(metric, normal, phase) if phase.blend > 0 else _right_solver(normal, phase)
+    if wide.is_wide(*write.shape):
+        unit = unit.clone()  # the solver reads it in each step; the buffer is written to
+        if phase.blend > 0:
+            solve = wide.kronecker_solver(metric, unit, phase.blend, phase.ridge, phase.rho)
+        else:
+            solve = wide.right_solver(unit, phase.ridge + phase.rho)
+    else:
+        sparse = wide.as_sparse(unit) if wide.is_wide(len(write), len(block.factor)) else None
+        normal = unit @ unit.T if sparse is None else wide.sparse_normal(sparse, unit.T)
+        normal.diagonal().add_(phase.ridge)
+        if phase.blend > 0:
+            solve = _kronecker_solver(metric, normal, phase)
+        else:
+            solve = _right_solver(normal, phase) if sparse is None else wide.cholesky_right_solver(normal, phase.rho)
     rhs = torch.mm(goal, unit.T, out=work.shaped(0, block.factor))
     _admm(block, norm.unsqueeze(0), rhs, solve, phase, work, unit_dim=1)
-
-
-# The solution for a right side, and a buffer that is free again; both buffers, the right side's and `out`, are written to.
-Solve = Callable[[Matrix, Matrix], tuple[Matrix, Matrix]]
 
 
 def _right_solver(normal: Float[Tensor, "unit unit"], phase: Phase) -> Solve:

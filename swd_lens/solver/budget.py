@@ -216,7 +216,8 @@ def _anneal_flops(d_in: int, d_out: int, m: int, calibrated: bool, spec: AnnealS
     products = 2 * m * m * (d_in + d_out) + 2 * 2 * d_in * d_out * m  # normal matrices, right-hand sides
     solves = 2 * m * m * (d_in + d_out) * steps + 2 * INVERSE * m**3
     plain = products + solves + PER_ENTRY * m * (d_in + d_out)
-    in_gram = 2 * d_in * d_in * m * (1 + 2 * steps) + 2 * m * m * d_in * steps + EIGEN * m**3
+    rank = min(m, d_out)  # of what the read factor is solved against (wide.py)
+    in_gram = 2 * d_in * d_in * rank * (1 + 2 * steps) + 2 * m * rank * d_in * steps + EIGEN * rank**3
     with_gram = sum(spec.gram_blend(t / (spec.alternations - 1)) > 0 for t in range(spec.alternations))
     refining = spec.refine_rounds * (
         4 * d_in * d_out * m + spec.refine_steps * 2 * m * (m * (d_in + d_out) + calibrated * d_in * d_in)

@@ -67,14 +67,21 @@ def refine(
             steps,
         )
         of_outputs = weighed(write)
-        normal = of_outputs @ write.T
+        if len(write) > write.shape[1]:  # B H B^T has a smaller rank than size: its factors are cheaper
+            normal_norms = (of_outputs * write).sum(1)
+
+            def weighed_twice(p: Matrix, h: Matrix = of_outputs, b: Matrix = write) -> Matrix:
+                return torch.mm(metric.weigh(p @ h), b.T, out=of_read)
+
+        else:
+            normal = of_outputs @ write.T
+            normal_norms = normal.diagonal()
+
+            def weighed_twice(p: Matrix, n: Matrix = normal) -> Matrix:
+                return metric.weigh(torch.mm(p, n, out=of_read), out=in_gram)
+
         read = conjugate_gradient(
-            read,
-            metric.weigh(target @ of_outputs.T),
-            read_support,
-            lambda p, n=normal: metric.weigh(torch.mm(p, n, out=of_read), out=in_gram),
-            normal.diagonal()[None, :],
-            steps,
+            read, metric.weigh(target @ of_outputs.T), read_support, weighed_twice, normal_norms[None, :], steps
         )
     return read, write
 

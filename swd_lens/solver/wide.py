@@ -1,0 +1,119 @@
+"""Block updates where units outnumber the coordinates of the other side: those of a named long side (`basis`).
+
+m units start as the coordinates of the long side, so that the factor between them and these is (m, m) and nearly the identity,
+with a few percent of K. anneal.py's updates would then invert and decompose (m, m) matrices in every alternation. Here n is the
+number of the short side's coordinates, n < m, and the equations are anneal.py's:
+
+1. Read factor against B (m, n): B B^T has rank n. X (B B^T + c I) = R is X = (R - (R B) (B^T B + c I)^-1 B^T) / c, and with the
+   metric the part of R in B's row space is solved in eigenvectors of C and of B^T B; what is left of R is divided by c.
+2. Write factor against A (n, m): A^T C_g A = Y^T Y with Y = C_g^(1/2) A (n, m), and the same identity from the left.
+3. Against the nearly diagonal factor (m, m) itself normal matrices are products with a sparse matrix, and right sides are
+   solved by their Cholesky factor, not by an inverse as large as they are.
+
+The ridge stands beside rho in c, where the metric would weigh it, too: beyond B's row space it only calms the solve.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from swd_lens.solver.metric import Metric
+from swd_lens.solver.refine import Matrix
+
+# The solution for a right side, and a buffer that is free again; both buffers, the right side's and `out`, are written to.
+Solve = Callable[[Matrix, Matrix], tuple[Matrix, Matrix]]
+
+SPARSE = 0.05  # a factor with at most this share of its entries is multiplied as a sparse one
+_NO_DIRECTION = 1e-6  # of the largest eigenvalue: below it B has no direction that float32 knows
+
+
+def is_wide(units: int, coordinates: int) -> bool:
+    """Whether what units are solved against has a smaller rank than there are units."""
+    return units > coordinates
+
+
+def right_solver(unit: Float[Tensor, "unit d_out"], c: float) -> Solve:
+    """Solves X (B B^T + c I) = R."""
+    inner = unit.T @ unit
+    inner.diagonal().add_(c)
+    lifted = torch.cholesky_solve(unit.T.contiguous(), torch.linalg.cholesky(inner))
+
+    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        return torch.addmm(rhs, rhs @ unit, lifted, beta=1 / c, alpha=-1 / c, out=out), rhs
+
+    return solve
+
+
+def kronecker_solver(
+    metric: Metric, unit: Float[Tensor, "unit d_out"], blend: float, ridge: float, rho: float
+) -> Solve:
+    """Solves C_g X (B B^T + ridge) + rho X = R within B's row space, and X (ridge + rho) = R beyond it."""
+    left_values, left = metric.eigen
+    values, inner = torch.linalg.eigh(unit.T @ unit)
+    known = values > _NO_DIRECTION * values[-1]
+    values, basis = values[known], (unit @ inner[:, known]) / values[known].sqrt()
+    weighted = torch.outer((1 - blend) + blend * left_values, values + ridge)
+    correction = weighted.add_(rho).reciprocal_().sub_(1 / (ridge + rho))
+
+    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        inside = left @ (left.T @ (rhs @ basis)).mul_(correction)
+        return torch.addmm(rhs, inside, basis.T, beta=1 / (ridge + rho), out=out), rhs
+
+    return solve
+
+
+def left_solver(metric: Metric, read: Float[Tensor, "d_in unit"], blend: float, c: float) -> Solve:
+    """Solves (A^T C_g A + c I) X = R."""
+    root = read
+    if metric.matrix is not None and blend > 0:
+        values, vectors = metric.eigen
+        root = ((1 - blend) + blend * values).sqrt()[:, None] * (vectors.T @ read)
+    inner = root @ root.T
+    inner.diagonal().add_(c)
+    lifted = torch.cholesky_solve(root, torch.linalg.cholesky(inner)).T
+
+    def solve(rhs: Matrix, out: Matrix) -> tuple[Matrix, Matrix]:
+        return torch.addmm(rhs, lifted, root @ rhs, beta=1 / c, alpha=-1 / c, out=out), rhs
+
+    return solve
+
+
+def cholesky_solver(normal: Float[Tensor, "unit unit"], rho: float) -> Solve:
+    """Solves (N + rho I) X = R of few columns: cheaper than the inverse, which is as large as N."""
+    factor = _factor(normal, rho)
+    return lambda rhs, out: (torch.cholesky_solve(rhs, factor, out=out), rhs)
+
+
+def cholesky_right_solver(normal: Float[Tensor, "unit unit"], rho: float) -> Solve:
+    """Solves X (N + rho I) = R of few rows."""
+    factor = _factor(normal, rho)
+    return lambda rhs, out: (out.copy_(torch.cholesky_solve(rhs.T, factor).T), rhs)
+
+
+def _factor(normal: Float[Tensor, "unit unit"], rho: float) -> Float[Tensor, "unit unit"]:
+    normal.diagonal().add_(rho)
+    return torch.linalg.cholesky(normal)
+
+
+def as_sparse(matrix: Matrix) -> Tensor | None:
+    """A factor of few entries as a sparse one, on the CPU; None of any other."""
+    if matrix.device.type != "cpu" or int(matrix.count_nonzero()) > SPARSE * matrix.numel():
+        return None
+    return matrix.to_sparse()
+
+
+def sparse_normal(
+    rows: Tensor, columns: Float[Tensor, "coordinate unit"], metric: Metric | None = None, blend: float = 0.0
+) -> Float[Tensor, "unit unit"]:
+    """S S^T of a sparse S (unit, coordinate); with a metric S C_g S^T.
+
+    Args:
+        rows, columns: S as a sparse matrix, and S^T as a dense one.
+    """
+    # A product of a sparse matrix and a transposed one takes ten times as long; torch warns of two sparse ones.
+    plain = rows @ columns.contiguous()
+    if metric is None or metric.matrix is None or blend == 0:
+        return plain
+    return plain.lerp_(rows @ (rows @ metric.matrix).T.contiguous(), blend)

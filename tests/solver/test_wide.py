@@ -1,0 +1,83 @@
+"""Block updates of more units than the other side has coordinates: each solver beside its formula (wide.py)."""
+
+import pytest
+import torch
+
+from swd_lens.factorization.solve import solve
+from swd_lens.solver import wide
+from swd_lens.solver.metric import Metric
+from tests.solver.matrices import gram_of, weight_of
+
+UNITS, INPUTS, OUTPUTS, C = 9, 7, 4, 0.35
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def eye(n):
+    return torch.eye(n, dtype=torch.float64)
+
+
+def solution(solver, rhs):
+    return solver(rhs.clone(), torch.empty_like(rhs))[0]
+
+
+def metric_of(n):
+    return Metric.of(gram_of(n).double(), weight_of((n, OUTPUTS)).double(), 0.0)
+
+
+def test_the_read_factor_against_a_matrix_of_few_outputs():
+    unit, rhs = drawn(UNITS, OUTPUTS), drawn(INPUTS, UNITS)
+    expected = rhs @ torch.linalg.inv(unit @ unit.T + C * eye(UNITS))
+    torch.testing.assert_close(solution(wide.right_solver(unit, C), rhs), expected)
+
+
+@pytest.mark.parametrize("n_outputs", [OUTPUTS, 1])
+def test_the_read_factor_in_the_metric(n_outputs):
+    unit, rhs, metric, blend, ridge, rho = (
+        drawn(UNITS, n_outputs),
+        drawn(INPUTS, UNITS),
+        metric_of(INPUTS),
+        0.6,
+        0.01,
+        0.34,
+    )
+    mixed = (1 - blend) * eye(INPUTS) + blend * metric.matrix
+    found = solution(wide.kronecker_solver(metric, unit, blend, ridge, rho), rhs)
+    inside = unit @ torch.linalg.pinv(unit)  # onto the row space
+    of_both = mixed @ found @ (unit @ unit.T + ridge * inside) + rho * found @ inside
+    torch.testing.assert_close(of_both @ inside, rhs @ inside)
+    beyond = eye(UNITS) - inside
+    torch.testing.assert_close((ridge + rho) * found @ beyond, rhs @ beyond)
+
+
+@pytest.mark.parametrize("blend", [0.0, 0.6])
+def test_the_write_factor_against_a_matrix_of_few_inputs(blend):
+    read, rhs, metric = drawn(INPUTS, UNITS), drawn(UNITS, OUTPUTS), metric_of(INPUTS)
+    mixed = (1 - blend) * eye(INPUTS) + blend * metric.matrix
+    expected = torch.linalg.solve(read.T @ mixed @ read + C * eye(UNITS), rhs)
+    torch.testing.assert_close(solution(wide.left_solver(metric, read, blend, C), rhs), expected)
+
+
+def test_against_a_matrix_of_few_entries():
+    read = eye(40)
+    read[3, 5], read[20, 1] = 0.7, -1.2
+    rows, metric = wide.as_sparse(read.T), metric_of(40)
+    assert rows is not None and wide.as_sparse(drawn(6, 6)) is None
+    normal = wide.sparse_normal(rows, read, metric, 0.6)
+    mixed = 0.4 * eye(40) + 0.6 * metric.matrix
+    torch.testing.assert_close(normal, read.T @ mixed @ read)
+    torch.testing.assert_close(wide.sparse_normal(rows, read), read.T @ read)
+    rhs = drawn(40, OUTPUTS)
+    expected = torch.linalg.solve(normal + C * eye(40), rhs)
+    torch.testing.assert_close(solution(wide.cholesky_solver(normal.clone(), C), rhs), expected)
+    torch.testing.assert_close(solution(wide.cholesky_right_solver(normal.clone(), C), rhs.T), expected.T)
+
+
+@pytest.mark.parametrize("shape, basis", [((96, 32), "input"), ((32, 96), "output")])
+def test_a_named_side_has_the_error_of_plain_updates(shape, basis, monkeypatch):
+    weight, gram = weight_of(shape), gram_of(shape[0])
+    of_wide = solve(weight, gram, basis=basis).relmse(gram)
+    monkeypatch.setattr(wide, "is_wide", lambda *_: False)
+    assert of_wide <= 1.05 * solve(weight, gram, basis=basis).relmse(gram)
