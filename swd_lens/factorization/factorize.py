@@ -33,9 +33,10 @@ from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.checkpoint import Checkpoint, Shard, writing_checkpoint
 from swd_lens.factorization.estimate import Estimate
 from swd_lens.factorization.forecast import SiteEstimate, forecast
-from swd_lens.factorization.goal import Goal, GoalSearch, asked_of, divided, paths_of
+from swd_lens.factorization.goal import Goal, GoalSearch, asked_of, divided, paths_of, scaled
 from swd_lens.factorization.gradients import require_loss
 from swd_lens.factorization.job import Job
+from swd_lens.factorization.matrices import sparsity_of_each
 from swd_lens.factorization.stages import Calibrated, ReplacedHost, stages_of
 from swd_lens.factorization.workers import Solved, SolveTask, open_workers
 from swd_lens.hosts import find_sites, host_of
@@ -82,7 +83,8 @@ def factorize(
         sparsity: s in (0, 1) for every matrix, budget K = (1 - s) * d_in * d_out; or a mapping from site names or patterns
             to s (`swd_lens.allocate` makes one). None: .5, or what keeps a goal.
         kl, ce: a goal in place of a sparsity, the largest KL(dense || replaced) and CE increase of all sites together, in nats
-            per prediction of text that nothing was fitted on. Sparsities are searched for, of neurons and singular vectors with
+            per prediction of text that nothing was fitted on. With a mapping of sparsities all budgets are scaled alike, without
+            one they are equal. Sparsities are searched for, of neurons and singular vectors with
             pruned weights and of SWD from two sides, or of the preset, units and options that you give; the factors whose
             effects on next tokens take the fewest edges are taken (goal.py; ours). It costs ten to twenty factorizations.
             `FactorSet.tried` shows them.
@@ -206,9 +208,10 @@ def _to_a_goal(
         asked: what says how factors are made, or cannot be had with a goal.
         how: the other arguments of `factorize`, the same for all trials.
     """
-    for name in ("sparsity", "shard"):
-        if asked[name] is not None:
-            raise error("goal-beside", name=name, value=asked[name])
+    shares, shard = asked["sparsity"], asked["shard"]
+    for name, value in (("sparsity", None if isinstance(shares, Mapping) else shares), ("shard", shard)):
+        if value is not None:
+            raise error("goal-beside", name=name, value=value)
     if tokens is None:
         raise error("goal-without-tokens")
     require_detached(model, "factorize")
@@ -216,11 +219,14 @@ def _to_a_goal(
     require_loss(model, heldout)
     found = find_sites(model, sites)
     paths = paths_of(found, asked["preset"], asked["units"], asked["options"])
+    given = None if shares is None else sparsity_of_each(found, shares)
 
     def make(s: float, options: Mapping[str, Any], folder: Path | None) -> FactorSet:
-        return factorize(model, sites, sparsity=s, tokens=fitted, progress=False, out=folder, **how, **options)
+        sparsity = s if given is None else scaled(found, given, s)
+        return factorize(model, sites, sparsity=sparsity, tokens=fitted, progress=False, out=folder, **how, **options)
 
     bits = {name: how[name] for name in ("calibration", "batch_size", "gram_dtype", "weigh_outputs")}
+    bits |= {} if given is None else {"sparsity": given}
     plan = asked_of(model, found, goal, (fitted, heldout), paths, bits)
     folder = None if out is None else Path(out)
     search = GoalSearch(model, goal, paths, fitted, heldout, make, folder, plan)

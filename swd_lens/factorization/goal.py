@@ -6,6 +6,7 @@
    neurons' side; or what the caller's preset and options say, where they say one (`paths_of`).
 3. On a path the logarithm of the KL rises with the sparsity nearly in a straight line. Where it meets the goal is interpolated
    between what was measured (`next_sparsity`), in at most STEPS factorizations; the next path begins where the last one ended.
+   Budgets of several matrices are equal, or keep the proportions of given ones (`scaled`; `allocate` makes some).
 4. Of the paths' ends the one is taken whose effects on next tokens of the calibration text take the fewest edges
    (circuits/concentration.py).
 5. The set's provenance["goal"] says what was tried (`FactorSet.tried`). With a folder every trial lies in it with what was
@@ -116,6 +117,15 @@ def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[st
         SWD: {},
         FROM_NEURONS: {"basis": neurons},
     }
+
+
+def scaled(sites: Sequence[Site], given: Mapping[str, float], sparsity: float) -> dict[str, float]:
+    """Sparsities of which each matrix has the share of all edges that the given ones say, at the total of one for all; none is
+    denser than DENSEST."""
+    numel = {site.name: site.numel for site in sites}
+    edges = sum((1 - given[name]) * n for name, n in numel.items())
+    factor = (1 - sparsity) * sum(numel.values()) / edges
+    return {name: max(1 - factor * (1 - given[name]), DENSEST) for name in numel}
 
 
 def next_sparsity(points: Sequence[tuple[float, float]], start: float) -> float | None:

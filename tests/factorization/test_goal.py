@@ -9,7 +9,7 @@ import torch
 import swd_lens as swd
 from swd_lens.base.errors import ResumeError
 from swd_lens.factorization import goal
-from swd_lens.factorization.goal import CLOSE, DENSEST, FINEST, SPARSEST, STEPS, Goal, next_sparsity
+from swd_lens.factorization.goal import CLOSE, DENSEST, FINEST, SPARSEST, STEPS, Goal, next_sparsity, scaled
 
 SITE = "blocks.2.attn_o"
 
@@ -94,6 +94,16 @@ def test_a_goal_of_cross_entropy_and_one_of_both():
     assert both.excess({"KL": 5e-4, "CE delta": 5e-3}) == pytest.approx(0.5)
     assert both.excess({"KL": 5e-4, "CE delta": 2e-2}) == pytest.approx(2.0)
     assert str(both) == "KL at most 0.001 and CE delta at most 0.01"
+
+
+def test_given_budgets_are_scaled_alike():
+    given = {"blocks.1.attn_o": 0.5, "blocks.2.attn_o": 0.7}
+    factors = factors_at(list(given), preset="pruned", sparsity=given, kl=2e-3)
+    density = {name: 1 - factors[name].sparsity for name in given}
+    assert density["blocks.1.attn_o"] / density["blocks.2.attn_o"] == pytest.approx(5 / 3, rel=0.01)
+    assert factors.sparsity == pytest.approx(factors.provenance["goal"]["chosen"]["s"], abs=1e-3)
+    sites = swd.find_sites(model(), list(given))
+    assert scaled(sites, given, 0.1) == pytest.approx({"blocks.1.attn_o": DENSEST, "blocks.2.attn_o": 0.325})
 
 
 def test_held_out_text_of_the_callers_and_positions_that_do_not_count():
