@@ -1,9 +1,9 @@
 """best_circuit: the cheapest faithful circuit of a task in one call, with the table of everything that was tried.
 
 1. Where no site is named, a screen of the dense host takes the attention or MLP output that the task needs most.
-2. Candidates, cheap ones first: exact units (neurons, singular vectors, those whitened by the text), then the paths of a goal
-   (factorization/goal.py): pruned neurons and singular vectors, SWD from its own and from the neurons' side, each at the
-   largest sparsity that was found to keep the goal on the held-out text.
+2. Candidates, cheap ones first: exact units (neurons, singular vectors, those whitened by the text, of attention also head by
+   head), then the paths of a goal (factorization/goal.py): pruned neurons and singular vectors, SWD from its own and from the
+   neurons' side, each at the largest sparsity that was found to keep the goal on the held-out text.
 3. Rounds (successive halving): a candidate's units are scored on a part of the training prompts, and the prefix of the fewest
    edges that recovers enough is found on a part of the validation prompts, its grid refined around the threshold. The cheaper
    half goes on, to more prompts. An exact candidate stays.
@@ -53,7 +53,7 @@ OUTPUTS = ("attn_o", "mlp_out")
 SHARES = (0.25, 0.5, 1.0)  # of prompts, round by round
 FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
-_EXACT = {name: EXACT[name] for name in ("neurons", "svd", "svd_whitened")}
+BY_HEAD = "SVD by head, whitened"
 _FILE = "best.json"
 _BETWEEN = 8  # lengths tried between two of the grid's
 _MAKE, _CHOOSE = 0.4, 0.6  # of the time: until then candidates are made, and rounds begun
@@ -298,16 +298,19 @@ class _Search:
 
     def _exact(self) -> list[_Candidate]:
         """The exact candidates; the dense host runs once for all of them."""
+        whitened = {"whitened": True, "tokens": self.text}
         makers = {
-            "neurons": baselines.neurons,
-            "svd": baselines.svd,
-            "svd_whitened": partial(baselines.svd, whitened=True, tokens=self.text),
+            EXACT["neurons"]: baselines.neurons,
+            EXACT["svd"]: baselines.svd,
+            EXACT["svd_whitened"]: partial(baselines.svd, **whitened),
         }
+        if baselines.have_heads(self.model, find_sites(self.model, list(self.sites))):
+            makers[BY_HEAD] = partial(baselines.svd, by_head=True, **whitened)
         made: dict[str, FactorSet] = {}
         seconds: dict[str, float] = {}
-        for control, method in _EXACT.items():
+        for method, make in makers.items():
             began = time.monotonic()
-            made[method] = makers[control](self.model, self.sites)
+            made[method] = make(self.model, self.sites)
             seconds[method] = time.monotonic() - began
         measured = fidelities(self.model, made, self.heldout)
         self.candidates += [_Candidate(name, made[name], seconds[name], measured[name], True) for name in made]

@@ -24,7 +24,7 @@ def text():
     return swd.text_tokens(4_096, split="train")
 
 
-def factors_at(site=SITE, **settings):
+def factors_at(site: str | list[str] = SITE, **settings):
     return swd.factorize(model(), site, **{"tokens": text(), "kl": 1e-3, "progress": False} | settings)
 
 

@@ -27,6 +27,11 @@ def metric_of(n):
     return Metric.of(gram_of(n).double(), weight_of((n, OUTPUTS)).double(), 0.0)
 
 
+def mixed_of(metric, blend):
+    assert metric.matrix is not None
+    return (1 - blend) * eye(len(metric.matrix)) + blend * metric.matrix
+
+
 def test_the_read_factor_against_a_matrix_of_few_outputs():
     unit, rhs = drawn(UNITS, OUTPUTS), drawn(INPUTS, UNITS)
     expected = rhs @ torch.linalg.inv(unit @ unit.T + C * eye(UNITS))
@@ -43,7 +48,7 @@ def test_the_read_factor_in_the_metric(n_outputs):
         0.01,
         0.34,
     )
-    mixed = (1 - blend) * eye(INPUTS) + blend * metric.matrix
+    mixed = mixed_of(metric, blend)
     found = solution(wide.kronecker_solver(metric, unit, blend, ridge, rho), rhs)
     inside = unit @ torch.linalg.pinv(unit)  # onto the row space
     of_both = mixed @ found @ (unit @ unit.T + ridge * inside) + rho * found @ inside
@@ -55,7 +60,7 @@ def test_the_read_factor_in_the_metric(n_outputs):
 @pytest.mark.parametrize("blend", [0.0, 0.6])
 def test_the_write_factor_against_a_matrix_of_few_inputs(blend):
     read, rhs, metric = drawn(INPUTS, UNITS), drawn(UNITS, OUTPUTS), metric_of(INPUTS)
-    mixed = (1 - blend) * eye(INPUTS) + blend * metric.matrix
+    mixed = mixed_of(metric, blend)
     expected = torch.linalg.solve(read.T @ mixed @ read + C * eye(UNITS), rhs)
     torch.testing.assert_close(solution(wide.left_solver(metric, read, blend, C), rhs), expected)
 
@@ -66,7 +71,7 @@ def test_against_a_matrix_of_few_entries():
     rows, metric = wide.as_sparse(read.T), metric_of(40)
     assert rows is not None and wide.as_sparse(drawn(6, 6)) is None
     normal = wide.sparse_normal(rows, read, metric, 0.6)
-    mixed = 0.4 * eye(40) + 0.6 * metric.matrix
+    mixed = mixed_of(metric, 0.6)
     torch.testing.assert_close(normal, read.T @ mixed @ read)
     torch.testing.assert_close(wide.sparse_normal(rows, read), read.T @ read)
     rhs = drawn(40, OUTPUTS)

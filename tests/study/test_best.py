@@ -10,8 +10,9 @@ import torch
 import swd_lens as swd
 from swd_lens.circuits.frontier import judge
 from swd_lens.circuits.measure import contents_of
-from swd_lens.study.best import FIRST, BestCircuit, _between, _part
+from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
 
+EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD]
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
 
 
@@ -45,8 +46,8 @@ def test_the_winner_keeps_the_goal_and_needs_the_fewest_edges():
     assert (tried["KL"][kept] <= 1e-3).all()
     out = tried[~kept]
     assert all(kl > 1e-3 or ce > 1e-3 for kl, ce in zip(out["KL"], out["CE delta"], strict=True))
-    exact = tried[tried["method"].isin(["neurons", "SVD", "SVD whitened"])]
-    assert len(exact) == 3 and float(exact["KL"].abs().max()) < 1e-6
+    exact = tried[tried["method"].isin(EXACT)]
+    assert len(exact) == 4 and float(exact["KL"].abs().max()) < 1e-6
 
 
 def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts(tmp_path):
@@ -61,6 +62,7 @@ def test_what_is_said_of_the_circuit_is_what_it_does_on_test_prompts(tmp_path):
     back = BestCircuit.from_dict(best.as_dict())
     assert back.in_words() == words and back.circuit is None
     loaded = BestCircuit.load(best.save(tmp_path / "best"))
+    assert loaded.circuit is not None and loaded.factors is not None
     assert loaded.in_words() == words and loaded.circuit.units == best.circuit.units
     assert torch.equal(loaded.factors[SITE].read, best.factors[SITE].read)
 
@@ -87,15 +89,15 @@ def test_test_prompts_choose_nothing():
 
 def test_a_goal_that_only_exact_units_keep():
     best = best_at_site(kl=1e-9, minutes=1.0)
-    assert best.method in ("neurons", "SVD", "SVD whitened")
+    assert best.method in EXACT
     tried = best.table()
-    assert (tried["outcome"][3:] == "over the goal").all()
+    assert (tried["outcome"][4:] == "over the goal").all()
     assert {f"SWD s={FIRST:g}", "SWD s=0.25"} <= set(tried["method"])
 
 
 def test_without_time_the_table_says_what_was_not_tried():
     best = best_at_site(minutes=1e-9)
-    assert len(best.table()) == 3 and best.settings["not tried"] == [
+    assert len(best.table()) == 4 and best.settings["not tried"] == [
         f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD", "SWD from neurons")
     ]
 

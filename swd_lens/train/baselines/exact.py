@@ -25,7 +25,7 @@ from swd_lens.factorization.factorize import factorize, stamp
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.hosts import Host, find_sites, host_of
-from swd_lens.hosts.sites import Pattern, Site, side_of_units
+from swd_lens.hosts.sites import Ends, Pattern, Site, Span, side_of_units
 from swd_lens.train.baselines.fits import bias_of
 from swd_lens.units import CoderUnits, described, require_detached
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
@@ -39,6 +39,7 @@ def svd(
     *,
     whitened: bool = False,
     weigh_outputs: bool = False,
+    by_head: bool = False,
     tokens: Any = None,
     batch_size: int = 16,
     progress: bool = False,
@@ -52,32 +53,75 @@ def svd(
     Args:
         whitened: go by what the sites read.
         weigh_outputs: go by what the loss sees of what they write, too; it whitens the inputs in any case.
+        by_head: the singular vectors of each head's part of an attention matrix (ours). A unit then reads, or writes, the d_head
+            coordinates of one head, and its edges are its nonzeros; units stand head by head, in each by singular value. Of
+            attn_v and attn_o as many units as the heads have dimensions together.
         tokens: (rows, pos) ids, or a `TokenStream`: the text of the Grams, which are shrunk as in `swd_lens.solve`.
         batch_size: rows per forward.
         progress: show a bar.
 
     Raises:
         UnknownSiteError, UnsupportedHostError: see `swd_lens.find_sites`.
-        ValueError: whitened without tokens, or tokens for nothing.
+        ValueError: whitened without tokens, or tokens for nothing; by head with `weigh_outputs`, or of a matrix without heads.
         TokenError, AttachError: bad tokens, or units are attached: they would change what the sites read.
     """
     if (whitened or weigh_outputs) != (tokens is not None):
         raise error("svd-metric-without-tokens", whitened=whitened or weigh_outputs)
-    if tokens is None:
-        return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
     found = find_sites(model, sites)
+    if by_head and (weigh_outputs or not have_heads(model, found)):
+        raise error("svd-by-head-of-no-heads", sites=", ".join(site.name for site in found))
+    if tokens is None:
+        if by_head:
+            return _factor_set(model, sites, lambda weight, i: _by_head(model, found[i], weight), method="svd_by_head")
+        return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
     require_detached(model, "baselines.svd")
     grams = collect_grams(model, found, tokens, batch_size=batch_size, progress=progress)
     output_grams = collect_output_grams(model, found, tokens, progress=progress) if weigh_outputs else {}
 
     def factorized(weight: Tensor, i: int) -> Factors:
         name = found[i].name
-        return svd_factors(
-            weight, grams[name], output_grams.get(name), tokens=grams.n_routed.get(name) or grams.n_tokens
-        )
+        n_tokens = grams.n_routed.get(name) or grams.n_tokens
+        if by_head:
+            return _by_head(model, found[i], weight, grams[name], n_tokens)
+        return svd_factors(weight, grams[name], output_grams.get(name), tokens=n_tokens)
 
     method = "svd_causal" if weigh_outputs else "svd_whitened"
+    method += "_by_head" if by_head else ""
     return _factor_set(model, sites, factorized, method=method, tokens=grams.n_tokens)
+
+
+def have_heads(model: Any, sites: Iterable[Site]) -> bool:
+    """Whether each of these matrices has an end that is divided into attention heads."""
+    return all(_heads_of(model, site)[1] for site in sites)
+
+
+def _heads_of(model: Any, site: Site) -> tuple[str, list[Span]]:
+    """Which end of a matrix is divided into heads, "read" or "written", and the heads; none of other matrices."""
+    ends = Ends.of(host_of(model))
+    spans = {"read": ends.read(site.name, site.d_in), "written": ends.written(site.name, site.d_out)}
+    end = next((end for end, of_end in spans.items() if any("head" in span.name for span in of_end)), "read")
+    return end, [span for span in spans[end] if "head" in span.name]
+
+
+def _by_head(
+    model: Any, site: Site, weight: Tensor, gram: Tensor | None = None, n_tokens: int | None = None
+) -> Factors:
+    """The singular vectors of each head's part as units, in the metric of that part of the Gram."""
+    end, heads = _heads_of(model, site)
+    reads, writes = [], []
+    for head in heads:
+        span = slice(head.start, head.start + head.size)
+        rows, columns = (span, slice(None)) if end == "read" else (slice(None), span)
+        of_rows = None if gram is None else gram[rows, rows]
+        f = svd_factors(weight[rows, columns], of_rows, tokens=None if gram is None else n_tokens)
+        read, write = weight.new_zeros(site.d_in, f.n_units), weight.new_zeros(f.n_units, site.d_out)
+        read[rows], write[:, columns] = f.read.to(weight), f.write.to(weight)
+        reads.append(read.float())
+        writes.append(write.float())
+    read, write = torch.cat(reads, 1), torch.cat(writes)
+    method = "svd_by_head" if gram is None else "svd_whitened_by_head"
+    settings = {"method": method, "units": read.shape[1]}
+    return Factors(read, write, settings, {"solver": f"exact.{method}"}, weight.detach().float())
 
 
 @in_plain_surroundings

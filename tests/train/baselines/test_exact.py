@@ -5,6 +5,7 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.hosts import host_of
 from swd_lens.solver import svd_prune
 from swd_lens.units import attach
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
@@ -276,3 +277,30 @@ def test_a_metric_needs_text_and_text_a_metric():
         pytest.raises(swd.errors.AttachError, match=r"baselines\.svd"),
     ):
         baselines.svd(model, "mlp_out", whitened=True, tokens=random_tokens(2, 4))
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+@pytest.mark.parametrize("kind", ["attn_o", "attn_q", "attn_qkv"])
+def test_singular_vectors_of_each_head(kind, whitened):
+    model, site = swd.load_default_model(), f"blocks.1.{kind}"
+    text = {"whitened": True, "tokens": swd.text_tokens(1_024, split="train")} if whitened else {}
+    f = baselines.svd(model, site, by_head=True, **text)[site]
+    torch.testing.assert_close(f.product(), host_of(model).weight(swd.find_sites(model, site)[0]), atol=1e-5, rtol=0)
+    d_head = model.cfg.d_head
+    parts = f.read.T if kind == "attn_o" else f.write
+    heads = (parts != 0).unflatten(1, (-1, d_head)).any(2)
+    assert bool((heads.sum(1) == 1).all()) and int(f.edges_per_unit.max()) <= d_head + max(f.d_in, f.d_out)
+    of_head = f.read[:d_head, :d_head] if kind == "attn_o" else f.read[:, :d_head]
+    if not whitened:
+        expected = torch.linalg.svdvals(f.product()[:d_head] if kind == "attn_o" else f.product()[:, :d_head])
+        torch.testing.assert_close(of_head.norm(dim=0), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_singular_vectors_of_heads_are_refused_elsewhere():
+    model = swd.load_default_model()
+    for sites, how in (
+        ("mlp_in", {}),
+        ("attn_o", {"weigh_outputs": True, "tokens": swd.text_tokens(256, split="train")}),
+    ):
+        with pytest.raises(ValueError, match="by_head=True"):
+            baselines.svd(model, sites, by_head=True, **how)
