@@ -67,21 +67,16 @@ def refine(
             steps,
         )
         of_outputs = weighed(write)
+        operator: Callable[[Matrix], Matrix]
         if len(write) > write.shape[1]:  # B H B^T has a smaller rank than size: its factors are cheaper
-            normal_norms = (of_outputs * write).sum(1)
-
-            def weighed_twice(p: Matrix, h: Matrix = of_outputs, b: Matrix = write) -> Matrix:
-                return torch.mm(metric.weigh(p @ h), b.T, out=of_read)
-
+            norms = (of_outputs * write).sum(1)
+            operator = lambda p, h=of_outputs, b=write: torch.mm(metric.weigh(p @ h), b.T, out=of_read)  # noqa: E731
         else:
             normal = of_outputs @ write.T
-            normal_norms = normal.diagonal()
-
-            def weighed_twice(p: Matrix, n: Matrix = normal) -> Matrix:
-                return metric.weigh(torch.mm(p, n, out=of_read), out=in_gram)
-
+            norms = normal.diagonal()
+            operator = lambda p, n=normal: metric.weigh(torch.mm(p, n, out=of_read), out=in_gram)  # noqa: E731
         read = conjugate_gradient(
-            read, metric.weigh(target @ of_outputs.T), read_support, weighed_twice, normal_norms[None, :], steps
+            read, metric.weigh(target @ of_outputs.T), read_support, operator, norms[None, :], steps
         )
     return read, write
 
