@@ -13,6 +13,7 @@
    measured until the search is over, so that an interrupted one goes on.
 """
 
+import json
 import math
 import shutil
 import time
@@ -167,6 +168,7 @@ class GoalSearch:
         folder: that trials lie in until the search is over.
         asked: what a search that goes on has to have been asked, as plain values.
         trials: a row for each factorization, in their order.
+        refused: why the last sparsity that had too few edges could not be made.
     """
 
     model: Any
@@ -178,12 +180,14 @@ class GoalSearch:
     folder: Path | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
+    refused: BudgetError | None = None
 
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
         """The row of the best end of a path, and its factors, if they were made now.
 
         Raises:
             ValueError: nothing that was tried keeps the goal.
+            BudgetError: or nothing could be made.
         """
         start, best, factors = 0.5, None, None
         title = f"factors of {self.goal}"
@@ -200,6 +204,9 @@ class GoalSearch:
                     self._write()
                 if best is None or end.get("text edges", 0.0) < best["text edges"]:
                     best, factors = end, made
+        if best is None and not self.trials:
+            assert self.refused is not None
+            raise self.refused
         if best is None:
             least = min(self.trials, key=lambda trial: trial["excess"])
             raise error("goal-not-reached", goal=self.goal, least=least["KL"], ce=least["CE delta"], s=least["s"])
@@ -228,7 +235,8 @@ class GoalSearch:
         began = time.monotonic()
         try:
             factors = self.made(path, s)
-        except BudgetError:
+        except BudgetError as too_few_edges:
+            self.refused = too_few_edges
             return None, None
         measured = fidelity(self.model, factors, self.heldout)
         row = {"method": path, "s": s, "edges": factors.edges, **_in_figures(measured)}
@@ -285,10 +293,11 @@ class GoalSearch:
     def saved(self, chosen: Mapping[str, Any], factors: FactorSet | None) -> FactorSet:
         """The set that was found, with what was tried; in the folder, whose other trials' factors go. What was measured stays, so
         that the same call again finds its way at once."""
-        held = self.folder is not None and (self.folder / INDEX).is_file()
         if factors is None:
             path, s = chosen["method"], chosen["s"]
-            factors = self.make(s, self.paths[path], self.folder) if held else self.made(path, s)
+            # Where no trials lie, an earlier call has finished: what the folder holds is the answer.
+            finished = self.folder is not None and not (self.folder / _TRIALS).exists()
+            factors = self.make(s, self.paths[path], self.folder) if finished else self.made(path, s)
         found = FactorSet(dict(factors.items()), {**factors.provenance, "goal": self._said(chosen)})
         if self.folder is not None:
             found.save(self.folder)
@@ -309,9 +318,9 @@ def asked_of(
     paths: Mapping[str, Mapping[str, Any]],
     how: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What decides a search, as plain values."""
+    """What decides a search, as a file gives it back."""
     text, heldout = texts
-    return {
+    asked = {
         "goal": str(goal),
         "sites": [site.name for site in sites],
         "exclude": list(text.counting.ids),
@@ -321,6 +330,7 @@ def asked_of(
         "tokens_sha256": text.fingerprint(),
         "heldout_sha256": heldout.fingerprint(),
     }
+    return json.loads(json.dumps(asked, default=str))
 
 
 def _in_figures(f: Fidelity) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import swd_lens as swd
-from swd_lens.base.errors import ResumeError
+from swd_lens.base.errors import BudgetError, ResumeError
 from swd_lens.factorization import goal
 from swd_lens.factorization.goal import CLOSE, DENSEST, FINEST, SPARSEST, STEPS, Goal, next_sparsity, scaled
 
@@ -140,7 +140,19 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_is_there(tmp_path, mon
     with pytest.raises(ResumeError, match=r"KL at most 0\.002"):
         factors_at(**asked, kl=2e-3)
     anew = factors_at(**asked, kl=2e-3, overwrite=True)
+    monkeypatch.setattr(goal.GoalSearch, "saved", None)  # the next one is interrupted at its very end
+    with pytest.raises(TypeError):
+        factors_at(**asked, overwrite=True)
+    monkeypatch.undo()
+    again = factors_at(**asked)
+    assert torch.equal(again[SITE].read, whole[SITE].read)
+    anew = factors_at(**asked, kl=2e-3, overwrite=True)
     assert anew.sparsity > whole.sparsity and swd.FactorSet.load(tmp_path / "goal").sparsity == anew.sparsity
+
+
+def test_a_matrix_of_too_few_edges_says_so():
+    with pytest.raises(BudgetError):
+        factors_at(preset="best", units=16_384)
 
 
 def test_without_a_goal_nothing_was_tried():
