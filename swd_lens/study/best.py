@@ -45,6 +45,7 @@ from swd_lens.tasks.split import TaskSplit
 from swd_lens.tasks.streams import TokenStream
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
+from swd_lens.train.baselines.exact import have_heads
 from swd_lens.units.factors import FactorSet
 
 KL = 1e-3  # the goal, nats per prediction
@@ -304,7 +305,7 @@ class _Search:
             EXACT["svd"]: baselines.svd,
             EXACT["svd_whitened"]: partial(baselines.svd, **whitened),
         }
-        if baselines.have_heads(self.model, find_sites(self.model, list(self.sites))):
+        if have_heads(self.model, find_sites(self.model, list(self.sites))):
             makers[BY_HEAD] = partial(baselines.svd, by_head=True, **whitened)
         made: dict[str, FactorSet] = {}
         seconds: dict[str, float] = {}

@@ -32,7 +32,6 @@ __all__ = [
     "TranscoderSpec",
     "VpdSpec",
     "channels_of",
-    "have_heads",
     "neuron_factors",
     "neurons",
     "pruned",
