@@ -9,7 +9,6 @@ from swd_lens.base.errors import TrainError
 from swd_lens.train.baselines.activity import Activity
 from swd_lens.train.baselines.exact import (
     channels_of,
-    have_heads,
     neurons,
     pruned,
     random_b,
