@@ -41,7 +41,7 @@ def best_circuits(
     say_memory_needed(
         {"best circuit": estimate(model, OUTPUTS if sites == "auto" else sites, tokens=texts[0]).peak_bytes}
     )
-    found: dict[str, BestCircuit] = {}
+    by_task: dict[str, BestCircuit] = {}
     with writing(out, "circuit"):
         for task in tasks:
             question = {"swd_lens": __version__, "host": host_fingerprint(model, model.cfg), "sites": sites, **how}
@@ -49,18 +49,18 @@ def best_circuits(
             folder = out / task.name
             if not overwrite and _answered(folder, question):
                 say(f"{task.name}: taken over from {folder}")
-                found[task.name] = BestCircuit.load(folder)
+                by_task[task.name] = BestCircuit.load(folder)
                 continue
             say(f"the best circuit of {task.name}, in about {how['minutes']:g} minutes")
             best = best_circuit(model, task, sites, tokens=texts[0], heldout_tokens=texts[1], **how)
             best.save(folder)
             write_sealed(folder / _QUESTION, question)
-            found[task.name] = best
+            by_task[task.name] = best
     shown: list[Any] = []
-    for best in found.values():
+    for best in by_task.values():
         shown += [table(f"{best.title()}: what was tried", _narrow(best.table())), best.in_words(), ""]
     files = f"Everything is in {out}, a folder per task: best.json, circuit.safetensors, factors/."
-    printed.show({"folder": str(out), **{name: best.as_dict() for name, best in found.items()}}, *shown, files)
+    printed.show({"folder": str(out), **{name: best.as_dict() for name, best in by_task.items()}}, *shown, files)
 
 
 def _answered(folder: Path, question: dict[str, Any]) -> bool:
@@ -73,6 +73,4 @@ def _answered(folder: Path, question: dict[str, Any]) -> bool:
 
 def _narrow(tried: pd.DataFrame) -> pd.DataFrame:
     """What has room in a terminal of 80 columns; --json and best.json have the rest."""
-    return tried[["method", "edges", "units", "outcome"]].assign(KL=tried["KL"].map("{:.2g}".format))[
-        ["method", "KL", "edges", "units", "outcome"]
-    ]
+    return tried.assign(KL=tried["KL"].map("{:.2g}".format))[["method", "KL", "edges", "units", "outcome"]]

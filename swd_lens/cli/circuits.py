@@ -179,8 +179,12 @@ def circuit(
         raise error("cli-goal-without-best")
     if best:
         of_a_study = {"--factors": factors, "--sparsity": sparsity, "--controls": controls, "--beside": beside}
+        of_a_study |= {"--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
+        of_a_study |= {"options of the solver": solver.arguments()}
         if given := [name for name, value in of_a_study.items() if value]:
             raise error("cli-best-of-a-study", options=", ".join(given))
+        if not text.tokens:
+            raise error("goal-without-tokens")
         plan("load", "read", "the", complete=False)
         model = model_options.load(None if sites in (None, ["auto"]) else sites)
         say(f"read {', '.join(task)} and text")

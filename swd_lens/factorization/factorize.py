@@ -83,11 +83,10 @@ def factorize(
         sparsity: s in (0, 1) for every matrix, budget K = (1 - s) * d_in * d_out; or a mapping from site names or patterns
             to s (`swd_lens.allocate` makes one). None: .5, or what keeps a goal.
         kl, ce: a goal in place of a sparsity, the largest KL(dense || replaced) and CE increase of all sites together, in nats
-            per prediction of text that nothing was fitted on. With a mapping of sparsities all budgets are scaled alike, without
-            one they are equal. Sparsities are searched for, of neurons and singular vectors with
-            pruned weights and of SWD from two sides, or of the preset, units and options that you give; the factors whose
-            effects on next tokens take the fewest edges are taken (goal.py; ours). It costs ten to twenty factorizations.
-            `FactorSet.tried` shows them.
+            per prediction of text that nothing was fitted on. Sparsities are searched for, of neurons and singular vectors with
+            pruned weights and of SWD from two sides, or of the preset, units and options that you give; the factors whose effects
+            on next tokens take the fewest edges are taken (goal.py; ours). With a mapping of sparsities all budgets are scaled
+            alike, without one they are equal. It costs ten to twenty factorizations; `FactorSet.tried` shows them.
         heldout_tokens: of a goal: (rows, pos) text on which it is measured; None: the last quarter of `tokens`' rows, which are
             then no calibration.
         tokens: (rows, pos) calibration ids, or a `TokenStream` (as many as you like: memory does not grow with them);
@@ -212,8 +211,6 @@ def _to_a_goal(
     for name, value in (("sparsity", None if isinstance(shares, Mapping) else shares), ("shard", shard)):
         if value is not None:
             raise error("goal-beside", name=name, value=value)
-    if tokens is None:
-        raise error("goal-without-tokens")
     require_detached(model, "factorize")
     fitted, heldout = divided(model, tokens, **text)
     require_loss(model, heldout)

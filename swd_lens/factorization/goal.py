@@ -43,11 +43,11 @@ HELD_OUT = 0.25  # of the rows, where no held-out text is given
 STEPS = 7  # factorizations of a path at most
 CLOSE, AIM = 0.9, 0.95  # shares of the goal: near enough to it, and what is aimed at
 SPARSEST, DENSEST, FINEST = 0.98, 0.02, 0.005  # sparsities, and the least step between two
-_SLOPE = 9.0  # of the logarithm of the KL over the sparsity, until two are measured (SmolLM2 and the embedded model: 6 to 14)
+_SLOPE = 9.0  # of the logarithm of the KL over the sparsity, until two are measured (SmolLM2 and the embedded model: 6 to 15)
 _ROWS, _CONTEXT = 64, 24  # of the text whose next tokens are looked at
 _FARTHEST = 0.25  # that a first guess goes on from what was measured
 
-# Path -> options of `factorize`. An exact unit of a matrix without neurons is one of its inputs.
+# The paths; "as given" is the caller's.
 PRUNED, SVD_PRUNED, SWD, FROM_NEURONS = "Neurons pruned", "SVD pruned", "SWD", "SWD from neurons"
 GIVEN = "as given"
 _FILE, _TRIALS = "goal.json", "trials"
@@ -94,8 +94,10 @@ def divided(
     """Text to fit on and text to be judged on: the last quarter of the rows, where no other is given.
 
     Raises:
-        TokenError: bad tokens; or a single row, and no held-out text.
+        TokenError: no tokens, or bad ones; or a single row, and no held-out text.
     """
+    if tokens is None:
+        raise error("goal-without-tokens")
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
     if heldout is not None:
         return CalibrationText(stream, model), text_for(model, heldout, exclude=exclude)
@@ -111,6 +113,7 @@ def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[st
     given = {"preset": preset, "units": units, **options}
     if preset != DEFAULT_PRESET or units is not None or options:
         return {GIVEN: given}
+    # An exact unit of a matrix without neurons is one of its inputs.
     neurons = {site.name: side_of_units(site.kind) for site in sites}
     return {
         PRUNED: {"preset": "pruned", "basis": neurons},

@@ -58,7 +58,7 @@ BY_HEAD = "SVD by head, whitened"
 _FILE = "best.json"
 _BETWEEN = 8  # lengths tried between two of the grid's
 _MAKE, _CHOOSE = 0.4, 0.6  # of the time: until then candidates are made, and rounds begun
-_FROM_NEURONS = 4  # times SWD's own time, until one was made (RESULTS.md)
+_FROM_NEURONS = 4  # times SWD's own time, until one was made (1536 x 384)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -195,9 +195,9 @@ def best_circuit(
 
     Raises:
         ValueError: the host does not do the task, nothing that was tried carries it or recovers so much of it, a goal that is
-            not above 0, or text of a single row without held-out text.
+            not above 0.
         UnknownSiteError, UnsupportedHostError, AttachError: see `swd_lens.factorize`.
-        TokenError, TaskError: text or prompts of another host.
+        TokenError, TaskError: no text, text or prompts of another host, or a single row without held-out text.
     """
     for name, value in (("kl", kl), ("minutes", minutes)):
         if not value > 0:

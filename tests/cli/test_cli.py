@@ -82,6 +82,9 @@ def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     assert again.exit_code == 0 and "taken over" in again.stderr and again.stdout == result.stdout
     refused = run(*arguments, "--controls", "svd")
     assert refused.exit_code == 1 and "leave out --controls" in " ".join(refused.stderr.split())
+    refused = run(*arguments, "--positions", "all", "--preset", "quick")
+    assert "leave out --positions, options of the solver" in " ".join(refused.stderr.split())
+    assert "needs tokens" in run(*arguments, "--tokens", "0").stderr
     refused = run("circuit", "--kl", "0.01", "--task", "ioi", "--sites", "attn_o", "--out", tmp_path)
     assert refused.exit_code == 1 and "--best" in refused.stderr
 

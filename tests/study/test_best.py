@@ -11,6 +11,7 @@ import swd_lens as swd
 from swd_lens.circuits.frontier import judge
 from swd_lens.circuits.measure import contents_of
 from swd_lens.study.best import BY_HEAD, FIRST, BestCircuit, _between, _part
+from swd_lens.tasks.streams import as_stream
 
 EXACT = ["neurons", "SVD", "SVD whitened", BY_HEAD]
 SITE, TASK = "blocks.2.attn_o", "gendered_pronoun"
@@ -100,6 +101,12 @@ def test_without_time_the_table_says_what_was_not_tried():
     assert len(best.table()) == 4 and best.settings["not tried"] == [
         f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD", "SWD from neurons")
     ]
+
+
+def test_what_the_text_leaves_out_counts_nowhere():
+    text = as_stream(swd.text_tokens(4_096, split="train"), model(), exclude="special")
+    best = swd.best_circuit(model(), task(), SITE, tokens=text, progress=False, minutes=1e-9)
+    assert best.fidelity.text["left_out"] > 0 and best.fidelity.text["exclude"] == "special"
 
 
 @pytest.mark.slow
