@@ -73,4 +73,4 @@ def _answered(folder: Path, question: dict[str, Any]) -> bool:
 
 def _narrow(tried: pd.DataFrame) -> pd.DataFrame:
     """What has room in a terminal of 80 columns; --json and best.json have the rest."""
-    return tried.assign(KL=tried["KL"].map("{:.2g}".format))[["method", "KL", "edges", "units", "outcome"]]
+    return tried.assign(KL=tried["KL"].map("{:.2g}".format)).filter(items=["method", "KL", "edges", "units", "outcome"])
