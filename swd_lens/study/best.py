@@ -3,7 +3,7 @@
 1. Where no site is named, a screen of the dense host takes the attention or MLP output that the task needs most.
 2. Candidates, cheap ones first: exact units (neurons, singular vectors, those whitened by the text, of attention also head by
    head), then the paths of a goal (factorization/goal.py): pruned neurons and singular vectors, SWD from its own and from the
-   neurons' side, each at the largest sparsity that was found to keep the goal on the held-out text.
+   neurons' side, each at the largest sparsity that was found to keep the goal on the first JUDGED tokens of the held-out text.
 3. Rounds (successive halving): a candidate's units are scored on a part of the training prompts, and the prefix of the fewest
    edges that recovers enough is found on a part of the validation prompts, its grid refined around the threshold. The cheaper
    half goes on, to more prompts. An exact candidate stays.
@@ -42,7 +42,7 @@ from swd_lens.hosts import find_sites
 from swd_lens.solver import DEFAULT_PRESET
 from swd_lens.study.controls import EXACT
 from swd_lens.tasks.split import TaskSplit
-from swd_lens.tasks.streams import TokenStream
+from swd_lens.tasks.streams import TokenStream, split_rows
 from swd_lens.tasks.task import Task
 from swd_lens.train import baselines
 from swd_lens.train.baselines.exact import have_heads
@@ -56,6 +56,7 @@ FEWEST = 32  # prompts of a round, as far as there are so many
 SMALL = 0.5  # of all edges: a larger circuit is none to speak of
 BY_HEAD = "SVD by head, whitened"
 _FILE = "best.json"
+JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
 _MAKE, _CHOOSE = 0.4, 0.6  # of the time: until then candidates are made, and rounds begun
 _FROM_NEURONS = 4  # times SWD's own time, until one was made (1536 x 384)
@@ -111,11 +112,16 @@ class BestCircuit(Record):
             f"recover {row['recovered']:.0%} ({row['recovered low']:.0%} to {row['recovered high']:.0%}) of what it carries, on "
             f"test prompts; the replacement's KL is {self.fidelity.kl:.2g} (goal {self.settings['kl']:g})."
         )
+        goal = (
+            ""
+            if self.fidelity.kl <= self.settings["kl"]
+            else (f" That is over the goal, which it kept on the first {JUDGED:,} tokens, where it was chosen.")
+        )
         null = f" Random circuits of as many edges do as well with p = {self.null.recovered_p:.2g}."
         size = (
             "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
         )
-        return circuit + null + size
+        return circuit + goal + null + size
 
     def save(self, folder: str | Path) -> Path:
         """Write best.json, the circuit and its factors into the folder; best.json last, so that where it is all is there.
@@ -182,8 +188,8 @@ def best_circuit(
         model: the host, with these sites not attached; left as it was.
         sites: a pattern, replaced together; "auto": the attention or MLP output that the task needs most.
         tokens: (rows, pos) text for calibration.
-        heldout_tokens: (rows, pos) other text, on which the KL is measured; None: the last quarter of `tokens`' rows, which are
-            then no calibration.
+        heldout_tokens: (rows, pos) other text, on which the KL is measured, of candidates on its first 4,096 tokens, of the
+            winner on all; None: the last quarter of `tokens`' rows, which are then no calibration.
         kl: the goal, nats per prediction: a replacement with a larger KL, or with a CE that is worse by more than as much beyond
             two standard errors, is out.
         recovered: how much of what the sites carry the circuit has to do.
@@ -204,10 +210,12 @@ def best_circuit(
             raise error("best-circuit-without-goal", name=name, value=value)
     names = _needed(model, task) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
     calibration, heldout = divided(model, tokens, heldout_tokens)
-    search = _Search(model, task, names, calibration, heldout, kl, Threshold("recovered", recovered), minutes)
+    n_few = max(1, JUDGED // heldout.row_length)
+    few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
+    search = _Search(model, task, names, calibration, few, kl, Threshold("recovered", recovered), minutes)
     winner = search.run(progress)
     settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
-    return search.judged(winner, settings, seed)
+    return search.judged(winner, heldout, settings, seed)
 
 
 def _names(model: Any, sites: Any) -> list[str]:
@@ -390,8 +398,8 @@ class _Search:
 
     # ------------------------------------------------------------------ judgement
 
-    def judged(self, winner: _Candidate, settings: Mapping[str, Any], seed: int) -> BestCircuit:
-        """The winner's circuit, on test prompts."""
+    def judged(self, winner: _Candidate, heldout: TokenStream, settings: Mapping[str, Any], seed: int) -> BestCircuit:
+        """The winner's circuit, on test prompts, and its replacement, on all of the held-out text."""
         assert winner.scores is not None and winner.row is not None
         model, factors, scores = self.model, winner.factors, winner.scores
         length = int(winner.row["units"])
@@ -407,7 +415,7 @@ class _Search:
             curve,
             test,
             null,
-            winner.fidelity,
+            winner.fidelity if heldout is self.heldout else fidelity(model, factors, heldout),
             tried,
             {**settings, "seconds": time.monotonic() - self.began, "not tried": list(self.not_tried)},
             replace(circuit, provenance={**circuit.provenance, "chosen_by": "best_circuit", "method": winner.method}),

@@ -109,6 +109,15 @@ def test_what_the_text_leaves_out_counts_nowhere():
     assert best.fidelity.text["left_out"] > 0 and best.fidelity.text["exclude"] == "special"
 
 
+def test_the_winner_is_measured_on_all_of_the_text(monkeypatch):
+    monkeypatch.setattr("swd_lens.study.best.JUDGED", 1_024)
+    heldout = swd.text_tokens(4_096, split="test")
+    best = best_at_site(minutes=1e-9, heldout_tokens=heldout)
+    assert best.fidelity.n_predictions == heldout.numel() - len(heldout)
+    over = replace(best, fidelity=replace(best.fidelity, kl=2e-3))
+    assert "over the goal" in over.in_words() and "over the goal" not in best.in_words()
+
+
 @pytest.mark.slow
 def test_without_a_site_the_one_that_the_task_needs_most():
     screened = swd.screen(model(), task(), sites=["attn_o", "mlp_out"], surfaces={})
