@@ -37,7 +37,7 @@ def swd_calibrated(model: Any, sites: str) -> FactorSet:
 
 
 def swd_zero_data(model: Any, sites: str) -> FactorSet:
-    return swd.factorize(model, sites, sparsity=0.4, outer_iterations=4, progress=False)
+    return swd.factorize(model, sites, sparsity=0.4, basis="paper", outer_iterations=4, progress=False)
 
 
 def svd_whitened(model: Any, sites: str) -> FactorSet:

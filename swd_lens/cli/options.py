@@ -211,7 +211,7 @@ class SolverOptions:
         Option(
             "--basis",
             help=f"Whose coordinates units start as: {', '.join(BASES)} (paper: the short side), neurons (an MLP's), or auto "
-            "(the side that the text's next tokens need less of).",
+            "(the side that the text's next tokens need less of; the default).",
         ),
     ] = None
     outer_iterations: Annotated[

@@ -118,7 +118,7 @@ def allocate(
     forecast(job)  # refuses what the solver would refuse, before anything is run
     if stream is not None:
         warn_without_bos(model, stream, "calibration tokens")
-    job = with_chosen_bases(job, options.get("basis"), progress=progress)
+    job = with_chosen_bases(job, progress=progress)
     host, rows = host_of(model), _judged(judge, stream, model) if by == "kl" else None
     judged = None
     if rows is not None:

@@ -9,15 +9,17 @@ circuits.
 2. Of each token: what removing a coordinate would cost to first order, -x_i (g W^T)_i of an input, -y_j g_j of an output
    y = x W, where it costs something; and the edges of the fewest coordinates, the strongest first, that together have `share`
    of it all.
-3. The mean over tokens of the logarithms' difference says which side is cheaper; where it is not clear, and at queries, the
-   paper's basis stays.
+3. The mean over tokens of the logarithms' difference says which side is cheaper. Where it is not clear, and at queries, the kind
+   of the matrix says it: an MLP's neurons, the dimensions of heads at their output, the paper's basis elsewhere.
 
 The result is a mapping site name -> "input", "output" or "paper", which `swd_lens.factorize(model, sites, basis=choice)` takes.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -26,21 +28,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import FactorFileError, UnsupportedHostError, error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
-from swd_lens.base.settings import AUTO
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.gradients import AtSite, gradient_passes, require_loss, rows_per_pass
 from swd_lens.factorization.job import Job
+from swd_lens.factorization.matrices import LIKELY
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.recording import standing_hooks
-from swd_lens.hosts.sites import Pattern, Site, split_name
+from swd_lens.hosts.sites import Pattern, Site, base_kind, split_name
 from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import TokenStream, as_stream
+from swd_lens.units.index import provenance_in
 
 # A side is chosen where its edges are at most this share of the other's, and the difference is not chance. Nearer to each other
 # text is no guide, and the short side's lower error is worth as much (tests.benchmarks.sides).
@@ -72,6 +75,11 @@ class SideCosts(Record):
     n_predictions: int
 
     @property
+    def ratio(self) -> float | None:
+        """Edges on the side of inputs over those on the side of outputs; None where the matrix helps at no token."""
+        return self.inputs / self.outputs if self.n_predictions else None
+
+    @property
     def cheaper(self) -> str | None:
         """The side that is clearly cheaper, "input" or "output"."""
         if self.n_predictions < 2:
@@ -97,14 +105,19 @@ class BasisChoice(Record, Mapping[str, str]):
     sites: Mapping[str, SideCosts]
 
     def __getitem__(self, site: str) -> str:
-        side = None if split_name(site)[1] in UNTOLD else self.sites[site].cheaper
-        return side or PAPER
+        kind = base_kind(split_name(site)[1])
+        return (None if kind in UNTOLD else self.sites[site].cheaper) or LIKELY.get(kind, PAPER)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
 
     def __len__(self) -> int:
         return len(self.sites)
+
+    def told(self) -> dict[str, Any]:
+        """The choice, and edges on the side of inputs over those on the side of outputs, as a set's provenance keeps them."""
+        ratios = {name: costs.ratio for name, costs in self.sites.items()}
+        return {"by": "text", "chosen": dict(self), "inputs over outputs": ratios}
 
     def table(self) -> pd.DataFrame:
         """One row per site: edges on either side, their ratio, the standard error of its logarithm, the basis."""
@@ -256,13 +269,27 @@ def _side_costs(logs: Float[Tensor, "prediction 2"]) -> SideCosts:
     return SideCosts(inputs, outputs, se, len(logs))
 
 
-def with_chosen_bases(job: Job, basis: Any, *, progress: bool) -> Job:
-    """The job, with what its text says where `basis` is "auto": of a host that predicts next tokens, and rows that hold some."""
+def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -> Job:
+    """The job, with what its text says where it may: of a host that predicts next tokens, and rows that hold some. By default a
+    host through which no gradient passes keeps what is LIKELY (matrices.py).
+
+    Args:
+        folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
+    """
     stream = job.stream
-    if basis != AUTO or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
+    if job.basis_by_text != "no" and folder is not None:
+        with suppress(FactorFileError, FileNotFoundError):  # said by who reads it
+            told = provenance_in(folder).get("basis") or {}
+            if set(told.get("chosen", {})) == {site.name for site in job.sites}:
+                return job.with_bases(told)
+    if job.basis_by_text == "no" or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
         return job
     known = stream.side_costs(job.model) if isinstance(stream, CalibrationText) else {}
     unknown = [site for site in job.sites if site.name not in known]
-    if unknown:
-        known |= chosen(job.model, unknown, stream, SHARE, N_TOKENS, progress).sites
-    return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}))
+    try:
+        known |= chosen(job.model, unknown, stream, SHARE, N_TOKENS, progress).sites if unknown else {}
+    except UnsupportedHostError:
+        if job.basis_by_text == "told":
+            raise
+        return job
+    return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}).told())

@@ -168,8 +168,8 @@ def estimate(
         sites: as for `factorize`; shapes are taken all.
         sparsity: as for `factorize`; with shapes a mapping's keys are their names, or globs.
         tokens: as for `factorize`, or just their number.
-        calibration, preset, units, batch_size, gram_dtype, weigh_outputs, options: as for `factorize`; basis="auto" counts as
-            "neurons".
+        calibration, preset, units, batch_size, gram_dtype, weigh_outputs, options: as for `factorize`; basis="auto", the
+            default, counts as what it is without text.
 
     Raises:
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.

@@ -98,7 +98,9 @@ def factorize(
             meant.
         preset, units, options: the solver's, see `swd_lens.solve` (outer_iterations=, ...). `basis` may also map site names or
             patterns to bases, or be "neurons", the side of an MLP's neurons and the preset's own elsewhere, or "auto", what
-            `choose_basis` (basis.py) says of these tokens ("neurons" without any).
+            `choose_basis` (basis.py) says of these tokens; without any, an MLP's neurons and the dimensions of heads at their
+            output. "auto" is the default of our solver's presets where `units` and the shares of edges are left to it: a task's
+            circuit then takes fewer edges, at a larger error than "paper", the short side (tests/benchmarks/RESULTS.md).
         batch_size: rows per calibration forward.
         gram_dtype: of the products of one batch and of the Grams, "float32" or "float64"; "auto": float64 where every matrix is
             small enough to be solved in float64, so that factors do not depend on the processor. Sums are float64 anyway.
@@ -177,7 +179,7 @@ def factorize(
         if out is None:
             raise error("shard-without-folder", shard=part)
         out = part.folder(Path(out))
-    job = with_chosen_bases(job, options.get("basis"), progress=progress)
+    job = with_chosen_bases(job, progress=progress, folder=None if out is None or overwrite else Path(out))
 
     # 2. to 4., with the folder held.
     if out is None:

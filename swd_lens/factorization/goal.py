@@ -118,7 +118,7 @@ def paths_of(sites: Sequence[Site], preset: str, units: Any, options: Mapping[st
     return {
         PRUNED: {"preset": "pruned", "basis": neurons},
         SVD_PRUNED: {"preset": "svd_pruned"},
-        SWD: {},
+        SWD: {"basis": "paper"},
         FROM_NEURONS: {"basis": neurons},
     }
 

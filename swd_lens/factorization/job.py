@@ -9,7 +9,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,9 +17,10 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.settings import AUTO
 from swd_lens.factorization.checkpoint import Recipe, Shard, host_fingerprint
 from swd_lens.factorization.gradients import require_loss
-from swd_lens.factorization.matrices import basis_of_each, matrices_of, sparsity_of_each
+from swd_lens.factorization.matrices import affordable, basis_asked, basis_of_each, matrices_of, sparsity_of_each
 from swd_lens.factorization.solve import SolveTask, naming
 from swd_lens.factorization.stages import Calibrated
 from swd_lens.hosts import find_sites, host_of, matrix_entries
@@ -48,6 +49,8 @@ class Job:
         calibration, preset, units, batch_size, device, weigh_outputs: as for `factorize`.
         options: the solver's, the same for all matrices.
         bases: site name -> basis, of those that are not solved with the preset's own.
+        basis_by_text: whether the text may say more of them: "told" (the caller's "auto"), "default", or "no".
+        told: what the text has said (basis.py), as plain values; empty until it has.
         gram_dtype: of the Grams.
         shard: the part of a larger job that this one is.
     """
@@ -66,6 +69,8 @@ class Job:
     device: str | torch.device | None = None
     shard: Shard | None = None
     weigh_outputs: bool = False
+    basis_by_text: Literal["told", "default", "no"] = "no"
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -110,7 +115,11 @@ class Job:
             _check_device(device)  # before anything is calibrated, not after
         sparsities = sparsity_of_each(matrices, sparsity)
         own_options = {name: value for name, value in options.items() if name != "basis"}
-        bases = basis_of_each(matrices, options.get("basis"))
+        basis = basis_asked(preset, units, options)
+        bases = basis_of_each(matrices, basis)
+        by_text: Literal["told", "default", "no"] = "no"
+        if basis == AUTO:
+            bases, by_text = affordable(matrices, bases, sparsities), "told" if "basis" in options else "default"
         # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
         # embedded model; of a float64 Gram none).
         with naming(matrices[0]):
@@ -133,11 +142,13 @@ class Job:
             bases,
             device,
             weigh_outputs=weigh_outputs,
+            basis_by_text=by_text,
         )
 
-    def with_bases(self, bases: Mapping[str, str]) -> "Job":
-        """The same job with the bases that were chosen for its sites."""
-        return replace(self, bases=basis_of_each(self.sites, bases))
+    def with_bases(self, told: Mapping[str, Any]) -> "Job":
+        """The same job with the bases that a text has chosen for its sites (`BasisChoice.told`)."""
+        bases = affordable(self.sites, basis_of_each(self.sites, told["chosen"]), self.sparsities)
+        return replace(self, bases=bases, told=told)
 
     def options_of(self, site: Site) -> dict[str, Any]:
         """The solver's options for one matrix."""
@@ -228,6 +239,7 @@ class Job:
             **({} if self.stream is None else self.stream.about(self.model)),
             "matrix_entries": matrix_entries(host_of(self.model)),
             **self._weighing(),
+            **self._why_basis(),
             **standing_hooks(self.model),
         }
         if self.shard is not None:  # what enters its sites depends on other shards' factors
@@ -261,6 +273,12 @@ class Job:
     def _weighing(self) -> dict[str, bool]:
         """Said only where outputs are weighed: what was made before knows no such word."""
         return {"weigh_outputs": True} if self.weigh_outputs else {}
+
+    def _why_basis(self) -> dict[str, Any]:
+        """What chose the basis, where the caller did not."""
+        if self.basis_by_text == "no":
+            return {}
+        return {"basis": {"by": "kind of matrix", **self.told}}
 
     def file_bytes(self) -> dict[str, int]:
         """Site -> bytes of its file: 8 an edge, and about ten vectors of its width (passport.py)."""

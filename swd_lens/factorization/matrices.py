@@ -12,9 +12,14 @@ from typing import Any
 from swd_lens.base.errors import error
 from swd_lens.base.settings import AUTO
 from swd_lens.hosts.sites import NEURON_SIDE, Pattern, Site, base_kind, is_site_name, select_sites, split_name
+from swd_lens.solver import PRESETS, AnnealSpec
 from swd_lens.solver.validate import is_number
 
 NEURONS = "neurons"  # the basis that is an MLP's neurons, whichever side they are
+# The basis "auto" where no text says more: an MLP's neurons, and the dimensions of heads at their output.
+LIKELY = {**NEURON_SIDE, "attn_o": "input"}
+# Settings that say how many units there are, or how they share the edges: a caller's are of the short side.
+_OF_THE_SHORT_SIDE = ("square_share", "balance", "start")
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,20 @@ def sparsity_of_each(sites: Sequence[Site], sparsity: float | int | Mapping[str,
     return given
 
 
+def basis_asked(preset: str, units: Any, options: Mapping[str, Any]) -> Any:
+    """The caller's basis, or the default: "auto" where the solver is ours and the number of units is left to it, else the
+    preset's own."""
+    if "basis" in options:
+        return options["basis"]
+    ours = isinstance(PRESETS.get(preset), AnnealSpec)
+    return AUTO if ours and units is None and not any(name in options for name in _OF_THE_SHORT_SIDE) else None
+
+
 def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
     """Site name -> basis, of those that get one: one for all, or a mapping whose keys are patterns, as for sparsities.
 
-    "neurons" is the side of an MLP's neurons, and nothing elsewhere; so is "auto", until text has said more (basis.py).
+    "neurons" is the side of an MLP's neurons, and nothing elsewhere; "auto" is what is LIKELY, until text has said more
+    (basis.py).
 
     Raises:
         UnknownSiteError: a key matches none of the sites.
@@ -87,10 +102,20 @@ def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
         for site in _matching(sites, pattern):
             if given.setdefault(site.name, each) != each:
                 raise error("site-with-two-bases", site=site.name, first=given[site.name], second=each)
-    neurons = {site.name: NEURON_SIDE.get(base_kind(site.kind)) for site in sites if not isinstance(site, Shape)}
-    by_kind = (NEURONS,) if isinstance(basis, Mapping) else (NEURONS, AUTO)
-    sides = {name: neurons.get(name) if each in by_kind else each for name, each in given.items()}
+    by_kind = {NEURONS: NEURON_SIDE} | ({} if isinstance(basis, Mapping) else {AUTO: LIKELY})
+    kinds = {site.name: None if isinstance(site, Shape) else base_kind(site.kind) for site in sites}
+    sides = {
+        name: by_kind[each].get(kinds[name]) if isinstance(each, str) and each in by_kind else each
+        for name, each in given.items()
+    }
     return {name: side for name, side in sides.items() if side is not None}
+
+
+def affordable(sites: Sequence[Site], bases: Mapping[str, str], sparsities: Mapping[str, float]) -> dict[str, str]:
+    """The bases of those matrices that have an edge in both factors for each of the side's units: a long side has many."""
+    units = {site.name: {"input": site.d_in, "output": site.d_out} for site in sites}
+    room = {site.name: (1 - sparsities[site.name]) * site.numel for site in sites}
+    return {name: basis for name, basis in bases.items() if 2 * units[name].get(basis, 0) <= room[name]}
 
 
 def _matching(sites: Sequence[Site], pattern: str) -> Sequence[Site]:

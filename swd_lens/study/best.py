@@ -28,7 +28,7 @@ from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
 from swd_lens.circuits import Circuit, CostCurve, UnitScores, attribute, evaluate
-from swd_lens.circuits.fidelity import Fidelity, fidelities, fidelity
+from swd_lens.circuits.fidelity import Fidelity, fidelity
 from swd_lens.circuits.frontier import judge, prefix_grid
 from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.measure import RECOVERED, Threshold, surface_name
@@ -73,8 +73,9 @@ class BestCircuit(Record):
         test: one row of what the circuit recovers and drops on the test prompts, with intervals.
         null: the circuit beside random ones of as many edges, on the test prompts.
         fidelity: of the replacement, on all of the held-out text.
-        tried: a row per candidate, in the order in which they were made: method, seconds, the KL and CE delta (nats), edges and
-            units of the cheapest prefix on validation prompts, the share of prompts that these are of, what came of it.
+        tried: a row per candidate, in the order in which they were made: method, seconds, the KL and CE delta (nats; 0 of exact
+            ones), edges and units of the cheapest prefix on validation prompts, the share of prompts that these are of, what came
+            of it.
         settings: everything else that was used; plain JSON values.
     """
 
@@ -208,11 +209,12 @@ def best_circuit(
     for name, value in (("kl", kl), ("minutes", minutes)):
         if not value > 0:
             raise error("best-circuit-without-goal", name=name, value=value)
+    began = time.monotonic()
     names = _needed(model, task) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
     calibration, heldout = divided(model, tokens, heldout_tokens)
     n_few = max(1, JUDGED // heldout.row_length)
     few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
-    search = _Search(model, task, names, calibration, few, kl, Threshold("recovered", recovered), minutes)
+    search = _Search(model, task, names, calibration, few, kl, Threshold("recovered", recovered), minutes, began)
     winner = search.run(progress)
     settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
     return search.judged(winner, heldout, settings, seed)
@@ -236,6 +238,7 @@ class _Candidate:
     """A replacement, and what the last round said of it.
 
     Attributes:
+        fidelity: on the held-out text; None of an exact one, until it has won.
         of: the share of prompts that its prefix is of.
         row: the cheapest prefix on validation prompts; None where none recovers enough.
     """
@@ -243,7 +246,7 @@ class _Candidate:
     method: str
     factors: FactorSet
     seconds: float
-    fidelity: Fidelity
+    fidelity: Fidelity | None
     exact: bool
     of: float = SHARES[0]
     scores: UnitScores | None = None
@@ -267,10 +270,10 @@ class _Search:
     goal: float
     threshold: Threshold
     minutes: float
+    began: float
     dense: DenseRuns = field(default_factory=DenseRuns)
     candidates: list[_Candidate] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
 
     def run(self, progress: bool) -> _Candidate:
         """The cheapest candidate on all validation prompts and text."""
@@ -306,7 +309,7 @@ class _Search:
     # ------------------------------------------------------------------ candidates
 
     def _exact(self) -> list[_Candidate]:
-        """The exact candidates; the dense host runs once for all of them."""
+        """The exact candidates. They are W itself, so that text has nothing to say of them; it judges the winner."""
         whitened = {"whitened": True, "tokens": self.text}
         makers = {
             EXACT["neurons"]: baselines.neurons,
@@ -315,14 +318,10 @@ class _Search:
         }
         if have_heads(self.model, find_sites(self.model, list(self.sites))):
             makers[BY_HEAD] = partial(baselines.svd, by_head=True, **whitened)
-        made: dict[str, FactorSet] = {}
-        seconds: dict[str, float] = {}
         for method, make in makers.items():
             began = time.monotonic()
-            made[method] = make(self.model, self.sites)
-            seconds[method] = time.monotonic() - began
-        measured = fidelities(self.model, made, self.heldout)
-        self.candidates += [_Candidate(name, made[name], seconds[name], measured[name], True) for name in made]
+            made = make(self.model, self.sites)
+            self.candidates.append(_Candidate(method, made, time.monotonic() - began, None, True))
         return list(self.candidates)
 
     def _end_of(self, path: str, options: Mapping[str, Any], start: float) -> tuple[_Candidate | None, float]:
@@ -335,6 +334,7 @@ class _Search:
             if candidate is None:
                 break
             made[s] = candidate
+            assert candidate.fidelity is not None
             points.append((s, math.log(max(self._excess(candidate.fidelity), 1e-12))))
         kept = [s for s, log in points if log <= 0]
         for s, candidate in made.items():
@@ -409,13 +409,15 @@ class _Search:
         circuit = searched.refined
         null = circuit_null(model, factors, self.task, scores, circuit=circuit, seed=seed, dense=self.dense)
         test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
+        if winner.fidelity is None or heldout is not self.heldout:
+            winner.fidelity = fidelity(model, factors, heldout)
         tried = pd.DataFrame([self._row(each) for each in self.candidates])
         return BestCircuit(
             winner.method,
             curve,
             test,
             null,
-            winner.fidelity if heldout is self.heldout else fidelity(model, factors, heldout),
+            winner.fidelity,
             tried,
             {**settings, "seconds": time.monotonic() - self.began, "not tried": list(self.not_tried)},
             replace(circuit, provenance={**circuit.provenance, "chosen_by": "best_circuit", "method": winner.method}),
@@ -427,8 +429,8 @@ class _Search:
         return {
             "method": candidate.method,
             "seconds": round(candidate.seconds, 1),
-            "KL": f.kl,
-            "CE delta": f.ce_delta,
+            "KL": 0.0 if f is None else f.kl,
+            "CE delta": 0.0 if f is None else f.ce_delta,
             "edges": pd.NA if row is None else int(row["edges"]),
             "units": pd.NA if row is None else int(row["units"]),
             "of": candidate.of,

@@ -23,6 +23,7 @@ from swd_lens.base.files import write_json, write_text
 from swd_lens.base.progress import Steps
 from swd_lens.base.record import Record, require_equal
 from swd_lens.base.sealed import read_sealed, readable, write_sealed
+from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
 from swd_lens.circuits.fidelity import Fidelity, fidelities
@@ -30,6 +31,7 @@ from swd_lens.factorization.allocate import BY, allocate
 from swd_lens.factorization.allocation import Allocation
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.matrices import basis_asked
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern
@@ -169,7 +171,8 @@ def replace_model(
         out: a folder for budgets, factors, fine-tuning, numbers and samples; the same call goes on from what is there.
         overwrite: start again in place of what `out` holds. Interrupted, the same call without it goes on.
         on_step: called with a line of text before each step (a `Steps` is told of all steps first); progress: bars within them.
-        options: further arguments of `swd_lens.factorize` (calibration=, units=, workers=, outer_iterations=, ...).
+        options: further arguments of `swd_lens.factorize` (calibration=, units=, workers=, outer_iterations=, ...). Unless
+            `basis` says otherwise units start as the short side's coordinates, as of whole models the least error counts.
 
     Raises:
         ValueError: unknown budgets; fine-tuning without tokens; whatever the steps raise. Held-out text, prompts and the
@@ -189,6 +192,8 @@ def replace_model(
     if finetune == DEFAULT:
         finetune = "paper" if paper else "best"
     calibration = calibration or ("sequential" if paper else "corrected")
+    if basis_asked(preset, options.get("units"), options) == AUTO:
+        options.setdefault("basis", "paper")
     tuning, text = dict(finetune_options or {}), tokens if finetune_tokens is None else finetune_tokens
     if finetune is not None and text is None:
         raise error("finetuning-without-tokens")
@@ -210,7 +215,7 @@ def replace_model(
         allocation = None
         if budgets != "uniform":
             rows = None if tokens is None else _first_rows(as_stream(tokens, model))
-            solver = {name: value for name, value in options.items() if name == "units"}
+            solver = {name: value for name, value in options.items() if name in ("units", "basis")}
             question = {
                 "budgets": budgets,
                 "sparsity": asked,

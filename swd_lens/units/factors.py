@@ -271,6 +271,16 @@ def _goal(factors: "FactorSet") -> str:
     return f"; {taken['method']}{of}: KL {taken['KL']:.3g}{se} on held-out text (.tried)"
 
 
+def _basis(factors: "FactorSet") -> str:
+    """What units start as, where the call left it open, and what decided it."""
+    if not (chosen := factors.provenance.get("basis")):
+        return ""
+    sides = [f.settings.get("basis") for f in factors._factors.values()]
+    words = {"input": "inputs", "output": "outputs", "paper": "the short side"}
+    counts = [f"{words[side]} ({sides.count(side)})" for side in words if side in sides]
+    return f"; units start as {', '.join(counts)}, by {chosen['by']}"
+
+
 def _zero_data(factors: "Factors | FactorSet") -> str:
     """What is added to the name of factors that were made without calibration tokens."""
     return ", zero-data" if factors.provenance.get("calibration") == "zero-data" else ""
@@ -487,7 +497,7 @@ class FactorSet(OnHub, _SetBase):
         s = f", s={self.sparsity:.4f}" if self._factors else ""
         share = "" if self.share is None else f" ({self.share:.1%} of the entries of the blocks' matrices)"
         counted = f"{len(self)} sites{share}, {self.n_units:,} units, {self.edges:,} edges{s}"
-        return f"FactorSet: {counted}{_goal(self)}{_zero_data(self)}"
+        return f"FactorSet: {counted}{_goal(self)}{_basis(self)}{_zero_data(self)}"
 
     def _repr_html_(self) -> str:
         first = next((f.settings for f in self._factors.values()), {})

@@ -186,6 +186,11 @@ def entries_in(folder: Path) -> dict[str, dict[str, Any]]:
     return _parse(folder)["sites"]
 
 
+def provenance_in(folder: Path) -> dict[str, Any]:
+    """The set's provenance in the folder's index, whether its files are there or not. Raises what `entries_in` does."""
+    return _parse(folder)["provenance"]
+
+
 def _parse(folder: Path, warn: bool = True) -> dict[str, Any]:
     """The checked index: {"provenance": ..., "sites": {site: entry}}. warn: of an index that has no hash."""
     path = folder / INDEX

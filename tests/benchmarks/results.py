@@ -61,6 +61,7 @@ before; "best" makes 72 on matrices that are solved in float32 since commit 1c35
 (`held_back`; since 8fcee93 not where units start as the long side's coordinates), and matrices without a Gram take 90
 alternations in float32, 108 before. Since 54c3652 matrices that are solved in float32 see the full Gram from .7 of the
 alternations on, half of it at once (`gram_from`, `gram_at_first`), in "best" after 64 alternations, without a Gram after 84.
+Until commit 017e7bb SWD without further words starts from the short side; since then `factorize` chooses it (`basis="auto"`).
 """
 
 Record = TypeVar("Record", "Table", "Result")

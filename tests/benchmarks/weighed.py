@@ -38,7 +38,7 @@ WHOLE, REPEATS = 0.685, 3
 def solvers(site: Any) -> dict[str, dict[str, Any]]:
     """Label -> options of `factorize`."""
     return {
-        "SWD": {},
+        "SWD": {"basis": "paper"},
         "SWD from neurons": {"basis": side_of_units(site.kind)},
         "SWD (paper)": {"preset": "paper"},
         "pruned neurons": {"preset": "pruned", "basis": side_of_units(site.kind)},

@@ -11,7 +11,7 @@ from swd_lens.factorization import basis
 from swd_lens.factorization.basis import BasisChoice, SideCosts
 from swd_lens.factorization.calibration_text import CalibrationText
 from tests import families
-from tests.factorization.test_factorize import QUICK, assert_same
+from tests.factorization.test_factorize import QUICK, assert_same, bits
 from tests.micro import random_tokens, toy_model
 
 TOKENS = random_tokens(12, 9)
@@ -70,7 +70,7 @@ def test_costs_are_those_of_plain_loops(model, site: str, share: float):
     costs = choice.sites[site]
     assert (costs.inputs, costs.outputs) == pytest.approx(by_loops(model, site, share), rel=1e-4)
     assert costs.n_predictions <= TOKENS.numel() - len(TOKENS)
-    assert choice[site] == (costs.cheaper or "paper") and choice.settings["tokens"] == TOKENS.numel()
+    assert choice[site] == (costs.cheaper or "input") and choice.settings["tokens"] == TOKENS.numel()
 
 
 def test_the_fewest_with_a_share_by_hand():
@@ -91,17 +91,17 @@ def test_the_fewest_with_a_share_by_hand():
         (SideCosts(math.nan, math.nan, math.nan, 0), None),
     ],
 )
-def test_neither_side_is_chosen_where_it_is_not_clear(costs: SideCosts, side: str | None):
+def test_the_kind_of_matrix_says_it_where_text_is_not_clear(costs: SideCosts, side: str | None):
     assert costs.cheaper == side
     choice = BasisChoice(0.5, {}, {f"blocks.0.{kind}": costs for kind in ("mlp_out", "attn_q", "attn_qkv", "attn_k")})
-    assert list(choice.values()) == [side or "paper", "paper", "paper", side or "paper"]
+    assert list(choice.values()) == [side or "input", "paper", "paper", side or "paper"]
 
 
-def test_a_matrix_without_effect_keeps_the_papers_basis():
+def test_a_matrix_without_effect_has_the_basis_of_its_kind():
     model = toy_model()
     model.blocks[0].mlp.W_out.data.zero_()
     choice = swd.choose_basis(model, "blocks.0.mlp_out", TOKENS, progress=False)
-    assert choice.sites["blocks.0.mlp_out"].n_predictions == 0 and dict(choice) == {"blocks.0.mlp_out": "paper"}
+    assert choice.sites["blocks.0.mlp_out"].n_predictions == 0 and dict(choice) == {"blocks.0.mlp_out": "input"}
 
 
 def test_it_takes_no_more_rows_than_it_needs_and_other_sites_change_nothing(model):
@@ -172,9 +172,62 @@ def test_basis_auto_is_what_the_text_says(model, tmp_path):
     choice = swd.choose_basis(model, "all", TOKENS, progress=False)
     assert {site: f.settings["basis"] for site, f in auto.items()} == dict(choice)
     assert len(set(choice.values())) > 1
-    assert_same(swd.factorize(model, "all", basis=choice, **how), auto, provenance=False)
+    of_choice = swd.factorize(model, "all", basis=choice, **how)
+    assert all(bits(f) == bits(auto[site]) for site, f in of_choice.items())
     # Finished matrices are taken over: the recipe names the basis of each.
     assert_same(swd.factorize(model, "all", basis="auto", out=tmp_path, **how), auto)
+
+
+def test_auto_is_the_default_where_the_number_of_units_is_left_to_us(model):
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS, "calibration": "dense"}
+    told = swd.factorize(model, "all", **how)
+    assert_same(told, swd.factorize(model, "all", basis="auto", **how))
+    assert "units start as inputs (" in repr(told) and "by text" in repr(told)
+    why = told.provenance["basis"]
+    costs = swd.choose_basis(model, "all", TOKENS, progress=False).sites
+    assert (why["by"], why["inputs over outputs"]) == (
+        "text",
+        {site: of.inputs / of.outputs for site, of in costs.items()},
+    )
+    for given in ({"units": 16}, {"square_share": 0.2}, {"preset": "paper", "outer_iterations": 4}):
+        made = swd.factorize(model, "mlp_out", **{**how, **given})
+        assert "basis" not in made.provenance and "units start" not in repr(made)
+        assert {f.settings.get("basis", "paper") for f in made.values()} == {"paper"}
+
+
+def test_a_call_that_goes_on_takes_over_what_the_first_was_told(model, tmp_path, monkeypatch):
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS}
+    made = swd.factorize(model, "mlp_out", out=tmp_path, **how)
+    monkeypatch.setattr(basis, "gradient_passes", lambda *_, **__: pytest.fail("the text was asked again"))
+    assert_same(swd.factorize(model, "mlp_out", out=tmp_path, **how), made)
+    with pytest.raises(swd.ResumeError, match="calibration tokens"):
+        swd.factorize(model, "mlp_out", out=tmp_path, **{**how, "tokens": TOKENS.flip(0)})
+
+
+def test_a_long_side_with_fewer_edges_than_its_units_need_keeps_the_short_side(model):
+    how = {**QUICK, "preset": "quick", "tokens": TOKENS, "calibration": "dense"}
+    sides = {}
+    for s in (0.8, 0.9):  # 102 and 51 edges for the 32 neurons of a matrix of 32 x 16
+        [f] = swd.factorize(model, "blocks.1.mlp_out", **{**how, "sparsity": s}).values()
+        sides[s] = f.settings["basis"]
+    assert sides == {0.8: "input", 0.9: "paper"}
+
+
+def test_a_host_without_gradients_is_factorized_all_the_same(model, monkeypatch):
+    def refuse(*_):
+        raise swd.UnsupportedHostError("no gradient passes through this host")
+
+    monkeypatch.setattr(basis, "require_loss", refuse)
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS}
+    made = swd.factorize(model, ["attn_qkv", "mlp_out"], **how)
+    assert {site: f.settings["basis"] for site, f in made.items()} == {
+        f"blocks.{layer}.{kind}": side
+        for layer in (0, 1)
+        for kind, side in (("attn_qkv", "paper"), ("mlp_out", "input"))
+    }
+    assert made.provenance["basis"] == {"by": "kind of matrix"}
+    with pytest.raises(swd.UnsupportedHostError):
+        swd.factorize(model, "mlp_out", basis="auto", **how)
 
 
 def test_a_text_of_several_factorizations_is_asked_once(monkeypatch):
@@ -194,11 +247,11 @@ def test_a_text_of_several_factorizations_is_asked_once(monkeypatch):
     assert passes == [len(plain[0]), 2]
 
 
-def test_without_text_that_says_something_auto_is_the_neurons(model):
+def test_without_text_that_says_something_auto_is_neurons_and_dimensions_of_heads(model):
     how = {**QUICK, "preset": "quick", "sparsity": 0.5}
     blind = swd.factorize(model, ["mlp_out", "attn_o"], basis="auto", calibration="zero-data", **how)
     assert {site.rsplit(".", 1)[1]: f.settings["basis"] for site, f in blind.items()} == {
-        "attn_o": "paper",
+        "attn_o": "input",
         "mlp_out": "input",
     }
     encoder, tokens = families.bridge("bert"), families.some_tokens(4, 12)

@@ -48,7 +48,7 @@ def test_widths_and_presets_share_dtypes_and_batches_do_not(model):
         ({"gram_dtype": "float32"}, 12),
         ({"gram_dtype": "float32", "preset": "quick", "units": 20}, 0),
         ({"gram_dtype": "float64"}, 12),
-        ({"gram_dtype": "float64", "preset": "quick"}, 0),
+        ({"gram_dtype": "float64", "preset": "quick", "basis": "paper"}, 0),
         ({"gram_dtype": "float64", "batch_size": 5}, 12),
     ):
         with block_runs(model, 0) as count:
@@ -68,7 +68,7 @@ def test_expected_sites_are_collected_in_one_pass(model):
 
 def test_allocation_hands_its_grams_on(model):
     text = CalibrationText(TOKENS, model)
-    how = {"by": "error", "grid": (0.5, 1, 2), "progress": False, "outer_iterations": 4}
+    how = {"by": "error", "grid": (0.5, 1, 2), "progress": False, "outer_iterations": 4, "basis": "paper"}
     alone = swd.allocate(model, "mlp_out", 0.5, TOKENS, **how)
     with block_runs(model, 0) as count:
         shared = swd.allocate(model, "mlp_out", 0.5, text, **how)

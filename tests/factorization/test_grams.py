@@ -65,10 +65,8 @@ def test_relmse_of_one_site_is_what_its_gram_predicts(model):
 
 def test_sequential_calibration_reads_behind_the_replaced_sites(model):
     tokens = random_tokens(12, 9)
-    sequential = swd.factorize(model, "mlp_out", sparsity=0.6, tokens=tokens, outer_iterations=4, progress=False)
-    dense = swd.factorize(
-        model, "mlp_out", sparsity=0.6, tokens=tokens, calibration="dense", outer_iterations=4, progress=False
-    )
+    how = {"sparsity": 0.6, "tokens": tokens, "basis": "paper", "outer_iterations": 4, "progress": False}
+    sequential, dense = (swd.factorize(model, "mlp_out", calibration=kind, **how) for kind in ("sequential", "dense"))
     first, second = "blocks.0.mlp_out", "blocks.1.mlp_out"
     assert torch.equal(sequential[first].read, dense[first].read)
     assert not torch.equal(sequential[second].read, dense[second].read)

@@ -89,7 +89,7 @@ def test_test_prompts_choose_nothing():
 
 
 def test_a_goal_that_only_exact_units_keep():
-    best = best_at_site(kl=1e-9, minutes=1.0)
+    best = best_at_site(kl=1e-9)
     assert best.method in EXACT
     tried = best.table()
     assert (tried["outcome"][4:] == "over the goal").all()

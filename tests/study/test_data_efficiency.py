@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* calibration tokens for")  # f
 
 SITE = "blocks.1.mlp_out"
 TEXT, HELD = random_tokens(24, 10), random_tokens(8, 10, seed=1)
-SWD = {"sparsity": 0.5, "preset": "quick", "outer_iterations": 3}
+SWD = {"sparsity": 0.5, "preset": "quick", "outer_iterations": 3, "basis": "paper"}
 TRAIN = {"n_tokens": 200, "tokens_per_step": 50, "progress": False}
 
 

@@ -37,11 +37,11 @@ _TRAINERS = {
 # From so many matrices on, starting processes costs less than it gains; each holds a solver's memory.
 _MANY, _MOST_WORKERS = 16, 4
 _LOCAL = ("transcoder", "vpd_recon")  # trained on activations, not inside the host
-# Label -> how W is factorized at a sparsity: the paper's solver, our default, and units that start as the neurons.
+# Label -> how W is factorized at a sparsity: the paper's solver, our default, and ours from where the paper's units start.
 SOLVERS: Mapping[str, Mapping[str, Any]] = {
     "SWD (paper)": {"preset": "paper"},
     "SWD": {},
-    "SWD from neurons": {"basis": "neurons"},
+    "SWD from the short side": {"basis": "paper"},
 }
 
 
