@@ -1,6 +1,8 @@
-"""Files are written whole or not at all: `atomic` gives a path beside the wanted one and renames it at the end.
+"""Files are written whole or not at all: `atomic` gives a path in a workplace beside the wanted one and renames it at the end.
 
-What a killed process left beside a file is removed by the next writer of that file; what a living one is writing is not touched.
+1. A workplace is a folder with a lock and what is made; its process holds the lock (base/lock.py).
+2. What a killed process left beside a file is removed by the next writer of that file; what a living one is writing is not
+   touched. Where the file system has no locks, nobody can tell a workplace to be dead: there it stays after a kill.
 """
 
 import glob
@@ -10,19 +12,18 @@ import math
 import os
 import re
 import shutil
-import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from safetensors import SafetensorError
 
 from swd_lens.base.errors import error
+from swd_lens.base.lock import Lock, NoLocks, take
 
-_HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+_LOCK, _MADE = "lock", "made"  # in a workplace
 
 
 @contextmanager
@@ -30,27 +31,50 @@ def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path; on success its file replaces `path`, on any exception (Ctrl-C too) it is removed.
 
     It lies in a folder of its own beside `path`, because libraries put temporary files beside what they write. The file gets the
-    mode that the user's umask gives, whatever the library that writes it would choose.
+    mode that the user's umask gives, whatever the library that writes it would choose. Where `path` is a link, it stays one: the
+    file that it leads to is replaced.
 
     Raises:
         OSError: the disk is full, or it cannot be written; the path is named, whoever said so.
     """
-    if "\0" in str(path):  # Python's own error would not name it
-        raise error("file-not-written", path=path, reason="a null character in its name")
+    if fault := fault_of_name(path):  # Python's own error would not name it
+        raise error("file-not-written", path=path, reason=fault)
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_remains(path.parent, path.name)
-    workplace = workplace_beside(path)
-    try:
-        workplace.mkdir()
-        temporary = workplace / path.name
+    target = behind_link(path)
+    remove_remains(target.parent, target.name)
+    with workplace_beside(target) as folder:
+        temporary = folder / target.name
         temporary.touch()
         mode = temporary.stat().st_mode & 0o777
         with naming(path):
             yield temporary
         temporary.chmod(mode)
-        os.replace(temporary, path)
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        os.replace(temporary, target)
+
+
+def fault_of_name(path: str | Path) -> str | None:
+    """Why a path is no name that files are written under; None of one that is."""
+    if "\0" in str(path):
+        return "a null character in its name"
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # safetensors writes such a file, and cannot read it
+        return "a name that is not UTF-8"
+    return None
+
+
+def behind_link(path: Path) -> Path:
+    """The file that is written under this name: where it is a link, what it leads to.
+
+    Raises:
+        OSError: it leads into a folder that is not there, such as that of a disk which is not mounted.
+    """
+    if not path.is_symlink():
+        return path
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir() or fault_of_name(target):
+        raise error("file-not-written", path=path, reason=f"it is a link to {target}, which cannot be written")
+    return target
 
 
 @contextmanager
@@ -68,28 +92,59 @@ def naming(path: Path) -> Iterator[None]:
         raise error("file-not-written", path=path, reason=cause) from cause
 
 
-def workplace_beside(path: Path) -> Path:
-    """A name for a folder beside `path`, by which `remove_remains` knows it once this process is dead."""
-    return path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+@contextmanager
+def workplace_beside(path: Path, mode: int = 0o777) -> Iterator[Path]:
+    """A folder beside `path` for as long as the block runs; once this process is dead, `remove_remains` removes it.
+
+    Args:
+        mode: of what lies around it, before the umask.
+    """
+    with ExitStack() as ends:
+        while True:
+            place = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.part")
+            ends.callback(_clear, place, lock := [])
+            place.mkdir(mode)
+            with suppress(FileNotFoundError, BlockingIOError):  # one who found no lock yet has removed it: another one
+                lock.append(_lock_in(place))
+                (place / _MADE).mkdir()
+                break
+        yield place / _MADE
 
 
 def remove_remains(folder: Path, name: str = "*") -> None:
-    """Remove workplaces beside a file (or any file) of the folder that a process of this machine left which is dead."""
-    for part in folder.glob(f".{glob.escape(name) if name != '*' else name}.*.part"):
-        made_by = re.search(r"\.([^.]+)\.(\d+)\.[0-9a-f]{8}\.part$", part.name)
-        if made_by and made_by[1] == _HOST and not _is_alive(int(made_by[2]), part):
-            shutil.rmtree(part, ignore_errors=True)
+    """Remove workplaces beside a file (or any file) of the folder whose process is dead: nobody holds their locks."""
+    for place in folder.glob(f".{glob.escape(name) if name != '*' else name}.*.part"):
+        if not re.search(r"\.[0-9a-f]{16}\.part$", place.name):
+            continue
+        try:
+            _clear(place, [take(place / _LOCK, make=False)])
+        except (
+            FileNotFoundError
+        ):  # it died before it had one, or will have one in a moment, and then makes another workplace
+            with suppress(OSError):
+                place.rmdir()
+        except OSError:
+            continue
 
 
-def _is_alive(process: int, workplace: Path) -> bool:
-    """Whether the process that made a workplace still runs; another one may have got its number since."""
+def _lock_in(place: Path) -> Lock:
+    """A workplace's lock; where there are none, no file either, so that nobody takes it for one that has died."""
     try:
-        running = psutil.Process(process)
-        # Starts are told to a hundredth of a second.
-        is_maker = running.create_time() <= workplace.stat().st_mtime + 0.1
-        return is_maker and running.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, OSError, OverflowError):
-        return False
+        return take(place / _LOCK)
+    except NoLocks:
+        (place / _LOCK).unlink(missing_ok=True)
+        return Lock()
+
+
+def _clear(place: Path, lock: list[Lock]) -> None:
+    """Remove a workplace, its lock after what it has made: killed here, it is seen to be dead. A forked child removes nothing."""
+    if lock and not lock[0].held:
+        return
+    shutil.rmtree(place / _MADE, ignore_errors=True)
+    for each in lock:
+        each.free()
+    with suppress(OSError):
+        place.rmdir()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swd_lens.base.errors import callers_level, error, warning
-from swd_lens.base.files import atomic, plain, sha256, write_text
+from swd_lens.base.files import atomic, fault_of_name, plain, sha256, write_text
 
 SEAL = "sha256"
 # Begins every hash: that a file has one is seen also where the name that it stands under is damaged.
@@ -141,8 +141,10 @@ def open_tensors(path: Path, what: str, raised_as: type[Exception] = ValueError)
 
     Raises:
         FileNotFoundError: there is no such file.
-        raised_as: it is not a safetensors file.
+        raised_as: it is not a safetensors file, or its name is not UTF-8.
     """
+    if fault := fault_of_name(path):
+        raise error("file-with-an-unreadable-name", raised_as=raised_as, path=path, fault=fault)
     for attempt in range(_ATTEMPTS):
         before = _identity(path)
         try:

@@ -1,12 +1,13 @@
 """One writer per folder: `writing` holds a folder for one call, and says who holds it to every other.
 
 1. `require_writable` looks, before any work, whether the folder can be made and written, and whether the disk has room.
-2. `writing` takes a lock (filelock: the system frees it when a process dies, however it dies), writes who holds the folder since
+2. `writing` takes a lock (base/lock.py: it is free when its process dies, however it dies), writes who holds the folder since
    when to `.writer`, and removes both at the end. The same thread may take a folder that it holds again: a study that
-   saves factors into the folder of its own run.
+   saves factors into the folder of its own run. A forked child holds nothing of its parent's.
    `writing_file` does the same for one file that is written again and again.
 3. Another call, of this process or another one, gets a FolderInUseError with the holder's name. Readers need no lock: what they
    read is replaced by renames.
+4. A folder that cannot be locked is refused, unless the user says that nobody else writes there (SWD_LENS_LOCK=0): a warning.
 """
 
 import json
@@ -17,24 +18,23 @@ import socket
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
-
-from swd_lens.base.errors import error
-from swd_lens.base.files import naming, remove_remains
+from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.files import behind_link, fault_of_name, naming, remove_remains
+from swd_lens.base.lock import VARIABLE, Lock, NoLocks, take, try_lock, wanted
 
 LOCK, HOLDER = ".writer.lock", ".writer"
 _PATIENCE = 0.3  # seconds: between the end of one holder and the lock of the next nobody is refused
 _READING = 5.0  # seconds
 Value = TypeVar("Value")
-# What is held -> the thread that holds it, and how often it took it.
-_held: dict[Path, tuple[int, int]] = {}
-_guard = threading.Lock()
+# What is held -> the thread that holds it, and the lock; entries are made and taken out by who has the lock.
+_held: dict[Path, tuple[threading.Thread, Lock]] = {}
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def writing(
 
     Raises:
         FolderInUseError: another call holds the folder; who and since when is said.
-        OSError: the folder cannot be made or written, or its disk is too small; nothing was made.
+        OSError: the folder cannot be made, written or locked, or its disk is too small; nothing was made.
     """
     folder = Path(folder)
     require_writable(folder, n_bytes)
@@ -61,8 +61,8 @@ def writing(
 
 
 @contextmanager
-def writing_file(path: str | Path, call: str) -> Iterator[Path]:
-    """`writing` of a single file: others may write other files of the folder.
+def writing_file(path: str | Path, call: str, *, wait: bool = False) -> Iterator[Path]:
+    """`writing` of a single file: others may write other files of the folder. A link is held as what it leads to.
 
     Raises:
         FolderInUseError: another call writes this file.
@@ -70,7 +70,8 @@ def writing_file(path: str | Path, call: str) -> Iterator[Path]:
     """
     path = Path(path)
     require_writable_file(path)
-    with _held_for(path.parent, f".{path.name}", call, path, _PATIENCE):
+    target = behind_link(path)
+    with _held_for(target.parent, f".{target.name}", call, target, math.inf if wait else _PATIENCE):
         yield path
 
 
@@ -78,12 +79,12 @@ def require_writable_file(path: str | Path) -> None:
     """Do nothing if this file can be written into its folder.
 
     Raises:
-        OSError: it is a folder, or its folder cannot be made or written.
+        OSError: it is a folder, or its folder cannot be made, written or locked.
     """
     path = Path(path)
     if path.is_dir():
         raise error("out-is-a-folder", path=path)
-    require_writable(path.parent)
+    require_writable(behind_link(path).parent)
 
 
 @contextmanager
@@ -94,11 +95,8 @@ def _held_for(
     made = _make(folder)
     target = target.resolve()
     try:
-        if not alone and _taken_again(target):
-            try:
-                yield
-            finally:
-                _given_back(target)
+        if not alone and _is_held_here(target):
+            yield
             return
         with _locked(target, folder / f"{prefix}{LOCK}", folder / f"{prefix}{HOLDER}", call, patience):
             if target.is_dir():
@@ -128,22 +126,25 @@ def read_beside_writer(folder: Path, read: Callable[[], Value]) -> Value:
 
 
 def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
-    """Do nothing if the folder can be made and written and its disk has room for so many bytes.
+    """Do nothing if the folder can be made, written and locked and its disk has room for so many bytes.
 
     Raises:
-        OSError: it is a file, lies below one, cannot be written, or the disk is too small.
+        OSError: it is a file, lies below one, cannot be written or locked, or the disk is too small.
     """
     folder = Path(folder)
-    if "\0" in str(folder):
-        raise error("out-not-writable", folder=folder, reason="a null character in its name")
+    if fault := fault_of_name(folder):
+        raise error("out-not-writable", folder=folder, reason=fault)
     there = folder
     while not (there.exists() or there.is_symlink()) and there != there.parent:  # a link may lead nowhere
         there = there.parent
     if not there.is_dir():
         raise error("out-is-no-folder", folder=folder, file=there)
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        with tempfile.TemporaryFile(dir=there) as file:
+            if wanted():
+                try_lock(file)
+    except NoLocks as cause:
+        raise _without_locks(folder, cause) from cause
     except OSError as cause:
         raise error("out-not-writable", folder=folder, reason=cause.strerror or cause) from cause
     free = shutil.disk_usage(there).free
@@ -154,26 +155,26 @@ def require_writable(folder: str | Path, n_bytes: int = 0) -> None:
 @contextmanager
 def _locked(target: Path, lock_file: Path, holder_file: Path, call: str, patience: float) -> Iterator[None]:
     """The target's lock, for one thread of one process; patience: seconds."""
-    lock = FileLock(lock_file, timeout=patience, thread_local=False)
     try:
-        lock.acquire()
-    except Timeout:
+        lock = take(lock_file, patience) if wanted() else Lock()
+    except BlockingIOError:
         raise _in_use(target, lock_file, holder_file) from None
+    except NoLocks as cause:
+        raise _without_locks(target, cause) from cause
     try:
-        with _guard:
-            _held[target] = (threading.get_ident(), 1)
+        if not wanted():
+            warnings.warn(warning("folder-not-locked", folder=target, variable=VARIABLE), stacklevel=callers_level())
+        _held[target] = (threading.current_thread(), lock)
         holder = {"call": call, "process": os.getpid(), "machine": socket.gethostname(), "since": _now()}
         with naming(holder_file):
             holder_file.write_text(json.dumps(holder), encoding="utf-8")
         yield
     finally:
-        with _guard:
+        if lock.held:  # a forked child that leaves the block has nothing to give back
             _held.pop(target, None)
-        # Before the lock is free, so that the next holder's files are never removed; filelock opens a lock that is gone anew.
-        for path in (holder_file, lock_file):
             with suppress(OSError):
-                path.unlink()
-        lock.release()
+                holder_file.unlink()  # before the lock is free, so that it is never the next holder's
+            lock.free()
 
 
 def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
@@ -186,20 +187,16 @@ def _in_use(target: Path, lock_file: Path, holder_file: Path) -> Exception:
     return error("folder-in-use", folder=target, who=who, lock=lock_file)
 
 
-def _taken_again(target: Path) -> bool:
-    """Whether this thread holds it; if so it now holds it once more."""
-    with _guard:
-        thread, times = _held.get(target, (0, 0))
-        if thread != threading.get_ident():
-            return False
-        _held[target] = (thread, times + 1)
-        return True
+def _without_locks(folder: Path, cause: OSError) -> Exception:
+    refusal: Any = error("folder-without-locks", folder=folder, reason=cause.strerror or cause, variable=VARIABLE)
+    refusal.errno = cause.errno
+    return refusal
 
 
-def _given_back(target: Path) -> None:
-    with _guard:
-        thread, times = _held[target]
-        _held[target] = (thread, times - 1)
+def _is_held_here(target: Path) -> bool:
+    """Whether this thread of this process holds it."""
+    thread, lock = _held.get(target, (None, None))
+    return lock is not None and lock.held and thread is threading.current_thread()
 
 
 def _make(folder: Path) -> list[Path]:

@@ -62,6 +62,7 @@ class Residuals:
         self.batch_size, self.layer = batch_size, 0
         self.why_not: str | None = None
         self._parent, self._folder, self._kept = folder, None, None
+        self._files = ExitStack()  # the temporary folder's end
         self._row: Start | None = None  # of the first row alone, which is checked
         self._once: frozenset[str] = frozenset()  # sites of block `layer` that it has shown once, and no more
 
@@ -79,9 +80,8 @@ class Residuals:
     def close(self) -> None:
         """Remove the files; nothing is kept any more, as at the start."""
         self.layer, self._kept, self._row, self._once = 0, None, None, frozenset()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._folder = None
+        self._files.close()
 
     def batches(self) -> Iterator[tuple[Int[Tensor, "_rows pos"], Start | None]]:
         """Every batch of tokens, and where its run takes up; None: at its tokens."""
@@ -173,13 +173,15 @@ class Residuals:
             raise
         return None if new is None or row is None else (new, row, once)
 
+    def _made_in(self) -> Path:
+        return Path(tempfile.gettempdir()) if self._parent is None else self._parent
+
     def _temporary_folder(self) -> Path:
         if self._folder is None:
-            parent = Path(tempfile.gettempdir()) if self._parent is None else self._parent
+            parent = self._made_in()
             parent.mkdir(parents=True, exist_ok=True)
             remove_remains(parent, _NAME)
-            self._folder = workplace_beside(parent / _NAME)
-            self._folder.mkdir(mode=0o700)
+            self._folder = self._files.enter_context(workplace_beside(parent / _NAME, mode=0o700))
         return self._folder
 
     def _objection(self, row: Int[Tensor, "1 pos"], start: Start, resumed: "_Shown") -> str | None:
@@ -207,7 +209,7 @@ class Residuals:
 
     def _disk_too_small(self, needed: int, free: int) -> str:
         """Why nothing is kept, after a warning; bytes."""
-        n_tokens, folder = self.stream.n_tokens, self._temporary_folder().parent
+        n_tokens, folder = self.stream.n_tokens, self._made_in()
         warnings.warn(
             warning("disk-too-small", n_tokens=n_tokens, needed=needed / 1e9, free=free / 1e9, folder=folder),
             stacklevel=callers_level(),

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from swd_lens.base import __version__
 from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed
+from swd_lens.base.writer import writing_file
 
 SOURCE = "source.json"
 
@@ -34,12 +33,12 @@ def made_folder(place: str, what: str, source: Mapping[str, Any], make: Callable
         make: writes the checkpoint into a folder and returns the model's name.
 
     Raises:
-        OSError: the cache folder cannot be written.
+        OSError: the cache folder cannot be written or locked.
     """
     folder = cache_folder() / place
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Who comes second waits, and then reads what the first one wrote.
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    # Who comes second waits, and then reads what the first one wrote. A name beside the folder is held: itself is exchanged.
+    with writing_file(folder.with_name(f"{folder.name}.making"), f"making {what}", wait=True):
         if not _is_whole(folder, what):
             _write(folder, source, make)
         return folder, str(read_sealed(folder / SOURCE, what)["model"])

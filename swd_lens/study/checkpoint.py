@@ -11,7 +11,7 @@
 """
 
 import contextlib
-import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from swd_lens.base.errors import error
-from swd_lens.base.files import naming, workplace_beside
+from swd_lens.base.files import atomic, naming, workplace_beside
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
 from swd_lens.circuits.ablation import ablation_values, replaced_masks
@@ -90,14 +90,13 @@ def save_checkpoint(
             for name, of in replaced.items():
                 _write(network, places[name], of, kept.get(name), constants.get(name))
         _require_same_logits(model, network, replaced, circuit, ablation)
-        part = workplace_beside(place / "checkpoint")
-        with naming(place):
+        with workplace_beside(place / "checkpoint") as part, naming(place):
             network.save_pretrained(part)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
             for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):  # without it no checkpoint
-                os.replace(path, place / path.name)
-            part.rmdir()
+                with atomic(place / path.name) as temporary:
+                    shutil.move(path, temporary)
     return Path(folder)
 
 

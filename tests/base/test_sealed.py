@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from swd_lens.base.errors import EditError, UnsealedFileWarning
-from swd_lens.base.files import atomic, remove_remains, write_text
+from swd_lens.base.files import write_text
 from swd_lens.base.sealed import (
     hashes_of,
     read_sealed,
@@ -164,9 +164,6 @@ def test_a_finished_folder_knows_its_files(tmp_path):
         require_hashes(tmp_path / "out", hashes, "a run", EditError)
 
 
-# ---------------------------------------------------------------------------------------------- atomic
-
-
 def test_modes_are_those_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
@@ -175,18 +172,3 @@ def test_modes_are_those_of_the_umask(tmp_path):
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
-
-
-def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
-    with atomic(tmp_path / "x.json") as living:
-        dead = tmp_path / living.parent.name.replace(f".{os.getpid()}.", f".{2**22 + 1}.")
-        # A process of that number lives, and began after the workplace was made: its maker is dead, too.
-        reused = tmp_path / living.parent.name.replace(living.parent.name.split(".")[-2], "0" * 8)
-        for folder in (dead, reused):
-            folder.mkdir()
-            (folder / ".tmpAbCdEf").touch()
-        os.utime(reused, (1, 1))
-        remove_remains(tmp_path)
-        assert living.exists() and not dead.exists() and not reused.exists()
-        living.write_text("{}")
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

@@ -343,7 +343,7 @@ def site_before_the_residuals(folder, _):
 @trigger
 def residuals_changed(folder, _):
     with advanced(folder) as residuals:
-        (file,) = folder.glob("*/layer-1")
+        (file,) = folder.rglob("layer-1")
         file.write_bytes(file.read_bytes()[:-1])
         list(residuals.batches())
 

@@ -1,13 +1,16 @@
 """Triggers of the section "Files and folders" of swd_lens/ERRORS.md."""
 
+import errno
 import json
+import os
 import threading
 
 from safetensors import SafetensorError
 
 import swd_lens.base.sealed as sealed
+from swd_lens.base.lock import NoLocks
 from swd_lens.base.parts import Parts
-from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed, write_tensors
+from swd_lens.base.sealed import hashes_of, read_sealed, read_tensors, require_hashes, write_sealed, write_tensors
 from swd_lens.base.writer import require_writable, require_writable_file, writing
 from tests.errors.triggers import trigger
 
@@ -71,6 +74,28 @@ def folder_in_use(folder, patch):
         thread.start()
         thread.join()
     raise refused[0]
+
+
+@trigger
+def folder_without_locks(folder, patch):
+    patch.setattr("swd_lens.base.writer.try_lock", _without)
+    require_writable(folder)
+
+
+@trigger
+def folder_not_locked(folder, patch):
+    patch.setenv("SWD_LENS_LOCK", "0")
+    with writing(folder, "factorize"):
+        pass
+
+
+def _without(*_):
+    raise NoLocks(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@trigger
+def file_with_an_unreadable_name(folder, patch):
+    read_tensors(folder / os.fsdecode(b"\xff"), "factors")
 
 
 @trigger

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,13 +10,13 @@ import pytest
 import swd_lens as swd
 import swd_lens.factorization.solve
 from swd_lens.base.errors import FolderInUseError
-from swd_lens.base.files import workplace_beside
 from swd_lens.base.writer import HOLDER, LOCK, writing
 from swd_lens.units.factors import FactorSet
 from swd_lens.units.storage import UNNAMED
 from tests.factorization.test_factorize import ALL, QUICK, assert_same, count_solves
 from tests.forks import Child, Died, run_forked
 from tests.micro import random_tokens, toy_model
+from tests.remains import left_by_a_killed_process
 from tests.units.test_folder import in_a_thread
 
 TOKENS = random_tokens(12, 9)
@@ -75,10 +73,7 @@ def test_a_finished_folder_is_taken_over_beside_a_writer_and_from_a_read_only_di
 def test_what_a_call_left_that_was_killed_at_its_very_end_goes(model, tmp_path):
     made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     kept = {path.name for path in tmp_path.iterdir()}
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        dead.wait()
-    left = workplace_beside(tmp_path / "factors.json")
-    left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}.")).mkdir()
+    left_by_a_killed_process(tmp_path / "factors.json")
     for name in (HOLDER, LOCK, UNNAMED):
         (tmp_path / name).touch()
     assert_same(swd.factorize(model, "mlp_out", **QUICK, out=tmp_path), made)

@@ -3,8 +3,6 @@
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
@@ -15,12 +13,12 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.errors import TokenError, UnsupportedHostError
-from swd_lens.base.files import workplace_beside
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.residuals import Residuals
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.tasks.streams import TokenStream
 from tests.micro import random_tokens, toy_model
+from tests.remains import left_by_a_killed_process
 
 TOKENS = random_tokens(7, 9)
 ROWS = 3  # per batch: two whole ones and a rest
@@ -60,7 +58,7 @@ def test_grams_stage_by_stage_are_those_of_whole_runs(model, factors, tmp_path):
             kept |= collect_grams(model, sites, None, residuals=residuals).by_site
             assert residuals.kept and residuals.layer == layer
             # One file, of what enters this block.
-            files = [path for path in tmp_path.rglob("*") if path.is_file()]
+            files = [path for path in tmp_path.rglob("made/*") if path.is_file()]
             assert [path.name for path in files] == ([f"layer-{layer}"] if layer else [])
             assert all(path.stat().st_size == TOKENS.numel() * 16 * 4 for path in files)
             # The next stage reads behind this block's units.
@@ -265,14 +263,21 @@ def test_a_cut_file_is_an_error_whatever_stood_in_the_memory_before(model, tmp_p
             list(residuals.batches())
 
 
+def test_containers_with_one_temporary_folder_leave_each_others_residuals(model, tmp_path, monkeypatch):
+    """Neither sees the other's processes: the number of the first one's is nobody's here."""
+    with Residuals(model, TOKENS, ROWS, tmp_path) as first, Residuals(model, TOKENS, ROWS, tmp_path) as second:
+        with monkeypatch.context() as container:
+            container.setattr(os, "getpid", lambda: 2**22 + 1)
+            first.advance(1)
+        before = [start.residual for _, start in first.batches()]
+        second.advance(1)
+        assert all(torch.equal(start.residual, h) for (_, start), h in zip(first.batches(), before, strict=True))
+        first.advance(2)
+
+
 def test_a_second_call_leaves_the_residuals_of_the_first_and_removes_those_of_a_dead_one(model, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        dead.wait()
-    left = workplace_beside(tmp_path / "swd-lens-residuals")
-    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
-    left.mkdir()
-    (left / "layer-1").touch()
+    left = left_by_a_killed_process(tmp_path / "swd-lens-residuals")
     with Residuals(model, TOKENS, ROWS) as first, Residuals(model, TOKENS, ROWS) as second:
         first.advance(1)
         assert not left.exists()

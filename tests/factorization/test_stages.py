@@ -1,15 +1,10 @@
 """Stages: what is calibrated together; per-block and dense calibration, and the host in between."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import swd_lens as swd
 import swd_lens.factorization.stages
-from swd_lens.base.files import workplace_beside
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.stages import ReplacedHost, stages_of
 from swd_lens.hosts import find_sites
@@ -17,6 +12,7 @@ from swd_lens.hosts.sites import Site
 from swd_lens.units import Attachment
 from tests.factorization.test_factorize import QUICK, assert_same, bits
 from tests.micro import random_tokens, toy_model
+from tests.remains import left_by_a_killed_process
 
 TOKENS = random_tokens(12, 9)
 
@@ -124,12 +120,7 @@ def _interrupt(*arguments, **named):
 
 
 def test_what_a_killed_process_left_is_removed(model, tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        dead.wait()
-    left = workplace_beside(tmp_path / "swd-lens-residuals")
-    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
-    left.mkdir()
-    (left / "layer-1").write_bytes(b"half a file")
+    left_by_a_killed_process(tmp_path / "swd-lens-residuals")
     swd.factorize(model, "mlp_out", **QUICK, tokens=TOKENS, out=tmp_path)
     assert sorted(path.name[:17] for path in tmp_path.iterdir()) == [
         "blocks.0.mlp_out.",

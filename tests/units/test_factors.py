@@ -1,9 +1,6 @@
 """Factors and their files."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import swd_lens.units.factors
 from swd_lens.base.errors import FactorFileError
-from swd_lens.base.files import sha256, workplace_beside
+from swd_lens.base.files import sha256
 from swd_lens.base.sealed import seal
 from swd_lens.train.baselines import svd_factors
 from swd_lens.units.factors import Factors, FactorSet, fingerprint
 from swd_lens.units.storage import StoredPair
+from tests.remains import left_by_a_killed_process
 
 
 def small() -> Factors:
@@ -193,11 +191,7 @@ def test_a_loaded_set_outlives_its_files(tmp_path):
     assert torch.equal(loaded["blocks.0.mlp_out"].read, first.read)
     assert torch.equal(FactorSet.load(tmp_path)["blocks.0.mlp_out"].read, second.read)
     # Saved over: the first set's file is gone, and so is what a killed writer left.
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        dead.wait()
-    left = workplace_beside(tmp_path / "blocks.0.mlp_out.safetensors")
-    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
-    left.mkdir()
+    left_by_a_killed_process(tmp_path / "blocks.0.mlp_out.safetensors")
     loaded.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -11,7 +11,6 @@ import copy
 import difflib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -186,7 +185,7 @@ def save(network: Any, tokenizer: Any, with_bos: bool, folder: Path) -> list[str
         names = sorted(path.relative_to(part) for path in part.rglob("*") if path.is_file())
         for name in names:
             with atomic(folder / name) as temporary:
-                os.replace(part / name, temporary)
+                shutil.move(part / name, temporary)
         return [f"{folder.name}/{name.as_posix()}" for name in names]
     finally:
         shutil.rmtree(part, ignore_errors=True)
