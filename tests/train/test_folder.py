@@ -30,6 +30,7 @@ from swd_lens.train.engine import Engine
 from swd_lens.train.finetune import finetune
 from tests import families, forks
 from tests.micro import random_tokens, toy_model
+from tests.remains import left_by_a_killed_process
 from tests.train.conftest import HELD, ROWS, factorized
 
 SITE = "blocks.1.mlp_out"
@@ -307,9 +308,7 @@ def test_what_a_kill_left_goes_modes_are_the_umasks_and_files_of_others_stay(kin
         (tmp_path / "run" / part / "mine.txt").write_text("mine")
         for place in (tmp_path / "run", tmp_path / "run" / part):
             if part != "factors" or place == tmp_path / "run":
-                left = place / f".x.{os.uname().nodename}.{2**22 + 1}.0123abcd.part"
-                left.mkdir()
-                (left / ".tmpAbCdEf").touch()
+                left_by_a_killed_process(place / "x")
         assert train(kind, tmp_path / "run") == result
         assert not [name for name in files(tmp_path / "run") if "/." in f"/{name}"]
         train(kind, tmp_path / "run", seed=3, overwrite=True)
