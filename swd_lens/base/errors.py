@@ -18,7 +18,8 @@ page, through one of these; files keep what they were given.
 4. `visible`: line ends, tabs and control characters become their signs (↵ ⇥ ␛), other invisible characters (bidirectional marks,
    zero-width characters, lone surrogates, private use) their number; spaces stay. `visible_lines` is the same of text that has
    lines of its own, such as a printed table; `visible_token` of a token by itself, where spaces count.
-5. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
+5. `errors_seen` marks a function that hands names on to other libraries: in what these raise, everything is seen, too.
+6. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
    `print` shows all.
 """
 
@@ -29,8 +30,9 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_LINES = 15  # of a repr: what an interpreter shows without being asked to
 _SIGNS = {"\n": "↵", "\t": "⇥", "\u00a0": "⍽", "\x7f": "␡"}
 
@@ -58,6 +60,32 @@ def seen(method: Callable[[Any], str]) -> Callable[[Any], str]:
         return visible_lines(method(self))
 
     return shown
+
+
+def errors_seen(function: Function) -> Function:
+    """A function whose errors, and what they were raised from, have everything in their text seen."""
+
+    @wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as raised:
+            _show_all(raised)
+            raise
+
+    return told  # pyright: ignore[reportReturnType]
+
+
+def _show_all(raised: BaseException | None) -> None:
+    """Of an error and of all that it was raised from; one's own text stays as it is when shown again."""
+    told: set[int] = set()
+    waiting = [raised]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in told:
+            told.add(id(each))
+            each.args = tuple(visible_lines(arg) if isinstance(arg, str) else arg for arg in each.args)
+            waiting += [each.__cause__, each.__context__]
 
 
 def brief(text: str) -> str:

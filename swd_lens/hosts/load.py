@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from swd_lens.base.errors import UnsupportedHostError, error
+from swd_lens.base.errors import UnsupportedHostError, error, errors_seen
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts import adapters
 from swd_lens.hosts.agreement import Reference
@@ -38,6 +38,7 @@ from swd_lens.tasks.encoding import adds_bos
 
 
 @in_plain_surroundings
+@errors_seen
 def load_host(
     name: str,
     kind: str = "auto",

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, errors_seen
 from swd_lens.base.files import atomic, naming, workplace_beside
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
@@ -43,6 +43,7 @@ _FLAGS = ("attention_bias", "mlp_bias", "use_bias", "bias")
 
 
 @in_plain_surroundings
+@errors_seen
 def save_checkpoint(
     model: Any,
     factors: Any,

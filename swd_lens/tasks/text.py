@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, errors_seen
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.encoding import UnknownWords, begins_with_bos
 from swd_lens.tasks.named_text import NAMES, articles, named_documents
@@ -107,6 +107,7 @@ def same_length(lengths: Sequence[int], at_once: Callable[[int], int]) -> list[l
 
 
 @in_plain_surroundings
+@errors_seen
 def load_text(
     source: Any,
     model: Any,

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, errors_seen
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.units.index import FORMAT_VERSION, INDEX, entries_in
 
@@ -86,6 +86,7 @@ class OnHub(ModelHubMixin, library_name="swd_lens", tags=["interpretability", "s
         return ModelHubMixin.push_to_hub(self, repo_id, **options)
 
     @classmethod
+    @errors_seen
     def from_pretrained(
         cls: type[_Set],
         pretrained_model_name_or_path: str | Path,

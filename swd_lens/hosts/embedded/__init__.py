@@ -20,7 +20,7 @@ from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swd_lens.base.errors import error
+from swd_lens.base.errors import error, errors_seen
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.embedded.corpus import MIX, N_CTX, Packer, load_tokenizer
 from swd_lens.tasks.generators.words import SPLITS
@@ -113,6 +113,7 @@ KINDS = ("auto", "hooked", "bridge")
 
 
 @in_plain_surroundings
+@errors_seen
 def load_default_model(
     device: "str | torch.device | None" = None, dtype: torch.dtype = torch.float32, kind: str = "auto"
 ) -> Any:
