@@ -18,6 +18,7 @@ page, through one of these; files keep what they were given.
 4. `visible`: line ends, tabs and control characters become their signs (↵ ⇥ ␛), other invisible characters (bidirectional marks,
    zero-width characters, lone surrogates, private use) their number; spaces stay. `visible_lines` is the same of text that has
    lines of its own, such as a printed table; `visible_token` of a token by itself, where spaces count.
+   `encodable` is only that of lone surrogates: a name is made so as it comes in.
 5. `errors_seen` marks a function that hands names on to other libraries: in what these raise, everything is seen, too.
 6. `seen` makes a `__repr__` show its text so; of every Record it does by itself. `brief` is its first lines;
    `print` shows all.
@@ -40,6 +41,11 @@ _SIGNS = {"\n": "↵", "\t": "⇥", "\u00a0": "⍽", "\x7f": "␡"}
 def visible(text: str) -> str:
     """The text on one line, everything in it seen. What is shown so stays as it is when shown again."""
     return text if text.isprintable() else "".join(c if c.isprintable() else _sign(c) for c in text)
+
+
+def encodable(text: str) -> str:
+    """The text with every lone surrogate (half of a character) as its number: tables and files of UTF-8 take none."""
+    return "".join(_sign(c) if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
 def visible_lines(text: str) -> str:

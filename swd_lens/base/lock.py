@@ -18,6 +18,7 @@ from typing import IO, Any
 from weakref import WeakSet
 
 VARIABLE = "SWD_LENS_LOCK"
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what systems say of a lock that another holds
 _PAUSE = 0.02  # seconds between two attempts
 
 
@@ -109,9 +110,9 @@ def try_lock(file: IO[Any]) -> bool:
     """
     try:
         _lock(file)
-    except (BlockingIOError, PermissionError):  # some say EACCES of a lock that another holds
-        return False
     except OSError as cause:
+        if cause.errno in _HELD:
+            return False
         raise NoLocks(cause.errno, cause.strerror) from cause
     return True
 

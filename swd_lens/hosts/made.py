@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swd_lens.base import __version__
+from swd_lens.base.files import remove_remains, workplace_beside
 from swd_lens.base.sealed import hashes_of, read_sealed, require_hashes, write_sealed
 from swd_lens.base.writer import writing_file
 
@@ -53,18 +54,13 @@ def _is_whole(folder: Path, what: str) -> bool:
 
 
 def _write(folder: Path, source: Mapping[str, Any], make: Callable[[Path], str]) -> None:
-    """Its lock is held, so that what lies half-written beside it is nobody's."""
-    workplace = folder.with_name(f".{folder.name}.part")
-    for remains in (workplace, folder):
-        shutil.rmtree(remains, ignore_errors=True)
-    try:
-        workplace.mkdir()
+    remove_remains(folder.parent, folder.name)
+    with workplace_beside(folder) as workplace:
         label = make(workplace)
         names = sorted(path.name for path in workplace.iterdir())
         said = {"model": label, **source, "swd_lens": __version__}
         write_sealed(workplace / SOURCE, {**said, "files": hashes_of(workplace, names)})
         for path in workplace.iterdir():  # safetensors writes files that only their owner can read
             path.chmod((workplace / SOURCE).stat().st_mode)
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(workplace, folder)
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import error
+from swd_lens.base.errors import encodable, error
 from swd_lens.base.files import plain
 from swd_lens.base.parts import Parts
 from swd_lens.base.progress import Steps
@@ -147,7 +147,7 @@ def run_study(
         AttachError: `factors` of another model.
     """
     given_sites = {label: surface_of(model, given) for label, given in factors.items()}
-    surfaces = dict(surfaces)
+    surfaces = {encodable(label): pattern for label, pattern in surfaces.items()}
     for names in given_sites.values():
         if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
             surfaces[_label(model, names)] = names

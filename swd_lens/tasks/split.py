@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.divergence import CHUNK_BYTES
-from swd_lens.base.errors import error, seen, visible_token
+from swd_lens.base.errors import encodable, error, seen, visible_token
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.encoding import vocabulary_hash
 from swd_lens.tasks.text import same_length
@@ -171,6 +171,9 @@ class TaskSplit:
     source: str = ""
     prepend_bos: bool | None = None
     vocabulary: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", encodable(self.task))
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -18,7 +18,7 @@ import pandas as pd
 from torch import Tensor
 
 from swd_lens.base.display import card, folded_settings
-from swd_lens.base.errors import error, seen
+from swd_lens.base.errors import encodable, error, seen
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.tasks.chat import as_text, is_chat
 from swd_lens.tasks.generators.words import SPLITS
@@ -55,6 +55,7 @@ class Task:
     unused: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", encodable(self.name))
         # Results are made from splits, and are to say where their prompts come from.
         about = {"source": self.source, "prepend_bos": self.prepend_bos}
         for name in SPLITS:

@@ -1,5 +1,6 @@
 """Errors of other libraries that pass through: nothing in their text acts on a terminal, down to what they were raised from."""
 
+import json
 import traceback
 
 import pytest
@@ -40,3 +41,14 @@ def test_what_transformers_and_the_hub_say_of_a_name_is_seen(name, call):
     with pytest.raises((OSError, ValueError)) as raised:
         call(name)
     assert all(line.isprintable() for line in "".join(traceback.format_exception(raised.value)).split("\n"))
+
+
+def test_half_a_character_in_a_name_or_label_is_its_number(tmp_path):
+    model = swd.load_default_model()
+    prompts, labelled = [[2, 3, 4 + i] for i in range(12)], "blocks.0.mlp_out/0"
+    task = swd.Task.from_tokens("a\ud83d", model, prompts, [5] * 12, [6] * 12)
+    assert task.name == task.test.task == "a⟨U+D83D⟩"
+    (tmp_path / "labels.jsonl").write_text(json.dumps({"unit": labelled, "label": "joy\ud83d", "note": "two\nlines"}))
+    labels = swd.UnitLabels.load(tmp_path / "labels.jsonl")
+    assert labels[labelled].label == "joy⟨U+D83D⟩" and labels[labelled].note == "two\nlines"
+    assert labels.table()["label"][0] == "joy⟨U+D83D⟩" and "joy⟨U+D83D⟩" in labels._repr_html_()

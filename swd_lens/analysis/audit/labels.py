@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from swd_lens.base.display import card
-from swd_lens.base.errors import error, seen
+from swd_lens.base.errors import encodable, error, seen
 from swd_lens.base.files import plain, write_text
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import SEAL, marked, readable, seal, warn_of_missing_seal
@@ -37,6 +37,11 @@ class UnitLabel:
     label: str
     note: str = ""
     author: str = ""
+
+    def __post_init__(self) -> None:
+        for name, text in vars(self).items():
+            if isinstance(text, str):
+                object.__setattr__(self, name, encodable(text))
 
 
 # Plain at run time: checkers of types would look into every value.
