@@ -5,9 +5,12 @@
 2. Read-only: a bind mount, or /proc where mounting is not permitted. Refused before any work: the host has not run.
 3. Impossible: a file, a path below a file, a dangling link, a name that is too long.
 4. umask: every file has the mode that the user's umask gives.
+5. No locks: flock fails. Refused before any work, or (single files) written; with SWD_LENS_LOCK=0 the undisturbed result.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import random
 import resource
@@ -26,7 +29,7 @@ from tests.fuzz.kills import _quietly
 from tests.fuzz.values import Values, difference, values_of
 
 SECONDS = 240  # a hang, also on a busy machine
-KINDS = ("full disk", "full disk, saved over", "read-only", "impossible out", "umask")
+KINDS = ("full disk", "full disk, saved over", "read-only", "impossible out", "umask", "no locks")
 # Without an out of their own, with processes, or of another host: what is left are commands whose work would be in vain.
 _WITHOUT = ("allocate", "run_study", "factorize, workers=2", "factorize, bridge", "finetune, bridge")
 _CALLS = [name for name in calls.CALLS if name not in _WITHOUT]
@@ -154,6 +157,39 @@ class Disks:
         except (Raised, Died, Hang) as end:
             return f"{mask:o}", "other exception", str(end)
         return f"{mask:o}", "silent" if wrong else "original", "; ".join(wrong[:3])
+
+    # ------------------------------------------------------------------ no locks
+
+    def _no_locks(self, name: str, case: Path, rng: random.Random) -> tuple[str, str, str]:
+        code = rng.choice((errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO, errno.ENOSYS))
+        how, out = errno.errorcode[code], case / "out"
+
+        def unlocked(*_: Any) -> None:
+            raise OSError(code, os.strerror(code))
+
+        def done(**named: Any) -> Values:  # in a child
+            fcntl.flock = unlocked
+            return self._done(name, out, case, **named)
+
+        ended = _ended(lambda: done(idle=True), out)
+        if ended[0] not in ("original", "documented error"):
+            return how, *ended
+        if ended[0] == "documented error" and out.exists():
+            return how, "other exception", "refused, and something was made"
+
+        def wanted() -> Values:
+            os.environ["SWD_LENS_LOCK"] = "0"
+            return done()
+
+        try:
+            values = run(wanted, SECONDS)
+        except (Raised, Died, Hang) as end:
+            return how, "lost", f"with SWD_LENS_LOCK=0: {end}"
+        if changed := difference(self._original(name), values):
+            return how, "silent", f"with SWD_LENS_LOCK=0: {changed}"
+        if left := [f.name for f in out.rglob(".*")]:
+            return how, "other exception", f"left over: {left[:5]}"
+        return how, *ended
 
     # ------------------------------------------------------------------ what is done
 
