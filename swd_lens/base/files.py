@@ -118,9 +118,8 @@ def remove_remains(folder: Path, name: str = "*") -> None:
             continue
         try:
             _clear(place, [take(place / _LOCK, make=False)])
-        except (
-            FileNotFoundError
-        ):  # it died before it had one, or will have one in a moment, and then makes another workplace
+        except FileNotFoundError:
+            # It died before it had a lock; or it will look for its workplace in a moment, and make another one.
             with suppress(OSError):
                 place.rmdir()
         except OSError:
@@ -144,6 +143,8 @@ def _clear(place: Path, lock: list[Lock]) -> None:
     for each in lock:
         each.free()
     with suppress(OSError):
+        if not lock:  # interrupted while it was taken
+            (place / _LOCK).unlink(missing_ok=True)
         place.rmdir()
 
 
