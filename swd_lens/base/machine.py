@@ -3,11 +3,15 @@
 1. `available_bytes`: free memory on a device, inside a container's limit; `held_bytes`, `peak_bytes`: what this process has, and
    the most that it has had.
 2. `keep_freed_memory`: what a command frees stays its own, for the next tensor of the size.
-3. `product_speed`: operations per second of a float32 product now, at the present number of threads.
+3. `is_out_of_memory` tells errors of the machine from errors of what was run on it: who would try another way after the latter
+   lets the former through, so that no result depends on how much memory others take.
+4. `product_speed`: operations per second of a float32 product now, at the present number of threads.
 """
 
 import ctypes
+import errno
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -20,6 +24,8 @@ _MEASURE_SECONDS = 0.05
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _MAPPED_BYTES = 2**30, 2**28
+# torch has a class of its own for some devices' memory, and RuntimeError for that of the CPU and of its libraries.
+_NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory|alloc_failed|bad_alloc", re.IGNORECASE)
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -47,6 +53,17 @@ def peak_bytes() -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from or behind, says that there was no memory, of the system or of a device."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def keep_freed_memory() -> bool:

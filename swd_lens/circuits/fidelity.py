@@ -15,7 +15,7 @@
 Runs in stages are verified on a few tokens before they are trusted; where a host gives other logits, everything is run whole.
 """
 
-import warnings
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from swd_lens.base.divergence import CHUNK_BYTES, Buffers, DensePredictions, Divergence
-from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.errors import error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -44,6 +44,7 @@ from swd_lens.tasks.counting import predicted
 from swd_lens.units import Attachment, UnitSet, attach
 
 _TOKENS = 2_048  # of a forward
+_STAGES = "runs in stages"
 _OUTPUT_BYTES = 2**29  # of the dense outputs of all replaced sites
 
 
@@ -245,7 +246,6 @@ def fidelities(
         errors = LocalErrors(host, asked, alone) if local else None
         runs = _Staged(host, units, alone)
         if not runs.agree_with_whole(rows):
-            warnings.warn(warning("shortened-run-differs", shortcut="runs in stages"), stacklevel=callers_level())
             runs = _Whole(host, units, alone)
         size = batch_size or _rows_at_once(rows.shape[1], {site.name: site for s in sums.values() for site in s.sites})
         batches = [*zip(rows.split(size), [None] * len(rows) if counted is None else counted.split(size), strict=False)]
@@ -460,11 +460,13 @@ class _Staged(_Runs):
                 yield slice(row, row + n_rows), slice(start, min(start + size, last) + 1)
 
     def agree_with_whole(self, rows: Int[Tensor, "rows pos"]) -> bool:
-        """Whether the first tokens give the logits that whole runs give, of the dense host and of every replacement."""
+        """Whether the first tokens give the logits that whole runs give, of the dense host and of every replacement; warns where
+        they do not."""
         few = rows[:1, : max(2, CHUNK_BYTES // (4 * self.host.model.cfg.d_vocab))]
         with self._dense_host():
-            agrees = ends_in_whole_logits(self.host, few, lambda: self.dense(few))
+            agrees = ends_in_whole_logits(self.host, few, lambda: self.dense(few), shortcut=_STAGES)
         for name, of_name in self.units.items():
             with self._mounted(of_name):
-                agrees = agrees and ends_in_whole_logits(self.host, few, lambda name=name: self.replaced(few, name))
+                run = functools.partial(self.replaced, few, name)
+                agrees = agrees and ends_in_whole_logits(self.host, few, run, shortcut=_STAGES)
         return agrees

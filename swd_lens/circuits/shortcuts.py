@@ -13,7 +13,6 @@ Each is exact where a host is built as most are, but not every host is (a norm m
 ways). So `find_shortcuts` runs a few prompts plainly and by each shortcut, and keeps those that agree.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +21,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from swd_lens.base.errors import callers_level, warning
 from swd_lens.circuits.ablation import replaced
 from swd_lens.circuits.kept import DenseRuns
 from swd_lens.hosts import Host, Start
-from swd_lens.hosts.predictions import same_logits
+from swd_lens.hosts.predictions import attempt, gives, same_logits
 from swd_lens.hosts.recording import recording
 from swd_lens.hosts.sites import READS_ATTENTION_INPUT, Site, hook_name
 from swd_lens.tasks.task import TaskSplit
@@ -185,7 +183,7 @@ def find_shortcuts(
             for one of them hold for those of the same sites and kind of units.
 
     Warns:
-        UserWarning: a shortcut that should hold on every host does not.
+        UserWarning: a shortcut that should hold on every host does not, or runs with it fail.
     """
 
     def find() -> Shortcuts:
@@ -216,11 +214,11 @@ def _agreeing(
     best = Shortcuts(positions)
     for step in _steps(host, sites, units, positions, known, dense is not None):
         tried = replace(best, **step)
-        agrees = check.agrees(tried)
-        if agrees and (tried.known is best.known or check.known_site_agrees(tried)):
-            best = tried
-        elif not agrees and tried.known is best.known:
-            warnings.warn(warning("shortened-run-differs", shortcut=step), stacklevel=callers_level())
+        if tried.known is best.known:
+            agrees = check.agrees(tried, step)
+        else:  # what a site's units write need not be the whole of their effect: nothing to warn of
+            agrees = check.agrees(tried) and check.known_site_agrees(tried)
+        best = tried if agrees else best
     return best
 
 
@@ -257,9 +255,9 @@ class _Check:
         self.half = {name: torch.arange(of_site.n_units)[None] % 2 == 0 for name, of_site in units.items()}
         self.plain = self._run(plainly, self.half)
 
-    def agrees(self, shortcuts: Shortcuts) -> bool:
-        shortened = self._try(shortcuts, self.half)
-        return shortened is not None and same_logits(shortened, self.plain)
+    def agrees(self, shortcuts: Shortcuts, step: Any = None) -> bool:
+        """Whether shortened runs give the plain logits; `step` is what a warning calls the shortcut, None: nobody is warned."""
+        return gives(self.plain, lambda: self._run(shortcuts, self.half), shortcut=step)
 
     def known_site_agrees(self, shortcuts: Shortcuts) -> bool:
         """Whether the known site's units alone do in shortened runs what they do plainly, judged by the size of what they do.
@@ -270,7 +268,7 @@ class _Check:
         nothing = {name: torch.zeros_like(mask) for name, mask in self.half.items()}
         alone = {**nothing, shortcuts.known.name: self.half[shortcuts.known.name]}
         plain, whole = (self._run(self.plainly, masks) for masks in (alone, nothing))
-        shortened = self._try(shortcuts, alone)
+        shortened = attempt(lambda: self._run(shortcuts, alone))
         if shortened is None:
             return False
         effect = (plain - whole).abs().max()
@@ -282,10 +280,3 @@ class _Check:
         runner = Runner(self.host, self.units, shortcuts, self.dense)
         with torch.no_grad():
             return runner.logits(runner.share(self.tokens), masks, values)
-
-    def _try(self, shortcuts: Shortcuts, masks: Masks) -> Tensor | None:
-        """`_run`, or None where it fails: a user's hook may want more positions than a short run has."""
-        try:
-            return self._run(shortcuts, masks)
-        except Exception:
-            return None

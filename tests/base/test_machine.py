@@ -1,9 +1,13 @@
-"""The allocator keeps what is freed, up to a bound. In processes of their own: it is a process's setting."""
+"""The allocator keeps what is freed, up to a bound (in processes of their own: it is a process's setting); want of memory."""
 
+import errno
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from swd_lens.base.machine import is_out_of_memory
 
 HELD = """
 import sys
@@ -37,3 +41,37 @@ def test_what_is_freed_is_kept_up_to_a_bound():
         filled, freed = held(how, n_bytes)
         assert filled == pytest.approx(n_bytes, rel=0.05), (how, n_bytes)
         assert freed / n_bytes == pytest.approx(share, abs=0.05), (how, n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 12 bytes."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("a prompt about memory: out of memory"), False),
+    ],
+)
+def test_want_of_memory_is_told_from_other_errors(error, is_memory):
+    assert is_out_of_memory(error) is is_memory
+    try:
+        try:
+            raise error
+        except Exception as cause:
+            raise ValueError("the coder fails") from cause
+    except ValueError as wrapped:
+        assert is_out_of_memory(wrapped) is is_memory
+
+
+def test_an_allocation_that_fails_is_known_as_one():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)

@@ -142,7 +142,19 @@ def lie(monkeypatch, model, name):
     if name == "residual":  # where it is taken up: the host's plain runs go through its own `residual`, too
         monkeypatch.setattr(shortcuts_module, "Start", start)
     else:
-        monkeypatch.setattr(kind, name, lambda self, tokens: honest(self, (tokens + 1) % 20))
+        monkeypatch.setattr(kind, name, lambda self, tokens, begun=None: honest(self, (tokens + 1) % 20))
+
+
+def fail(monkeypatch, model, name, failure):
+    """A host whose shortened runs fail."""
+
+    def failing(*_, **__):
+        raise failure
+
+    if name == "residual":
+        monkeypatch.setattr(shortcuts_module, "Start", failing)
+    else:
+        monkeypatch.setattr(type(host_of(model)), name, failing)
 
 
 @pytest.mark.quick_cases(2)
@@ -194,6 +206,36 @@ def test_where_nothing_is_left_to_shorten_it_says_so(model, every, monkeypatch, 
     lie(monkeypatch, model, name)
     with pytest.warns(UserWarning, match="slower, but right"):
         evaluate(model, {LAST: every[LAST]}, SPLIT, scores)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes"
+        ),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=["python", "cpu", "gpu"],
+)
+@pytest.mark.parametrize("name", ["freeze_prefix", "residual"])
+def test_for_want_of_memory_no_other_road_is_taken(model, every, monkeypatch, name, failure):
+    """Results would depend on what else the machine does, and the host would be blamed."""
+    fail(monkeypatch, model, name, failure)
+    with pytest.raises(type(failure)) as raised:
+        attribute(model, {LAST: every[LAST]}, TRAIN, score="ablation")
+    assert raised.value is failure
+
+
+@pytest.mark.parametrize("name", ["freeze_prefix", "residual"])
+def test_where_a_shortened_run_fails_it_says_of_what(model, every, monkeypatch, name):
+    scores = attribute(model, {LAST: every[LAST]}, TRAIN, score="ablation")
+    fail(monkeypatch, model, name, IndexError("position 3 of 1"))
+    with pytest.warns(UserWarning, match="fails when it is shortened .*IndexError: position 3 of 1") as caught:
+        again = attribute(model, {LAST: every[LAST]}, TRAIN, score="ablation")
+    assert not any("gives other logits" in str(one.message) for one in caught)
+    torch.testing.assert_close(again.scores[LAST], scores.scores[LAST], rtol=1e-4, atol=1e-5)
 
 
 def test_one_token_prompts_have_shortcuts(model, every):

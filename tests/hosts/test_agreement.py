@@ -3,7 +3,7 @@
 import pytest
 import torch
 from transformer_lens import HookedTransformer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from swd_lens import HostDiffersError, load_host
 from swd_lens.hosts.agreement import difference_of
@@ -88,3 +88,16 @@ def test_a_name_whose_weights_transformers_does_not_read_is_not_compared(monkeyp
     with pytest.warns(UserWarning, match="transformer_lens loads it without transformers' own model"):
         model = load_host("solu-1l", "hooked")
     assert difference_of(model) is None
+
+
+@pytest.mark.parametrize("runs", [HookedTransformer, GPT2LMHeadModel])
+def test_for_want_of_memory_no_other_kind_is_taken_and_no_host_goes_unchecked(runs, monkeypatch):
+    failure = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes")
+
+    def fails(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(runs, "forward", fails)
+    with pytest.raises(RuntimeError) as raised:
+        load_host(folder("gpt2"))
+    assert raised.value is failure

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swd_lens.base.errors import error
+from swd_lens.base.machine import is_out_of_memory
 from swd_lens.hosts import Host
 from swd_lens.hosts.sites import Site
 
@@ -48,8 +49,10 @@ def find_activation(host: Host, site: Site, pre: Tensor, up: Tensor | None, post
         try:
             if _leads(function, pre, up, post):
                 return _kernel(function, name)
-        except (TypeError, RuntimeError, IndexError):  # a module of that name that is no function of one tensor
-            continue
+        except (TypeError, RuntimeError, IndexError) as cause:
+            # A module of that name is no function of one tensor.
+            if is_out_of_memory(cause):
+                raise
     between = "activation(pre)" if up is None else "activation(gate) * up"
     raise error("interactions-of-mixed-channels", layer=site.layer, between=between)
 
@@ -76,7 +79,9 @@ def _leads(function: Activation, pre: Tensor, up: Tensor | None, post: Tensor) -
 def _kernel(function: Activation, name: str) -> tuple[Activation, str]:
     try:
         value = function(_GRID)
-    except RuntimeError:  # its parameters sit elsewhere
+    except RuntimeError as cause:  # its parameters sit elsewhere
+        if is_out_of_memory(cause):
+            raise
         return function, name
     for known, kernel in _KERNELS.items():
         if value.dtype == _GRID.dtype and float((value - kernel(_GRID)).abs().max()) <= _SAME:
