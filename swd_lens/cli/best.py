@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from swd_lens.base import __version__
+from swd_lens.base.names import require_names
 from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import writing
 from swd_lens.cli.options import OutputOptions, say, say_memory_needed
@@ -37,7 +38,11 @@ def best_circuits(
         sites: "auto", or patterns.
         texts: calibration and held-out rows.
         how: kl and minutes.
+
+    Raises:
+        ValueError: two tasks of the same name, or one whose folder would be a file of ours.
     """
+    require_names("task", [task.name for task in tasks])
     say_memory_needed(
         {"best circuit": estimate(model, OUTPUTS if sites == "auto" else sites, tokens=texts[0]).peak_bytes}
     )

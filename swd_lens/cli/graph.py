@@ -10,6 +10,7 @@ from typer import Option
 
 from swd_lens.analysis import graph as graphs
 from swd_lens.analysis.audit import UnitLabels, audit
+from swd_lens.analysis.graph.export import plain_name
 from swd_lens.analysis.graph.frozen import require_drawable
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
@@ -167,10 +168,10 @@ def graph(
         groups = graphs.groups(shown, by="writes" if named is None else "labels", factors=attached)
         page = shown.show(audit=seen, replays=replays, attention=paths, groups=groups, labels=named, beside=beside)
         page.save(out / "graph.html")
-        shown.to_json(out / "graph.json", slug=f"{of_task.name}-units")
+        shown.to_json(out / "graph.json", slug=plain_name(f"{of_task.name}-units"))
         files = {"graph.html": f"the page ({in_words((out / 'graph.html').stat().st_size)})", "graph.json": "the graph"}
         if beside is not None:
-            beside.to_json(out / "task.json", slug=f"{of_task.name}-mean")
+            beside.to_json(out / "task.json", slug=plain_name(f"{of_task.name}-mean"))
             files["task.json"] = f"the mean graph of {beside.settings['task_prompts']} prompts"
         for target in export or ():
             shown.export(out / target, target=target, audit=seen, attention=paths, groups=groups)

@@ -51,6 +51,7 @@ _NOT_OPTIONS = ("model", "sites", "tokens", "out", "overwrite", "shard")
 # Points of a method that are measured in one pass of the dense host.
 _TOGETHER = 4
 # Those that change where and how fast, not what: `estimate` does not know them.
+_FITS = ".fits"  # the ending of the folder beside `out`
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
 
@@ -96,16 +97,19 @@ def data_efficiency(
             SWD; before any work, but for methods that are functions.
         TokenError, AttachError, UnknownSiteError, UnitSourceError, TrainError: bad text, host, site, units or folder.
             Also an `out` that is a file of something else.
+        ValueError: `out` ends in .fits.
         OSError: `out` is a folder or cannot be written (a FolderInUseError: another call writes it); before any work.
         ResumeError: `out` holds points of another host, site, held-out text or version, or of a method of the same name that
             was made otherwise.
     """
     if out is not None:
         require_writable_file(out)
+        if Path(out).suffix.lower() == _FITS:
+            raise error("efficiency-out-is-its-fits", out=out)
     sites = find_sites(model, site)
     if len(sites) != 1:
         raise error("efficiency-of-several-sites", pattern=site, n_sites=len(sites))
-    fits = None if out is None else Path(out).with_suffix(".fits")
+    fits = None if out is None else Path(out).with_suffix(_FITS)
     held = as_rows(heldout, model)
     if held.shape[1] < 2:
         raise error("efficiency-on-single-tokens")

@@ -34,8 +34,8 @@ from swd_lens.units.index import INDEX, open_folder
 
 FORMAT = 2
 NAME, WHAT = "run.json", "a run"
-# What folders of factors end in while a run is saved over another one.
-STAGED = ".new"
+# What folders of factors end in while a run is saved over another one. `folders_named` gives no name with this sign.
+STAGED = "~new"
 _PARTS = ("settings", "seconds", "fidelity", "circuits", "units")
 _CURVE = {"units", "edges", "recovered", "sufficiency", "drop"}  # columns of a curve that every report draws
 

@@ -141,6 +141,16 @@ def test_names_that_frontends_refuse(tmp_path: Path) -> None:
     assert _json(graph, tmp_path, target="neuronpedia")["metadata"]["scan"] == "gpt2-small"
 
 
+@pytest.mark.parametrize("slug", ["graph-metadata", "Graph-Metadata", "run", ".hidden"])
+def test_a_graph_takes_no_place_of_a_file_of_ours(slug: str, tmp_path: Path) -> None:
+    graph = _graph(prompt=TOKENS)
+    graph.export(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    with pytest.raises(ValueError, match=f"slug '{slug}'"):
+        graph.export(tmp_path, slug=slug)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+
+
 def test_neuronpedia_is_warned_of_a_graph_of_block_0_alone(tmp_path: Path) -> None:
     graph = _graph(units=["blocks.0.attn_o", "blocks.0.mlp_in"])
     with pytest.warns(UserWarning, match="one row higher"):

@@ -89,6 +89,22 @@ def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     assert refused.exit_code == 1 and "--best" in refused.stderr
 
 
+@pytest.mark.parametrize("name", ["factors", "words"])
+def test_folders_of_tasks_take_no_place_of_ours_or_of_each_other(name, tmp_path):
+    """A task of a file has the file's name: two of one name took each other's folder."""
+    rows = [{"prompt": f"She {verb}", "answers": [" to"], "distractors": [" of"]} for verb in ("went", "ran", "came")]
+    tasks = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        tasks += ["--task", tmp_path / folder / f"{name}.jsonl"]
+    arguments = ["circuit", "--best", "--sites", "blocks.2.attn_o", "--minutes", "1e-6", "--out", tmp_path / "out"]
+    arguments += ["--tokens", "256", "--heldout-tokens", "256"]
+    refused = run(*arguments, *(tasks if name == "words" else tasks[:2]))
+    assert refused.exit_code == 1 and f"task '{name}'" in " ".join(refused.stderr.split()), refused.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_factorize_weighs_outputs(tmp_path):
     arguments = ["factorize", "--out", tmp_path / "f", "--sites", "blocks.1.mlp_out", *SMALL]
     result = run(*arguments, "--weigh-outputs")

@@ -116,3 +116,25 @@ def test_a_host_whose_graph_cannot_be_drawn_is_refused_before_any_work(monkeypat
     result = run(*PRONOUN, *arguments)
     assert result.exit_code == 1 and "takes the stream itself" in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_task_of_a_file_with_spaces_in_its_name(tmp_path, default_model):
+    """The name stands in the graph's slug, which has none: refused after all the work."""
+    split, tokenizer = (
+        swd.load_task("gendered_pronoun", default_model, n_train=24, n_test=8).train,
+        default_model.tokenizer,
+    )
+    rows = [
+        {
+            "prompt": tokenizer.decode(tokens, skip_special_tokens=True),
+            "answers": tokenizer.batch_decode([[answer] for answer in answers]),
+            "distractors": tokenizer.batch_decode([[wrong] for wrong in distractors]),
+        }
+        for tokens, answers, distractors in zip(split.tokens, split.answer_ids, split.distractor_ids, strict=True)
+    ]
+    (tmp_path / "my words.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    how = ["--sites", "blocks.2.attn_o", *SMALL[:6], *FEW, "--n-train", "12"]
+    result = run("graph", "--task", tmp_path / "my words.jsonl", *how, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out" / "graph.json").read_text())["metadata"]["slug"] == "my-words-units"

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 import swd_lens.base.sealed as sealed
 from swd_lens.base.lock import NoLocks
+from swd_lens.base.names import require_names
 from swd_lens.base.parts import Parts
 from swd_lens.base.sealed import hashes_of, read_sealed, read_tensors, require_hashes, write_sealed, write_tensors
 from swd_lens.base.writer import require_writable, require_writable_file, writing
@@ -56,6 +57,11 @@ def file_not_written(folder, patch):
 def file_without_hash(folder, patch):
     (folder / "x.json").write_text("{}")
     read_sealed(folder / "x.json", "a circuit")
+
+
+@trigger
+def name_of_ours(folder, patch):
+    require_names("task", ["factors"])
 
 
 @trigger

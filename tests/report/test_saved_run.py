@@ -24,7 +24,7 @@ from swd_lens.circuits.fidelity import Fidelity
 from swd_lens.report import render_report
 from swd_lens.report.terminal import run_tables
 from swd_lens.study import Run
-from swd_lens.study.run_file import FORMAT, FactorsRecord, Replacement
+from swd_lens.study.run_file import FORMAT, STAGED, FactorsRecord, Replacement
 from swd_lens.study.section import Picture, ReportSection, SectionTable
 from swd_lens.units.factors import Factors, FactorSet
 from tests.report.conftest import HOSTILE, with_attention, with_cards
@@ -344,7 +344,19 @@ def test_a_run_saved_over_another_is_the_old_or_the_new_one_wherever_it_stops(ru
         if not one.exact:
             assert all(torch.equal(one.factors[site].read, other.factors[site].read) for site in other.factors)
     run.save(tmp_path)
-    assert Run.load(tmp_path).seconds == run.seconds and not list(tmp_path.rglob("*.new"))
+    assert Run.load(tmp_path).seconds == run.seconds and not list(tmp_path.rglob(f"*{STAGED}"))
+
+
+def test_no_method_has_the_folder_in_which_another_waits(run: Run, tmp_path: Path) -> None:
+    """A folder "mine.new" was where factors of "mine" wait while a run is saved over another one, and removed behind them."""
+    sparse = next(r for r in run.replacements if isinstance(r.factors, FactorSet) and not r.exact)
+    pair = [replace(sparse, method="mine"), replace(sparse, method="mine.new")]
+    named = replace(run, replacements=pair, comparisons={})
+    changed = replace(named, replacements=[replace(pair[0], factors=_scaled(sparse.factors)), pair[1]])
+    for saved in (named, changed):
+        saved.save(tmp_path)
+        for made, loaded in zip(saved.replacements, Run.load(tmp_path).replacements, strict=True):
+            assert all(torch.equal(loaded.factors[site].read, made.factors[site].read) for site in made.factors)
 
 
 def _scaled(factors):

@@ -355,3 +355,11 @@ def test_units_of_another_site_are_refused(model, found):
         data_efficiency(model, "blocks.1.mlp", {"TC": (dict(found[1]), 200)}, heldout=HELD)
     with pytest.raises(ValueError, match="'mlp_out' names 2 sites"):
         data_efficiency(model, "mlp_out", {"TC": found[1]}, heldout=HELD)
+
+
+def test_a_file_in_place_of_the_folder_of_its_fits_is_refused(model, tmp_path):
+    with pytest.raises(ValueError, match="ends in; name a file that ends otherwise"):
+        data_efficiency(
+            model, SITE, {"SWD": SWD}, heldout=HELD, tokens=TEXT, token_counts=(38,), out=tmp_path / "a.fits"
+        )
+    assert not list(tmp_path.iterdir())

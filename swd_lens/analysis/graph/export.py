@@ -41,6 +41,7 @@ from swd_lens.analysis.graph.tracing import traced
 from swd_lens.base import __version__
 from swd_lens.base.errors import callers_level, error, warning
 from swd_lens.base.files import write_json
+from swd_lens.base.names import require_names
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import readable, seal
 
@@ -107,6 +108,7 @@ def export(
         pinned=pinned,
         features_url=features_url,
     )
+    require_names("slug", [slug], ".json")
     folder = Path(folder)
     listed = _listed(folder / "graph-metadata.json", slug)
     files = feature_files(graph, audit)
@@ -198,6 +200,11 @@ def viewer_json(
     }
 
 
+def plain_name(text: str) -> str:
+    """The text with a hyphen for every character that a slug or scan cannot have."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)
+
+
 def _require_plain(name: str, value: str) -> None:
     if not isinstance(value, str) or not _PLAIN.fullmatch(value):
         raise error("graph-name-not-plain", name=name, value=value)
@@ -209,7 +216,7 @@ def _scan(graph: "UnitGraph", target: str, scan: str | None) -> str:
         return scan or f"./data/features/{FeatureNumbers.of(graph).name}"
     if scan is None:
         model = str(graph.settings["model"] or "unknown")
-        scan = _NEURONPEDIA_NAMES.get(model, re.sub(r"[^A-Za-z0-9_.-]", "-", model))
+        scan = _NEURONPEDIA_NAMES.get(model, plain_name(model))
     _require_plain("scan", scan)
     return scan
 

@@ -206,8 +206,8 @@ class UnitGraph(Record):
             features_url: where features/ will be served, for Neuronpedia.
 
         Raises:
-            ValueError: an unknown target, a slug or scan of other characters, an audit of other factors, a group or a pinned
-                unit that the graph does not have, a damaged graph-metadata.json.
+            ValueError: an unknown target, a slug or scan of other characters, a slug that names a file of ours, an audit of
+                other factors, a group or a pinned unit that the graph does not have, a damaged graph-metadata.json.
             OSError: the folder cannot be written.
 
         Warns:

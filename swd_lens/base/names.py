@@ -1,0 +1,42 @@
+"""Names that users give to files and folders which stand beside ours: the slug of an exported graph, tasks as folders.
+
+`require_names` refuses one that would take the place of a file of ours, hide it, or lead out of the folder. `OURS` is the one
+list of what readers of the package look for by name.
+"""
+
+from collections.abc import Iterable
+
+from swd_lens.base.errors import error
+
+OURS = frozenset(
+    {
+        *("factors", "parts", "finetune", "trials", "shards", "weights", "model", "features"),  # folders
+        *("run.json", "factors.json", "units.json", "best.json", "asked.json", "goal.json", "call.json", "result.json"),
+        *("budgets.json", "replacement.json", "screen.json", "graph-metadata.json", "source.json", "config.json"),
+        *("log.jsonl", "checkpoint.safetensors", "circuit.safetensors", "samples.txt", "report.html", "paper.html"),
+        "index.html",
+    }
+)
+
+
+def require_names(what: str, names: Iterable[str], ending: str = "") -> None:
+    """Do nothing if these may be names of files or folders beside ours and beside each other; capitals count as small letters,
+    as on some disks.
+
+    Args:
+        what: they name, for the message: "slug".
+        ending: of the files: ".json".
+
+    Raises:
+        ValueError: one is that of a file of ours, or none that a file can have; or two are alike.
+    """
+    taken: dict[str, str] = {}
+    for name in names:
+        file = f"{name}{ending}"
+        if not file or file.startswith(".") or any(sign in file for sign in "/\\\0"):
+            raise error("name-of-no-file", what=what, name=name)
+        if file.casefold() in OURS:
+            raise error("name-of-ours", what=what, name=name, file=file.casefold())
+        if file.casefold() in taken:
+            raise error("names-alike", what=what, name=name, other=taken[file.casefold()])
+        taken[file.casefold()] = name
