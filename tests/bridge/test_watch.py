@@ -1,6 +1,9 @@
 """Weights and factors under an attachment to a bridge: whoever changes them is told. tests/units/test_watch.py asks more."""
 
 import copy
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -104,3 +107,23 @@ def test_a_deep_copy_watches_its_own():
         with pytest.raises(AttachError, match=WEIGHT.format("blocks.1.mlp_out")):
             other(TOKENS)
         bridge(TOKENS)
+
+
+def by_torch(model):
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, lambda model: pickle.dumps(model, 0), by_torch, ForkingPickler.dumps])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_attached_bridge_is_not_pickled_and_says_what_to_do(family, send):
+    bridge = families.bridge(family)
+    with (
+        attach(bridge, random_factors(bridge)),
+        torch.no_grad(),
+    ):  # a bridge cannot be copied after a forward with gradients
+        attached, twin = bridge(TOKENS), copy.deepcopy(bridge)
+        for host in (bridge, twin):
+            with pytest.raises(AttachError, match=r"Save the factors .* and attach there"):
+                send(host)
+        assert torch.equal(twin(TOKENS), attached) and twin.__dict__["__reduce_ex__"].model is twin
+    assert "__reduce_ex__" not in bridge.__dict__

@@ -1,6 +1,7 @@
 """Triggers around hosts and sites: naming, attaching, another W, while attached, hosts."""
 
 import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -328,6 +329,13 @@ def stacked_weights_read(*_):
     model = families.bridge("gpt2")
     swd.attach(model, identity(model, SITE))
     _ = model.W_out
+
+
+@trigger
+def attached_bridge_pickled(*_):
+    bridge = families.bridge("gpt2")
+    with swd.attach(bridge, identity(bridge, SITE)):
+        pickle.dumps(bridge)
 
 
 @trigger

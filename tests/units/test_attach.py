@@ -1,6 +1,10 @@
 """Attaching: TransformerLens' own tools work on units, the dense product is gone, and every refusal says why."""
 
 import copy
+import io
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -174,6 +178,68 @@ def test_units_follow_the_model(model, factors):
         tokens = random_tokens(1, 5)
         _, cache = clone.run_with_cache(tokens)
         assert "blocks.0.hook_mlp_out_unit" in cache
+
+
+def by_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [by_torch, *(lambda model, p=p: pickle.loads(pickle.dumps(model, p)) for p in (0, 2, 5))],
+    ids=["torch.save", "pickle 0", "pickle 2", "pickle 5"],
+)
+@pytest.mark.parametrize("units", ["factors", "pair"])
+def test_a_host_is_sent_with_its_units(model, factors, units, sent):
+    """Its class while units are attached was made on the fly, and nobody could import it."""
+    tokens = random_tokens(2, 6)
+    plain = model(tokens)
+    given = factors if units == "factors" else {"blocks.0.mlp_out": Doubling()}
+    with attach(model, given):
+        attached = model(tokens)
+        again = sent(model)
+    with pytest.raises(RuntimeError, match=r"model\.W_out was read"):
+        _ = again.W_out
+    assert torch.equal(again(tokens), attached) and torch.equal(model(tokens), plain)
+    assert len(find_sites(again)) == len(
+        find_sites(model)
+    )  # which looks whether weights and factors are what they were
+    with pytest.raises(AttachError, match="attached already"):
+        attach(again, given)
+    _, cache = again.run_with_cache(tokens)
+    assert {name for name in cache if name.endswith("_unit")} == {
+        site.hook_name for site in find_sites(model) if site.name in given
+    }
+    with torch.no_grad():
+        again.blocks[0].mlp.W_out.mul_(2)
+    with pytest.raises(AttachError, match="the host's matrix was changed"):
+        again(tokens)
+    model(tokens)
+
+
+class Doubling:
+    """An encode/decode pair at module level, as anything that is pickled has to be."""
+
+    def encode(self, x):
+        return x * 2
+
+    def decode(self, z):
+        return z[..., :16] / 2
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(tokens).tolist()
+
+
+@pytest.mark.slow
+def test_a_host_is_sent_to_a_spawned_worker(model, factors):
+    tokens = random_tokens(2, 6)
+    with attach(model, factors), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as workers:
+        assert workers.submit(logits_of, model, tokens).result() == logits_of(model, tokens)
 
 
 # ---------------------------------------------------------------------------------------------- restore and refuse

@@ -45,6 +45,7 @@ from swd_lens.hosts.bridge.norms import (
     written_through,
 )
 from swd_lens.hosts.bridge.running import BridgeRuns
+from swd_lens.hosts.bridge.sent import OnlyCopied
 from swd_lens.hosts.families import facts_of
 from swd_lens.hosts.language import packed_in
 from swd_lens.hosts.sites import KINDS, PACKED, RESIDUAL_MATRICES, BlockShapes, Site, base_kind
@@ -146,7 +147,8 @@ class BridgeHost(BridgeRuns, Host):
     def guard(self, reason: str, register: Register) -> None:
         # model.W_Q, ..., model.W_out and all that is made of them go through one method, in both versions.
         stacks = {"_stack_block_params": lambda: _StackedWeights(self.model), "get_params": _Parameters}
-        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks, register)
+        sent = {"__reduce_ex__": lambda: OnlyCopied(self.model)}
+        shadow_methods(self.model, refusals(_REWRITES_WEIGHTS, reason) | stacks | sent, register)
 
     # ------------------------------------------------------------------ reading
 

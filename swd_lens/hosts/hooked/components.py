@@ -187,7 +187,7 @@ _MODELS: dict[type, type] = {}
 
 def model_with_units(plain: type) -> type:
     """The model's class while units are attached: a stack with a matrix that is not in use cannot be read, nor what is made of
-    it (QK, OV, composition scores)."""
+    it (QK, OV, composition scores). It is made here and nobody can import it: a pickle names the plain class."""
     if plain in _MODELS.values():
         return plain
 
@@ -203,8 +203,21 @@ def model_with_units(plain: type) -> type:
         return property(read)
 
     if plain not in _MODELS:
-        _MODELS[plain] = type(plain.__name__, (plain,), {name: stack(name) for name in _STACKED})
+        own = {name: stack(name) for name in _STACKED} | {"__reduce_ex__": _reduced}
+        _MODELS[plain] = type(plain.__name__, (plain,), own)
     return _MODELS[plain]
+
+
+def _reduced(model: Any, protocol: Any) -> tuple[Any, ...]:
+    """What pickles and copies of a model with units are made of."""
+    _, _, *state = object.__reduce_ex__(model, 4)
+    return _empty, (plain_model(type(model)),), *state
+
+
+def _empty(plain: type) -> Any:
+    """A model with units that has nothing in it yet."""
+    with_units: Any = model_with_units(plain)
+    return with_units.__new__(with_units)
 
 
 def plain_model(with_units: type) -> type:
