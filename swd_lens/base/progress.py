@@ -13,6 +13,8 @@ from typing import Any
 
 from tqdm.auto import tqdm as bars
 
+from swd_lens.base import interrupted
+
 SECONDS = 30.0  # between the lines of a log
 _open: list["Lines"] = []  # the loops that run now, outermost first
 _told = [-SECONDS]  # when the last line was written
@@ -126,6 +128,11 @@ class Steps:
         self._seconds: dict[str, float] = {}
         self._kind, self._began = "", time.monotonic()
 
+    def where(self) -> str:
+        """Where the call is, to be put behind a verb: in which step, and how many are finished; nothing before the first."""
+        number = f"{self.at} of {len(self.kinds)}" if self.complete else str(self.at)
+        return f" in step {number} ({self.text}), {self.at - 1} finished" if self.at else ""
+
     def follow(self, kinds: Sequence[str]) -> None:
         """Those that were not known."""
         self.kinds, self.complete = [*self.kinds, *kinds], True
@@ -139,6 +146,7 @@ class Steps:
         self._seconds[self._kind] = now - self._began
         self._kind, self._began, self.text = kind, now, text
         self.at = self.kinds.index(kind, self.at) + 1
+        interrupted.reached(self.where())
         last = self._seconds.get(kind, 0.0)
         expected = f" (about {duration(last)}, as the last of these)" if last >= 1 else ""
         self.tell(f"{self.at}{f'/{len(self.kinds)}' if self.complete else ''} {text}{expected}")

@@ -31,6 +31,7 @@ from typer import Option
 
 from swd_lens.base.errors import UnsupportedHostError, error, visible, visible_lines
 from swd_lens.base.files import plain
+from swd_lens.base.interrupted import TRACEBACK
 from swd_lens.base.machine import available_bytes, held_bytes, peak_bytes, peak_gpu_bytes
 from swd_lens.base.progress import Steps, duration
 from swd_lens.base.sealed import readable
@@ -56,7 +57,6 @@ class _Running:
 
 
 _running = _Running()
-TRACEBACK = "SWD_LENS_TRACEBACK"  # set: errors that are not foreseen show where they were raised
 
 
 def _set_threads(threads: int | None) -> None:
@@ -322,10 +322,7 @@ def _say_error(text: str) -> None:
 
 def _interrupted(goes_on: bool) -> str:
     """What Ctrl-C says: where it was, how much is finished, and the command that goes on."""
-    steps, where = _running.steps, "interrupted"
-    if steps is not None and steps.at:
-        where += f" in step {steps.at}{f' of {len(steps.kinds)}' if steps.complete else ''} ({steps.text})"
-        where += f", {steps.at - 1} finished"
+    where = f"interrupted{'' if _running.steps is None else _running.steps.where()}"
     if not goes_on:
         return f"{where}; nothing half-written was left behind"
     command = shlex.join(["swd-lens", *(word for word in sys.argv[1:] if word != "--overwrite")])

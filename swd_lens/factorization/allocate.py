@@ -21,6 +21,7 @@ from torch import Tensor
 from swd_lens.base import __version__
 from swd_lens.base.divergence import CHUNK_BYTES, kl_sum, log_probabilities
 from swd_lens.base.errors import error
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
@@ -60,6 +61,7 @@ _DENSEST = 0.95
 _BYTES_PER_GRAM_ENTRY = 12  # a float64 sum, and the float32 Gram made of it
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def allocate(
     model: Any,

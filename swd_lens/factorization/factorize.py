@@ -26,6 +26,7 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import AttachError, callers_level, error, warning
+from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.machine import available_bytes
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -48,6 +49,7 @@ from swd_lens.units.factors import Factors, FactorSet
 from swd_lens.units.match import check_weights
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def factorize(
     model: Any,
@@ -288,6 +290,7 @@ def _factorized(
                         f = _taken_over(job, checkpoint, site, in_shard())
                     f = add_probe(f, model, site, job.probe_tokens) if probed else f
                     done[site.name] = f if checkpoint is None else checkpoint.add(site.name, f)
+                    reached(f", {len(done)} of {len(job.sites)} matrices finished")
                     bar.finished(site.name, f.provenance.get("relmse"))
                 if job.shard is None and site != job.sites[-1]:
                     replaced.replace(site, done[site.name])

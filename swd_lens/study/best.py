@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from swd_lens.base.errors import error
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import duration, tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.sealed import read_sealed, write_sealed
@@ -162,6 +163,7 @@ class BestCircuit(Record):
         return self.in_words(), self.table(), self.curve.plot()
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def best_circuit(
     model: Any,

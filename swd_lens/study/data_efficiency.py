@@ -26,6 +26,7 @@ from torch import nn
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
+from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.sealed import read_json, readable, write_sealed
 from swd_lens.base.surroundings import in_plain_surroundings
@@ -55,6 +56,7 @@ _FITS = ".fits"  # the ending of the folder beside `out`
 _NOT_ESTIMATED = ("device", "workers", "threads", "progress")
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def data_efficiency(
     model: Any,
@@ -157,6 +159,7 @@ def data_efficiency(
                         if file is not None:
                             file.add(point, candidate)
                     points.append(point)
+                    reached(f", {len(points)} points measured")
                 if fits is not None:  # all of them are measured
                     shutil.rmtree(fits, ignore_errors=True)
         return DataEfficiency(points, {**settings, "methods": about})

@@ -32,6 +32,7 @@ import torch
 from swd_lens.base import __version__
 from swd_lens.base.errors import encodable, error
 from swd_lens.base.files import plain
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.parts import Parts
 from swd_lens.base.progress import Steps
 from swd_lens.base.record import checked
@@ -82,6 +83,7 @@ _MAKERS: dict[str, Callable[..., FactorSet]] = {
 }
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def run_study(
     model: Any,

@@ -20,6 +20,7 @@ import pandas as pd
 from swd_lens.base import __version__
 from swd_lens.base.errors import ResumeError, error
 from swd_lens.base.files import write_json, write_text
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import Steps
 from swd_lens.base.record import Record, require_equal
 from swd_lens.base.sealed import read_sealed, readable, write_sealed
@@ -128,6 +129,7 @@ class ModelReplacement(Record):
         return self.table(), self.allocation, self.samples
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def replace_model(
     model: Any,

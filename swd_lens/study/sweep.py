@@ -23,6 +23,7 @@ import pandas as pd
 from swd_lens.base.display import Folded
 from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, literal, new_figure, style
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits import CostCurve
@@ -201,6 +202,7 @@ class Sweep(Record):
         return typed(pd.DataFrame(rows), whole={name for name in rows[0] if " at " in name})
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def sweep(
     model: Any,

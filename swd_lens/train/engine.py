@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from swd_lens.base.interrupted import reached
 from swd_lens.base.progress import tqdm
 from swd_lens.train.folder import Checkpoint, TrainingFolder
 from swd_lens.train.rows import Processes, Rows
@@ -192,6 +193,7 @@ class Engine:
         if self.folder is not None and self._main and (number % self.checkpoint_every == 0 or last):
             tensors, values = self.fit.state()
             self.folder.save({**tensors, **self._moments()}, {"step": number, **values})
+            reached(f" behind step {number:,} of {self.fit.steps:,}")
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         line = {name: value if isinstance(value, int) else float(value) for name, value in entry.items()}

@@ -16,6 +16,7 @@ import pandas as pd
 
 from swd_lens.base.errors import error
 from swd_lens.base.files import plain
+from swd_lens.base.interrupted import reached, says_when_interrupted
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.base.writer import writing
@@ -105,6 +106,7 @@ def plan(item: str = ALL, profile: str = "small", model: Any = None, **settings:
     return Plan(asked, tuple(cost_of(each, shape) for each in asked))
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def run_items(
     items: str | Sequence[str] = ALL,
@@ -147,7 +149,11 @@ def run_items(
             on_step(f"load {model or first['model']}")
             model = _loaded(model or first["model"])
         materials = Materials(model, first, folder, text=text, on_step=on_step, progress=progress)
-        return {name: _run(materials, each, overwrite) for name, each in asked.items()}
+        results: dict[str, ItemResult] = {}
+        for name, each in asked.items():
+            results[name] = _run(materials, each, overwrite)
+            reached(f", {len(results)} of {len(asked)} items finished")
+        return results
 
 
 def run_item(item: str, **how: Any) -> ItemResult:

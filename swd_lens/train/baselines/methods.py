@@ -19,6 +19,7 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import error
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.hosts import Host, find_sites, host_of, require_gradients, require_no_dropout
@@ -51,6 +52,7 @@ class Options:
     activations: str | Path | None = None
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def transcoder(
     model: Any,
@@ -106,6 +108,7 @@ def transcoder(
     return train_units("transcoder", model, replaced, tokens, spec, how)
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def vpd_recon(
     model: Any,
@@ -142,6 +145,7 @@ def vpd_recon(
     return train_units("vpd_recon_ci", model, replaced, tokens, spec, how)
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def vpd_kl(
     model: Any,

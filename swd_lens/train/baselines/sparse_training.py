@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import TrainError, error
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.settings import Settings, setting
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.hosts.load import load_host
@@ -152,6 +153,7 @@ class SparsePretrained:
         return load_host(str(self.folder), kind, **options)
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def sparse_pretrain(
     config: Any,

@@ -16,6 +16,7 @@ import torch
 
 from swd_lens.base import __version__
 from swd_lens.base.errors import ResumeError, error
+from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.sealed import read_json
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.checkpoint import host_fingerprint, upstream_of
@@ -38,6 +39,7 @@ _FACTORS, _INDEX = "factors", "factors/factors.json"  # the index has the hashes
 DEFAULT_PRESET = "best"
 
 
+@says_when_interrupted
 @in_plain_surroundings
 def finetune(
     model: Any,
