@@ -32,7 +32,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.ablation import MEAN_OVER, Means, aligned
 from swd_lens.circuits.kept import DenseRuns
-from swd_lens.circuits.scores import UnitScores
+from swd_lens.circuits.scores import UnitScores, require_finite
 from swd_lens.circuits.shortcuts import Runner, Shared, Shortcuts, find_shortcuts
 from swd_lens.hosts import Host, Start, host_of, require_gradients, require_no_dropout
 from swd_lens.hosts.held import held_behind, norms_behind
@@ -94,7 +94,7 @@ def attribute(
 
     Raises:
         ValueError: unknown score, sign, positions or mean_over, steps below 1, or direct_logit at a site that does not write
-            to the residual stream.
+            to the residual stream; a score or a mean that is not finite.
         AttachError: see `swd_lens.attach`.
         UnsupportedHostError: a site whose units the host's forward never shows.
     """
@@ -123,9 +123,12 @@ def attribute(
         for bucket in tqdm(
             list(split.buckets(batch_size)), desc="attribution", unit="batch", disable=not progress, leave=False
         ):
-            for name, contribution in contributions(bucket).items():
+            of_bucket = contributions(bucket)
+            require_finite(f"the score ({score})", of_bucket)
+            for name, contribution in of_bucket.items():
                 totals[name] += SIGNS[sign](contribution).sum(0).cpu()
         mean_z = means.finished()
+    require_finite("the mean activation", mean_z)
     settings = {
         "score": score,
         "sign": sign,

@@ -40,6 +40,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.circuit import Circuit
+from swd_lens.circuits.scores import require_finite
 from swd_lens.hosts import Host, Start, require_gradients, require_no_dropout
 from swd_lens.hosts.frozen import frozen
 from swd_lens.hosts.predictions import Predictions
@@ -475,6 +476,7 @@ def _ranked(
         ((means[site.name].to(shown[site.name]) - shown[site.name].detach()) * gradient).float().cpu()
         for site, gradient in zip(sites, gradients, strict=True)
     ]
+    require_finite("the effect", {site.name: each for site, each in zip(sites, worth, strict=True)})
     order = torch.cat(worth, 2).argsort(dim=2, descending=True, stable=True)
     ranks = torch.empty_like(order, dtype=torch.int32)
     ranks.scatter_(2, order, torch.arange(order.shape[2], dtype=torch.int32).expand_as(order))

@@ -10,10 +10,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from swd_lens.base.errors import error
 from swd_lens.base.figures import INK, new_figure, style
 from swd_lens.base.record import Record
 
 _POINTS = 200  # of the figure
+
+
+def require_finite(what: str, values: Mapping[str, Float[Tensor, "*_row _unit"]]) -> None:
+    """Do nothing where every unit's values are finite: one that is not would be ranked first, or clamped to nothing.
+
+    Args:
+        what: they are, for the message: "the score".
+        values: site -> any number of them per unit.
+
+    Raises:
+        ValueError: one is not; the message names its unit.
+    """
+    for site, of_site in values.items():
+        bad = ~of_site.isfinite()
+        if bool(bad.any()):
+            unit, value = int(bad.nonzero()[0, -1]), float(of_site[bad][0])
+            raise error("score-not-finite", what=what, unit=f"{site}/{unit}", value=value)
 
 
 @dataclass(frozen=True, repr=False)

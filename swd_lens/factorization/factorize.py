@@ -271,6 +271,7 @@ def _factorized(
         weighed=[site for stage in unsolved for site in stage] if job.weigh_outputs else (),
     )
     bar = _Bar(job, plan, show=progress)
+    reached(f", {len(done)} of {len(job.sites)} matrices finished")
     with replaced, bar, open_workers(workers, threads=threads) as pool:
         for stage, to_solve in zip(stages, unsolved, strict=True):
             calibrated: dict[str, Calibrated] = {}

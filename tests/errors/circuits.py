@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.sealed import read_tensors, write_tensors
+from swd_lens.circuits.scores import require_finite
 from swd_lens.hosts import Start, host_of
 from swd_lens.tasks.task import Task
 from tests import families
@@ -46,6 +47,11 @@ def overflowing(name):
 @on_hooked
 def margin_not_finite(*_):
     overflowing("skill")
+
+
+@on_hooked
+def score_not_finite(*_):
+    require_finite("the score", {SITE: torch.tensor([0.0, torch.nan])})
 
 
 @on_hooked

@@ -48,6 +48,30 @@ def test_nor_where_only_the_replaced_host_overflows():
         swd.fidelity(micro_model(), units, ROWS)
 
 
+@pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
+@pytest.mark.parametrize("score", ["first_order", "attribution_patching", "integrated_gradients", "direct_logit"])
+def test_nor_scores_where_margins_are_finite(score, sign):
+    """z * dg/dz: z tiny, the write vector huge."""
+    model, units = micro_model(), {SITE: swd.Factors(torch.eye(2) * 1e-35, torch.eye(2) * 1e35)}
+    with torch.no_grad():
+        model.unembed.W_U.mul_(1e4)
+    with pytest.raises(
+        ValueError, match=rf"the score \({score}\) of {SITE}/0 is (nan|-?inf): an activation or a gradient"
+    ):
+        swd.attribute(model, units, TASK, score=score, sign=sign)
+    assert all(
+        s.isfinite().all() for s in swd.attribute(model, units, TASK, score="ablation", sign=sign).scores.values()
+    )
+
+
+def test_nor_effects_on_single_tokens():
+    model, units = micro_model(), {SITE: swd.Factors(torch.eye(2) * 1e-35, torch.eye(2) * 1e35)}
+    with torch.no_grad():
+        model.unembed.W_U.mul_(1e4)
+    with pytest.raises(ValueError, match=f"the effect of {SITE}/[01] is (nan|-?inf)"):
+        swd.per_token_use(model, units, ROWS, by="loss")
+
+
 def test_of_many_predictions_it_says_how_many():
     logits = torch.zeros(2, 4, 3)
     logits[1, 2, 0] = torch.nan
