@@ -43,10 +43,13 @@ def says_when_interrupted(function: Function) -> Function:
         except KeyboardInterrupt as stop:
             if outer:
                 raise
-            stop.args = (_in_words(function, inspect.signature(function).bind_partial(*args, **kwargs).arguments),)
+            if not stop.args:  # whoever raises one with words of its own keeps them
+                given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+                stop.args = (_in_words(function, given),)
             if TRACEBACK in os.environ:
                 raise
-            raise stop.with_traceback(None) from None
+            short = stop.with_traceback(None)
+            raise short from None
         finally:
             _running.calls = outer
 

@@ -36,6 +36,11 @@ def elsewhere() -> None:
     raise KeyboardInterrupt
 
 
+@says_when_interrupted
+def worded() -> None:
+    raise KeyboardInterrupt("by hand")
+
+
 def test_the_outermost_call_speaks():
     kept = "what is finished is kept in runs/a, and the same call"
     assert str(stopped(lambda: outer("runs/a"))) == f"outer was interrupted, 1 of 2 finished; {kept} goes on from there"
@@ -47,6 +52,7 @@ def test_the_outermost_call_speaks():
         str(stopped(elsewhere)) == "elsewhere was interrupted; nothing of it is kept"
     )  # nor where an earlier call was
     assert "5 of 6" in str(stopped(inner))
+    assert str(stopped(worded)) == "by hand"
     assert "␛" in str(stopped(lambda: inner("runs/\x1b[31m")))
 
 
