@@ -50,6 +50,7 @@ PUBLIC = {
     "FactorSet": "units.factors",
     "load_coders": "units.folders",
     "attach": "units.attach",
+    "detach": "units.attach",
     "stack_unit_results": "units.residual",
     "fidelity": "circuits.fidelity",
     "attribute": "circuits.attribution",

@@ -1,8 +1,9 @@
 """Ctrl-C at a line of one's choice, for tests that everything is mended wherever it hits."""
 
+import signal
 import sys
 
-from swd_lens.base import surroundings
+from swd_lens.base import holding, surroundings
 
 INJECTION = (
     *(
@@ -13,8 +14,15 @@ INJECTION = (
 )
 
 
+def ctrl_c(frame):
+    """What Python does when Ctrl-C finds the main thread at this frame: the handler of that moment raises, or waits."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert callable(handler)
+    handler(signal.SIGINT, frame)
+
+
 def run_to_line(function, stop, parts=INJECTION):
-    """Run a function, raising KeyboardInterrupt before its stop-th line in files of these parts of swd_lens; the lines run."""
+    """Run a function, with Ctrl-C before its stop-th line in files of these parts of swd_lens; the lines run."""
     lines = 0
     counted: dict[str, bool] = {}  # by file: the question is asked at every call of any function
 
@@ -28,7 +36,7 @@ def run_to_line(function, stop, parts=INJECTION):
         if event == "line":
             lines += 1
             if lines == stop:
-                raise KeyboardInterrupt
+                ctrl_c(frame)
         return trace
 
     former = sys.gettrace()
@@ -39,6 +47,7 @@ def run_to_line(function, stop, parts=INJECTION):
         sys.settrace(former)
         # Between the last line under a lock and its release, where tracing interrupts, Python asks for no signals. Left locked it
         # would keep every other thread of later tests waiting.
-        while surroundings._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
-            surroundings._lock.release()
+        for lock in (surroundings._lock, holding._lock):
+            while lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
+                lock.release()
     return lines

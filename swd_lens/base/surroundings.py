@@ -9,12 +9,9 @@
 3. Gradients stay as the caller has them (under inference mode: on); who needs them switches them on. Deterministic
    algorithms stay, too: torch names that setting itself where it has none. Generators cannot be marked: between two values
    the caller's code runs, and so do forwards of a host with units: there the caller's settings hold.
-4. A host belongs to one thread at a time. `claim` takes it for the marked call that runs, `hold` until it is given back
-   (attached units); other threads are refused meanwhile. What a thread held that has ended is free.
-5. `Undo` is a stack of steps that give back what was changed. Before something is changed, the step that gives it back is pushed,
-   so that no interruption finds a change without one. `run` takes the last step first. A step leaves the stack only when it is
-   done: an interrupted run can be called again, and every step must bear being run twice. As a context manager it runs at the
-   end of the block, whatever ended it; a Ctrl-C during the run does not stop it halfway.
+4. A host belongs to one thread at a time (holding.py): `claim` takes it for the marked call that runs.
+5. While the outermost marked call of the main thread runs, Ctrl-C does not part what it changes from the steps that give it
+   back (interrupts.py, undo.py).
 """
 
 import functools
@@ -22,51 +19,16 @@ import inspect
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from datetime import datetime
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
+from swd_lens.base import interrupts
 from swd_lens.base.arguments import check_arguments
-from swd_lens.base.errors import error
-
-Step = Callable[[], None]
-Push = Callable[[Step], None]
-
-
-class Undo:
-    """Steps back, last first; true while some are left."""
-
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-
-    def push(self, step: Step) -> None:
-        """Add the step that gives back what is changed next."""
-        self._steps.append(step)
-
-    def run(self) -> None:
-        """Run all steps, the last first, until none is left."""
-        while self._steps:
-            self._steps[-1]()
-            self._steps.pop()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __enter__(self) -> "Undo":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.run()
-        finally:  # a Ctrl-C may hit the first run; what is done is not done again
-            self.run()
-
+from swd_lens.base.holding import take
+from swd_lens.base.interrupts import Push, hold_back_interrupts, unparted
+from swd_lens.base.undo import Undo
 
 Marked = TypeVar("Marked")
 
@@ -102,12 +64,16 @@ def in_plain_surroundings(marked: Marked) -> Marked:
     function: Callable[..., Any] = marked
 
     @functools.wraps(function)
+    @interrupts.call
     def plain(*args: Any, **kwargs: Any) -> Any:
         if _thread.call is not None:
             return function(*args, **kwargs)
         check_arguments(function, args, kwargs)
         call = _Call(function.__qualname__)
-        with call, call:  # twice: a Ctrl-C on the way into the end of the inner one is still inside of the outer
+        with (
+            call,
+            call,
+        ):  # twice: where nothing holds it back, Ctrl-C on the way into the inner end is inside of the outer
             call.make_plain()
             return function(*args, **kwargs)
 
@@ -146,8 +112,10 @@ class _Call(Undo):
         super().__init__()
         self.name = name
 
+    @unparted
     def make_plain(self) -> None:
         """Plain settings until the call ends."""
+        hold_back_interrupts(self.push)
         self.push(self._leave)
         _thread.call = self
         self.push(self._give_back_settings)
@@ -220,19 +188,6 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
 # ---------------------------------------------------------------------------------------------- one thread per host
 
 
-@dataclass
-class _Holder:
-    """The thread that uses a host, and the calls and attachments for which it does."""
-
-    thread: threading.Thread
-    call: str
-    since: str
-    reasons: set[Any] = field(default_factory=set)
-
-
-_holders: WeakKeyDictionary[Any, _Holder] = WeakKeyDictionary()
-
-
 def claim(model: Any) -> None:
     """The marked call that runs uses this host until it ends; outside of one nothing is done.
 
@@ -240,36 +195,4 @@ def claim(model: Any) -> None:
         HostInUseError: another thread uses it.
     """
     if (call := _thread.call) is not None:
-        _take(model, call.name, call, call.push)
-
-
-def hold(model: Any, call: str, push: Push) -> None:
-    """This thread uses the host until the step that is pushed has been run.
-
-    Args:
-        call: the function for which it is held, as others are told: "attach".
-
-    Raises:
-        HostInUseError: another thread uses it.
-    """
-    _take(model, call, object(), push)
-
-
-def _take(model: Any, call: str, reason: object, push: Push) -> None:
-    thread = threading.current_thread()
-    with _lock:
-        holder = _holders.get(model)
-        if holder is not None and holder.thread is not thread and holder.thread.is_alive():
-            raise error("host-in-use", call=holder.call, thread=holder.thread.name, since=holder.since)
-        if holder is None or holder.thread is not thread:
-            holder = _holders[model] = _Holder(thread, call, datetime.now().strftime("%H:%M:%S"))
-        if reason not in holder.reasons:
-            push(functools.partial(_release, model, holder, reason))
-            holder.reasons.add(reason)
-
-
-def _release(model: Any, holder: _Holder, reason: object) -> None:
-    with _lock:
-        holder.reasons.discard(reason)
-        if not holder.reasons and _holders.get(model) is holder:
-            del _holders[model]
+        take(model, call.name, call, call.push)

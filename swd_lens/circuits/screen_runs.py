@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.progress import tqdm
-from swd_lens.base.surroundings import Undo
+from swd_lens.base.undo import Undo
 from swd_lens.circuits.bench import Outcome
 from swd_lens.hosts import Host, Start
 from swd_lens.hosts.predictions import gives, same_logits

@@ -24,7 +24,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from swd_lens.base.errors import callers_level, warning
-from swd_lens.base.surroundings import Undo
+from swd_lens.base.interrupts import joint
+from swd_lens.base.undo import Undo
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.grams import Grams, Pair, collect_grams, collect_pairs, corrected
 from swd_lens.factorization.output_grams import collect_output_grams
@@ -174,6 +175,7 @@ class ReplacedHost:
     ) -> None:
         self._undo.__exit__(kind, error, trace)
 
+    @joint
     def replace(self, site: Site, f: Factors) -> None:
         """From now on the site runs by these factors."""
         attachment = attach(self.model, {site.name: f})

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from swd_lens.base.surroundings import Undo
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
 
 

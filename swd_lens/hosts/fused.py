@@ -29,7 +29,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import callers_level, warning
-from swd_lens.base.surroundings import Undo
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host
 from swd_lens.hosts.predictions import attempt
 from swd_lens.hosts.recording import standing_hooks

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from swd_lens.base.errors import error
+from swd_lens.base.holding import own_method, set_own_method
 from swd_lens.hosts import STANDING, Host, Register, Standing
 from swd_lens.hosts.families import is_hooked
 from swd_lens.hosts.sites import PACKED, RESIDUAL_MATRICES, Site
@@ -139,17 +140,19 @@ def shadow_methods(model: Any, make: dict[str, Callable[[], Shadow]], register: 
 
     def undo() -> None:
         for name in present:
-            shadow = model.__dict__.get(name)
+            shadow = own_method(model, name)
             if isinstance(shadow, Shadow):
                 shadow.wanted_by.discard(id(owner))
                 if not shadow.wanted_by:
-                    del model.__dict__[name]
+                    set_own_method(model, name, None)
 
     register(undo)
     for name in present:
-        if not isinstance(model.__dict__.get(name), Shadow):
-            model.__dict__[name] = make[name]()
-        model.__dict__[name].wanted_by.add(id(owner))
+        shadow = own_method(model, name)
+        if not isinstance(shadow, Shadow):
+            shadow = make[name]()
+            set_own_method(model, name, shadow)
+        shadow.wanted_by.add(id(owner))
 
 
 # ---------------------------------------------------------------------------------------------- units that stand in a host

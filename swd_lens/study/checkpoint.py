@@ -10,7 +10,6 @@
 5. The folder is written beside its place, and moved there whole.
 """
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -227,9 +226,10 @@ def _require_same_logits(
     model: Any, network: Any, replaced: Mapping[str, Factors], circuit: Circuit | None, ablation: str
 ) -> None:
     row = torch.tensor([probe_tokens(None, int(model.cfg.d_vocab), int(model.cfg.n_ctx))])
-    units = attach(model, replaced) if circuit is None else circuit.attach(model, replaced, ablation=ablation)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        stack.enter_context(units)
+    with (
+        torch.no_grad(),
+        attach(model, replaced) if circuit is None else circuit.attach(model, replaced, ablation=ablation),
+    ):
         host = model(row).float().cpu()
         written = network(row, attention_mask=torch.ones_like(row)).logits.float()
     n_words = min(host.shape[-1], written.shape[-1])

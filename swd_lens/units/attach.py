@@ -11,10 +11,14 @@
 4. What stands is watched (projection.py): a host's matrix or factors that are changed while they are attached end the next
    forward, or the next call, in an error.
 5. While `dense` is open, the units hand over to the host's own products.
-6. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order.
+6. `detach` (or leaving the with block, also by an exception) runs the undo steps in reverse order, and checks afterwards.
+7. What stands is listed in the host itself, for `detach(model)`: whoever lost the handle takes the units out with it. A copy
+   of the host has no such list.
+8. From `attach` to `detach` Ctrl-C is held back where it would leave a host half changed, or changed without a handle
+   (base/interrupts.py).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -27,7 +31,10 @@ from torch import Tensor
 
 from swd_lens.base.display import card
 from swd_lens.base.errors import brief, error
-from swd_lens.base.surroundings import Undo, hold, in_plain_surroundings
+from swd_lens.base.holding import hold
+from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
+from swd_lens.base.surroundings import claim, in_plain_surroundings
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, drops_out, host_of
 from swd_lens.hosts.recording import record
 from swd_lens.hosts.sites import Site, overlapping
@@ -43,6 +50,7 @@ PROBE_LENGTH = 16
 # Relative to the largest |z| of the probe. Float32 hosts agree to 1e-5; rounding through a deep bfloat16 host is coarse.
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 _ROUNDED_TOLERANCE = 0.1
+_STANDING = "_standing_attachments"  # in a model's own __dict__: `_Listed`
 _WHILE_ATTACHED = (
     "while units are attached: it rewrites weights that the factors stand for, and the units would keep the old ones. "
     "Detach first, then factorize or transport to the new weights"
@@ -63,7 +71,9 @@ class Attachment:
         self.factors, self.sites, self._undo = units, units.sites, undo
         self._projections: dict[str, Projection] = {}
         host = units.host
+        hold_back_interrupts(undo.push)
         hold(host.model, "attach", undo.push)
+        _list(self, undo)
         host.guard(_WHILE_ATTACHED, undo.push)
         of_layer: dict[int, dict[str, Projection]] = {}
         for site in units.sites:
@@ -88,6 +98,7 @@ class Attachment:
     def attached(self) -> bool:
         return bool(self._undo)
 
+    @joint
     def detach(self) -> None:
         """Give the host back as it was: logits, state_dict and hook_dict are restored bit for bit.
 
@@ -95,7 +106,7 @@ class Attachment:
             AttachError: these factors are not attached (any more). Or, once they are taken out: the host's matrix or the factors
                 were changed in place while they were attached, and nothing has said so yet.
         """
-        if not self.attached:
+        if not self._undo:
             raise error("detached-twice")
         self._undo.run()
         self._require_unedited()
@@ -107,6 +118,7 @@ class Attachment:
                 watch.at_call(self.factors.host)
 
     @contextmanager
+    @unparted
     def dense(self) -> Iterator[None]:
         """The dense host for a moment: the units stay mounted and hand over to the host's own products.
 
@@ -118,20 +130,17 @@ class Attachment:
 
     suspended = dense  # its former name
 
+    @unparted
     def __enter__(self) -> "Attachment":
-        try:
-            if not self.attached:
-                raise error("stale-handle")
-            return self
-        except BaseException:
-            # A Ctrl-C in here: the with statement does not leave what it has not entered.
-            self._undo.run()
-            raise
+        if not self._undo:
+            raise error("stale-handle")
+        return self
 
+    @joint
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        was_attached = self.attached  # an earlier detach has looked already
+        was_attached = bool(self._undo)  # an earlier detach has looked already
         self._undo.__exit__(kind, error, trace)
         if kind is None and was_attached:
             self._require_unedited()
@@ -161,6 +170,7 @@ class Attachment:
 
 
 @in_plain_surroundings
+@joint
 def attach(model: Any, factors: Any) -> Attachment:
     """Replace the dense product at each site by units; z_i gets the hook point blocks.{L}.hook_{site}_unit.
 
@@ -188,13 +198,68 @@ def attach(model: Any, factors: Any) -> Attachment:
     for site in units.sites:
         check_units(host, site, units[site.name])
     undo = Undo()
-    try:
+    with undo.if_broken():
         attachment = Attachment(units, undo)
         check_probe(units)
-        return attachment
-    except BaseException:
-        undo.run()
-        raise
+    return attachment
+
+
+@in_plain_surroundings
+@joint
+def detach(model: Any) -> None:
+    """Take all attached units out of a host, also those whose handle was lost; where there are none, nothing is done.
+
+    The host is given back as it was, bit for bit, and the handles that are still there are detached.
+
+    Args:
+        model: the very host that was given to `attach`, not a copy of it.
+
+    Raises:
+        AttachError: units stand in it that came with a copy. Or, once all units are taken out: the host's matrix or the factors
+            were changed in place while they were attached, and nothing has said so yet.
+        HostInUseError: another thread uses this host.
+        UnsupportedHostError: see `swd_lens.hosts.host_of`.
+    """
+    attachments = tuple(reversed(getattr(model, "__dict__", {}).get(_STANDING, ())))
+    if attachments:
+        claim(model)
+        _take_out(attachments)
+    host = host_of(model)
+    for attachment in attachments:
+        attachment._require_unedited()
+    for site in (*host.sites(), *host.alternatives()):
+        if host.is_swapped(site):
+            raise error("attached-in-a-copy", site=site.name)
+
+
+@unparted
+def _take_out(attachments: Iterable[Attachment]) -> None:
+    for attachment in attachments:
+        attachment._undo.run()
+
+
+class _Listed(list[Attachment]):
+    """The attachments that stand in a host, the first one first; copies of a host have none of them."""
+
+    def __deepcopy__(self, memo: Any) -> "_Listed":
+        return _Listed()
+
+    def __reduce__(self) -> Any:
+        return _Listed, ()
+
+
+def _list(attachment: Attachment, undo: Undo) -> None:
+    """Have `detach(model)` find it, until the undo."""
+    own = attachment.factors.host.model.__dict__
+
+    def forget() -> None:
+        listed = own.get(_STANDING, _Listed())
+        listed[:] = [other for other in listed if other is not attachment]
+        if not listed:
+            own.pop(_STANDING, None)
+
+    undo.push(forget)
+    own.setdefault(_STANDING, _Listed()).append(attachment)
 
 
 def require_free(host: Host, sites: Sequence[Site]) -> None:

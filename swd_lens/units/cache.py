@@ -15,6 +15,7 @@ from torch import Tensor
 from transformer_lens.ActivationCache import ActivationCache
 
 from swd_lens.base.errors import error
+from swd_lens.base.holding import own_method
 from swd_lens.hosts import Register
 from swd_lens.hosts.sites import split_name
 from swd_lens.hosts.weights import Shadow, shadow_methods
@@ -150,7 +151,7 @@ class _AccumulatedBias(Shadow):
         self.model = model
 
     def __call__(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
-        stood = self.model.__dict__["run_with_cache"].stood()
+        stood = own_method(self.model, "run_with_cache").stood()
         upstream = type(self.model).accumulated_bias
         return _with_offsets(self.model, stood, upstream, layer, mlp_input, include_mlp_biases)
 
@@ -180,11 +181,11 @@ def cover_helpers(model: Any, projections: Mapping[str, Projection], register: R
     """
 
     def undo() -> None:
-        shadow = model.__dict__.get("run_with_cache")
+        shadow = own_method(model, "run_with_cache")
         if isinstance(shadow, _RunWithCache):
             shadow.attached = [other for other in shadow.attached if other is not projections]
 
     register(undo)
     shadows = {"run_with_cache": lambda: _RunWithCache(model), "accumulated_bias": lambda: _AccumulatedBias(model)}
     shadow_methods(model, shadows, register)
-    model.__dict__["run_with_cache"].attached.append(projections)
+    own_method(model, "run_with_cache").attached.append(projections)

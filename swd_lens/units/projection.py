@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from swd_lens.base.errors import error, warning
+from swd_lens.base.interrupts import Push, unparted
 from swd_lens.base.marks import Mark, count_nonzeros
-from swd_lens.base.surroundings import Push
 from swd_lens.hosts import Host
 from swd_lens.hosts.recording import hooks_of, name_of
 from swd_lens.hosts.sites import Site
@@ -163,6 +163,7 @@ class Projection(nn.Module):
 
 
 @contextmanager
+@unparted
 def bypassed(projections: Iterable[Projection]) -> Iterator[None]:
     """While open, these projections hand over to the host's own products; afterwards each is as it was."""
     before = [(projection, projection.bypassed) for projection in projections]

@@ -14,7 +14,7 @@ from torch import Tensor
 from swd_lens.base import divergence as div
 from swd_lens.base.record import Record, SavedRecord
 from swd_lens.base.settings import Bounds, Settings, preset, setting
-from swd_lens.base.surroundings import Undo
+from swd_lens.base.undo import Undo
 
 # ---------------------------------------------------------------------------------------------- undo
 

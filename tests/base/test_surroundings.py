@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from swd_lens.base import surroundings
+from swd_lens.base import holding, surroundings
 from swd_lens.base.errors import HostInUseError
-from swd_lens.base.surroundings import Undo, claim, hold, in_plain_surroundings, is_marked
+from swd_lens.base.holding import hold
+from swd_lens.base.surroundings import claim, in_plain_surroundings, is_marked
+from swd_lens.base.undo import Undo
 from tests.interrupts import run_to_line
 
 MATMUL: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
@@ -263,8 +265,8 @@ def test_a_host_in_a_marked_call_is_refused_to_other_threads_until_it_ends():
     refused = use(lambda: in_a_thread(use))
     assert isinstance(refused, HostInUseError) and "use in thread 'MainThread'" in str(refused)
     assert use(use) is None and in_a_thread(use) is None
-    assert model not in surroundings._holders
-    assert in_a_thread(lambda: claim(model)) is None and model not in surroundings._holders  # outside of a marked call
+    assert model not in holding._holders
+    assert in_a_thread(lambda: claim(model)) is None and model not in holding._holders  # outside of a marked call
 
 
 def test_a_held_host_is_free_when_it_is_released_or_its_thread_has_ended():
@@ -278,4 +280,4 @@ def test_a_held_host_is_free_when_it_is_released_or_its_thread_has_ended():
     other.run()  # late: what the first thread holds now stays held
     assert isinstance(in_a_thread(lambda: hold(model, "attach", other.push)), HostInUseError)
     undo.run()
-    assert model not in surroundings._holders
+    assert model not in holding._holders

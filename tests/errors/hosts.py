@@ -1,5 +1,6 @@
 """Triggers around hosts and sites: naming, attaching, another W, while attached, hosts."""
 
+import copy
 import json
 import pickle
 import shutil
@@ -106,6 +107,14 @@ def shared_weights_attached(*_):
     model = toy_model()
     swd.attach(model, identity(model, "blocks.0.attn_k"))
     swd.attach(model, identity(model, "blocks.0.attn_qkv"))
+
+
+@on_hooked
+def attached_in_a_copy(*_):
+    model = toy_model()
+    with swd.attach(model, identity(model, SITE)):
+        clone = copy.deepcopy(model)
+    swd.detach(clone)
 
 
 @on_hooked

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,9 +27,11 @@ from torch import Tensor
 from swd_lens.analysis.edit.target import Target
 from swd_lens.base.display import card, folded_settings
 from swd_lens.base.errors import EditError, error, visible
+from swd_lens.base.interrupts import hold_back_interrupts, joint, unparted
 from swd_lens.base.record import checked
 from swd_lens.base.sealed import read_tensors, readable, write_tensors
-from swd_lens.base.surroundings import Undo, in_plain_surroundings
+from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Host, host_of, sites_of
 from swd_lens.hosts.sites import Site
 from swd_lens.hosts.weights import stored_matrix
@@ -87,7 +90,7 @@ class _Overwritten:
     """An edit in a host: W' in W's place, and W beside it. `restore` may be called any number of times."""
 
     def __init__(self, host: Host, site: Site, delta: Delta):
-        self.host, self.site, self.delta = host, site, delta
+        self.host, self.site, self.delta, self.undo = host, site, delta, Undo()
         self.stored = stored_matrix(host, site)
         self.kept = self.stored.parameter.detach().clone()
         self.before, self.after = fingerprint(self.stored.matrix()), ""
@@ -110,9 +113,10 @@ class _AttachedFactors:
     """An edit of a replacement in a host: the changed factors, attached. `restore` may be called any number of times."""
 
     def __init__(self, host: Host, factors: FactorSet):
-        self.host, self.factors = host, factors
+        self.host, self.factors, self.undo = host, factors, Undo()
         self.attachment: Attachment | None = None
 
+    @joint
     def put_in(self) -> None:
         self.attachment = attach(self.host.model, self.factors)
 
@@ -239,6 +243,7 @@ class Edit:
             check_units(host, site, units[site.name])
         return host
 
+    @joint
     def apply(self, model: Any = None) -> "Edit":
         """Put the edit into a host, in place; `undo` takes it out.
 
@@ -257,13 +262,13 @@ class Edit:
             standing = _Overwritten(host, sites_of(host, self.site)[0], self.delta)
         else:
             standing = _AttachedFactors(host, self.factors)
-        self._standing.append(standing)
-        try:
+        undo = standing.undo
+        with undo.if_broken():
+            hold_back_interrupts(undo.push)
+            undo.push(partial(self._forget, standing))
+            undo.push(standing.restore)
+            self._standing.append(standing)
             standing.put_in()
-        except BaseException:  # Ctrl-C as well
-            standing.restore()
-            self._standing.remove(standing)
-            raise
         return self
 
     def undo(self) -> None:
@@ -279,6 +284,7 @@ class Edit:
         self._down_to(len(self._standing) - 1)
 
     @contextmanager
+    @joint
     def applied(self, model: Any = None) -> Iterator["Edit"]:
         """`apply` for a with block. On leaving it, W is what it was on entering, whatever happened in between."""
         depth = len(self._standing)
@@ -286,17 +292,20 @@ class Edit:
             undo.push(lambda: self._down_to(depth))
             yield self.apply(model)
 
+    @joint
     def __enter__(self) -> "Edit":
         depth, blocks = len(self._standing), len(self._entered)
         try:
+            self.apply()
             self._entered.append(depth)
-            return self.apply()
+            return self
         except BaseException:
             # A Ctrl-C in here: the with statement does not leave what it has not entered.
             self._down_to(depth)
             del self._entered[blocks:]
             raise
 
+    @joint
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -308,11 +317,13 @@ class Edit:
         finally:  # a Ctrl-C may hit the first; what is undone is not undone again
             self._down_to(depth)
 
+    @unparted
     def _down_to(self, depth: int) -> None:
         while len(self._standing) > depth:
-            # Popped only when done: restoring twice is harmless.
-            self._standing[-1].restore()
-            self._standing.pop()
+            self._standing[-1].undo.run()
+
+    def _forget(self, standing: _Overwritten | _AttachedFactors) -> None:
+        self._standing[:] = [other for other in self._standing if other is not standing]
 
     def _require_weight(self, host: Host, site: Site) -> None:
         shape = (self.delta.read.shape[0], self.delta.write.shape[1])

@@ -21,6 +21,7 @@ from transformer_lens.model_bridge.generalized_components import (
     PositionEmbeddingsAttentionBridge,
 )
 
+from swd_lens.base.interrupts import joint
 from swd_lens.hosts.fused import is_hooked, weighted_values
 from swd_lens.hosts.weights import Shadow, shadow_methods
 
@@ -80,6 +81,7 @@ class _Delegated(_Fused):
 
     method = "forward"
 
+    @joint
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mask, module = kwargs.get("attention_mask"), self.attn.original_component
         if not self.can_run(mask):

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from swd_lens.base.errors import error
+from swd_lens.base.undo import Undo
 from swd_lens.hosts import Begun, Start, require_before, require_kept
 from swd_lens.hosts.bridge.cache import empty_cache, is_known, joined, repeated, to_run_on
 from swd_lens.hosts.families import facts_of
@@ -49,17 +50,13 @@ def with_stand_ins(model: Any, stand_ins: Sequence[StandIn], run: Callable[[], A
     if any(type(module) in _PLAIN for module in (*model.blocks, _unembedding(model))):
         raise error("run-within-a-run")
     plain = [(module, type(module)) for module, _ in stand_ins]
-    # Twice, because an interruption may hit the inner one. (Not a context manager: it could hit contextlib's lines.)
-    try:
-        try:
-            for module, call in stand_ins:
-                module.__dict__[_ATTRIBUTE] = call
-                module.__class__ = _standing_in(type(module))
-            return run()
-        finally:
-            _restore(plain)
-    finally:
-        _restore(plain)
+    undo = Undo()
+    with undo, undo:  # twice: where nothing holds it back, Ctrl-C on the way into the inner end is inside of the outer
+        undo.push(partial(_restore, plain))
+        for module, call in stand_ins:
+            module.__dict__[_ATTRIBUTE] = call
+            module.__class__ = _standing_in(type(module))
+        return run()
 
 
 def _restore(plain: Sequence[tuple[nn.Module, type]]) -> None:

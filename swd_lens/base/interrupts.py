@@ -1,0 +1,157 @@
+"""Ctrl-C while something is changed: it never parts a change from the step that gives it back.
+
+1. A KeyboardInterrupt may come between any two lines of the main thread. A second one may then hit the very lines that mend
+   what the first has left, a third the lines that mend that. No order of try and finally is safe from all of them.
+2. So while something is changed a handler of ours stands before the caller's own. `hold_back_interrupts` puts it there; it
+   goes with the last who asked for it. It looks where the main thread is: within functions that are marked `unparted`, on the
+   own lines of those marked `joint`, and within `__enter__` and `__exit__` of whatever a call of swd_lens has opened (torch's
+   modes among them), the interrupt is sent again a millisecond later. Everywhere else the caller's handler gets it at once.
+3. Nothing waits longer than `PATIENCE`: a context that takes long to close can be interrupted after that.
+4. Python hands signals to the main thread only, and only there handlers can be set: elsewhere nothing is done, nor where the
+   caller has no handler in Python.
+"""
+
+import contextlib
+import functools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+Step = Callable[[], None]
+Push = Callable[[Step], None]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PATIENCE = 5.0  # seconds
+_AGAIN = 1e-3  # seconds
+_CONTEXT = ("__enter__", "__exit__")
+
+_UNPARTED: set[CodeType] = set()
+_JOINTS: set[CodeType] = set()
+_CALLS: set[CodeType] = set()
+
+
+def unparted(function: Function) -> Function:
+    """Marks a function that Ctrl-C does not part, whatever it calls: a few steps that belong together, and never a long wait."""
+    _UNPARTED.add(_code_of(function))
+    return function
+
+
+def joint(function: Function) -> Function:
+    """Marks a function whose own lines Ctrl-C does not part; what it calls can be interrupted."""
+    _JOINTS.add(_code_of(function))
+    return function
+
+
+def call(function: Function) -> Function:
+    """Marks a joint within which the contexts that are entered and left are not parted, either."""
+    _CALLS.add(_code_of(function))
+    return joint(function)
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType:
+    while hasattr(function, "__wrapped__"):  # of a context manager that is written as a generator
+        function = function.__wrapped__
+    return function.__code__
+
+
+# Between a context that is entered and what remembers to leave it.
+for _kind in (contextlib._GeneratorContextManager, *contextlib.ExitStack.__mro__[:-1]):
+    for _method in vars(_kind).values():
+        if isinstance(_method, FunctionType):
+            joint(_method)
+
+
+def is_unparted(frame: FrameType | None) -> bool:
+    """Whether an interrupt that finds the main thread at this frame has to wait."""
+    if frame is not None and frame.f_code in _JOINTS:
+        return True
+    in_context = False
+    while frame is not None:
+        if frame.f_code in _UNPARTED or (in_context and frame.f_code in _CALLS):
+            return True
+        in_context = in_context or frame.f_code.co_name in _CONTEXT
+        frame = frame.f_back
+    return False
+
+
+class _Reason:
+    """Somebody who wants a handler to stay."""
+
+
+class _Handler:
+    """Stands before the caller's handler while anybody wants it to."""
+
+    def __init__(self, former: Callable[[int, FrameType | None], Any]):
+        self.former = former
+        self.wanted_by: WeakSet[_Reason] = WeakSet()  # whoever is gone with its host wants nothing any more
+        self.waits = False  # an interrupt does
+        self._since: float | None = None
+        self._lock = threading.Lock()  # never taken by the handler itself, which may interrupt whoever has it
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted_by and is_unparted(frame) and not self._waited_long():
+            if not self.waits:
+                self.waits = True
+                threading._start_new_thread(self._send_again, ())  # type: ignore[attr-defined]  # no lock of threading's
+            return
+        self._since = None
+        self.former(number, frame)
+
+    def _waited_long(self) -> bool:
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return now - self._since > PATIENCE
+
+    def _send_again(self) -> None:
+        time.sleep(_AGAIN)
+        with self._lock:
+            if self.waits:
+                self.waits = False
+                _interrupt()
+
+    def leave(self, reason: _Reason) -> None:
+        """One less who wants it; with the last it goes, and an interrupt that waits comes now."""
+        self.wanted_by.discard(reason)
+        if self.wanted_by or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, self.former)
+        with self._lock:
+            waits, self.waits, self._since = self.waits, False, None
+        if waits:
+            self.former(signal.SIGINT, sys._getframe())
+
+
+def _interrupt() -> None:
+    """As Ctrl-C does: what the main thread waits for (a lock, a pipe) ends."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        signal.raise_signal(signal.SIGINT)
+
+
+@unparted
+def hold_back_interrupts(push: Push) -> None:
+    """Until the step that is pushed has been run, Ctrl-C waits where it would part what belongs together.
+
+    Push it before all else: then it is run last.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler: Any = signal.getsignal(signal.SIGINT)
+    if not isinstance(handler, _Handler):
+        if not callable(handler):
+            return
+        handler = _Handler(handler)
+    reason = _Reason()
+    push(functools.partial(handler.leave, reason))
+    handler.wanted_by.add(reason)
+    signal.signal(signal.SIGINT, handler)
+
+
+unparted(_Handler.leave)
