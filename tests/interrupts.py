@@ -21,8 +21,12 @@ def ctrl_c(frame):
     handler(signal.SIGINT, frame)
 
 
-def run_to_line(function, stop, parts=INJECTION):
-    """Run a function, with Ctrl-C before its stop-th line in files of these parts of swd_lens; the lines run."""
+def run_to_line(function, stop, parts=INJECTION, events=("line",)):
+    """Run a function, with Ctrl-C before its stop-th line in files of these parts of swd_lens; the lines run.
+
+    Args:
+        events: with "call" also on the way into each function, before its first line, where Python asks for signals, too.
+    """
     lines = 0
     counted: dict[str, bool] = {}  # by file: the question is asked at every call of any function
 
@@ -33,7 +37,7 @@ def run_to_line(function, stop, parts=INJECTION):
             counted[file] = any(part in file for part in parts)
         if not counted[file]:
             return None
-        if event == "line":
+        if event in events:
             lines += 1
             if lines == stop:
                 ctrl_c(frame)

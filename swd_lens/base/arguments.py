@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from swd_lens.base.errors import error
+from swd_lens.base.interrupts import unparted
 
 # Class -> what it is; by name, since these classes are above this room.
 _KINDS = {
@@ -39,6 +40,7 @@ _TAKES = {
 }
 
 
+@unparted  # it comes before the first line of a call, which may be one that takes units out
 def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Do nothing if each argument may stand where it does.
 

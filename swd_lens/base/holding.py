@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from swd_lens.base.errors import error
-from swd_lens.base.interrupts import Push, unparted
+from swd_lens.base.interrupts import Push, joint, unparted
 
 # Methods of a host that run it or change its hooks; what it does not have is left out.
 GUARDED = ("forward", "hooks", "add_hook", "add_perma_hook", "run_with_hooks", "run_with_cache")
@@ -81,6 +81,7 @@ def hold(model: Any, call: str, push: Push) -> None:
     take(model, call, object(), push)
 
 
+@joint
 def take(model: Any, call: str, reason: object, push: Push) -> None:
     """This thread uses the host, for this reason as well, until the step that is pushed has been run.
 

@@ -108,6 +108,7 @@ def _is_generator(function: Any) -> bool:
 class _Call(Undo):
     """The outermost marked call of a thread; what it changed and the hosts that it claimed are given back when it ends."""
 
+    @unparted
     def __init__(self, name: str):
         super().__init__()
         self.name = name
@@ -188,6 +189,7 @@ def _set_precision(of_process: str | None, of_backends: dict[Any, str]) -> None:
 # ---------------------------------------------------------------------------------------------- one thread per host
 
 
+@interrupts.joint
 def claim(model: Any) -> None:
     """The marked call that runs uses this host until it ends; outside of one nothing is done.
 

@@ -33,6 +33,7 @@ class Undo:
         """A block: an exception that ends it runs the steps, otherwise they stay."""
         return IfBroken(self)
 
+    @unparted
     def __len__(self) -> int:
         return len(self._steps)
 

@@ -1,8 +1,13 @@
 """Ctrl-C while units go in or come out: whatever line it hits, the host is mended. Both kinds of host, 3.9 and 4.x."""
 
+import contextlib
+import signal
+
 import pytest
 import torch
 
+import swd_lens as swd
+from swd_lens.base import holding
 from swd_lens.hosts import host_of
 from swd_lens.units import attach
 from tests import families
@@ -31,22 +36,58 @@ def test_ctrl_c_at_any_line_of_attach_or_detach_restores_the_host(kind, family, 
     model = getattr(families, kind)(family)
     with torch.no_grad():
         logits = host_of(model).run(TOKENS)
-    factors, kept = identity(model, ["blocks.0.mlp_out", sites]), []
+    factors = identity(model, ["blocks.0.mlp_out", sites])
 
     def there_and_back():
-        kept.append(attach(model, factors))
-        kept[-1].detach()
+        attach(model, factors).detach()
 
     there_and_back()  # what a host remembers of its first time (caches of names) is no difference
     before = everything(model)
     lines = run_to_line(there_and_back, None)
     assert lines > 200 and everything(model) == before
     for at in range(1, lines, max(3, lines // 300)):  # every third on a HookedTransformer, fewer on a bridge
-        kept.clear()
         with pytest.raises(KeyboardInterrupt):
             run_to_line(there_and_back, at)
-        if kept and kept[-1].attached:  # an interrupted detach is called again, as leaving a with block would
-            kept[-1].detach()
-        assert everything(model) == before, f"interrupted before line {at} of {lines}"
+        assert everything(model) == before, f"interrupted before line {at} of {lines}"  # an interrupted detach is done
     with torch.no_grad():
         assert torch.equal(host_of(model).run(TOKENS), logits)
+
+
+SECOND = ("swd_lens/units/attach.py", "swd_lens/base/", "swd_lens/hosts/")
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("kind", "family", "sites"), HOSTS[-1:] + HOSTS[:1])
+@pytest.mark.parametrize("leave", ["block", "handle", "by name"])
+def test_a_second_ctrl_c_while_the_first_one_leaves_an_attachment(kind, family, sites, leave):
+    model = getattr(families, kind)(family)
+    factors = identity(model, ["blocks.0.mlp_out"])
+
+    def leaving(attachment):
+        if leave == "block":
+            with attachment:
+                raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        finally:
+            attachment.detach() if leave == "handle" else swd.detach(model)
+
+    def lines_of_leaving(stop):
+        attachment = attach(model, factors)
+        try:
+            return run_to_line(lambda: suppressed(leaving, attachment), stop, SECOND, ("line", "call"))
+        except KeyboardInterrupt:
+            return None
+
+    attach(model, factors).detach()
+    before, lines = everything(model), lines_of_leaving(None)
+    assert lines > 40
+    for at in range(1, lines + 1):
+        lines_of_leaving(at)
+        assert everything(model) == before and model not in holding._holders, f"before line {at} of {lines}"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def suppressed(function, *args):
+    with contextlib.suppress(KeyboardInterrupt):
+        function(*args)
