@@ -89,14 +89,14 @@ class _Handler:
     def __init__(self, former: Callable[[int, FrameType | None], Any]):
         self.former = former
         self.wanted_by: WeakSet[_Reason] = WeakSet()  # whoever is gone with its host wants nothing any more
-        self.waits = False  # an interrupt does
+        # One item while an interrupt waits; whoever takes it out sends it on. Not a lock: Ctrl-C might leave it locked.
+        self._waiting: list[int] = []
         self._since: float | None = None
-        self._lock = threading.Lock()  # never taken by the handler itself, which may interrupt whoever has it
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.wanted_by and is_unparted(frame) and not self._waited_long():
-            if not self.waits:
-                self.waits = True
+            if not self._waiting:
+                self._waiting.append(number)
                 threading._start_new_thread(self._send_again, ())  # type: ignore[attr-defined]  # no lock of threading's
             return
         self._since = None
@@ -109,10 +109,15 @@ class _Handler:
 
     def _send_again(self) -> None:
         time.sleep(_AGAIN)
-        with self._lock:
-            if self.waits:
-                self.waits = False
-                _interrupt()
+        if self._take():
+            _interrupt()
+
+    def _take(self) -> bool:
+        try:
+            self._waiting.pop()
+        except IndexError:
+            return False
+        return True
 
     def leave(self, reason: _Reason) -> None:
         """One less who wants it; with the last it goes, and an interrupt that waits comes now."""
@@ -121,9 +126,8 @@ class _Handler:
             return
         if signal.getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, self.former)
-        with self._lock:
-            waits, self.waits, self._since = self.waits, False, None
-        if waits:
+        self._since = None
+        if self._take():
             self.former(signal.SIGINT, sys._getframe())
 
 

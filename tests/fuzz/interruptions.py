@@ -192,12 +192,12 @@ def main() -> None:
             NAMED[name](kit_of(kind))
             seconds = time.perf_counter() - start
             lengths[kind, name] = run_to_line(lambda n=name, k=kind: NAMED[n](kit_of(k)), None, WHOLE, EVENTS), seconds
-    print({" ".join(key): value for key, value in lengths.items()}, flush=True)
+    print({" ".join(key): lines for key, (lines, _) in lengths.items()}, flush=True)
     counts, failed = Counter[str](), 0
     for number in range(given.lines):
         kind, name = rng.choice(HOSTS), rng.choice(given.calls)
         at = rng.randint(1, lengths[kind, name][0])
-        if time.monotonic() > until - 0.5 * given.seconds * (given.times > 0):
+        if time.monotonic() > until - 0.2 * given.seconds * (given.times > 0):
             break
         if left := at_a_line(name, kit_of(kind), at):
             failed += 1
