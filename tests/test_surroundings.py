@@ -4,14 +4,14 @@
 2. Real calls on a HookedTransformer and on a TransformerBridge, under each setting: the same bits, and nothing stays behind.
 3. Within an attachment a user's own forwards see the user's settings.
 4. A user's standing hooks are named in the settings of results; a hook that changes z's shape is refused.
-5. A second thread that uses the same host is refused.
+5. A second thread that uses the same host, if only for a forward, is refused.
 """
 
 import inspect
 import math
 import threading
 from collections.abc import Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module, metadata
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import swd_lens as swd
+from swd_lens.base import holding
 from swd_lens.base.surroundings import is_marked
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
@@ -32,6 +33,7 @@ from swd_lens.units.factors import Factors
 from tests import families
 from tests.base.test_surroundings import SETTINGS as PLAIN_SETTINGS
 from tests.base.test_surroundings import in_a_thread, state
+from tests.hosts.test_interrupts import everything
 
 SITE, SITES = "blocks.1.mlp_out", "blocks.*.mlp_out"
 QUICK = {"outer_iterations": 3, "progress": False}
@@ -447,3 +449,66 @@ def test_two_threads_on_one_host_are_right_or_refused(kind):
         thread.join()
     assert len(outcome) == 12 and outcome.count(True) >= 6 and False not in outcome
     assert plain(CALLS["fidelity"](kit)) == wanted["fidelity"]
+
+
+USES = {
+    "call": lambda kit: kit.model(kit.tokens),
+    "forward": lambda kit: kit.model.forward(kit.tokens),
+    "run_with_cache": lambda kit: kit.model.run_with_cache(kit.tokens),
+    "run_with_hooks": lambda kit: kit.model.run_with_hooks(kit.tokens, fwd_hooks=[("blocks.0.hook_resid_post", watch)]),
+    "hooks": lambda kit: kit.model.hooks(fwd_hooks=[("blocks.0.hook_resid_post", watch)]).__enter__(),
+    "add_hook": lambda kit: kit.model.add_hook("blocks.0.hook_resid_post", watch),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("use", USES)
+def test_a_forward_of_a_second_thread_on_an_attached_host_is_refused(use, kind, monkeypatch):
+    monkeypatch.setattr(holding, "WAIT_FOR_CALL", 0.01)
+    kit = kit_of(kind)
+    with torch.no_grad():
+        wanted = kit.model(kit.tokens)
+    before = everything(kit.model)
+    with swd.attach(kit.model, kit.factors):
+        refused = in_a_thread(lambda: USES[use](kit))
+        assert isinstance(refused, swd.errors.HostInUseError), refused
+    assert everything(kit.model) == before and not kit.model.hook_dict["blocks.0.hook_resid_post"].fwd_hooks
+    with torch.no_grad():
+        assert torch.equal(kit.model(kit.tokens), wanted)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_forwards_beside_calls_of_another_thread_are_right_or_refused(kind, monkeypatch):
+    monkeypatch.setattr(holding, "WAIT_FOR_CALL", 0.05)
+    kit, outcome, begun, over = kit_of(kind), [], threading.Event(), threading.Event()
+    with torch.no_grad():
+        wanted = kit.model(kit.tokens)
+
+    def forwards() -> None:
+        while not over.is_set():
+            try:
+                with torch.no_grad():
+                    outcome.append(torch.equal(kit.model(kit.tokens), wanted))
+            except Exception as error:
+                outcome.append(isinstance(error, swd.errors.HostInUseError) or error)
+            begun.set()
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    assert begun.wait(30)
+    try:
+        for _ in range(5):
+            assert plain(kit.attribute()) == expected(kind, "attribute")
+    finally:
+        over.set()
+        thread.join()
+    assert outcome.count(True) == len(outcome) > 1, outcome
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_a_copy_of_an_attached_host_is_another_threads_to_use(kind):
+    kit = kit_of(kind)
+    with swd.attach(kit.model, kit.factors), torch.no_grad():
+        wanted, clone = kit.model(kit.tokens), deepcopy(kit.model)
+        got = in_a_thread(lambda: clone(kit.tokens).detach())
+    assert torch.equal(got, wanted.detach())

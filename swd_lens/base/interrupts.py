@@ -11,6 +11,7 @@
    caller has no handler in Python.
 """
 
+import _signal  # what signal wraps: its enumerations take longer than all the rest
 import contextlib
 import functools
 import signal
@@ -28,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 PATIENCE = 5.0  # seconds
 _AGAIN = 1e-3  # seconds
+_SIGINT = int(signal.SIGINT)
 _CONTEXT = ("__enter__", "__exit__")
 
 _UNPARTED: set[CodeType] = set()
@@ -124,11 +126,11 @@ class _Handler:
         self.wanted_by.discard(reason)
         if self.wanted_by or threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGINT) is self:
-            signal.signal(signal.SIGINT, self.former)
+        if _signal.getsignal(_SIGINT) is self:
+            _signal.signal(_SIGINT, self.former)
         self._since = None
         if self._take():
-            self.former(signal.SIGINT, sys._getframe())
+            self.former(_SIGINT, sys._getframe())
 
 
 def _interrupt() -> None:
@@ -147,7 +149,7 @@ def hold_back_interrupts(push: Push) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    handler: Any = signal.getsignal(signal.SIGINT)
+    handler: Any = _signal.getsignal(_SIGINT)
     if not isinstance(handler, _Handler):
         if not callable(handler):
             return
@@ -155,7 +157,7 @@ def hold_back_interrupts(push: Push) -> None:
     reason = _Reason()
     push(functools.partial(handler.leave, reason))
     handler.wanted_by.add(reason)
-    signal.signal(signal.SIGINT, handler)
+    _signal.signal(_SIGINT, handler)
 
 
 unparted(_Handler.leave)

@@ -19,6 +19,7 @@ from swd_lens.units import attach
 from swd_lens.units.factors import Factors, FactorSet
 from tests import families
 from tests.contract import identity
+from tests.hosts.test_interrupts import everything
 from tests.micro import random_tokens, toy_model
 
 
@@ -401,3 +402,41 @@ def test_a_setup_while_attached_leaves_nothing_behind(model):
     assert left and not any("mlp_out" in name for name in left)
     outer.detach()
     assert list(model.mod_dict.items()) == before
+
+
+# ---------------------------------------------------------------------------------------------- without a handle
+
+
+def test_detach_takes_out_what_is_attached_without_a_handle(model, factors):
+    tokens = random_tokens(2, 6)
+    with torch.no_grad():
+        before, logits = everything(model), model(tokens)
+    attach(model, {"blocks.0.mlp_out": factors["blocks.0.mlp_out"]})
+    kept = attach(model, {"blocks.1.mlp_out": factors["blocks.1.mlp_out"]})
+    with pytest.raises(AttachError, match=r"swd_lens\.detach\(model\)"):
+        attach(model, factors)
+    swd.detach(model)
+    assert everything(model) == before and not kept.attached
+    with torch.no_grad():
+        assert torch.equal(model(tokens), logits)
+    swd.detach(model)  # nothing is there, nothing is done
+    assert everything(model) == before
+    with pytest.raises(UnsupportedHostError):
+        swd.detach("model")
+
+
+def test_detach_takes_out_before_it_checks(model, factors):
+    attach(model, factors)
+    with torch.no_grad():
+        model.blocks[0].mlp.W_out.mul_(2)
+    with pytest.raises(AttachError, match="was changed while units are attached"):
+        swd.detach(model)
+    assert not any(host_of(model).is_swapped(site) for site in find_sites(model))
+
+
+def test_detach_knows_what_was_attached_to_a_host_itself_and_not_to_its_copies(model, factors):
+    with attach(model, factors) as attachment:
+        clone = copy.deepcopy(model)
+        with pytest.raises(AttachError, match="came with a copy"):
+            swd.detach(clone)
+        assert attachment.attached
