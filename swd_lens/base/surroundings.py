@@ -35,6 +35,10 @@ Marked = TypeVar("Marked")
 _OPERATORS = ("__getitem__", "__or__", "__call__")  # of a class, marked like its public methods
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _lock = threading.RLock()
+# Ctrl-C within these would leave the mode behind; while units are attached they are not parted in the caller's code, either.
+for _mode in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode, torch.autocast):
+    unparted(_mode.__enter__)
+    unparted(_mode.__exit__)
 _MKLDNN: Any = torch.backends.mkldnn
 _CONVOLUTIONS: Any = getattr(_MKLDNN, "conv", None)
 _BACKENDS: list[Any] = [
@@ -143,10 +147,12 @@ class _Call(Undo):
 
     def _make_thread_plain(self) -> None:
         """What each thread has for itself: inference mode, autocast, the default device."""
+        autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+        self.push(functools.partial(_give_back_modes, torch.is_grad_enabled(), autocast))
         contexts: list[AbstractContextManager[Any]] = []
         if torch.is_inference_mode_enabled():
             contexts.append(torch.inference_mode(False))
-        contexts += [torch.autocast(device, enabled=False) for device in _DEVICES if torch.is_autocast_enabled(device)]
+        contexts += [torch.autocast(device, enabled=False) for device in autocast]
         # A look at the stack first: to ask for the device takes longer than all the rest.
         if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
             contexts.append(torch.device("cpu"))
@@ -155,6 +161,14 @@ class _Call(Undo):
             self.push(own.close)
             for context in contexts:
                 own.enter_context(context)
+
+
+def _give_back_modes(grad: bool, autocast: list[str]) -> None:
+    """Of this thread, as the caller had them: an interrupt may have kept a context of ours from being left."""
+    torch._C._set_grad_enabled(grad)
+    for device in _DEVICES:
+        if torch.is_autocast_enabled(device) != (device in autocast):
+            torch.set_autocast_enabled(device, device in autocast)
 
 
 _calls: set[_Call] = set()  # that run now, in whatever thread
