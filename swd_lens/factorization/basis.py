@@ -271,7 +271,7 @@ def _side_costs(logs: Float[Tensor, "prediction 2"]) -> SideCosts:
 
 def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -> Job:
     """The job, with what its text says where it may: of a host that predicts next tokens, and rows that hold some. By default a
-    host through which no gradient passes keeps what is LIKELY (matrices.py).
+    host that has no gradients, or none that are finite, keeps what is LIKELY (matrices.py).
 
     Args:
         folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
@@ -288,7 +288,7 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
     unknown = [site for site in job.sites if site.name not in known]
     try:
         known |= chosen(job.model, unknown, stream, SHARE, N_TOKENS, progress).sites if unknown else {}
-    except UnsupportedHostError:
+    except (UnsupportedHostError, ValueError):  # no gradient passes, or one that overflows: a factorization needs none
         if job.basis_by_text == "told":
             raise
         return job

@@ -326,8 +326,11 @@ def _contest(
     caveat = f" ({'; '.join(caveats)})" if caveats else ""
     dearer = [f"{readable(c.task)} ({c.surface})" for c, ratio in contested if ratio < 1]
     lost = f"; more for {conjunction(dearer)}" if n > 1 and 0 < len(dearer) <= _FEW else ""
-    return f"{method} needs {_ratio(statistics.median(ratios))} active edges than {control}{more}{lost}{caveat}."
+    return f"{method} needs {_ratio(statistics.median(ratios))} {control}{more}{lost}{caveat}."
 
 
 def _ratio(ratio: float) -> str:
-    return f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times more"
+    times = f"{max(ratio, 1 / ratio):.1f}"
+    if times == "1.0":
+        return "about as many active edges as"
+    return f"{times} times {'fewer' if ratio > 1 else 'more'} active edges than"

@@ -106,4 +106,6 @@ def test_mlps_and_attention_are_not_pooled() -> None:
 def test_cost_sentences_admit_a_loss_and_need_a_control() -> None:
     costs = [_cost("a", "S", 300, 4), _cost("a", "SVD", 100, 3)]
     assert "S needs 3.0 times more active edges than SVD." in next(cost_sentences(costs, "S", ["SVD"], 0.9))
+    near = [_cost("a", "S", 102, 4), _cost("a", "SVD", 100, 3)]
+    assert "S needs about as many active edges as SVD." in next(cost_sentences(near, "S", ["SVD"], 0.9))
     assert not any("SVD" in sentence for sentence in cost_sentences(costs[:1], "S", ["SVD"], 0.9))
