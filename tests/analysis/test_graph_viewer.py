@@ -16,6 +16,7 @@ from swd_lens.analysis.audit.labels import UnitLabel
 from swd_lens.analysis.graph import Replays, unit_graph
 from swd_lens.analysis.graph.viewer import page as page_module
 from swd_lens.analysis.graph.viewer.page import SCRIPTS, GraphPage
+from swd_lens.base.errors import encodable
 from tests.analysis.graph_checks import TOKENS, all_units, random_factors
 from tests.analysis.graph_pages import Paths, large_graph
 from tests.micro import toy_model
@@ -61,7 +62,7 @@ def test_text_of_labels_and_prompts_is_data() -> None:
     assert page.html.count("</script>") == 2 and "<b>" not in page.html.replace("<b>0</b>", "").split("<script")[0]
     page.html.encode("utf-8")
     values = _data(page)
-    assert values["units"][unit]["label"] == HOSTILE and "</script><b>" in values["groups"][0]["name"]
+    assert values["units"][unit]["label"] == encodable(HOSTILE) and "</script><b>" in values["groups"][0]["name"]
     assert "<title>Unit graph of “&lt;/script&gt;" in page.html
 
 
