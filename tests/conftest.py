@@ -2,6 +2,11 @@
 
 import gc
 import os
+import signal
+
+# A shell that starts them in the background has interrupts ignored; tests of Ctrl-C want Python's own handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported: a waiting thread spins a little (LAPACK wants that), then sleeps. Spinning on costs a factor of
 # ten on a busy machine.

@@ -11,7 +11,7 @@
    caller has no handler in Python.
 """
 
-import _signal  # what signal wraps: its enumerations take longer than all the rest
+import _signal  # pyright: ignore[reportMissingImports]  # what signal wraps: its enumerations take longer than all else
 import contextlib
 import functools
 import signal

@@ -103,7 +103,7 @@ def basis_of_each(sites: Sequence[Site], basis: Any) -> dict[str, str]:
             if given.setdefault(site.name, each) != each:
                 raise error("site-with-two-bases", site=site.name, first=given[site.name], second=each)
     by_kind = {NEURONS: NEURON_SIDE} | ({} if isinstance(basis, Mapping) else {AUTO: LIKELY})
-    kinds = {site.name: None if isinstance(site, Shape) else base_kind(site.kind) for site in sites}
+    kinds = {site.name: "" if isinstance(site, Shape) else base_kind(site.kind) for site in sites}
     sides = {
         name: by_kind[each].get(kinds[name]) if isinstance(each, str) and each in by_kind else each
         for name, each in given.items()

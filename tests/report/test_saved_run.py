@@ -145,7 +145,10 @@ def _dropped(key: str) -> Callable[[dict[str, Any]], Any]:
         (lambda values: values["extras"].append(_SCRIPT), "may not hold <script>"),
         (lambda values: values["extras"].append(_RAGGED), "is not a run, or damaged .*rows of other lengths"),
         (lambda values: values["units"][0]["contexts"][0].update(peak=99), "is not a run, or damaged .*its peak at 99"),
-        (lambda values: values["units"][0]["contexts"][0]["z"].pop(), "is not a run, or damaged .*3 tokens has 2 z"),
+        (
+            lambda values: values["units"][0]["contexts"][0]["z"].pop(),
+            "is not a run, or damaged .* tokens has [0-9]+ z",
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
