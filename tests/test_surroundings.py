@@ -380,9 +380,9 @@ def test_hooks_of_our_own_are_not_standing_hooks(kind):
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        (lambda z, hook: z.mean(1, keepdim=True), r"\(6, 1, 32\) for a z of \(6, 10, 32\)"),
-        (lambda z, hook: z[:1], r"\(1, 10, 32\) for a z of"),
-        (lambda z, hook: z[0, 0], r"\(32,\) for a z of"),
+        (lambda z, hook: z.mean(1, keepdim=True), r"\(6, 1, 64\) for a z of \(6, 10, 64\)"),
+        (lambda z, hook: z[:1], r"\(1, 10, 64\) for a z of"),
+        (lambda z, hook: z[0, 0], r"\(64,\) for a z of"),
         (lambda z, hook: 0.0, "float for a z of"),
     ],
 )
