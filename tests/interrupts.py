@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 
 from swd_lens.base import holding, surroundings
 
@@ -19,6 +20,14 @@ def ctrl_c(frame):
     handler = signal.getsignal(signal.SIGINT)
     assert callable(handler)
     handler(signal.SIGINT, frame)
+
+
+def _until_it_came():
+    """An interrupt that was held back comes a moment later, which may be behind the function's end."""
+    while getattr(signal.getsignal(signal.SIGINT), "_waiting", None):
+        time.sleep(1e-3)
+        if not getattr(signal.getsignal(signal.SIGINT), "_waiting", None):  # taken, and sent in a moment
+            time.sleep(0.05)
 
 
 def run_to_line(function, stop, parts=INJECTION, events=("line",)):
@@ -47,6 +56,7 @@ def run_to_line(function, stop, parts=INJECTION, events=("line",)):
     sys.settrace(trace)
     try:
         function()
+        _until_it_came()
     finally:
         sys.settrace(former)
         # Between the last line under a lock and its release, where tracing interrupts, Python asks for no signals. Left locked it
