@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from swd_lens.base.errors import error
-from swd_lens.base.interrupts import Push, joint, unparted
+from swd_lens.base.interrupts import Push, code_of, joint, unparted
 
 # Methods of a host that run it or change its hooks; what it does not have is left out.
 GUARDED = ("forward", "hooks", "add_hook", "add_perma_hook", "run_with_hooks", "run_with_cache")
@@ -234,7 +234,7 @@ def _runs(frame: FrameType, model: Any, wrapped: Any) -> bool:
     return owner is model or (owner is not None and owner is wrapped)
 
 
-_GUARD = Guard.__call__.__code__
+_GUARD = code_of(Guard.__call__)
 
 
 def _has(frame: FrameType | None, sought: FrameType) -> bool:

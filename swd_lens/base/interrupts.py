@@ -39,23 +39,24 @@ _CALLS: set[CodeType] = set()
 
 def unparted(function: Function) -> Function:
     """Marks a function that Ctrl-C does not part, whatever it calls: a few steps that belong together, and never a long wait."""
-    _UNPARTED.add(_code_of(function))
+    _UNPARTED.add(code_of(function))
     return function
 
 
 def joint(function: Function) -> Function:
     """Marks a function whose own lines Ctrl-C does not part; what it calls can be interrupted."""
-    _JOINTS.add(_code_of(function))
+    _JOINTS.add(code_of(function))
     return function
 
 
 def call(function: Function) -> Function:
     """Marks a joint within which the contexts that are entered and left are not parted, either."""
-    _CALLS.add(_code_of(function))
+    _CALLS.add(code_of(function))
     return joint(function)
 
 
-def _code_of(function: Callable[..., Any]) -> CodeType:
+def code_of(function: Callable[..., Any]) -> CodeType:
+    """The code of a function itself, whatever wraps it."""
     while hasattr(function, "__wrapped__"):  # of a context manager that is written as a generator
         function = function.__wrapped__
     return function.__code__
