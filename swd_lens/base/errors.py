@@ -124,6 +124,10 @@ class HostDiffersError(UnsupportedHostError):
     """A loaded host gives other logits than transformers' own model of the same checkpoint."""
 
 
+class GradientError(ValueError):
+    """The loss's gradients in a host are not finite on these tokens; the site is named."""
+
+
 class AttachError(ValueError):
     """Units cannot be attached, detached or transported as asked; nothing was changed."""
 

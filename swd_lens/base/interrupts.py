@@ -12,6 +12,7 @@
 """
 
 import _signal  # pyright: ignore[reportMissingImports]  # what signal wraps: its enumerations take longer than all else
+import _thread
 import contextlib
 import functools
 import signal
@@ -100,7 +101,7 @@ class _Handler:
         if self.wanted_by and is_unparted(frame) and not self._waited_long():
             if not self._waiting:
                 self._waiting.append(number)
-                threading._start_new_thread(self._send_again, ())  # type: ignore[attr-defined]  # no lock of threading's
+                _thread.start_new_thread(self._send_again, ())  # threading's own locks may be held where this comes
             return
         self._since = None
         self.former(number, frame)

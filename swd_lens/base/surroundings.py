@@ -74,10 +74,8 @@ def in_plain_surroundings(marked: Marked) -> Marked:
             return function(*args, **kwargs)
         check_arguments(function, args, kwargs)
         call = _Call(function.__qualname__)
-        with (
-            call,
-            call,
-        ):  # twice: where nothing holds it back, Ctrl-C on the way into the inner end is inside of the outer
+        # Twice: where nothing holds it back, Ctrl-C on the way into the inner end is inside of the outer.
+        with call, call:
             call.make_plain()
             return function(*args, **kwargs)
 

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from swd_lens.base import __version__
-from swd_lens.base.errors import FactorFileError, UnsupportedHostError, error
+from swd_lens.base.errors import FactorFileError, GradientError, UnsupportedHostError, error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.shares import fewest_with
@@ -45,8 +45,8 @@ from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.units.index import provenance_in
 
-# A side is chosen where its edges are at most this share of the other's, and the difference is not chance. Nearer to each other
-# text is no guide, and the short side's lower error is worth as much (tests.benchmarks.sides).
+# Text chooses a side where its edges are at most this share of the other's, and the difference is not chance. Nearer to each
+# other it is no guide (tests.benchmarks.sides), and the kind of the matrix is (tests.benchmarks.single_calls, bases).
 CLEAR = 2 / 3
 STANDARD_ERRORS = 2.0
 
@@ -288,8 +288,8 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
     unknown = [site for site in job.sites if site.name not in known]
     try:
         known |= chosen(job.model, unknown, stream, SHARE, N_TOKENS, progress).sites if unknown else {}
-    except (UnsupportedHostError, ValueError):  # no gradient passes, or one that overflows: a factorization needs none
-        if job.basis_by_text == "told":
+    except (UnsupportedHostError, GradientError):  # a factorization needs no gradients
+        if job.basis_by_text == "asked":
             raise
         return job
     return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}).told())

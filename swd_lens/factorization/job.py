@@ -49,7 +49,7 @@ class Job:
         calibration, preset, units, batch_size, device, weigh_outputs: as for `factorize`.
         options: the solver's, the same for all matrices.
         bases: site name -> basis, of those that are not solved with the preset's own.
-        basis_by_text: whether the text may say more of them: "told" (the caller's "auto"), "default", or "no".
+        basis_by_text: whether the text may say more of them: "asked" (the caller's "auto"), "default", or "no".
         told: what the text has said (basis.py), as plain values; empty until it has.
         gram_dtype: of the Grams.
         shard: the part of a larger job that this one is.
@@ -69,7 +69,7 @@ class Job:
     device: str | torch.device | None = None
     shard: Shard | None = None
     weigh_outputs: bool = False
-    basis_by_text: Literal["told", "default", "no"] = "no"
+    basis_by_text: Literal["asked", "default", "no"] = "no"
     told: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -117,9 +117,9 @@ class Job:
         own_options = {name: value for name, value in options.items() if name != "basis"}
         basis = basis_asked(preset, units, options)
         bases = basis_of_each(matrices, basis)
-        by_text: Literal["told", "default", "no"] = "no"
+        by_text: Literal["asked", "default", "no"] = "no"
         if basis == AUTO:
-            bases, by_text = affordable(matrices, bases, sparsities), "told" if "basis" in options else "default"
+            bases, by_text = affordable(matrices, bases, sparsities), "asked" if "basis" in options else "default"
         # Factors of a float32 Gram differ between processors though they are solved in float64 (6 of 16 factorizations of the
         # embedded model; of a float64 Gram none).
         with naming(matrices[0]):

@@ -18,7 +18,7 @@ from swd_lens.solver.validate import is_number
 NEURONS = "neurons"  # the basis that is an MLP's neurons, whichever side they are
 # The basis "auto" where no text says more: an MLP's neurons, and the dimensions of heads at their output.
 LIKELY = {**NEURON_SIDE, "attn_o": "input"}
-# Settings that say how many units there are, or how they share the edges: a caller's are of the short side.
+# With these, or a number of units, a caller has the short side in mind: shares of its factor, and where its units start.
 _OF_THE_SHORT_SIDE = ("square_share", "balance", "start")
 
 

@@ -11,7 +11,7 @@
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,21 +141,18 @@ def memory_of(
     """
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
-    pairs = {label: _pairs(estimate) for label, estimate in estimates.items()}
-    # Replacements whose units are neurons, and those with as many as were estimated.
+    # How many replacements have as many units as SWD, as there are neurons, and as the short side has coordinates.
     controls = controls_of(controls, sparsities, solver)
     n_sparsities, exact = len(sparsities), [control for control in controls if control not in SOLVED]
     of_neurons = ("neurons" in exact) + ("pruned" in controls) * n_sparsities
-    as_wide = 1 + ("svd_pruned" in controls) + ("paper" in controls)
-    of_width = n_sparsities * as_wide + len(exact) - ("neurons" in exact) + n_beside
-    most_units = max(
-        sum(max(row.units, (of_neurons > 0) * _neurons(row)) for row in estimate.rows)
-        for estimate in estimates.values()
-    )
+    of_short_side = n_sparsities * (("svd_pruned" in controls) + ("paper" in controls))
+    of_short_side += len(exact) - ("neurons" in exact)
+    kinds = {_solved: n_sparsities + n_beside, _neurons: of_neurons, _short_side: of_short_side}
+    widths = [_solved, *(width for width, n in kinds.items() if n)]
+    most_units = max(sum(max(width(row) for width in widths) for row in each.rows) for each in estimates.values())
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
-    wide = {label: (of_neurons > 0) * _pairs(estimate, neurons=True) for label, estimate in estimates.items()}
-    stays = given + of_width * sum(pairs.values()) + of_neurons * sum(wide.values())
-    largest = max(*pairs.values(), *wide.values())
+    stays = given + sum(n * _pairs(each, width) for width, n in kinds.items() for each in estimates.values())
+    largest = max(_pairs(each, width) for width in widths for each in estimates.values())
 
     solved = [*estimates.values()]
     for how in solved_controls(controls, sparsities, solver).values():
@@ -163,7 +160,7 @@ def memory_of(
         options = {**how.options, "sparsity": how.sparsity}
         solved += [_estimate(model, surface, calibration_tokens, options) for surface in made]
     parts = {"factorize": max(each.peak_bytes for each in solved)} if sparsities else {}
-    n_starts = of_width + of_neurons + len(factors or {}) + 2
+    n_starts = sum(kinds.values()) + len(factors or {}) + 2
     parts["fidelity"] = max(
         _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()
     )
@@ -198,7 +195,7 @@ def memory_of_replacement(
     """
     surface = find_sites(model, sites)
     estimate = _estimate(model, surface, tokens, {**solver, "calibration": calibration, "sparsity": sparsity})
-    pairs, units = _pairs(estimate), sum(row.units for row in estimate.rows)
+    pairs, units = _pairs(estimate, _solved), sum(row.units for row in estimate.rows)
     parts = {"factorize": estimate.peak_bytes, "fidelity": pairs + _fidelity(model, surface, units, 3, row_length)}
     if tuned_rows:
         # Values, gradients, two moments and places of each nonzero; the dense factors and their gradients; all activations.
@@ -208,12 +205,19 @@ def memory_of_replacement(
     return parts
 
 
-def _pairs(estimate: Any, neurons: bool = False) -> int:
-    """Read, write and W of every site, dense; with neurons as units or as many as estimated."""
-    widths = [_neurons(row) if neurons else row.units for row in estimate.rows]
-    return 4 * sum(
-        units * (row.d_in + row.d_out) + row.d_in * row.d_out for units, row in zip(widths, estimate.rows, strict=True)
-    )
+def _pairs(estimate: Any, width: Callable[[Any], int]) -> int:
+    """Read, write and W of every site, dense, with so many units."""
+    return 4 * sum(width(row) * (row.d_in + row.d_out) + row.d_in * row.d_out for row in estimate.rows)
+
+
+def _solved(row: Any) -> int:
+    """Units of SWD at an estimate's site."""
+    return int(row.units)
+
+
+def _short_side(row: Any) -> int:
+    """Units of singular vectors, and of the paper's SWD."""
+    return min(row.d_in, row.d_out)
 
 
 def _neurons(row: Any) -> int:

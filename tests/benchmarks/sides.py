@@ -34,7 +34,7 @@ from swd_lens.factorization.basis import CLEAR
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
 from tests.benchmarks.bases import CALIBRATION
-from tests.benchmarks.circuit_rows import COLUMNS, Made, cells_of, row_of_task, rows_on_text
+from tests.benchmarks.circuit_rows import COLUMNS, Made, cells_of, loaded, row_of_task, rows_on_text
 from tests.benchmarks.fair import SPARSITIES, TOLERANCE
 from tests.benchmarks.results import Table, record
 
@@ -151,15 +151,7 @@ def _without_text(row: Mapping[str, Any]) -> list[str]:
 
 def _cells(name: str, folder: Path) -> Iterator[tuple[str, str, float, dict[str, dict[str, Any]]]]:
     """Task, matrix, what text says, and method -> what was measured; what is not there yet is measured."""
-    if name == "default":
-        model = swd.load_default_model()
-        texts = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT, split="test")
-    else:
-        model = swd.load_host(name)
-        texts = (
-            swd.load_text("sotu", model, CALIBRATION),
-            swd.load_text("sotu", model, HELDOUT, skip_tokens=CALIBRATION),
-        )
+    model, *texts = loaded(name, CALIBRATION, HELDOUT)
     for task_name, place, positions in CELLS[name]:
         [site] = swd.find_sites(model, place)
         task = swd.load_task(task_name, model, n_train=PROMPTS[name][0], n_test=PROMPTS[name][1])

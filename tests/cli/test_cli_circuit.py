@@ -215,7 +215,7 @@ def test_the_memory_of_a_study_is_bounded_by_its_estimate(default_model):
     assert all(larger[part] > needed[part] - needed["fidelity"] for part in needed)
 
     def bytes_of(n_sparsities: int, *controls: str) -> int:
-        how = {"sparsities": (0.5, 0.6)[:n_sparsities], "controls": controls, "basis": "paper"}
+        how = {"sparsities": (0.5, 0.6)[:n_sparsities], "controls": controls}
         return memory_of(default_model, sites, [task], **how)["attribution of ioi"]
 
     # Every solved control is one more set of factors per sparsity; units of "pruned" are inputs, as those of neurons.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import swd_lens as swd
+from swd_lens.base.errors import error
 from swd_lens.base.shares import fewest_with
 from swd_lens.factorization import basis
 from swd_lens.factorization.basis import BasisChoice, SideCosts
@@ -227,6 +228,19 @@ def test_a_host_without_gradients_is_factorized_all_the_same(model, monkeypatch)
     }
     assert made.provenance["basis"] == {"by": "kind of matrix"}
     with pytest.raises(swd.UnsupportedHostError):
+        swd.factorize(model, "mlp_out", basis="auto", **how)
+
+
+def test_gradients_that_overflow_leave_it_to_the_kind_of_matrix(model, monkeypatch):
+    def overflow(site, *_):
+        raise error("gradients-not-finite", site=site.name)
+
+    monkeypatch.setattr(basis, "_log_costs", overflow)
+    how = {**QUICK, "preset": "quick", "sparsity": 0.5, "tokens": TOKENS}
+    made = swd.factorize(model, "mlp_out", **how)
+    assert made.provenance["basis"] == {"by": "kind of matrix"}
+    assert {f.settings["basis"] for f in made.values()} == {"input"}
+    with pytest.raises(swd.errors.GradientError, match=r"blocks\.0\.mlp_out"):
         swd.factorize(model, "mlp_out", basis="auto", **how)
 
 
