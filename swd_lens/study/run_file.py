@@ -215,15 +215,15 @@ def with_factors(folder: Path, replacements: Sequence[Replacement], hashes: Mapp
 
 
 def _factors(folder: Path, name: str, replacement: Replacement, hashes: Mapping[str, str]) -> FactorSet:
-    index = f"{name}/{INDEX}"
-    staged = folder / f"{name}{STAGED}" / INDEX
-    if index in hashes and staged.is_file() and sha256(staged) == hashes[index]:  # of a save that was killed at its end
-        return FactorSet.load(staged.parent)
-    if not (folder / index).is_file():
+    index, staged = f"{name}/{INDEX}", f"{name}{STAGED}/{INDEX}"
+    place, expected = name, {index: hashes[index]} if index in hashes else {}
+    if expected and (folder / staged).is_file() and sha256(folder / staged) == hashes[index]:
+        place, expected = f"{name}{STAGED}", {staged: hashes[index]}  # a save was killed at its end
+    elif not (folder / index).is_file():
         raise error("run-without-its-factors", path=folder / NAME, factors=name, folder=folder)
-    expected = {index: hashes[index]} if index in hashes else {}
     require_hashes(folder, expected, WHAT)
-    factors, edges = FactorSet.load(folder / name), replacement.factors.edges
+    require_hashes(folder, expected, WHAT)
+    factors, edges = FactorSet.load(folder / place), replacement.factors.edges
     require_hashes(folder, expected, WHAT)  # another writer may have come meanwhile
     if factors.edges != edges or set(factors) != set(replacement.factors):
         raise error(

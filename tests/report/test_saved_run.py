@@ -350,6 +350,27 @@ def test_a_run_saved_over_another_is_the_old_or_the_new_one_wherever_it_stops(ru
     assert Run.load(tmp_path).seconds == run.seconds and not list(tmp_path.rglob(f"*{STAGED}"))
 
 
+def test_factors_that_wait_beside_a_run_are_no_other_ones_when_they_were_read(run, tmp_path, monkeypatch):
+    """A second save may replace them between the look at their hash and their reading (seen in CI)."""
+    sparse = next(r for r in run.replacements if isinstance(r.factors, FactorSet) and not r.exact)
+    one, load = replace(run, replacements=[sparse], comparisons={}), FactorSet.load
+    other = replace(one, replacements=[replace(sparse, factors=_scaled(sparse.factors))])
+    one.save(tmp_path)
+    (place,) = (tmp_path / "factors").iterdir()
+    staged = place.rename(
+        place.with_name(place.name + STAGED)
+    )  # as a save leaves it that is killed behind its run.json
+    assert Run.load(tmp_path).replacements[0].factors.edges == sparse.factors.edges
+
+    def replaced(folder):
+        other.replacements[0].factors.save(staged)
+        return load(folder)
+
+    monkeypatch.setattr(FactorSet, "load", replaced)
+    with pytest.raises(ValueError, match="not what was written"):
+        Run.load(tmp_path)
+
+
 def test_no_method_has_the_folder_in_which_another_waits(run: Run, tmp_path: Path) -> None:
     """A folder "mine.new" was where factors of "mine" wait while a run is saved over another one, and removed behind them."""
     sparse = next(r for r in run.replacements if isinstance(r.factors, FactorSet) and not r.exact)
