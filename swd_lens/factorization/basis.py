@@ -31,6 +31,7 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import FactorFileError, GradientError, UnsupportedHostError, error
 from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
+from swd_lens.base.sealed import readable
 from swd_lens.base.shares import fewest_with
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.factorization.calibration_text import CalibrationText
@@ -43,7 +44,7 @@ from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Pattern, Site, base_kind, split_name
 from swd_lens.tasks.counting import predicted
 from swd_lens.tasks.streams import TokenStream, as_stream
-from swd_lens.units.index import provenance_in
+from swd_lens.units.index import INDEX, WHAT, provenance_in
 
 # Text chooses a side where its edges are at most this share of the other's, and the difference is not chance. Nearer to each
 # other it is no guide (tests.benchmarks.sides), and the kind of the matrix is (tests.benchmarks.single_calls, bases).
@@ -275,13 +276,13 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
 
     Args:
         folder: of the factors that are being made; a call that goes on there takes over what the first one was told.
+
+    Raises:
+        ResumeError: the folder's index names a basis that there is not.
     """
     stream = job.stream
-    if job.basis_by_text != "no" and folder is not None:
-        with suppress(FactorFileError, FileNotFoundError):  # said by who reads it
-            told = provenance_in(folder).get("basis") or {}
-            if set(told.get("chosen", {})) == {site.name for site in job.sites}:
-                return job.with_bases(told)
+    if job.basis_by_text != "no" and folder is not None and (told := _told_before(folder, job)):
+        return job.with_bases(told)
     if job.basis_by_text == "no" or stream is None or stream.row_length < 2 or not facts_of(job.model).causal:
         return job
     known = stream.side_costs(job.model) if isinstance(stream, CalibrationText) else {}
@@ -293,3 +294,24 @@ def with_chosen_bases(job: Job, *, progress: bool, folder: Path | None = None) -
             raise
         return job
     return job.with_bases(BasisChoice(SHARE, {}, {site.name: known[site.name] for site in job.sites}).told())
+
+
+def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
+    """What text said of exactly these matrices to the call whose factors lie in the folder.
+
+    Raises:
+        ResumeError: the folder's index names a basis that there is not.
+    """
+    told: Any = None
+    with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
+        told = provenance_in(folder).get("basis")
+    if told is None:
+        return None
+    try:
+        with readable(folder / INDEX, WHAT, FactorFileError):
+            bases = dict(told["chosen"])
+            if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
+                raise ValueError(f"no basis is called {unknown[0]!r}")
+    except FactorFileError as cause:
+        raise error("resume-damaged", reason=cause) from cause
+    return told if bases.keys() == {site.name for site in job.sites} else None

@@ -12,6 +12,7 @@ import swd_lens.factorization.factorize
 import swd_lens.factorization.job
 import swd_lens.factorization.solve
 import swd_lens.factorization.stages
+from swd_lens.base.sealed import seal
 from swd_lens.hosts import find_sites
 from swd_lens.units.factors import Factors, FactorSet
 from tests.micro import random_tokens, toy_model
@@ -260,6 +261,16 @@ def test_folders_that_cannot_be_resumed(model, tmp_path):
         swd.factorize(model, "mlp_out", **QUICK, out=tmp_path)
     made = swd.factorize(model, "mlp_out", **QUICK, out=tmp_path, overwrite=True)
     assert_same(FactorSet.load(tmp_path), made)
+
+
+@pytest.mark.parametrize("damage", ["inpu", ["input"], None])
+def test_a_basis_that_there_is_not_is_a_damaged_folder(model, tmp_path, damage):
+    swd.factorize(model, "blocks.0.mlp_out", sparsity=0.5, tokens=TOKENS, out=tmp_path)
+    index = json.loads((tmp_path / "factors.json").read_text())
+    index["provenance"]["basis"]["chosen"]["blocks.0.mlp_out"] = damage
+    (tmp_path / "factors.json").write_text(json.dumps(seal(index)))
+    with pytest.raises(swd.ResumeError, match=r"factors\.json.*no basis is called .*overwrite=True"):
+        swd.factorize(model, "blocks.0.mlp_out", sparsity=0.5, tokens=TOKENS, out=tmp_path)
 
 
 def test_overwriting_keeps_the_old_set_until_there_is_a_new_matrix(model, half_done, monkeypatch):
