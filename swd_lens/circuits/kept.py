@@ -22,12 +22,19 @@ from swd_lens.circuits.curve import CostCurve
 from swd_lens.circuits.scores import UnitScores
 from swd_lens.hosts import Begun, Host
 from swd_lens.tasks.task import TaskSplit
+from swd_lens.units.unit_set import require_made_for
 
 _SCORES, _MEANS, _EDGES, _BITS, _MARGINS = "scores", "means", "edges", "bits", "margins"
 
 
-def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitScores:
-    """The scores of a part: made now, or finished earlier."""
+def kept_scores(
+    parts: Parts, key: Key, make: Callable[[], UnitScores], units: Mapping[str, Any] | None = None
+) -> UnitScores:
+    """The scores of a part: made now, or finished earlier.
+
+    Raises:
+        ResumeError: the part is damaged, or of other factors than these units are now.
+    """
     if parts.folder is None:
         return make()
 
@@ -41,12 +48,14 @@ def kept_scores(parts: Parts, key: Key, make: Callable[[], UnitScores]) -> UnitS
         values = checked("UnitScores", values, {"sites": list[str], "settings": Mapping[str, Any]})
         heads = checked("UnitScores", values, {"heads": Mapping[str, list[tuple[str, float]]]}, optional=True)
         settings = {"units": Mapping[str, int], "factors": Mapping[str, str]}
-        units = checked("UnitScores", values["settings"], settings)["units"]
-        require_equal("UnitScores", "sites", sorted(values["sites"]), sorted(units))
+        n_units = checked("UnitScores", values["settings"], settings)["units"]
+        require_equal("UnitScores", "sites", sorted(values["sites"]), sorted(n_units))
         for site in values["sites"]:
-            _require_tensor(tensors, f"{_SCORES}/{site}", (units[site],))
-            _require_tensor(tensors, f"{_MEANS}/{site}", (..., units[site]))
+            _require_tensor(tensors, f"{_SCORES}/{site}", (n_units[site],))
+            _require_tensor(tensors, f"{_MEANS}/{site}", (..., n_units[site]))
         by_site = {what: {site: tensors[f"{what}/{site}"] for site in values["sites"]} for what in (_SCORES, _MEANS)}
+        if units is not None:
+            require_made_for(units, values["settings"], "the ranking there")
         return UnitScores(by_site[_SCORES], by_site[_MEANS], values["settings"], heads.get("heads", {}))
 
     return parts.tensors(key, part, read)

@@ -155,6 +155,7 @@ def _circuits(protocol: Protocol, name: str, units: UnitSet | None, outcomes: Ou
             lambda task=task, where=where: attribute(
                 model, units, task, **{**shared, **protocol.attribution, "positions": where}
             ),
+            units,
         )
         outcomes.scores[task.name, where][name] = ranked
         for kind in protocol.ablations:

@@ -18,6 +18,7 @@ from swd_lens.circuits.screen import Screen, screen
 from swd_lens.cli import status
 from swd_lens.cli.best import best_circuits
 from swd_lens.cli.options import (
+    CeOption,
     HostOption,
     KlOption,
     LargeModelOptions,
@@ -42,7 +43,7 @@ from swd_lens.report.terminal import run_tables, table
 from swd_lens.study import Run, run_study
 from swd_lens.study.asked import memory_of, task_fingerprint
 from swd_lens.study.best import KL as DEFAULT_KL
-from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of
+from swd_lens.study.controls import CONTROLS, DEFAULT_CONTROLS, RANDOM_B_SEEDS, controls_of, sizes_of
 from swd_lens.study.inside import look_inside
 from swd_lens.study.main_road import require_surface, study_steps, surface_of
 from swd_lens.study.replacement import FACTORS, FINETUNED
@@ -127,7 +128,7 @@ def circuit(
     model_options: LargeModelOptions,
     sparsity: Annotated[
         list[float] | None,
-        Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75; with --factors none]"),
+        Option("--sparsity", "-s", help="s in (0, 1); repeatable. [default: 0.5 0.75; with --factors or a goal none]"),
     ] = None,
     text: TextOptions,
     n_train: Annotated[int, Option(help="Prompts of each task that score units.", min=1)] = 600,
@@ -157,6 +158,7 @@ def circuit(
         ),
     ] = False,
     kl: KlOption = None,
+    ce: CeOption = None,
     minutes: Annotated[float, Option(help="Of --best: about how long the search of a task may take.")] = 10.0,
     beside: Annotated[
         list[Path] | None, Option(help="Folder of train-baseline, compared beside SWD in the circuits; repeatable.")
@@ -175,10 +177,14 @@ def circuit(
     for value in ablation:
         if value not in ("mean", "zero"):
             raise error("cli-unknown-ablation", ablation=value)
-    if kl is not None and not best:
-        raise error("cli-goal-without-best")
     if best:
-        of_a_study = {"--factors": factors, "--sparsity": sparsity, "--controls": controls, "--beside": beside}
+        of_a_study = {
+            "--factors": factors,
+            "--sparsity": sparsity,
+            "--controls": controls,
+            "--beside": beside,
+            "--ce": ce,
+        }
         of_a_study |= {"--positions": positions != ["scoring"], "--ablation": ablation != ["mean"]}
         of_a_study |= {"options of the solver": solver.arguments()}
         if given := [name for name, value in of_a_study.items() if value]:
@@ -203,10 +209,12 @@ def circuit(
     if unknown := [name for name in asked or () if name not in CONTROLS]:
         raise error("cli-unknown-controls", controls=", ".join(CONTROLS), unknown=", ".join(map(repr, unknown)))
     auto = sites == ["auto"]
-    made = tuple(sparsity or (() if finished else (0.5, 0.75)))
-    beside_swd = controls_of(asked, made, solver.arguments())
+    goal = {"kl": kl, "ce": ce}
+    made = tuple(sparsity or (() if finished or goal != {"kl": None, "ce": None} else (0.5, 0.75)))
+    sizes = sizes_of(made, kl, ce)
+    beside_swd = controls_of(asked, sizes, solver.arguments())
     # One surface, unless the screen chooses, or finished factors bring their own.
-    known = [] if auto or finished else [*study_steps(1, len(made), beside_swd, saved=True), "write"]
+    known = [] if auto or finished else [*study_steps(1, len(sizes), beside_swd, saved=True), "write"]
     steps = plan("load", "read", "screen", *known, complete=bool(known))
     with writing(out, "circuit"):
         model = model_options.load(None if auto else sites)
@@ -215,8 +223,8 @@ def circuit(
             for label, units in baselines.items():  # before anything is run, or kept
                 require_surface(model, label, units, find_sites(model, sites))
         say(f"read {', '.join(task)} and text")
-        sizes = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
-        tasks = [load_task(name, model, **sizes) for name in task]
+        prompts = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
+        tasks = [load_task(name, model, **prompts) for name in task]
         tokens, heldout = text.rows(model, model_options)
         screened = _screened(
             model, tasks, "all" if auto else [*(sites or ()), *replaced], out / "screen.json", overwrite
@@ -238,11 +246,12 @@ def circuit(
                 n_beside=len(baselines),
                 calibration_tokens=tokens,
                 heldout_length=heldout.shape[1],
+                **goal,
                 **solver.arguments(),
             )
         )
         if not known:
-            steps.follow([*study_steps(n_surfaces, len(made), beside_swd, saved=True), "write"])
+            steps.follow([*study_steps(n_surfaces, len(sizes), beside_swd, saved=True), "write"])
         run = run_study(
             model,
             surfaces,
@@ -260,6 +269,7 @@ def circuit(
             overwrite=overwrite,
             on_step=steps,
             progress=True,
+            **goal,
             **solver.arguments(),
         )
         _deliver(replace(run, screen=screened), out, printed)

@@ -14,6 +14,7 @@ from swd_lens.circuits import fidelity
 from swd_lens.cli import output
 from swd_lens.cli.options import (
     CalibrationOption,
+    CeOption,
     HeldoutOption,
     KlOption,
     LargeModelOptions,
@@ -56,7 +57,7 @@ def factorize(
         Option("--sparsity", "-s", help="s in (0, 1): the fraction of edges removed. [default: 0.5; with a goal none]"),
     ] = None,
     kl: KlOption = None,
-    ce: Annotated[float | None, Option("--ce", help="A goal: the largest increase of CE, as for --kl.")] = None,
+    ce: CeOption = None,
     text: TextOptions,
     solver: SolverOptions,
     calibration: CalibrationOption = "sequential",

@@ -84,6 +84,7 @@ KlOption = Annotated[
         "--kl", help="A goal: the largest KL(dense || replaced), nats per prediction of text that was not fitted on."
     ),
 ]
+CeOption = Annotated[float | None, Option("--ce", help="A goal: the largest increase of CE, as for --kl.")]
 CalibrationOption = Annotated[
     str,
     Option(help="Inputs from the host with everything earlier replaced (sequential), every earlier block, or dense."),

@@ -11,6 +11,7 @@ The result is a mapping site name -> s, which `swd_lens.factorize(model, sites, 
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from swd_lens.base.errors import error
 from swd_lens.base.interrupted import says_when_interrupted
 from swd_lens.base.progress import tqdm
 from swd_lens.base.surroundings import in_plain_surroundings
-from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, spend
+from swd_lens.factorization.allocation import Allocation, LossCurve, SiteBudget, fewest_edges, spend
 from swd_lens.factorization.basis import with_chosen_bases
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.forecast import forecast
@@ -70,6 +71,7 @@ def allocate(
     tokens: Any = None,
     *,
     by: str = "kl",
+    kl: float | None = None,
     grid: Sequence[float | int] = GRID,
     preset: str = "quick",
     units: int | float | str | None = None,
@@ -89,6 +91,9 @@ def allocate(
         model: the host, with these sites not attached.
         sites: a pattern or several, see `swd_lens.hosts.sites.select_sites`.
         sparsity: s in (0, 1) whose total K = sum over matrices of (1 - s) * d_in * d_out is spent.
+        kl: a goal in place of that total: the fewest edges whose summed KL of single replacements is at most this, with budgets
+            of the grid around `sparsity`. The KL of replacing all matrices together is another number, and mostly larger:
+            `factorize(sparsity=budgets, kl=)` measures it, and scales the budgets until it is kept.
         tokens: (rows, pos) calibration ids for the Grams, or a `TokenStream`; None = zero-data (G = I).
         by: "kl", KL(dense || one matrix replaced) in nats per predicted token; or "error", the matrix's relMSE at all positions
             but the first of rows, where attention sinks are, which needs no forwards and knows nothing of what the model does
@@ -103,7 +108,8 @@ def allocate(
 
     Raises:
         ValueError: unknown `by`, a grid that does not rise or does not hold 1 between its ends, nothing to judge on, a bad
-            solver option, or a sparsity that leaves too few edges (BudgetError; the site is named).
+            solver option, or a sparsity that leaves too few edges (BudgetError; the site is named); a goal that is not above 0,
+            for which no KL is measured, or beyond the grid's ends.
         UnknownSiteError, UnsupportedHostError, TokenError: bad sites, host or tokens.
         AttachError: a site is attached already.
     """
@@ -111,6 +117,8 @@ def allocate(
         raise error("unknown-loss-of-budgets", by=by, choices=", ".join(map(repr, BY)))
     if isinstance(sparsity, Mapping):
         raise error("allocate-sparsity-mapping")
+    if kl is not None and (by != "kl" or not 0 < kl < math.inf):
+        raise error("allocate-goal-of-no-kl", by=by, kl=kl)
     multiples = _rising(grid)
     require_detached(model, "allocate")
     stream = None if tokens is None else as_stream(tokens, model)
@@ -141,9 +149,14 @@ def allocate(
                 bar.update()
             losses = [f.relmse(gram, without=first) for f in trials] if judged is None else judged.losses(site, trials)
             curves[site.name] = LossCurve(budgets[site.name], tuple(max(loss, _LEAST[by]) for loss in losses))
-    allocated = spend(curves, sum(uniform.values()))
+    total = sum(uniform.values()) if kl is None else fewest_edges(curves, kl)
+    if kl is not None:
+        sparsity = 1 - total / sum(site.numel for site in job.sites)
+        uniform = {site.name: edges_of(site.d_in, site.d_out, sparsity) for site in job.sites}
+    allocated = spend(curves, total)
     plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
     settings = {"swd_lens": __version__, "model": str(model.cfg.model_name), "grid": list(multiples), "preset": preset}
+    settings |= {} if kl is None else {"kl": kl}
     settings |= {"units": units, "tokens": job.n_tokens, "options": plain}
     settings |= {"judged": 0 if rows is None else rows.numel(), **standing_hooks(model)}
     site_budgets = {

@@ -7,7 +7,7 @@
 2. `spend` shares out a total so that the summed loss is least. Every matrix starts at its first budget; the steps of all
    matrices are taken in the order of what they save per edge, until the total is spent. Steps that save the same are taken
    together, each to the same fraction: equal curves get equal budgets. `round_to` makes whole numbers of them with exactly the
-   total (largest remainders).
+   total (largest remainders). `fewest_edges` is the smallest total whose summed loss keeps a goal.
 3. An `Allocation` is a mapping site name -> s, with the budgets and the loss curves behind them. It prints as a table, and is
    saved as JSON.
 """
@@ -158,7 +158,7 @@ class Allocation(Record, Mapping[str, float]):
 
     @property
     def edges(self) -> int:
-        """Total K: that of the uniform sparsity, exactly."""
+        """Total K: that of the uniform sparsity, exactly; of a goal to rounding."""
         return sum(self.allocated.values())
 
     @property
@@ -273,6 +273,25 @@ def spend(curves: Mapping[str, LossCurve], total: int) -> dict[str, int]:
         for (name, curve), (w, s) in zip(curves.items(), steps.values(), strict=True)
     }
     return round_to(wanted, total)
+
+
+def fewest_edges(curves: Mapping[str, LossCurve], loss: float) -> int:
+    """The smallest total of which `spend` makes a summed loss of at most this.
+
+    Raises:
+        ValueError: not even the curves' last budgets have so little of it, or already their first ones.
+    """
+
+    def summed(total: int) -> float:
+        return sum(curves[name].at(k) for name, k in spend(curves, total).items())
+
+    least, most = (sum(curve.edges[end] for curve in curves.values()) for end in (0, -1))
+    if not summed(most) <= loss <= summed(least):
+        raise error("goal-beyond-the-curves", goal=loss, least=summed(most), most=summed(least))
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if summed(middle) <= loss else (middle, most)
+    return most
 
 
 def round_to(wanted: Mapping[str, float], total: int) -> dict[str, int]:

@@ -311,7 +311,13 @@ def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
         with readable(folder / INDEX, WHAT, FactorFileError):
             bases = dict(told["chosen"])
             if unknown := [basis for basis in bases.values() if basis not in ("input", "output", PAPER)]:
-                raise ValueError(f"no basis is called {unknown[0]!r}")
+                raise error(
+                    "file-unreadable",
+                    raised_as=FactorFileError,
+                    path=folder / INDEX,
+                    what=WHAT,
+                    reason=f"basis {unknown[0]!r}",
+                )
     except FactorFileError as cause:
         raise error("resume-damaged", reason=cause) from cause
     return told if bases.keys() == {site.name for site in job.sites} else None

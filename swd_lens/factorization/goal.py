@@ -100,7 +100,8 @@ def divided(
         raise error("goal-without-tokens")
     stream = text_for(model, tokens, exclude=exclude, attention_mask=attention_mask)
     if heldout is not None:
-        return CalibrationText(stream, model), text_for(model, heldout, exclude=exclude)
+        fitted = stream if isinstance(stream, CalibrationText) else CalibrationText(stream, model)
+        return fitted, text_for(model, heldout, exclude=exclude)
     n = math.ceil(HELD_OUT * stream.n_rows)
     if n == stream.n_rows:
         raise error("goal-without-heldout-text")

@@ -23,10 +23,11 @@ from swd_lens.base.errors import error
 from swd_lens.base.parts import CALL, FOLDER
 from swd_lens.factorization.checkpoint import host_fingerprint
 from swd_lens.factorization.estimate import estimate
+from swd_lens.factorization.goal import Goal
 from swd_lens.hosts import find_sites
 from swd_lens.hosts.recording import standing_hooks
 from swd_lens.hosts.sites import Site, side_of_units, split_name
-from swd_lens.study.controls import SOLVED, controls_of, solved_controls
+from swd_lens.study.controls import SOLVED, controls_of, sizes_of, solved_controls
 from swd_lens.study.run_file import NAME
 from swd_lens.tasks.streams import TokenStream, as_stream
 from swd_lens.tasks.task import Task, TaskSplit
@@ -126,6 +127,8 @@ def memory_of(
     tasks: Sequence[Task],
     *,
     sparsities: Sequence[float | int] = (),
+    kl: float | None = None,
+    ce: float | None = None,
     factors: Mapping[str, Any] | None = None,
     controls: Sequence[str] | None = None,
     n_beside: int = 0,
@@ -142,12 +145,13 @@ def memory_of(
     sites = {label: find_sites(model, pattern) for label, pattern in surfaces.items()}
     estimates = {label: _estimate(model, surface, calibration_tokens, solver) for label, surface in sites.items()}
     # How many replacements have as many units as SWD, as there are neurons, and as the short side has coordinates.
-    controls = controls_of(controls, sparsities, solver)
-    n_sparsities, exact = len(sparsities), [control for control in controls if control not in SOLVED]
-    of_neurons = ("neurons" in exact) + ("pruned" in controls) * n_sparsities
-    of_short_side = n_sparsities * (("svd_pruned" in controls) + ("paper" in controls))
+    sizes = sizes_of(sparsities, kl, ce)
+    controls = controls_of(controls, sizes, solver)
+    n_sizes, exact = len(sizes), [control for control in controls if control not in SOLVED]
+    of_neurons = ("neurons" in exact) + ("pruned" in controls) * n_sizes
+    of_short_side = n_sizes * (("svd_pruned" in controls) + ("paper" in controls))
     of_short_side += len(exact) - ("neurons" in exact)
-    kinds = {_solved: n_sparsities + n_beside, _neurons: of_neurons, _short_side: of_short_side}
+    kinds = {_solved: n_sizes + n_beside, _neurons: of_neurons, _short_side: of_short_side}
     widths = [_solved, *(width for width, n in kinds.items() if n)]
     most_units = max(sum(max(width(row) for width in widths) for row in each.rows) for each in estimates.values())
     given = sum(4 * f.n_units * (f.d_in + f.d_out) for each in (factors or {}).values() for f in each.values())
@@ -155,11 +159,13 @@ def memory_of(
     largest = max(_pairs(each, width) for width in widths for each in estimates.values())
 
     solved = [*estimates.values()]
-    for how in solved_controls(controls, sparsities, solver).values():
+    for how in solved_controls(controls, sizes, solver).values():
         made = [surface for surface in sites.values() if how.without_edges(surface) is None]
-        options = {**how.options, "sparsity": how.sparsity}
+        options = (
+            how.options if isinstance(how.size, Goal) else how.asked
+        )  # the memory of a goal is that of any sparsity
         solved += [_estimate(model, surface, calibration_tokens, options) for surface in made]
-    parts = {"factorize": max(each.peak_bytes for each in solved)} if sparsities else {}
+    parts = {"factorize": max(each.peak_bytes for each in solved)} if sizes else {}
     n_starts = sum(kinds.values()) + len(factors or {}) + 2
     parts["fidelity"] = max(
         _fidelity(model, surface, most_units, n_starts, heldout_length) for surface in sites.values()

@@ -3,8 +3,9 @@
 1. Exact factorizations (`EXACT`): every matrix as a product without an error, made once per surface; those in `OF_TEXT` go by
    the calibration text.
 2. The paper's solver with the paper's settings (`PAPER`), and what is pruned in place of being factorized (`PRUNED`): neurons and
-   singular vectors with as few edges as SWD has. They are presets of the solver, and made at each sparsity of the study from the
-   same calibration text. The paper's solver is solved in float64 where ours is, so that its supports are those of any machine.
+   singular vectors with as few edges as SWD has, or as few as keep the study's goal. They are presets of the solver, and made at
+   each sparsity and for the goal of the study (`sizes_of`) from the same calibration text. The paper's solver is solved in
+   float64 where ours is, so that its supports are those of any machine.
 3. Random-B, of several seeds: in the circuits only.
 4. `controls_of` says which controls a study has: those that were asked for, or the usual ones, as far as they can be made.
 """
@@ -15,11 +16,12 @@ from typing import Any
 
 from swd_lens.base.errors import error
 from swd_lens.base.settings import AUTO
+from swd_lens.factorization.goal import Goal
 from swd_lens.hosts.sites import Site
 from swd_lens.solver import DEFAULT_PRESET, PRESETS
 from swd_lens.solver.budget import edges
 
-# Control -> the method that it goes by; of solved ones its sparsity follows ("SWD (paper) s=0.5"), and the control is the preset.
+# Control -> the method that it goes by; of solved ones its size follows ("SWD (paper) s=0.5"), and the control is the preset.
 EXACT = {"neurons": "neurons", "svd": "SVD", "svd_whitened": "SVD whitened", "svd_causal": "SVD causal"}
 OF_TEXT = ("svd_whitened", "svd_causal")
 PAPER = {"paper": "SWD (paper)"}
@@ -34,25 +36,44 @@ _COMMON = ("shrinkage", "precision")
 _OF_SWD = {"preset", "units"} | {each.name for spec in PRESETS.values() for each in fields(spec)} - {*_COMMON}
 
 
+def sizes_of(sparsities: Iterable[float | int], kl: float | None, ce: float | None) -> tuple[float | Goal, ...]:
+    """How large a study's factors are: of each sparsity, and as small as a goal allows.
+
+    Raises:
+        ValueError: a goal that is not above 0.
+    """
+    return (*map(float, sparsities), *([] if kl is None and ce is None else [Goal(kl, ce)]))
+
+
 @dataclass(frozen=True)
 class SolvedMethod:
     """A method of a study that the solver makes.
 
     Attributes:
+        size: a sparsity, or a goal, for which the sparsest factors are searched.
         options: of `factorize`.
         control: a key of SOLVED; None: what the study is about.
     """
 
-    sparsity: float
+    size: float | Goal
     options: Mapping[str, Any]
     control: str | None = None
 
     def without_edges(self, sites: Iterable[Site]) -> Site | None:
         """The first site whose K is too small for the paper's solver, which needs more edges than ours; None where there is no
         such site, and of all other methods."""
-        if self.control not in PAPER:
+        if self.control not in PAPER or isinstance(self.size, Goal):
             return None
-        return next((site for site in sites if edges(site.d_in, site.d_out, self.sparsity) < edges_needed(site)), None)
+        return next((site for site in sites if edges(site.d_in, site.d_out, self.size) < edges_needed(site)), None)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments of `factorize`, but for text."""
+        if not isinstance(self.size, Goal):
+            return {"sparsity": self.size, **self.options}
+        # Without a word on how its units are made, `factorize` would look for the cheapest of all paths, pruned ones among them.
+        ours = {} if self.control is not None or self.options.keys() & _OF_SWD else {"basis": AUTO}
+        return {"kl": self.size.kl, "ce": self.size.ce, **ours, **self.options}
 
 
 def edges_needed(site: Site) -> int:
@@ -61,30 +82,35 @@ def edges_needed(site: Site) -> int:
     return spec.least_edges(site.d_in, site.d_out, spec.coordinates(site.d_in, site.d_out))
 
 
+def swd_methods(sizes: Sequence[float | Goal], options: Mapping[str, Any]) -> dict[str, SolvedMethod]:
+    """Method -> how it is made, of what a study is about. options: of `factorize`."""
+    return {f"SWD {_label(size)}": SolvedMethod(size, options) for size in sizes}
+
+
 def controls_of(
-    asked: Sequence[str] | None, sparsities: Sequence[float | int], options: Mapping[str, Any]
+    asked: Sequence[str] | None, sizes: Sequence[float | Goal], options: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The controls of a study, in the order in which they were asked for.
 
     One that is the study's own solver (`preset="paper"` and control "paper") would be the same method twice, and is left out.
 
     Args:
-        asked: None = the usual ones; without a sparsity those of them that need none.
+        asked: None = the usual ones; without a sparsity or a goal those of them that need none.
         options: of `factorize` for SWD.
 
     Raises:
-        ValueError: an unknown control, or one that is made at sparsities, and there is none.
+        ValueError: an unknown control, or one that is made at sparsities or for a goal, and there is neither.
     """
-    controls = [name for name in DEFAULT_CONTROLS if sparsities or name not in SOLVED] if asked is None else asked
+    controls = [name for name in DEFAULT_CONTROLS if sizes or name not in SOLVED] if asked is None else asked
     if unknown := sorted(set(controls) - set(CONTROLS)):
         raise error("study-unknown-control", unknown=", ".join(map(repr, unknown)), controls=", ".join(CONTROLS))
-    if not sparsities and (solved := [control for control in SOLVED if control in controls]):
+    if not sizes and (solved := [control for control in SOLVED if control in controls]):
         raise error("study-solved-without-sparsity", controls=", ".join(solved))
     return tuple(name for name in controls if name != options.get("preset", DEFAULT_PRESET))
 
 
 def solved_controls(
-    controls: Sequence[str], sparsities: Sequence[float | int], options: Mapping[str, Any]
+    controls: Sequence[str], sizes: Sequence[float | Goal], options: Mapping[str, Any]
 ) -> dict[str, SolvedMethod]:
     """Method -> how it is made, of the controls that the solver makes.
 
@@ -92,11 +118,18 @@ def solved_controls(
         options: of `factorize` for SWD.
     """
     return {
-        f"{name} s={sparsity:g}": SolvedMethod(float(sparsity), control_options(control, options), control)
+        f"{name} {_label(size)}": SolvedMethod(size, control_options(control, options), control)
         for control, name in SOLVED.items()
         if control in controls
-        for sparsity in sparsities
+        for size in sizes
     }
+
+
+def _label(size: float | Goal) -> str:
+    """As the arguments say it: "s=0.5", "kl=0.001"."""
+    if not isinstance(size, Goal):
+        return f"s={size:g}"
+    return " ".join(f"{name}={value:g}" for name, value in (("kl", size.kl), ("ce", size.ce)) if value is not None)
 
 
 def control_options(control: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """run_study: the main road in one call. Factorize surfaces at several sparsities, measure, find circuits, look at units.
 
-1. For each surface (a named pattern of sites): SWD factors per sparsity, or factors that are finished, and as controls
-   (controls.py) exact factors (neurons, SVD, Random-B), the paper's SWD, and pruned neurons or singular vectors.
+1. For each surface (a named pattern of sites): SWD factors per sparsity or for a goal, or factors that are finished, and as
+   controls (controls.py) exact factors (neurons, SVD, Random-B), the paper's SWD, and pruned neurons or singular vectors.
 2. Fidelity of every replacement on held-out text.
 3. For each surface: `compare` all replacements on all tasks (attribution on train prompts, nested prefixes on test prompts).
 4. Cards for the best units of each task: contexts on held-out text, direct logit effect, edges, score.
@@ -44,6 +44,7 @@ from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.protocol import Protocol
 from swd_lens.factorization.calibration_text import CalibrationText, shared_sites
 from swd_lens.factorization.factorize import factorize
+from swd_lens.factorization.goal import Goal, divided
 from swd_lens.factorization.stages import stages_of
 from swd_lens.hosts import find_sites, host_of
 from swd_lens.hosts.recording import standing_hooks
@@ -62,7 +63,9 @@ from swd_lens.study.controls import (
     SolvedMethod,
     controls_of,
     edges_needed,
+    sizes_of,
     solved_controls,
+    swd_methods,
 )
 from swd_lens.study.run import Run
 from swd_lens.study.run_file import Replacement, folders_named
@@ -91,6 +94,8 @@ def run_study(
     tasks: Sequence[Task],
     *,
     sparsities: Sequence[float | int] = (),
+    kl: float | None = None,
+    ce: float | None = None,
     factors: Mapping[str, FactorSet] = MappingProxyType({}),
     calibration_tokens: Any = None,
     heldout_tokens: Any,
@@ -114,6 +119,9 @@ def run_study(
         surfaces: label -> pattern of sites, replaced together.
         tasks: tokenized for this host.
         sparsities: one SWD replacement each, per surface.
+        kl, ce: a goal in place of a sparsity, or beside some: the sparsest SWD replacement that moves the model by at most so
+            much on a quarter of the calibration rows, which it is not fitted on (see `swd_lens.factorize`). Controls that the
+            solver makes keep the same goal, so that methods are compared at an equal distance from the model.
         factors: label -> factors that are finished (or tuned), as further methods on the surface whose matrices they replace;
             where there is none, that is a surface of its own.
         calibration_tokens: (rows, pos), or None for zero-data.
@@ -123,11 +131,11 @@ def run_study(
         positions: see `swd_lens.attribute`; ablation: see `swd_lens.evaluate`; one each or several, which are combined.
         controls: what stands beside SWD, any of "neurons" (the matrices' own inputs as units), "svd", "svd_whitened" and
             "svd_causal" (in the metric of the calibration tokens) and "random_b" (in the circuits only), which are exact; and,
-            made at each of the sparsities from the same calibration, "paper" (SWD by the paper's solver with the paper's
-            settings), "pruned" and "svd_pruned" (see `baselines`). None: neurons, svd, pruned and paper, as far as they can be
-            made: those of a sparsity where there is one, and the paper's where its solver can do with so few edges
-            (`settings["controls left out"]` says where it cannot). With `preset="paper"` the study itself is of the paper's
-            solver, and the control is left out.
+            made at each of the sparsities and for the goal from the same calibration, "paper" (SWD by the paper's solver with
+            the paper's settings), "pruned" and "svd_pruned" (see `baselines`). None: neurons, svd, pruned and paper, as far as
+            they can be made: those of a sparsity or a goal where there is one, and the paper's where its solver can do with so
+            few edges (`settings["controls left out"]` says where it cannot). With `preset="paper"` the study itself is of the
+            paper's solver, and the control is left out.
         random_b_seeds: how many (the paper has ten).
         beside: label -> other units, such as `baselines.LearnedUnits`, compared on every surface: in the circuits only, with
             their CE beside them.
@@ -143,8 +151,9 @@ def run_study(
     Raises:
         ResumeError: `out` holds the parts of another study (every difference is named), or a run without its parts.
         OSError: (FolderInUseError) another call writes `out`; or it cannot be written.
-        ValueError: nothing to do (no surface, task, sparsity or factors), an unknown control, one of a sparsity where there is
-            none, `beside` of another surface, and whatever the steps raise.
+        ValueError: nothing to do (no surface, task, sparsity, goal or factors), an unknown control, one of a sparsity where there
+            is none, a goal that nothing keeps, `beside` of another surface, and whatever the steps raise.
+        TokenError: a goal without calibration tokens.
         BudgetError: "paper" was asked for, and its solver cannot do with so few edges.
         AttachError: `factors` of another model.
     """
@@ -153,15 +162,18 @@ def run_study(
     for names in given_sites.values():
         if all(names != [site.name for site in find_sites(model, pattern)] for pattern in surfaces.values()):
             surfaces[_label(model, names)] = names
-    if not surfaces or not tasks or not (sparsities or factors):
+    sizes = sizes_of(sparsities, kl, ce)
+    if not surfaces or not tasks or not (sizes or factors):
         raise error("study-of-nothing")
-    swd_methods = {f"SWD s={s:g}": SolvedMethod(float(s), solver) for s in sparsities}
-    own = [*swd_methods, *solved_controls(tuple(SOLVED), sparsities, solver), *EXACT.values(), RANDOM_B, *beside]
+    ours = swd_methods(sizes, solver)
+    own = [*ours, *solved_controls(tuple(SOLVED), sizes, solver), *EXACT.values(), RANDOM_B, *beside]
     if twice := [label for label in factors if label in own]:
         raise error("study-label-taken", labels=", ".join(map(repr, twice)))
     if random_b_seeds < 1:
         raise error("study-without-seeds", n_seeds=random_b_seeds)
-    usual, controls = controls is None, controls_of(controls, sparsities, solver)
+    usual, controls = controls is None, controls_of(controls, sizes, solver)
+    if calibration_tokens is None and (kl is not None or ce is not None):
+        raise error("goal-without-tokens")
     if calibration_tokens is None and (of_text := [name for name in controls if name in OF_TEXT]):
         raise error("study-control-without-text", controls=", ".join(of_text))
     began = time.perf_counter()
@@ -170,36 +182,39 @@ def run_study(
         for label, units in beside.items():
             require_surface(model, label, units, sites)
         names = [site.name for site in sites]
-        if not sparsities and names not in given_sites.values():
+        if not sizes and names not in given_sites.values():
             raise error("study-surface-without-factors", surface=", ".join(names))
 
     sites_of = {surface: [site.name for site in find_sites(model, pattern)] for surface, pattern in surfaces.items()}
     solved_methods: dict[str, dict[str, SolvedMethod]] = {}
     left_out: list[str] = []
     for surface, names in sites_of.items():
-        solved_methods[surface] = dict(swd_methods)
-        for method, how in solved_controls(controls, sparsities, solver).items():
+        solved_methods[surface] = dict(ours)
+        for method, how in solved_controls(controls, sizes, solver).items():
             small = how.without_edges(find_sites(model, names))
             if small is None:
                 solved_methods[surface][method] = how
             elif usual:
-                left_out.append(f"{method} of {surface}: {_shortage(small, how.sparsity)}")
+                left_out.append(f"{method} of {surface}: {_shortage(small, how)}")
             else:
-                shortage = _shortage(small, how.sparsity)
+                shortage = _shortage(small, how)
                 raise error("study-control-without-edges", method=method, surface=surface, shortage=shortage)
     positions, ablation = several(positions, "positions"), several(ablation, "ablation")
     solved_on = model if calibration_model is None else calibration_model
-    text = None
-    if sparsities and calibration_tokens is not None:
+    text, of_goal = None, {}
+    if sizes and calibration_tokens is not None:
         text, kind = CalibrationText(calibration_tokens, solved_on), str(solver.get("calibration", "sequential"))
+        if any(isinstance(size, Goal) for size in sizes):
+            of_goal["tokens"], of_goal["heldout_tokens"] = divided(solved_on, text, None)
         for names in sites_of.values():
-            text.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
+            for fitted in (text, *([of_goal["tokens"]] if of_goal else [])):
+                fitted.expect(shared_sites(stages_of(find_sites(solved_on, names), kind), kind))
     labels = [(surface, method) for surface, methods in solved_methods.items() for method in methods]
     folders = dict(zip(labels, folders_named(labels), strict=True))
 
     folder = None if out is None else Path(out)
     if not isinstance(on_step, Steps):
-        on_step = Steps(on_step, study_steps(len(sites_of), len(swd_methods), controls, saved=folder is not None))
+        on_step = Steps(on_step, study_steps(len(sites_of), len(ours), controls, saved=folder is not None))
     with nullcontext() if folder is None else writing(folder, "run_study"):
         if folder is not None and overwrite:
             start_again(folder, folders.values())
@@ -207,7 +222,7 @@ def run_study(
             require_own(folder)
             asked = settings_of_parts(model, calibration_model, text, heldout_tokens, solver)
             seeds = [f"random_b {seed}" for seed in range(random_b_seeds)] if "random_b" in controls else []
-            named = {"sparsities": swd_methods, "controls": [*(c for c in controls if c != "random_b"), *seeds]}
+            named = {"sparsities": ours, "controls": [*(c for c in controls if c != "random_b"), *seeds]}
             named |= {"positions": positions, "ablation": ablation}
             units = {"factors": factors, "beside": beside}
             parts = Parts(folder, asked, growing_parts(model, sites_of, tasks, units, named))
@@ -221,16 +236,13 @@ def run_study(
         for surface, names in sites_of.items():
             timed: dict[str, tuple[FactorSet, float]] = {}
             for method, how in solved_methods[surface].items():
-                on_step(f"factorize {surface} {f'at s={how.sparsity:g}' if how.control is None else f'as {method}'}")
+                on_step(f"factorize {surface} as {method}")
                 start = time.perf_counter()
+                fitted_on = of_goal if isinstance(how.size, Goal) else {"tokens": text}
+                without = {} if text is not None else {"calibration": "zero-data"}
+                place = None if folder is None else folder / folders[surface, method]
                 solved = factorize(
-                    solved_on,
-                    names,
-                    sparsity=how.sparsity,
-                    tokens=text,
-                    out=None if folder is None else folder / folders[surface, method],
-                    progress=progress,
-                    **(how.options if text is not None else {**how.options, "calibration": "zero-data"}),
+                    solved_on, names, out=place, progress=progress, **{**how.asked, **fitted_on, **without}
                 )
                 timed[method] = (
                     solved,
@@ -287,8 +299,9 @@ def run_study(
                 for method, (solved, seconds) in timed.items()
             ]
         settings = _settings(model, surfaces, tasks, sparsities, text, heldout_tokens)
+        settings |= {name: value for name, value in (("kl", kl), ("ce", ce)) if value is not None}
         settings["calibration dtype"] = str(next(solved_on.parameters()).dtype).removeprefix("torch.")
-        settings |= _settings_used(replacements[0], comparisons, solver if sparsities else None)
+        settings |= _settings_used(replacements[0], comparisons, solver if sizes else None)
         settings |= {"controls": list(controls), "beside": list(beside)}
         settings |= {"controls left out": left_out} if left_out else {}
         settings |= {"factors": list(factors)} if factors else {}
@@ -348,11 +361,12 @@ def require_surface(model: Any, label: str, units: Any, surface: Sequence[Site])
         )
 
 
-def _shortage(site: Site, sparsity: float) -> str:
+def _shortage(site: Site, how: SolvedMethod) -> str:
     """What the paper's solver lacks at a matrix."""
-    k = edges(site.d_in, site.d_out, sparsity)
+    assert not isinstance(how.size, Goal)
+    k = edges(site.d_in, site.d_out, how.size)
     return (
-        f"{site.name} ({site.d_in}, {site.d_out}) keeps {k:,} edges at s={sparsity:g}, and the paper's solver needs "
+        f"{site.name} ({site.d_in}, {site.d_out}) keeps {k:,} edges at s={how.size:g}, and the paper's solver needs "
         f"{edges_needed(site):,}"
     )
 

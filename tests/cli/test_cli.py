@@ -85,8 +85,7 @@ def test_circuit_best_finds_saves_and_takes_over(tmp_path, monkeypatch):
     refused = run(*arguments, "--positions", "all", "--preset", "quick")
     assert "leave out --positions, options of the solver" in " ".join(refused.stderr.split())
     assert "needs tokens" in run(*arguments, "--tokens", "0").stderr
-    refused = run("circuit", "--kl", "0.01", "--task", "ioi", "--sites", "attn_o", "--out", tmp_path)
-    assert refused.exit_code == 1 and "--best" in refused.stderr
+    assert "leave out --ce" in " ".join(run(*arguments, "--ce", "0.01").stderr.split())
 
 
 @pytest.mark.parametrize("name", ["factors", "words"])

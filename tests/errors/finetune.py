@@ -12,7 +12,7 @@ import torch
 import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.base.sealed import read_sealed, write_sealed
-from swd_lens.factorization.allocation import LossCurve, spend
+from swd_lens.factorization.allocation import LossCurve, fewest_edges, spend
 from swd_lens.tasks.prompt import Prompt
 from swd_lens.units.factors import Factors
 from tests import families
@@ -31,6 +31,16 @@ def unknown_loss_of_budgets(*_):
 @trigger
 def grid_without_the_uniform_budget(*_):
     swd.allocate(model(), grid=[1.5, 2])
+
+
+@trigger
+def goal_beyond_the_curves(*_):
+    fewest_edges({SITE: LossCurve((100, 200, 400), (3.0, 2.0, 1.0))}, 0.5)
+
+
+@trigger
+def allocate_goal_of_no_kl(*_):
+    swd.allocate(model(), kl=0.1, by="error")
 
 
 @trigger

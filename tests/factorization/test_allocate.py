@@ -154,6 +154,16 @@ def test_the_total_is_that_of_the_uniform_sparsity(model, by_kl):
     assert by_kl.predicted["allocated"] < by_kl.predicted["uniform"]
 
 
+def test_a_goal_spends_the_fewest_edges_that_keep_it(model, by_kl):
+    goal = (by_kl.predicted["allocated"] + by_kl.predicted["uniform"]) / 4
+    found = shortly(model, kl=goal)
+    assert found.curves == by_kl.curves and found.settings["kl"] == goal
+    assert found.predicted["allocated"] <= goal
+    assert found.edges == pytest.approx(sum(found.uniform.values()), abs=len(found)) and found.edges > by_kl.edges
+    fewer = spend(found.curves, found.edges - 1)
+    assert sum(found.curves[name].at(k) for name, k in fewer.items()) > goal
+
+
 def test_factorize_takes_it(model, by_kl):
     factors = swd.factorize(model, "all", sparsity=by_kl, tokens=TOKENS, progress=False, **SHORT)
     assert factors.edges == by_kl.edges
@@ -286,6 +296,9 @@ def test_it_explains_itself(by_kl):
     [
         ({"by": "loss"}, "by='loss': choose one of 'kl', 'error'"),
         ({"tokens": None}, 'by="kl" needs tokens='),
+        ({"kl": 0.1, "by": "error"}, "a goal is a summed KL above 0"),
+        ({"kl": 0.0}, "a goal is a summed KL above 0"),
+        ({"kl": 1e6, "sites": "blocks.0.mlp_out", **SHORT}, "lies beyond the budgets that were tried"),
         ({"grid": (1.0,)}, "two or more rising"),
         ({"grid": (2.0, 1.0)}, "two or more rising"),
         ({"grid": (1.5, 2.0)}, "from at most 1 to at least 1"),

@@ -269,7 +269,7 @@ def test_a_basis_that_there_is_not_is_a_damaged_folder(model, tmp_path, damage):
     index = json.loads((tmp_path / "factors.json").read_text())
     index["provenance"]["basis"]["chosen"]["blocks.0.mlp_out"] = damage
     (tmp_path / "factors.json").write_text(json.dumps(seal(index)))
-    with pytest.raises(swd.ResumeError, match=r"factors\.json.*no basis is called .*overwrite=True"):
+    with pytest.raises(swd.ResumeError, match=r"factors\.json.*basis .*overwrite=True"):
         swd.factorize(model, "blocks.0.mlp_out", sparsity=0.5, tokens=TOKENS, out=tmp_path)
 
 

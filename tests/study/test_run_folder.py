@@ -205,6 +205,26 @@ def test_a_run_without_its_parts_is_refused(model, whole, tmp_path):
     assert saved(tmp_path) == saved(whole) and not list(tmp_path.rglob(f"*{STAGED}"))
 
 
+def test_a_goal_is_kept_by_every_solved_method_and_goes_on(model, whole, tmp_path):
+    """In place of a sparsity, and beside one in a study that is there; controls that the solver makes keep the same goal."""
+    goal = 2 * next(r.fidelity.kl for r in Run.load(whole).replacements if r.method == "SWD s=0.5")
+    how = {"surfaces": {"one": SITE}, "controls": ("pruned", "svd"), "kl": goal}
+    run = study(model, tmp_path / "goal", sparsities=(), **how)
+    assert [r.method for r in run.replacements] == [f"SWD kl={goal:g}", f"Neurons pruned kl={goal:g}", "SVD"]
+    assert run.settings["kl"] == goal and run.settings["sparsities"] == []
+    for made in run.replacements[:2]:
+        kept = made.factors.provenance["goal"]["chosen"]
+        assert 0 < kept["KL"] <= goal and made.factors.edges == kept["edges"]
+        assert made.factors.tried["method"].unique().tolist() == ["as given"]
+    with block_runs(model) as runs:
+        assert numbers(study(model, tmp_path / "goal", sparsities=(), **how)) == numbers(run)
+    assert runs.rows == 0
+    both = study(model, tmp_path / "goal", **how)
+    assert [r.method for r in both.replacements if not r.control] == ["SWD s=0.5", f"SWD kl={goal:g}"]
+    with pytest.raises(swd.TokenError, match=r"a goal .* needs tokens"):
+        study(model, **how, calibration_tokens=None)
+
+
 def test_a_damaged_part_is_refused(model, whole, tmp_path):
     for number, path in enumerate(sorted((whole / FOLDER).iterdir())):
         folder = tmp_path / str(number)
@@ -235,6 +255,10 @@ def test_saved_over_what_a_killed_call_left(whole, tmp_path):
         ("cut means", "shape"),
         ("whole numbers", "real numbers"),
         ("more axes", "axes"),
+        (
+            "other factors",
+            "made with other factors",
+        ),  # seen by tests.fuzz where a factor was changed, case 23321 of seed 9001
     ],
 )
 def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp_path, change, message):
@@ -250,6 +274,8 @@ def test_scores_of_other_values_under_a_right_hash_are_refused(model, whole, tmp
         about["values"]["settings"] = [about["values"]["settings"]]
     elif change == "no sites":
         about["values"]["sites"] = []
+    elif change == "other factors":
+        about["values"]["settings"]["factors"] = dict.fromkeys(about["values"]["settings"]["factors"], "0" * 64)
     elif change == "cut means":
         tensors[means] = tensors[means][..., :-1].contiguous()
     else:
