@@ -70,8 +70,11 @@ class Lines:
     def update(self, n: float | int = 1) -> None:
         """So much more is done; a line, where one is due."""
         self.n += n
-        now = self.updated = time.monotonic()
-        began = _open[0].began if _open else self.began
+        self.updated = time.monotonic()
+        self._tell()
+
+    def _tell(self) -> None:
+        now, began = time.monotonic(), _open[0].began if _open else self.began
         if now - max(began, _told[0]) >= SECONDS:
             _told[0] = now
             print(self, file=sys.stderr, flush=True)
@@ -83,8 +86,10 @@ class Lines:
         self.began = self.updated = time.monotonic()
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """What a line ends in."""
+        """What a line ends in; a line now, where one is due: the next step may take minutes."""
         self.postfix = text
+        if refresh:
+            self._tell()
 
     def set_postfix(self, values: Mapping[str, Any], refresh: bool = True) -> None:
         """The same, of names and values."""

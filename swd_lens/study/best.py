@@ -276,6 +276,7 @@ class _Search:
     dense: DenseRuns = field(default_factory=DenseRuns)
     candidates: list[_Candidate] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
+    bar: Any = None
 
     def run(self, progress: bool) -> _Candidate:
         """The cheapest candidate on all validation prompts and text."""
@@ -283,12 +284,12 @@ class _Search:
         paths = paths_of(find_sites(self.model, list(self.sites)), DEFAULT_PRESET, None, {})
         total = 1 + len(paths) + len(SHARES)
         with tqdm(total=total, desc=said, unit="step", disable=not progress, leave=False) as bar:
+            self.bar = bar
             bar.set_postfix_str("exact units")
             alive = self._exact()
             bar.update()
             start = FIRST
             for path, options in paths.items():
-                bar.set_postfix_str(path)
                 end, start = self._end_of(path, options, start)
                 alive += [] if end is None else [end]
                 bar.update()
@@ -352,6 +353,7 @@ class _Search:
         if began + self._forecast(path) > self.began + _MAKE * 60 * self.minutes:
             self.not_tried.append(method)
             return None
+        self.bar.set_postfix_str(method)
         factors = factorize(self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options)
         measured = fidelity(self.model, factors, self.heldout)
         candidate = _Candidate(method, factors, time.monotonic() - began, measured, False)

@@ -57,6 +57,14 @@ def test_a_line_every_half_minute_with_what_is_left(clock, capsys):
     ]
 
 
+def test_a_step_that_begins_is_said_where_a_line_is_due(clock, capsys):
+    with Lines(desc="search", total=8, unit="step") as bar:
+        bar.set_postfix_str("exact units")
+        clock[0] += 40.0
+        bar.set_postfix_str("SWD s=0.5")
+    assert capsys.readouterr().err.splitlines() == ["    search 0/8 step: SWD s=0.5, 40 s so far"]
+
+
 def test_a_line_says_where_the_loops_around_are(clock, capsys):
     for _ in Lines("ab", desc="compare", unit="replacement"):
         with Lines(total=8e9, desc="factorize", unit="FLOP", unit_scale=True) as inner:
