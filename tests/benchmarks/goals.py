@@ -6,7 +6,7 @@
 1. For each matrix and each goal one call, `swd.factorize(model, site, kl=goal, tokens=tokens)`, with nothing else said. KL is
    measured where the call judged it (the last quarter of its tokens) and on text that it never saw.
 2. The grid: `factorize` at every sparsity, share of reads and basis, fitted and judged on the call's own rows. Of those grid
-   points that keep the goal there, the one whose effects on next tokens take the fewest edges (`concentration`, on the same rows).
+   points that keep the goal there, the one whose effects on next tokens take the fewest edges (`concentration`).
 3. Every row is written to `--folder` when it is there.
 """
 
