@@ -14,6 +14,8 @@
 3. Judge both on the test prompts, which nothing was chosen on.
 """
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +118,7 @@ def refine(
     rounds: int = 1,
     max_prompts: int = 128,
     tokens_per_forward: int = 16_384,
+    seconds: float = math.inf,
     progress: bool = False,
 ) -> Refinement:
     """Search for a cheaper circuit than the best prefix, which reaches the same threshold on prompts it was not searched on.
@@ -131,6 +134,7 @@ def refine(
         ablation: see `evaluate`.
         rounds: exchanges at most, at each target of the search.
         max_prompts: training prompts used, the first of the split; what runs share is kept in memory for all of them.
+        seconds: no step begins later; of what was passed until then the cheapest that holds is the result.
 
     Raises:
         ValueError: an unknown cost, scores of other factors, or a threshold that no prefix can be expected to reach (or that is
@@ -138,7 +142,7 @@ def refine(
     """
     if cost not in COSTS:
         raise error("unknown-cost", choices=COSTS, cost=cost)
-    threshold = Threshold.given(recovered=recovered, sufficiency=sufficiency)
+    threshold, end = Threshold.given(recovered=recovered, sufficiency=sufficiency), time.monotonic() + seconds
     if max_prompts < 1:
         raise error("refine-no-prompts", max_prompts=max_prompts)
     split = (task.train if isinstance(task, Task) else task).first(max_prompts)
@@ -147,6 +151,7 @@ def refine(
         edges, bits, host = attachment.factors.active_edges, unit_bits_of(attachment.factors), host_of(model)
         how: dict[str, Any] = {"tokens_per_forward": tokens_per_forward, "keep": True}
         search = _Search(Bench(host, attachment, split, scores, ablation, **how), scores, edges, cost, threshold)
+        search.end = end
         stop = search
         if isinstance(task, Task):
             bench = Bench(host, attachment, task.validation, scores, ablation, **how)
@@ -196,6 +201,8 @@ def _searched(
     for _ in tqdm(
         range(1 if search is stop else _SEARCHES), desc="refine", unit="search", disable=not progress, leave=False
     ):
+        if search.late():
+            break
         found = search.at(target, start=prefix, rounds=rounds)
         tried += found
         short = stop.short(found[-1]) if found else 0.0
@@ -224,6 +231,7 @@ class _Search:
             n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
         """
         self.bench, self.threshold, self.target, self.ranking = bench, threshold, threshold.value, scores.ranking()
+        self.end = math.inf  # no step begins later
         self.others, self.n_further, self.contents = others, n_further, contents_of(bench.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
@@ -319,6 +327,8 @@ class _Search:
         passed = [min(begin, key=lambda kept: (self.price(kept), int(kept.sum())))]
         passed.append(self.removed(passed[0], passed))
         for _ in range(rounds):
+            if self.late():
+                break
             other = self.exchanged(passed[-1])
             if self.price(other) >= self.price(passed[-1]):
                 break
@@ -333,7 +343,7 @@ class _Search:
         Args:
             passed: gets what is passed on the way: circuits after each step, and some within steps that remove many.
         """
-        while True:
+        while not self.late():
             inside = kept.nonzero()[:, 0].flip(0)[:_MOST_TRIED]  # lowest scores first
             if not len(inside):
                 return kept
@@ -355,6 +365,11 @@ class _Search:
             kept = smaller
             if int(kept.sum()) > _LARGE and saved < _WORTH * self.price(kept):
                 return kept
+        return kept
+
+    def late(self) -> bool:
+        """Whether no further step may begin."""
+        return time.monotonic() > self.end
 
     @staticmethod
     def _between(
@@ -403,7 +418,7 @@ class _Search:
         order = outside[torch.sort(gained - base, descending=True, stable=True).indices]
         best = kept
         for n in _ADDED:
-            if n > len(order):
+            if n > len(order) or self.late():
                 break
             larger = kept.clone()
             larger[order[:n]] = True

@@ -59,7 +59,11 @@ BY_HEAD = "SVD by head, whitened"
 _FILE = "best.json"
 JUDGED = 4_096  # held-out tokens on which candidates are measured; the winner is on all
 _BETWEEN = 8  # lengths tried between two of the grid's
-_MAKE, _CHOOSE = 0.4, 0.6  # of the time: until then candidates are made, and rounds begun
+_MAKE, _CHOOSE, _REFINE = (
+    0.4,
+    0.6,
+    0.8,
+)  # of the time: until then candidates are made, rounds begun, and the winner is refined
 _FROM_NEURONS = 4  # times SWD's own time, until one was made (1536 x 384)
 
 
@@ -198,7 +202,8 @@ def best_circuit(
         recovered: how much of what the sites carry the circuit has to do.
         minutes: about what it may take, said in the bar before it begins. Two fifths are for making candidates (none is begun
             that would end later, by the time that the last one of its kind took; settings["not tried"] names them), rounds begin
-            in the next fifth, then the cheapest so far is judged. Where time is short, what is found depends on the machine.
+            in the next fifth, the cheapest so far is refined in another, and judged. Where time is short, what is found depends
+            on the machine.
         seed: of the random circuits beside it.
         progress: say what is tried, in a bar.
 
@@ -409,7 +414,8 @@ class _Search:
         length = int(winner.row["units"])
         grid = sorted({*prefix_grid(scores.n_units), *_between(length, scores.n_units), length})
         curve = evaluate(model, factors, self.task, scores, grid=grid, seed=seed, dense=self.dense)
-        searched = refine(model, factors, self.task, scores, recovered=self.threshold.value)
+        left = max(0.0, self.began + _REFINE * 60 * self.minutes - time.monotonic())
+        searched = refine(model, factors, self.task, scores, recovered=self.threshold.value, seconds=left)
         circuit = searched.refined
         null = circuit_null(model, factors, self.task, scores, circuit=circuit, seed=seed, dense=self.dense)
         test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)

@@ -69,6 +69,8 @@ def test_a_set_that_is_no_prefix_is_found():
             found.refined.units,
             found.prefix.units,
         )
+        without_time = refine(micro_model(), factors, ONE, scores, sufficiency=0.9, cost=cost, seconds=0.0)
+        assert without_time.refined.units == without_time.prefix.units == found.prefix.units
         assert found.test.empty and found.target == 0.9
         assert found.refined.provenance == {
             "kind": "refined", "cost": cost, "sufficiency": 0.9, "ablation": "mean", "n_train": 1, "n_validation": 1,
