@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -158,6 +158,12 @@ class Sender:
         return ended
 
 
+def drawn(rng: random.Random, calls: list[str], lengths: Mapping[tuple[str, str], Any]) -> tuple[str, str, int]:
+    """A host, a call and a line of it."""
+    kind, name = rng.choice(HOSTS), rng.choice(calls)
+    return kind, name, rng.randint(1, lengths[kind, name][0])
+
+
 def at_a_line(name: str, kit: Kit, at: int) -> list[str]:
     """What Ctrl-C before this line of a call leaves changed."""
     before = surrounding(kit.model)
@@ -178,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lines", type=int, default=200, help="injections at random lines")
+    parser.add_argument("--every", action="store_true", help="every line of the calls, in place of random ones")
     parser.add_argument("--times", type=int, default=200, help="attempts with one to three real signals")
     parser.add_argument("--calls", nargs="+", default=list(NAMED))
     parser.add_argument("--seconds", type=float, default=600.0, help="of both together")
@@ -194,9 +201,12 @@ def main() -> None:
             lengths[kind, name] = run_to_line(lambda n=name, k=kind: NAMED[n](kit_of(k)), None, WHOLE, EVENTS), seconds
     print({" ".join(key): lines for key, (lines, _) in lengths.items()}, flush=True)
     counts, failed = Counter[str](), 0
-    for number in range(given.lines):
-        kind, name = rng.choice(HOSTS), rng.choice(given.calls)
-        at = rng.randint(1, lengths[kind, name][0])
+    places = (
+        ((kind, name, at) for (kind, name), (n_lines, _) in lengths.items() for at in range(1, n_lines + 1))
+        if given.every
+        else (drawn(rng, given.calls, lengths) for _ in range(given.lines))
+    )
+    for number, (kind, name, at) in enumerate(places):
         if time.monotonic() > until - 0.2 * given.seconds * (given.times > 0):
             break
         if left := at_a_line(name, kit_of(kind), at):
