@@ -128,6 +128,18 @@ class KnownGrams:
         return (*self._key, site.name)
 
 
+def grams_of(model: Any, sites: Sequence[Site], tokens: Any, *, batch_size: int = 16, progress: bool = False) -> Grams:
+    """The float32 Grams of a host as it is now: those that calibration text remembers, or of a pass of their own.
+
+    Raises:
+        See `collect_grams`.
+    """
+    known = None
+    if isinstance(tokens, CalibrationText):
+        known = tokens.of_host(model, batch_size, "float32").collect(sites, progress)
+    return collect_grams(model, sites, tokens, batch_size=batch_size, progress=progress) if known is None else known
+
+
 def _as_it_stands(model: Any) -> tuple[str, str, str]:
     """What differs between two states of a host: parameters and settings, hooks and units, device."""
     return host_fingerprint(model, model.cfg), str(standing_hooks(model)), str(next(model.parameters()).device)

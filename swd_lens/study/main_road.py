@@ -258,7 +258,7 @@ def run_study(
                 if control in controls:
                     on_step(f"exact factors of {surface}: {method}")
                     start = time.perf_counter()
-                    of_text = {"tokens": calibration_tokens} if control in OF_TEXT else {}
+                    of_text = {"tokens": calibration_tokens if text is None else text} if control in OF_TEXT else {}
                     timed[method] = _MAKERS[control](model, names, **of_text), time.perf_counter() - start
             methods: dict[str, Any] = {method: solved for method, (solved, _) in timed.items()}
             if "random_b" in controls:

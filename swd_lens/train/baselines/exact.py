@@ -21,8 +21,8 @@ from swd_lens.base import __version__
 from swd_lens.base.errors import error
 from swd_lens.base.settings import AUTO
 from swd_lens.base.surroundings import in_plain_surroundings
+from swd_lens.factorization.calibration_text import grams_of
 from swd_lens.factorization.factorize import factorize, stamp
-from swd_lens.factorization.grams import collect_grams
 from swd_lens.factorization.output_grams import collect_output_grams
 from swd_lens.hosts import Host, find_sites, host_of
 from swd_lens.hosts.sites import Ends, Pattern, Site, Span, side_of_units
@@ -56,7 +56,8 @@ def svd(
         by_head: the singular vectors of each head's part of an attention matrix (ours). A unit then reads, or writes, the d_head
             coordinates of one head, and its edges are its nonzeros; units stand head by head, in each by singular value. Of
             attn_v and attn_o as many units as the heads have dimensions together.
-        tokens: (rows, pos) ids, or a `TokenStream`: the text of the Grams, which are shrunk as in `swd_lens.solve`.
+        tokens: (rows, pos) ids, or a `TokenStream`: the text of the Grams, which are shrunk as in `swd_lens.solve`. A
+            `CalibrationText` remembers them for other calls.
         batch_size: rows per forward.
         progress: show a bar.
 
@@ -75,7 +76,7 @@ def svd(
             return _factor_set(model, sites, lambda weight, i: _by_head(model, found[i], weight), method="svd_by_head")
         return _factor_set(model, sites, lambda weight, _: svd_factors(weight), method="svd")
     require_detached(model, "baselines.svd")
-    grams = collect_grams(model, found, tokens, batch_size=batch_size, progress=progress)
+    grams = grams_of(model, found, tokens, batch_size=batch_size, progress=progress)
     output_grams = collect_output_grams(model, found, tokens, progress=progress) if weigh_outputs else {}
 
     def factorized(weight: Tensor, i: int) -> Factors:

@@ -5,11 +5,13 @@ import torch
 
 import swd_lens as swd
 from swd_lens import baselines
+from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.hosts import host_of
 from swd_lens.solver import svd_prune
 from swd_lens.units import attach
 from swd_lens.units.exact import neuron_factors, random_b_factors, svd_factors
 from swd_lens.units.factors import FactorSet
+from tests.forwards import block_runs
 from tests.micro import random_tokens, toy_model
 
 SHAPES = [(24, 10), (10, 24), (16, 16)]
@@ -238,6 +240,18 @@ def test_a_gram_that_is_none_of_this_matrix_is_refused(gram):
         svd_factors(weight_of((5, 6)), gram)
     with pytest.raises(swd.errors.GramError):
         svd_factors(weight_of((6, 5)), None, gram)
+
+
+def test_calibration_text_is_run_once_for_all_metrics_and_factorizations():
+    model, site = toy_model(), "blocks.0.attn_o"
+    text = CalibrationText(random_tokens(8, 9), model)
+    first = baselines.svd(model, site, whitened=True, tokens=text)
+    with block_runs(model) as runs:
+        by_head = baselines.svd(model, site, whitened=True, by_head=True, tokens=text)
+        swd.factorize(model, site, tokens=text, preset="svd_pruned", gram_dtype="float32")
+    assert runs.rows == 0
+    plain = baselines.svd(model, site, whitened=True, tokens=random_tokens(8, 9))
+    assert torch.equal(first[site].read, plain[site].read) and by_head[site].n_units == first[site].n_units
 
 
 @pytest.mark.parametrize("how", [{"whitened": True}, {"weigh_outputs": True}])
