@@ -305,7 +305,7 @@ def _told_before(folder: Path, job: Job) -> dict[str, Any] | None:
     told: Any = None
     with suppress(FactorFileError, FileNotFoundError):  # a damaged index is said by who reads it
         told = provenance_in(folder).get("basis")
-    if told is None:
+    if not told or (isinstance(told, dict) and "chosen" not in told):  # by kind, or by a caller's word
         return None
     try:
         with readable(folder / INDEX, WHAT, FactorFileError):

@@ -181,12 +181,13 @@ def factorize(
         if out is None:
             raise error("shard-without-folder", shard=part)
         out = part.folder(Path(out))
-    job = with_chosen_bases(job, progress=progress, folder=None if out is None or overwrite else Path(out))
 
-    # 2. to 4., with the folder held.
+    # 2. to 4., with the folder held before the host runs.
     if out is None:
+        job = with_chosen_bases(job, progress=progress)
         return _factorized(job, None, workers=workers, threads=threads, progress=progress)
     with writing_checkpoint(Path(out), job.file_bytes(), overwrite=overwrite):
+        job = with_chosen_bases(job, progress=progress, folder=None if overwrite else Path(out))
         recipes = job.recipes()
         checkpoint = Checkpoint(Path(out), job.provenance(), recipes, chained=job.chained, overwrite=overwrite)
         return _factorized(job, checkpoint, workers=workers, threads=threads, progress=progress)

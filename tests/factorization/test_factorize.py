@@ -59,6 +59,8 @@ HOW = {
     "dense": {"tokens": TOKENS, "calibration": "dense"},
     "weighed": {"tokens": TOKENS, "weigh_outputs": True},
     "zero-data": {},
+    "basis by text": {"tokens": TOKENS, "preset": "quick"},
+    "basis by kind": {"preset": "quick"},
 }
 
 
@@ -67,8 +69,9 @@ def wholes(model, tmp_path_factory) -> dict[str, FactorSet]:
     """How -> what a call that was not interrupted gives, with a folder as without one."""
     made = {}
     for how, tokens in HOW.items():
-        made[how] = swd.factorize(model, "all", **QUICK, **tokens, out=tmp_path_factory.mktemp("whole") / how)
-        assert_same(swd.factorize(model, "all", **QUICK, **tokens), made[how], provenance=False)
+        named = {**QUICK, **tokens}
+        made[how] = swd.factorize(model, "all", **named, out=tmp_path_factory.mktemp("whole") / how)
+        assert_same(swd.factorize(model, "all", **named), made[how], provenance=False)
     return made
 
 

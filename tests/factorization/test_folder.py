@@ -50,7 +50,8 @@ def test_the_second_of_two_calls_is_refused_and_nothing_is_lost(model, tmp_path,
 
 @pytest.mark.parametrize("how", ["a file", "below a file", "a full disk", "read-only"])
 @pytest.mark.parametrize("shard", [None, "1/2"])
-def test_an_impossible_folder_is_refused_before_any_work(model, tmp_path, monkeypatch, how, shard):
+@pytest.mark.parametrize("preset", ["paper", "quick"], ids=["", "basis by text"])
+def test_an_impossible_folder_is_refused_before_any_work(model, tmp_path, monkeypatch, how, shard, preset):
     (tmp_path / "file").touch()
     out = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "out", "read-only": Path("/proc/out")}
     if how == "a full disk":
@@ -58,7 +59,8 @@ def test_an_impossible_folder_is_refused_before_any_work(model, tmp_path, monkey
     calls = count_solves(monkeypatch)
     monkeypatch.setattr("swd_lens.factorization.job.host_fingerprint", lambda *_: pytest.fail("work was done"))
     monkeypatch.setattr("swd_lens.factorization.stages.collect_grams", lambda *_, **__: pytest.fail("work was done"))
-    named = {**QUICK, "tokens": TOKENS, "calibration": "dense", "shard": shard}
+    monkeypatch.setattr("swd_lens.factorization.basis.chosen", lambda *_: pytest.fail("work was done"))
+    named = {**QUICK, "preset": preset, "tokens": TOKENS, "calibration": "dense", "shard": shard}
     with pytest.raises(OSError, match=r"nothing was done"):
         swd.factorize(model, "mlp_out", **named, out=out.get(how, tmp_path / "new"))
     assert not calls and [path.name for path in tmp_path.iterdir()] == ["file"]
