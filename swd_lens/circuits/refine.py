@@ -198,18 +198,24 @@ def _searched(
     )
     # On one split alone there is nothing to allow for.
     target = search.threshold.value if search is stop else float(search.values(prefix[None])[0])
-    for _ in tqdm(
-        range(1 if search is stop else _SEARCHES), desc="refine", unit="search", disable=not progress, leave=False
-    ):
-        if search.late():
-            break
-        found = search.at(target, start=prefix, rounds=rounds)
-        tried += found
-        short = stop.short(found[-1]) if found else 0.0
-        if abs(short) < _NEAR:
-            break
-        target = min(target + short, highest)
+    n_searches = 1 if search is stop else _SEARCHES
+    with tqdm(total=n_searches, desc="refine", unit="search", disable=not progress, leave=False) as bar:
+        search.tell = bar.set_postfix_str
+        for _ in range(n_searches):
+            if search.late():
+                break
+            found = search.at(target, start=prefix, rounds=rounds)
+            tried += found
+            short = stop.short(found[-1]) if found else 0.0
+            if abs(short) < _NEAR:
+                break
+            target = min(target + short, highest)
+            bar.update()
     return tried
+
+
+def _nobody_listens(text: str) -> None:
+    """Where no bar is shown."""
 
 
 class _Search:
@@ -231,7 +237,7 @@ class _Search:
             n_further: contents of the prompts that its circuits will be judged on; 0: these very prompts.
         """
         self.bench, self.threshold, self.target, self.ranking = bench, threshold, threshold.value, scores.ranking()
-        self.end = math.inf  # no step begins later
+        self.end, self.tell = math.inf, _nobody_listens  # no step begins later; hears of each one
         self.others, self.n_further, self.contents = others, n_further, contents_of(bench.split)
         ones = torch.ones(len(self.ranking), dtype=torch.int64)
         self.costs = torch.tensor([int(edges[site][unit]) for site, unit in self.ranking]) if cost == "edges" else ones
@@ -344,6 +350,7 @@ class _Search:
             passed: gets what is passed on the way: circuits after each step, and some within steps that remove many.
         """
         while not self.late():
+            self.tell(f"{int(kept.sum()):,} units")
             inside = kept.nonzero()[:, 0].flip(0)[:_MOST_TRIED]  # lowest scores first
             if not len(inside):
                 return kept

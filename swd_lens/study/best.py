@@ -224,7 +224,7 @@ def best_circuit(
     search = _Search(model, task, names, calibration, few, kl, Threshold("recovered", recovered), minutes, began)
     winner = search.run(progress)
     settings = {"kl": kl, "recovered": recovered, "minutes": minutes, "seed": seed, "sites": names}
-    return search.judged(winner, heldout, settings, seed)
+    return search.judged(winner, heldout, settings, seed, progress)
 
 
 def _names(model: Any, sites: Any) -> list[str]:
@@ -407,20 +407,31 @@ class _Search:
 
     # ------------------------------------------------------------------ judgement
 
-    def judged(self, winner: _Candidate, heldout: TokenStream, settings: Mapping[str, Any], seed: int) -> BestCircuit:
+    def judged(
+        self, winner: _Candidate, heldout: TokenStream, settings: Mapping[str, Any], seed: int, progress: bool
+    ) -> BestCircuit:
         """The winner's circuit, on test prompts, and its replacement, on all of the held-out text."""
         assert winner.scores is not None and winner.row is not None
         model, factors, scores = self.model, winner.factors, winner.scores
         length = int(winner.row["units"])
         grid = sorted({*prefix_grid(scores.n_units), *_between(length, scores.n_units), length})
-        curve = evaluate(model, factors, self.task, scores, grid=grid, seed=seed, dense=self.dense)
-        left = max(0.0, self.began + _REFINE * 60 * self.minutes - time.monotonic())
-        searched = refine(model, factors, self.task, scores, recovered=self.threshold.value, seconds=left)
-        circuit = searched.refined
-        null = circuit_null(model, factors, self.task, scores, circuit=circuit, seed=seed, dense=self.dense)
-        test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
-        if winner.fidelity is None or heldout is not self.heldout:
-            winner.fidelity = fidelity(model, factors, heldout)
+        said = f"judge the circuit of {winner.method}"
+        with tqdm(total=4, desc=said, unit="step", disable=not progress, leave=False) as bar:
+            bar.set_postfix_str("prefixes on test prompts")
+            curve = evaluate(model, factors, self.task, scores, grid=grid, seed=seed, dense=self.dense)
+            bar.update()
+            left = max(0.0, self.began + _REFINE * 60 * self.minutes - time.monotonic())
+            how: dict[str, Any] = {"recovered": self.threshold.value, "seconds": left, "progress": progress}
+            circuit = refine(model, factors, self.task, scores, **how).refined
+            bar.update()
+            bar.set_postfix_str("random circuits")
+            null = circuit_null(model, factors, self.task, scores, circuit=circuit, seed=seed, dense=self.dense)
+            test = judge(model, factors, self.task.test, {"circuit": circuit}, dense=self.dense)
+            bar.update()
+            bar.set_postfix_str("held-out text")
+            if winner.fidelity is None or heldout is not self.heldout:
+                winner.fidelity = fidelity(model, factors, heldout)
+            bar.update()
         tried = pd.DataFrame([self._row(each) for each in self.candidates])
         return BestCircuit(
             winner.method,
