@@ -99,8 +99,8 @@ def _held_for(
             yield
             return
         with _locked(target, folder / f"{prefix}{LOCK}", folder / f"{prefix}{HOLDER}", call, patience):
-            if target.is_dir():
-                remove_remains(target)
+            # What calls left that were killed: anywhere in a folder, and beside a file those of the file.
+            remove_remains(target) if target.is_dir() else remove_remains(target.parent, target.name)
             yield
     finally:
         for path in made:  # what nothing was written into goes again

@@ -33,6 +33,7 @@ from swd_lens.base.progress import tqdm
 from swd_lens.base.record import Record
 from swd_lens.base.surroundings import in_plain_surroundings
 from swd_lens.circuits.floor import Floor, Floors
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.circuits.local_error import LocalErrors, that_count
 from swd_lens.hosts import Host, Start, host_of, require_no_dropout
 from swd_lens.hosts.beginnings import text_for, warn_without_bos
@@ -177,6 +178,7 @@ def fidelity(
     local: bool = False,
     exclude: Any = None,
     attention_mask: Any = None,
+    dense: DenseRuns | None = None,
     progress: bool = False,
 ) -> Fidelity:
     """Compare the host with and without the factors on held-out tokens (paper app. A.5; method.md §5.5).
@@ -194,13 +196,14 @@ def fidelity(
         exclude: "special" (the tokenizer's special tokens, BOS among them) or token ids. Left out are predictions that are read
             at such a token, and predictions of such a token; of errors of outputs, their positions.
         attention_mask: (rows, pos), 0 where `tokens` are padding, which is left out. Padding before a text is moved behind it.
+        dense: what enters the first replaced block is kept there, for further replacements of this host on this text.
 
     Raises:
         TokenError: bad tokens, rows of a single token, or rows of which no prediction counts.
         AttachError: see `swd_lens.attach`.
         UnsupportedHostError: a site whose output the host's forward never shows.
     """
-    how: dict[str, Any] = {"batch_size": batch_size, "local": local, "exclude": exclude}
+    how: dict[str, Any] = {"batch_size": batch_size, "local": local, "exclude": exclude, "dense": dense}
     return fidelities(model, {"": factors}, tokens, **how, attention_mask=attention_mask, progress=progress)[""]
 
 
@@ -214,13 +217,14 @@ def fidelities(
     local: bool = False,
     exclude: Any = None,
     attention_mask: Any = None,
+    dense: DenseRuns | None = None,
     progress: bool = False,
 ) -> dict[str, Fidelity]:
     """`fidelity` of several replacements of one host: the dense host runs once for all of them.
 
     Args:
         replacements: name -> what to attach.
-        model, tokens, batch_size, local, exclude, attention_mask: see `fidelity`.
+        model, tokens, batch_size, local, exclude, attention_mask, dense: see `fidelity`.
 
     Raises:
         See `fidelity`.
@@ -244,7 +248,7 @@ def fidelities(
         alone = stack.enter_context(attach(model, next(iter(units.values())))) if len(units) == 1 else None
         stack.enter_context(fused_attention(host, rows))
         errors = LocalErrors(host, asked, alone) if local else None
-        runs = _Staged(host, units, alone)
+        runs = _Staged(host, units, alone, dense)
         if not runs.agree_with_whole(rows):
             runs = _Whole(host, units, alone)
         size = batch_size or _rows_at_once(rows.shape[1], {site.name: site for s in sums.values() for site in s.sites})
@@ -423,15 +427,22 @@ class _Whole(_Runs):
 class _Staged(_Runs):
     """The dense host once, each replacement from its first replaced layer on, logits a chunk of positions at a time."""
 
-    def __init__(self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None):
+    def __init__(
+        self, host: Host, units: Mapping[str, UnitSet], alone: Attachment | None, kept: DenseRuns | None = None
+    ):
         super().__init__(host, units, alone)
+        self.kept = kept
         self.first = {name: min(site.layer for site in of_name.sites) for name, of_name in units.items()}
         self.end = host.model.cfg.n_layers
         self._starts: dict[int, Start] = {}
 
     def dense(self, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         self._starts, start = {}, None
-        for layer in sorted({*self.first.values(), self.end}):
+        layers = sorted({*self.first.values(), self.end})
+        if self.kept is not None:
+            layer = layers.pop(0)
+            start = self._starts[layer] = Start(layer, self.kept.residual(self.host, batch, layer))
+        for layer in layers:
             start = Start(layer, self.host.residual(batch, layer, start=start))
             self._starts[layer] = start
         return self._starts[self.end].residual

@@ -30,6 +30,7 @@ from swd_lens.base.sealed import read_sealed, write_sealed
 from swd_lens.base.writer import writing
 from swd_lens.circuits.concentration import concentration
 from swd_lens.circuits.fidelity import Fidelity, fidelity
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.factorization.calibration_text import CalibrationText
 from swd_lens.factorization.checkpoint import differences, host_fingerprint
 from swd_lens.hosts.beginnings import text_for
@@ -172,6 +173,7 @@ class GoalSearch:
         folder: that trials lie in until the search is over.
         asked: what a search that goes on has to have been asked, as plain values.
         trials: a row for each factorization, in their order.
+        dense: what all trials share of the dense host's runs.
         refused: why the last sparsity that had too few edges could not be made.
     """
 
@@ -184,6 +186,7 @@ class GoalSearch:
     folder: Path | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
+    dense: DenseRuns = field(default_factory=DenseRuns)
     refused: BudgetError | None = None
 
     def run(self, progress: bool) -> tuple[dict[str, Any], FactorSet | None]:
@@ -242,7 +245,7 @@ class GoalSearch:
         except BudgetError as too_few_edges:
             self.refused = too_few_edges
             return None, None
-        measured = fidelity(self.model, factors, self.heldout)
+        measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
         row = {"method": path, "s": s, "edges": factors.edges, **_in_figures(measured)}
         row |= {"excess": self.goal.excess(row), "seconds": round(time.monotonic() - began, 2)}
         self.trials.append(row)

@@ -233,7 +233,7 @@ def _names(model: Any, sites: Any) -> list[str]:
 
 def _needed(model: Any, task: Task) -> list[str]:
     """The output that a screen of the dense host says the task needs most."""
-    screened = screen(model, task, sites=list(OUTPUTS), surfaces={})
+    screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST)
     chosen = next(iter(screened.choose().values()), None)
     if chosen is None:
         raise error("circuit-of-an-undone-task", task=task.name, margin=screened.tasks[task.name].margin)
@@ -360,7 +360,7 @@ class _Search:
             return None
         self.bar.set_postfix_str(method)
         factors = factorize(self.model, self.sites, sparsity=sparsity, tokens=self.text, progress=False, **options)
-        measured = fidelity(self.model, factors, self.heldout)
+        measured = fidelity(self.model, factors, self.heldout, dense=self.dense)
         candidate = _Candidate(method, factors, time.monotonic() - began, measured, False)
         self.candidates.append(candidate)
         return candidate

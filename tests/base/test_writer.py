@@ -16,6 +16,7 @@ from swd_lens.base.errors import FolderInUseError
 from swd_lens.base.files import atomic
 from swd_lens.base.writer import HOLDER, LOCK, require_writable, require_writable_file, writing, writing_file
 from tests.forks import run
+from tests.remains import left_by_a_killed_process
 
 HOLD = """
 import sys, time
@@ -129,6 +130,14 @@ def test_one_writer_per_file_and_others_beside_it(tmp_path):
             thread.join()
     assert len(refusals) == 1 and "a.json is written by data_efficiency (process" in refusals[0]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.json"]
+
+
+def test_what_a_killed_call_left_beside_a_file_goes_when_it_is_held_again(tmp_path):
+    """A call that finds all of it finished writes nothing, and yet clears up (tests.fuzz: kill 52 of seed 9003)."""
+    left, others = (left_by_a_killed_process(tmp_path / name) for name in ("points.json", "other.json"))
+    with writing_file(tmp_path / "points.json", "data_efficiency"):
+        pass
+    assert not left.exists() and others.exists()
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):

@@ -11,9 +11,11 @@ import swd_lens as swd
 from swd_lens import baselines
 from swd_lens.circuits import fidelity
 from swd_lens.circuits.fidelity import Fidelity, fidelities
+from swd_lens.circuits.kept import DenseRuns
 from swd_lens.hosts import host_of
 from swd_lens.units.factors import Factors
 from tests.contract import swd_zero_data
+from tests.forwards import block_runs
 from tests.micro import micro_model, random_tokens, toy_model
 
 measure = importlib.import_module("swd_lens.circuits.fidelity")  # the function has its name
@@ -83,7 +85,13 @@ def test_batches_do_not_matter(model):
     assert one.relmse == pytest.approx(many.relmse, rel=1e-5)
 
 
-def test_bad_tokens(model):
+def test_what_enters_the_replaced_block_is_kept_from_one_replacement_to_the_next(model):
+    tokens, dense = random_tokens(9, 8), DenseRuns()
+    for number, factors in enumerate((swd_zero_data(model, "blocks.1.*"), swd_zero_data(model, "blocks.1.mlp_out"))):
+        with block_runs(model, 0) as runs:
+            found = fidelity(model, factors, tokens, dense=dense)
+        assert found == fidelity(model, factors, tokens)
+        assert (runs.rows >= 9) == (number == 0)  # later only the rows that are compared with whole runs
     factors = baselines.svd(model, "mlp_out")
     with pytest.raises(swd.TokenError, match="at least two tokens"):
         fidelity(model, factors, [[1], [2]])
