@@ -127,7 +127,13 @@ class BestCircuit(Record):
         size = (
             "" if self.is_small else f" This is no small circuit: it has {self.n_edges / all_edges:.0%} of all edges."
         )
-        return circuit + goal + null + size
+        without = list(self.settings["not tried"])
+        late = (
+            f" Not tried for want of time (minutes={self.settings['minutes']:g}): {', '.join(without)}."
+            if without
+            else ""
+        )
+        return circuit + goal + null + size + late
 
     def save(self, folder: str | Path) -> Path:
         """Write best.json, the circuit and its factors into the folder; best.json last, so that where it is all is there.

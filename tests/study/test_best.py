@@ -98,6 +98,7 @@ def test_a_goal_that_only_exact_units_keep():
 
 def test_without_time_the_table_says_what_was_not_tried():
     best = best_at_site(minutes=1e-9)
+    assert "Not tried for want of time (minutes=1e-09): Neurons pruned s=0.5, " in best.in_words()
     assert len(best.table()) == 4 and best.settings["not tried"] == [
         f"{m} s=0.5" for m in ("Neurons pruned", "SVD pruned", "SWD", "SWD from neurons")
     ]
