@@ -223,7 +223,7 @@ def best_circuit(
         if not value > 0:
             raise error("best-circuit-without-goal", name=name, value=value)
     began = time.monotonic()
-    names = _needed(model, task) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
+    names = _needed(model, task, progress) if isinstance(sites, str) and sites == "auto" else _names(model, sites)
     calibration, heldout = divided(model, tokens, heldout_tokens)
     n_few = max(1, JUDGED // heldout.row_length)
     few = split_rows(heldout, n_few)[0] if n_few < heldout.n_rows else heldout
@@ -237,9 +237,9 @@ def _names(model: Any, sites: Any) -> list[str]:
     return [site.name for site in find_sites(model, sites)]
 
 
-def _needed(model: Any, task: Task) -> list[str]:
+def _needed(model: Any, task: Task, progress: bool) -> list[str]:
     """The output that a screen of the dense host says the task needs most."""
-    screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST)
+    screened = screen(model, task, sites=list(OUTPUTS), surfaces={}, n_prompts=FEWEST, progress=progress)
     chosen = next(iter(screened.choose().values()), None)
     if chosen is None:
         raise error("circuit-of-an-undone-task", task=task.name, margin=screened.tasks[task.name].margin)
